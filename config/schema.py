@@ -1,0 +1,286 @@
+"""The run config: every key a user may set, with its type, unit, default and range.
+
+Each section is a frozen dataclass. The string under a field is its documentation: it opens with the
+unit in square brackets, and `train.py --help` prints it, so the help can never lag behind the schema.
+Ranges and other machine-checked limits are `limit(...)` metadata, enforced by `config.load`.
+
+Nothing here imports more than the standard library: `--help` has to answer at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
+
+
+def limit(
+    default: Any = MISSING,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field with a default and a range that `config.load` checks (bounds as in the names)."""
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    metadata = {name: bound for name, bound in bounds.items() if bound is not None}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """What this run is called, how long it trains and where it leaves its folder."""
+
+    name: str = "run"
+    """[text] Name of the run; its folder is run.dir/run.name and wandb shows it."""
+    dir: str = "runs"
+    """[path] Folder that holds the run folders."""
+    steps: int = limit(100, at_least=1)
+    """[steps] Optimizer steps to attempt in all, those of earlier sessions of a resumed run included."""
+    seed: int = limit(0, at_least=0)
+    """[integer] Seed of the initial weights, of the data order and of dropout."""
+    resume: str = "auto"
+    """[auto | never | path] auto: go on from the newest complete checkpoint of this run, if there is one.
+    never: start anew; an earlier run folder of that name is renamed, not deleted. A path: go on from that checkpoint."""
+    hypothesis: str = ""
+    """[text] What this run is meant to show; kept with the run folder, the report and wandb."""
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Which Hugging Face causal language model is trained, and how its activations are kept."""
+
+    name_or_path: str | None = None
+    """[path or hub id] Model whose config and weights are loaded. Excludes model.architecture."""
+    architecture: str | None = None
+    """[model_type] Hugging Face model type trained from scratch, such as llama, qwen3 or gpt2."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """[mapping] Arguments of that architecture's Hugging Face config, such as hidden_size. vocab_size defaults to the
+    tokenizer's, max_position_embeddings to data.sequence_length. With name_or_path: values that override its config."""
+    trust_remote_code: bool = False
+    """[true or false] Run model code that comes with a hub repository. Never done unless set here."""
+    attention: str = "sdpa"
+    """[implementation] Hugging Face attention implementation: sdpa, eager, flash_attention_2, flex_attention."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """[choice] none keeps every activation; full recomputes every transformer block in the backward pass; selective
+    recomputes every second block, for about half the saving at half the recomputation."""
+    checkpointing_reentrant: bool = False
+    """[true or false] Use torch's reentrant checkpointing (the older of its two implementations)."""
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """Where the text comes from and how it becomes token sequences."""
+
+    source: Literal["stdlib", "text", "jsonl", "parquet", "hub"] = "stdlib"
+    """[choice] stdlib: the .py files of the running Python, on every machine. text, jsonl, parquet: files at data.path
+    (text: one document a file). hub: the dataset data.path of the Hugging Face hub, or a local dataset folder."""
+    path: str | None = None
+    """[path, glob or hub id] File, folder or glob of text, jsonl and parquet; the dataset's id for hub."""
+    name: str | None = None
+    """[text] Configuration name of a hub dataset."""
+    split: str = "train"
+    """[text] Split of a hub dataset."""
+    text_field: str = "text"
+    """[text] Field that holds the document, for jsonl, parquet and hub."""
+    tokenizer: str = "bpe:4096"
+    """[bytes | bpe:<vocab> | path | hub id] bytes: 256 byte tokens and the end of a document. bpe:<vocab>: a
+    byte-level BPE of that vocabulary size, trained on this data. Otherwise a Hugging Face tokenizer."""
+    sequence_length: int = limit(512, at_least=2)
+    """[tokens] Length of one training sequence; documents are packed end to end to fill it."""
+    validation_fraction: float = limit(0.01, at_least=0.0, below=1.0)
+    """[fraction] Share of documents held out for evaluation, drawn by a hash of their text."""
+    cache_dir: str = "~/.cache/mantissa"
+    """[path] Folder of prepared tokens; reused by fingerprint of source, tokenizer and split."""
+    workers: int = limit(2, at_least=1)
+    """[processes] Processes that tokenize. The tokens do not depend on their number."""
+    wait_minutes: float = limit(60.0, above=0.0)
+    """[minutes] How long a process waits for another one that is preparing the same data."""
+    verify: bool = True
+    """[true or false] Check the sha256 of prepared shards before training ; sizes are always checked."""
+
+
+@dataclass(frozen=True)
+class BatchSection:
+    """How many sequences an optimizer step sees, and how they are cut into micro-batches."""
+
+    global_size: int = limit(8, at_least=1)
+    """[sequences] Sequences in one optimizer step over all ranks; does not change with the number of processes."""
+    micro_size: int = limit(1, at_least=1)
+    """[sequences] Sequences in one forward pass on one rank. Accumulation is global_size / (micro_size x ranks)."""
+
+
+@dataclass(frozen=True)
+class OptimizerSection:
+    """The optimizer on the FP32 masters."""
+
+    name: Literal["adamw"] = "adamw"
+    """[choice] adamw: decoupled weight decay (Loshchilov and Hutter 2019), fused where torch has it."""
+    learning_rate: float = limit(3e-4, at_least=0.0)
+    """[per step] Peak learning rate."""
+    betas: tuple[float, float] = limit((0.9, 0.95), at_least=0.0, below=1.0)
+    """[fraction, fraction] Decay of the first and the second moment."""
+    eps: float = limit(1e-8, above=0.0)
+    """[gradient units] Added to the root of the second moment."""
+    weight_decay: float = limit(0.1, at_least=0.0)
+    """[per step and learning rate] Decoupled decay; not applied to norms, biases and embeddings."""
+    gradient_clipping: float = limit(1.0, at_least=0.0)
+    """[gradient units] Largest global gradient norm; 0 leaves gradients as they are."""
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    """The learning rate over applied optimizer steps; never scaled by the number of processes."""
+
+    name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """[choice] Shape after the warm-up. wsd: constant, then a linear decay over the last schedule.decay_fraction."""
+    warmup_steps: int = limit(0, at_least=0)
+    """[applied steps] Linear rise from 0 to the peak."""
+    final_ratio: float = limit(0.1, at_least=0.0, at_most=1.0)
+    """[fraction of the peak] Learning rate at the last step."""
+    decay_fraction: float = limit(0.2, above=0.0, at_most=1.0)
+    """[fraction of run.steps] Length of the decay of wsd."""
+
+
+@dataclass(frozen=True)
+class LossScaleSection:
+    """Loss scaling for FP16, done by DeepSpeed's scaler. Ignored by BF16 and FP32, which need none."""
+
+    policy: Literal["deepspeed", "static"] = "deepspeed"
+    """[choice] deepspeed: dynamic, halved on overflow and doubled after a clean window. static: always `initial`."""
+    initial: float = limit(65536.0, above=0.0)
+    """[factor] First loss scale; a power of two for the dynamic policy."""
+    window: int = limit(1000, at_least=1)
+    """[steps] Steps without overflow before the scale doubles."""
+    minimum: float = limit(1.0, above=0.0)
+    """[factor] Smallest loss scale; an overflow at this scale stops the run with a diagnosis."""
+    hysteresis: int = limit(2, at_least=1)
+    """[overflows] Overflows that are tolerated before the scale is halved."""
+
+
+@dataclass(frozen=True)
+class PrecisionSection:
+    """In which dtype the model computes, accumulates and reduces. Masters and moments are always FP32."""
+
+    path: Literal["cast", "manifest"] = "cast"
+    """[choice] cast: the module itself is 16-bit and ZeRO holds FP32 masters (DeepSpeed's bf16 and fp16 sections).
+    manifest: parameters stay FP32 and precision.manifest names each module's dtype."""
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """[choice] Dtype of forward and backward. auto: what the DeepSpeed JSON says."""
+    manifest: str | None = None
+    """[path] JSON precision manifest, for path: manifest."""
+    loss_scale: LossScaleSection = field(default_factory=LossScaleSection)
+    """[section] Loss scaling of FP16."""
+    accumulate: Literal["fp32"] = "fp32"
+    """[choice] Dtype in which gradients of micro-batches are summed."""
+    reduce: Literal["fp32", "compute"] = "fp32"
+    """[choice] Dtype in which gradients cross the network. compute halves the traffic of 16-bit runs."""
+
+
+@dataclass(frozen=True)
+class DeepSpeedSection:
+    """The DeepSpeed JSON this run starts from."""
+
+    config: str = "ds_configs/zero2_bf16.json"
+    """[path] DeepSpeed JSON; a relative path is looked up beside the run config, then in the working folder and in
+    Mantissa's own folder. `--deepspeed_config` on the command line overrides it."""
+
+
+@dataclass(frozen=True)
+class EvaluateSection:
+    """Validation loss while training."""
+
+    every_steps: int = limit(0, at_least=0)
+    """[steps] Evaluate after every so many steps and at the end; 0 never."""
+    batches: int = limit(8, at_least=1)
+    """[batches] Global batches of validation sequences in one evaluation, at most."""
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """Checkpoints under run.dir/run.name/checkpoints."""
+
+    every_steps: int = limit(0, at_least=0)
+    """[steps] Save after every so many steps and at the end; 0 only at the end."""
+    keep: int = limit(2, at_least=1)
+    """[checkpoints] How many of the newest checkpoints stay on disk."""
+
+
+@dataclass(frozen=True)
+class TrackingSection:
+    """Where the record of the run goes beside events.jsonl."""
+
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    """[choice] wandb mode. Trouble inside wandb never stops training."""
+    project: str = "mantissa"
+    """[text] wandb project."""
+    log_every_steps: int = limit(1, at_least=1)
+    """[steps] How often wandb and the plain console get a step; events.jsonl has every step."""
+
+
+@dataclass(frozen=True)
+class GuardSection:
+    """When a run that is not healthy stops."""
+
+    max_consecutive_skips: int = limit(20, at_least=1)
+    """[steps] Skipped steps in a row, of any dtype, after which the run stops with exit code 3."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault injected on purpose, for tests and game days."""
+
+    kind: Literal["inf_gradient", "nan_gradient"]
+    """[choice] inf_gradient, nan_gradient: one gradient value is overwritten on the last micro-batch."""
+    step: int = limit(at_least=1)
+    """[step] Attempted step, counted from 1, on which it strikes."""
+    rank: int = limit(0, at_least=0)
+    """[rank] Rank on which it strikes."""
+    module: str | None = None
+    """[module name] Module whose first parameter is hit; the first module with parameters when left out."""
+
+
+@dataclass(frozen=True)
+class GenerateSection:
+    """The text sample at the end of a run."""
+
+    tokens: int = limit(120, at_least=0)
+    """[tokens] Length of the sample; 0 writes none."""
+    prompt: str = "def "
+    """[text] What the sample starts with."""
+    temperature: float = limit(0.8, above=0.0)
+    """[factor] Softmax temperature of sampling."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run config."""
+
+    run: RunSection = field(default_factory=RunSection)
+    """[section]"""
+    model: ModelSection = field(default_factory=ModelSection)
+    """[section]"""
+    data: DataSection = field(default_factory=DataSection)
+    """[section]"""
+    batch: BatchSection = field(default_factory=BatchSection)
+    """[section]"""
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    """[section]"""
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    """[section]"""
+    precision: PrecisionSection = field(default_factory=PrecisionSection)
+    """[section]"""
+    deepspeed: DeepSpeedSection = field(default_factory=DeepSpeedSection)
+    """[section]"""
+    evaluate: EvaluateSection = field(default_factory=EvaluateSection)
+    """[section]"""
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    """[section]"""
+    tracking: TrackingSection = field(default_factory=TrackingSection)
+    """[section]"""
+    guard: GuardSection = field(default_factory=GuardSection)
+    """[section]"""
+    generate: GenerateSection = field(default_factory=GenerateSection)
+    """[section]"""
+    faults: tuple[Fault, ...] = ()
+    """[list] Faults to inject, each {kind, step, rank, module}. For tests; empty in real runs."""

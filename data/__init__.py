@@ -1,0 +1,1 @@
+"""Text in, fixed-length token batches out."""

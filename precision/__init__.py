@@ -1,0 +1,1 @@
+"""Judgement about numerics. Pure torch: no collectives, no DeepSpeed."""

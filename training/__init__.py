@@ -1,0 +1,1 @@
+"""The training run. The only package that imports deepspeed or torch.distributed."""
