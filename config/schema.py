@@ -41,7 +41,7 @@ class RunSection:
     """[integer] Seed of the initial weights, of the data order and of dropout."""
     resume: str = "auto"
     """[auto | never | path] auto: go on from the newest complete checkpoint of this run, if there is one.
-    never: start anew; an earlier run folder of that name is renamed, not deleted. A path: go on from that checkpoint."""
+    never: start anew; an earlier folder of that name is renamed, not deleted. A path: go on from that checkpoint."""
     hypothesis: str = ""
     """[text] What this run is meant to show; kept with the run folder, the report and wandb."""
 
@@ -97,7 +97,7 @@ class DataSection:
     wait_minutes: float = limit(60.0, above=0.0)
     """[minutes] How long a process waits for another one that is preparing the same data."""
     verify: bool = True
-    """[true or false] Check the sha256 of prepared shards before training ; sizes are always checked."""
+    """[true or false] Check the sha256 of prepared shards before training; sizes are always checked."""
 
 
 @dataclass(frozen=True)

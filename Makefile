@@ -1,0 +1,37 @@
+# Mantissa's commands. `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.requirements
+# One process a GPU; two processes on a machine without.
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
+# DeepSpeed and ninja look for programs of the environment on the PATH.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help setup demo test check clean
+
+help:  ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
+
+setup: $(STAMP)  ## Make .venv and install requirements.txt
+
+$(STAMP): requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	@touch $@
+
+demo: setup  ## Train a small Llama on real text and leave runs/demo
+	deepspeed --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
+
+test: setup  ## Run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup  ## Lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## Remove caches; runs stay
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,57 @@
+"""How the global batch is cut into micro-batches over ranks and accumulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from config.errors import UserError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """One optimizer step in numbers; `global_size == micro_size * accumulation * world_size` always holds."""
+
+    global_size: int
+    """[sequences] In one optimizer step, over all ranks."""
+    micro_size: int
+    """[sequences] In one forward pass on one rank."""
+    accumulation: int
+    """[micro-batches] Forward and backward passes of one rank in one optimizer step."""
+    world_size: int
+    """[processes] Data-parallel ranks."""
+
+
+def plan_batch(global_size: int, micro_size: int, world_size: int, *, where: str) -> BatchPlan:
+    """The plan for `world_size` ranks; `where` is the file that errors name.
+
+    Raises:
+        UserError: micro_size x world_size does not divide global_size; says which sizes would.
+    """
+    accumulation, left_over = divmod(global_size, micro_size * world_size)
+    if not left_over:
+        return BatchPlan(global_size, micro_size, accumulation, world_size)
+    problem = (
+        f"{where}: batch.global_size = {global_size} cannot be cut into micro-batches of "
+        f"batch.micro_size = {micro_size} on {world_size} process{'es' if world_size > 1 else ''}"
+    )
+    ways = []
+    if global_size % world_size == 0:
+        sizes = divisors(global_size // world_size)
+        ways.append(f"set batch.micro_size to one of {_listed(sizes)}")
+    if global_size % micro_size == 0:
+        ways.append(f"run on one of {_listed(divisors(global_size // micro_size))} processes")
+    unit = micro_size * world_size
+    below, above = global_size // unit * unit, (global_size // unit + 1) * unit
+    ways.append(f"set batch.global_size to {f'{below} or ' if below else ''}{above}")
+    raise UserError(f"{problem}; {', or '.join(ways)}")
+
+
+def divisors(number: int) -> list[int]:
+    """Every positive divisor of a positive `number`, ascending."""
+    low = [item for item in range(1, int(number**0.5) + 1) if number % item == 0]
+    return low + [number // item for item in reversed(low) if item * item != number]
+
+
+def _listed(numbers: list[int]) -> str:
+    """The numbers, or the first dozen of them."""
+    return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")

@@ -1,0 +1,124 @@
+"""A DeepSpeed JSON by itself: read, every key and value checked against the table, and what it says about ZeRO."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from config.deepspeed_keys import REFUSED, SECTIONS
+from config.errors import UserError
+from config.load import show, suggest
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The object in a DeepSpeed JSON file.
+
+    Raises:
+        UserError: missing, not JSON, not an object, or an object that names a key twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        document: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in document:
+                raise UserError(f"{path}: {key} is there twice in one object; remove one of them")
+            document[key] = value
+        return document
+
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as a DeepSpeed JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise UserError(f"{path}: holds {show(document)} where a JSON object is expected")
+    return document
+
+
+def check_document(path: Path, document: dict[str, Any]) -> None:
+    """Every key known and not refused, every value of the right kind or "auto", the offload sections usable.
+
+    Raises:
+        UserError: the first that is not; a key that does not exist comes with the nearest one that does.
+    """
+    _check_keys(path, document)
+    _check_offload(path, document, zero_stage(document))
+
+
+def zero_stage(document: dict[str, Any]) -> int:
+    """ZeRO stage of a JSON, 0 to 3."""
+    return int(document.get("zero_optimization", {}).get("stage", 0))
+
+
+def offload(document: dict[str, Any]) -> str:
+    """`none`, `optimizer`, `param` or `optimizer+param`: what ZeRO keeps outside the accelerator."""
+    zero = document.get("zero_optimization", {})
+    parts = [name for name in ("optimizer", "param") if zero.get(f"offload_{name}", {}).get("device", "none") != "none"]
+    return "+".join(parts) or "none"
+
+
+def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything that is not a section."""
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _check_offload(path: Path, document: dict[str, Any], stage: int) -> None:
+    zero = document.get("zero_optimization", {})
+    for name, least in (("optimizer", 1), ("param", 3)):
+        key, section = f"zero_optimization.offload_{name}", zero.get(f"offload_{name}", {})
+        device = section.get("device", "none")
+        if device != "none" and stage < least:
+            needed = f"needs zero_optimization.stage {least} or more, not {stage}; remove it"
+            raise UserError(f"{path}: {key}.device = '{device}' {needed}")
+        if device == "nvme" and not section.get("nvme_path"):
+            raise UserError(f"{path}: {key}.nvme_path is missing; device = 'nvme' needs it")
+
+
+def _check_keys(path: Path, section: dict[str, Any], prefix: str = "") -> None:
+    """Every key known and not refused, every value of the right kind or "auto"."""
+    kinds = SECTIONS[prefix]
+    dot = f"{prefix}." if prefix else ""
+    for name, value in section.items():
+        key = dot + name
+        if key in REFUSED:
+            raise UserError(f"{path}: {key} is refused: {REFUSED[key]}")
+        if name not in kinds:
+            known = [f"{parent}.{item}" if parent else item for parent, keys in SECTIONS.items() for item in keys]
+            raise UserError(f"{path}: {key}: DeepSpeed 0.19.8 has no such key{suggest(key, known)}")
+        if kinds[name] == "section":
+            if not isinstance(value, dict):
+                raise UserError(f"{path}: {key} = {show(value)} is not an object; write {{...}}")
+            _check_keys(path, value, key)
+        elif value != "auto":
+            _check_value(path, key, value, kinds[name])
+    stage = section.get("stage")
+    if prefix == "zero_optimization" and stage is not None and stage not in (0, 1, 2, 3):
+        raise UserError(f"{path}: zero_optimization.stage = {show(stage)} is not one of 0, 1, 2, 3")
+
+
+def _check_value(path: Path, key: str, value: Any, kind: str) -> None:
+    """`value` is of the kind that deepspeed_keys.SECTIONS names."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "bool":
+        right, expected = isinstance(value, bool), "true or false"
+    elif kind == "int":
+        # DeepSpeed's own documentation writes bucket sizes as 5e8, which JSON reads as a float.
+        right, expected = number and float(value).is_integer() and value >= 0, "a whole number of 0 or more"
+    elif kind == "float":
+        right, expected = number and math.isfinite(value) and value >= 0, "a number of 0 or more"
+    elif kind == "str":
+        right, expected = isinstance(value, str), "text"
+    elif kind == "list":
+        right, expected = isinstance(value, list), "a list"
+    else:
+        right, expected = value in kind.split("|"), f"one of {', '.join(kind.split('|'))}"
+    if not right:
+        raise UserError(f"{path}: {key} = {show(value)} is not {expected}")

@@ -1,0 +1,201 @@
+"""Merges the run config into a DeepSpeed JSON: every "auto" resolved, nothing said twice that could disagree.
+
+The run config owns batch, clipping, precision and loss scale; the JSON owns how ZeRO shards and moves memory. A number
+that both give must be the same in both. What DeepSpeed 0.19.8 is known to compute wrongly is refused here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from config.batch import BatchPlan, plan_batch
+from config.deepspeed_document import check_document, leaves, offload, zero_stage
+from config.errors import UserError
+from config.load import show
+from config.schema import Config
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+# DeepSpeed's own progress lines would repeat Mantissa's: print them never (its default differs between versions).
+_NEVER_PRINT = 10**9
+
+# Keys of the fp16 section that DeepSpeed does not read under a static loss scale.
+_DYNAMIC_ONLY = frozenset({"initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"})
+
+
+class _Owned(NamedTuple):
+    """A value of the JSON that the run config decides, and the run config's key for it."""
+
+    value: Any
+    owner: str
+
+
+class _Wrong(NamedTuple):
+    """A combination that DeepSpeed 0.19.8 computes wrongly or cannot do."""
+
+    compute: str
+    stage: int
+    reason: str
+    instead: str
+
+
+WRONG_COMBINATIONS = (
+    _Wrong(
+        "fp16",
+        0,
+        "DeepSpeed 0.19.8 never scales the loss there but divides the gradients by the scale, so updates drown in eps"
+        " (measured: loss 5.778 after 12 steps where FP32 has 4.111)",
+        "use ZeRO-1: ds_configs/zero1_fp16.json",
+    ),
+    _Wrong(
+        "bf16",
+        0,
+        "DeepSpeed 0.19.8 steps Adam once while it starts, so the first updates are too small (measured: loss 4.7544"
+        " after a step where FP32 has 4.7236 and ZeRO-1 4.7254), and it sums micro-batches in BF16",
+        "use ZeRO-1: ds_configs/zero1_bf16.json",
+    ),
+)
+
+
+def resolve(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:
+    """The DeepSpeed JSON of this run: `document` with every "auto" replaced and every owned value filled in.
+
+    Args:
+        config: the run config; its precision.compute may still be auto.
+        path: where `document` was read, for the messages.
+        document: the parsed JSON; left as it is.
+        world_size: processes.
+
+    Raises:
+        UserError: an unknown or refused key, a wrong kind of value, a disagreement with the run config, an "auto"
+            that nothing decides, or a combination that is known to be wrong.
+    """
+    check_document(path, document)
+    resolved = copy.deepcopy(document)
+    compute, stage = compute_dtype(config, path, document), zero_stage(document)
+    batch = plan_batch(config.batch.global_size, config.batch.micro_size, world_size, where=str(path))
+    _refuse_wrong(path, compute, stage)
+    for section in ("bf16", "fp16"):
+        if section in resolved and section != compute:
+            del resolved[section]
+    if config.precision.loss_scale.policy == "static":
+        _drop_open(resolved.get("fp16", {}), _DYNAMIC_ONLY)
+    for key, owned in _owned_values(config, compute, batch).items():
+        _settle(resolved, key, owned, path)
+    for key, default in _defaults(resolved, stage).items():
+        _fill(resolved, key, default)
+    left = [key for key, value in leaves(resolved) if value == "auto"]
+    if left:
+        raise UserError(
+            f'{path}: {left[0]} = "auto" is decided by nothing in the run config; write a value or remove the key'
+        )
+    return resolved
+
+
+def compute_dtype(config: Config, path: Path, document: dict[str, Any]) -> Dtype:
+    """`fp32`, `bf16` or `fp16`: what the JSON enables and precision.compute agrees with."""
+    sixteen_bit: tuple[Dtype, ...] = ("bf16", "fp16")
+    flags = {name: document.get(name, {}).get("enabled", False) for name in sixteen_bit}
+    wanted = config.precision.compute
+    if wanted == "auto":
+        for name in [name for name, flag in flags.items() if flag == "auto"]:
+            problem = "and precision.compute = auto leave the dtype open; set one of them"
+            raise UserError(f'{path}: {name}.enabled = "auto" {problem}')
+    enabled = [name for name, flag in flags.items() if flag is True or (flag == "auto" and name == wanted)]
+    if len(enabled) == 2:
+        raise UserError(f"{path}: bf16.enabled and fp16.enabled are both true; set one of them to false")
+    found: Dtype = enabled[0] if enabled else "fp32"
+    if wanted not in ("auto", found):
+        section = f"enables {found}" if enabled else "enables neither bf16 nor fp16, which is fp32"
+        fitting = f"ds_configs/zero{zero_stage(document) or 1}_{wanted}.json"
+        raise UserError(
+            f"{path}: {section}, but precision.compute = {wanted} in the run config; "
+            f"use a JSON for {wanted} such as {fitting}, or set precision.compute to auto"
+        )
+    return found
+
+
+def _owned_values(config: Config, compute: str, batch: BatchPlan) -> dict[str, _Owned]:
+    """Dotted key of the JSON to the value that the run config gives it."""
+    reduce = "fp32" if config.precision.reduce == "fp32" else compute
+    values = {
+        "train_batch_size": _Owned(batch.global_size, "batch.global_size"),
+        "train_micro_batch_size_per_gpu": _Owned(batch.micro_size, "batch.micro_size"),
+        "gradient_accumulation_steps": _Owned(
+            batch.accumulation, f"batch.global_size / (batch.micro_size x {batch.world_size} processes)"
+        ),
+        "gradient_clipping": _Owned(config.optimizer.gradient_clipping, "optimizer.gradient_clipping"),
+        "communication_data_type": _Owned(reduce, "precision.reduce"),
+        "data_types.grad_accum_dtype": _Owned(config.precision.accumulate, "precision.accumulate"),
+    }
+    if compute != "fp32":
+        values[f"{compute}.enabled"] = _Owned(True, "precision.compute")
+    if compute == "bf16":
+        values["bf16.check_grad_overflow"] = _Owned(True, "every skipped step must be seen")
+    if compute == "fp16":
+        values |= _loss_scale_values(config)
+    return values
+
+
+def _loss_scale_values(config: Config) -> dict[str, _Owned]:
+    """The fp16 section's scale keys; DeepSpeed reads loss_scale 0 as dynamic."""
+    scale, owner = config.precision.loss_scale, "precision.loss_scale"
+    if scale.policy == "static":
+        return {"fp16.loss_scale": _Owned(scale.initial, f"{owner}.initial")}
+    return {
+        "fp16.loss_scale": _Owned(0, f"{owner}.policy"),
+        "fp16.initial_scale_power": _Owned(int(math.log2(scale.initial)), f"log2 of {owner}.initial"),
+        "fp16.loss_scale_window": _Owned(scale.window, f"{owner}.window"),
+        "fp16.hysteresis": _Owned(scale.hysteresis, f"{owner}.hysteresis"),
+        "fp16.min_loss_scale": _Owned(int(scale.minimum), f"{owner}.minimum"),
+    }
+
+
+def _drop_open(section: dict[str, Any], keys: frozenset[str]) -> None:
+    """Remove those of `keys` that are "auto"."""
+    for key in keys & section.keys():
+        if section[key] == "auto":
+            del section[key]
+
+
+def _defaults(resolved: dict[str, Any], stage: int) -> dict[str, Any]:
+    """Dotted key to what Mantissa takes where the JSON says nothing and DeepSpeed's own default would not do."""
+    defaults: dict[str, Any] = {"steps_per_print": _NEVER_PRINT, "wall_clock_breakdown": False}
+    if stage:
+        # On by default at ZeRO-3, and the source of wrong gradients more than once.
+        defaults["zero_optimization.overlap_comm"] = False
+        defaults["zero_allow_untested_optimizer"] = True
+    if "optimizer" in offload(resolved):
+        # Masters in host memory are updated by torch's fused AdamW, as fast as DeepSpeedCPUAdam without its build.
+        defaults["zero_force_ds_cpu_optimizer"] = False
+    return defaults
+
+
+def _fill(resolved: dict[str, Any], key: str, default: Any) -> Any:
+    """The value of a dotted key, which becomes `default` where it is absent or "auto"."""
+    *parents, name = key.split(".")
+    section = resolved
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    if section.get(name, "auto") == "auto":
+        section[name] = default
+    return section[name]
+
+
+def _settle(resolved: dict[str, Any], key: str, owned: _Owned, path: Path) -> None:
+    """Fill in one owned value, or insist that the JSON's own is the same."""
+    given = _fill(resolved, key, owned.value)
+    if given != owned.value:
+        raise UserError(
+            f"{path}: {key} = {show(given)} disagrees with the run config, where {owned.owner} gives "
+            f'{show(owned.value)}; write "auto" in the JSON, or make them the same'
+        )
+
+
+def _refuse_wrong(path: Path, compute: str, stage: int) -> None:
+    for wrong in WRONG_COMBINATIONS:
+        if (compute, stage) == (wrong.compute, wrong.stage):
+            raise UserError(f"{path}: {compute.upper()} with ZeRO-{stage} is refused: {wrong.reason}; {wrong.instead}")

@@ -1,0 +1,156 @@
+"""The keys of a DeepSpeed 0.19.8 JSON: what Mantissa takes, of which kind, and what it refuses and why.
+
+DeepSpeed ignores a top-level key that it does not know, so `zero_optimisation` trains without ZeRO and says nothing.
+This table stops that before any process starts, without the seconds that importing DeepSpeed costs;
+tests/config/test_deepspeed_keys.py holds it against the installed DeepSpeed.
+"""
+
+from __future__ import annotations
+
+DTYPES = "fp32|bf16|fp16"
+
+
+def _keys(**kinds: str) -> dict[str, str]:
+    """Key to kind, from `kind="key key ..."`."""
+    return {key: kind for kind, names in kinds.items() for key in names.split()}
+
+
+# Section (dotted; "" is the top level) to its keys and their kinds: bool, int, float (which takes an int), str, list,
+# section, or the allowed words joined by |.
+SECTIONS: dict[str, dict[str, str]] = {
+    "": _keys(
+        int="train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print",
+        float="gradient_clipping gradient_predivide_factor",
+        bool="prescale_gradients disable_allgather dump_state disable_python_gc wall_clock_breakdown memory_breakdown"
+        " zero_allow_untested_optimizer zero_force_ds_cpu_optimizer dataloader_drop_last",
+        section="zero_optimization bf16 fp16 data_types activation_checkpointing aio comms_logger flops_profiler"
+        " tensorboard csv_monitor comet checkpoint timers",
+        str="log_level",
+    )
+    | {"communication_data_type": DTYPES},
+    "zero_optimization": _keys(
+        int="stage reduce_bucket_size allgather_bucket_size sub_group_size stage3_prefetch_bucket_size"
+        " stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters"
+        " stage3_max_reuse_distance stage3_module_granularity_threshold zero_hpz_partition_size",
+        bool="contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions overlap_comm"
+        " load_from_fp32_weights stage3_gather_16bit_weights_on_model_save stage3_use_all_reduce_for_fetch_params"
+        " stage3_allgather_sequential ignore_unused_parameters round_robin_gradients parameter_alignment"
+        " memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings"
+        " enable_sanity_checks",
+        section="offload_optimizer offload_param leaf_module",
+    ),
+    "zero_optimization.offload_optimizer": _keys(
+        str="nvme_path",
+        int="buffer_count",
+        bool="pin_memory pipeline_read pipeline_write fast_init super_offload",
+        float="ratio cpuadam_cores_perc",
+    )
+    | {"device": "none|cpu|nvme"},
+    "zero_optimization.offload_param": _keys(
+        str="nvme_path", int="buffer_count buffer_size max_in_cpu", bool="pin_memory"
+    )
+    | {"device": "none|cpu|nvme"},
+    "zero_optimization.leaf_module": _keys(list="classes names name_suffixes"),
+    "bf16": _keys(bool="enabled immediate_grad_update check_grad_overflow"),
+    "fp16": _keys(
+        bool="enabled consecutive_hysteresis",
+        float="loss_scale",
+        int="initial_scale_power loss_scale_window hysteresis min_loss_scale",
+    ),
+    "data_types": {"grad_accum_dtype": DTYPES},
+    "activation_checkpointing": _keys(
+        bool="partition_activations contiguous_memory_optimization cpu_checkpointing"
+        " synchronize_checkpoint_boundary profile",
+        int="number_checkpoints",
+    ),
+    "aio": _keys(int="block_size queue_depth intra_op_parallelism", bool="single_submit overlap_events use_gds"),
+    "comms_logger": _keys(bool="enabled prof_all verbose debug", list="prof_ops"),
+    "flops_profiler": _keys(
+        bool="enabled detailed",
+        float="recompute_fwd_factor",
+        int="profile_step module_depth top_modules",
+        str="output_file",
+    ),
+    "tensorboard": _keys(bool="enabled", str="output_path job_name"),
+    "csv_monitor": _keys(bool="enabled", str="output_path job_name"),
+    "comet": _keys(
+        bool="enabled online",
+        int="samples_log_interval",
+        str="project workspace api_key experiment_name experiment_key mode",
+    ),
+    "checkpoint": _keys(
+        str="tag_validation", bool="use_node_local_storage checkpoint_serialization", section="parallel_write writer"
+    ),
+    "checkpoint.parallel_write": _keys(bool="pipeline_stage"),
+    "checkpoint.writer": _keys(
+        str="type data_parallel",
+        bool="decoupled io_buffer_double show_statistics",
+        float="io_buffer_size io_multiplier",
+    ),
+    "timers": _keys(section="throughput"),
+    "timers.throughput": _keys(bool="enabled synchronized"),
+}
+
+_REMOVED = "DeepSpeed 0.19.8 has removed it; remove it here"
+_RENAMED_GATHER = "its new name is stage3_gather_16bit_weights_on_model_save"
+_NOT_DRIVEN = "Mantissa does not drive it; remove it"
+_TRADES_PRECISION = "it changes the numerics behind the run config's back; remove it and use the precision.* keys"
+
+# Dotted keys that DeepSpeed knows, or used to know, and that a run must not carry: why, and what to do instead.
+REFUSED: dict[str, str] = {
+    "optimizer": "Mantissa owns the optimizer and its decay groups; set optimizer.* in the run config",
+    "scheduler": "Mantissa owns the learning rate, counted in applied steps; set schedule.* in the run config",
+    "wandb": "Mantissa writes wandb itself, once and from rank 0; set tracking.wandb in the run config",
+    "torch_autocast": "with float16 DeepSpeed 0.19.8 clips by the scaled gradient norm (measured 111755 for 1.705) and"
+    " never lowers the scale on overflow; use the fp16 or bf16 section (ds_configs/zero1_fp16.json, zero1_bf16.json)",
+    "bfloat16": "it is the old name of the bf16 section; rename it",
+    "bf16.bf16_master_weights_and_grads": "masters must be FP32, or small updates round away; remove it",
+    "bf16.bf16_optimizer_states": "moments must be FP32; remove it",
+    "fp16.fp16_master_weights_and_grads": "masters must be FP32, or small updates round away; remove it",
+    "fp16.auto_cast": "token ids must not be cast; remove it",
+    "data_types.param_dtype": "precision.compute in the run config decides it; remove it",
+    "data_types.buffer_dtype": _TRADES_PRECISION,
+    "data_types.keep_in_fp32_modules": _TRADES_PRECISION,
+    "gradient_allreduce_op": "the loss is a mean over the global batch, so gradients are averaged; remove it",
+    "managed_gradient_accumulation": "accumulation follows batch.*; remove it",
+    "zero_optimization.compute_grad_norm": "every step reports its gradient norm; remove it",
+    "zero_optimization.zero_quantized_weights": _TRADES_PRECISION,
+    "zero_optimization.zero_quantized_nontrainable_weights": _TRADES_PRECISION,
+    "zero_optimization.zero_quantized_gradients": _TRADES_PRECISION,
+    "zero_optimization.zenflow": _TRADES_PRECISION,
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "it is for the Muon optimizer only; remove it",
+    "zero_optimization.elastic_checkpoint": "DeepSpeed replaced it by universal checkpoints; remove it",
+    "zero_optimization.legacy_stage1": "DeepSpeed no longer has it; remove it",
+    "zero_optimization.cpu_offload": "it is the old form of offload_optimizer; write offload_optimizer: {device: cpu}",
+    "zero_optimization.cpu_offload_param": "it is the old form of offload_param; write offload_param: {device: cpu}",
+    "zero_optimization.cpu_offload_use_pin_memory": "it is the old form of offload_optimizer.pin_memory; write that",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _RENAMED_GATHER,
+    "zero_optimization.mics_shard_size": _REMOVED,
+    "zero_optimization.mics_hierarchical_params_gather": _REMOVED,
+    "zero_optimization.zeropp_loco_param": _REMOVED,
+    "weight_quantization": _TRADES_PRECISION,
+    "data_efficiency": "Mantissa's sampler decides which sample is trained when; remove it",
+    "checkpoint.load_universal": "run.resume decides how a checkpoint is loaded; remove it",
+    "vocabulary_size": "the tokenizer decides it; remove it",
+    "seq_parallel_communication_data_type": _NOT_DRIVEN,
+    "sequence_parallel_size": _NOT_DRIVEN,
+    "use_data_before_expert_parallelism": _NOT_DRIVEN,
+    "tensor_parallel": _NOT_DRIVEN,
+    "expert_parallel": _NOT_DRIVEN,
+    "pipeline": _NOT_DRIVEN,
+    "hybrid_engine": _NOT_DRIVEN,
+    "autotuning": _NOT_DRIVEN,
+    "compile": _NOT_DRIVEN,
+    "datastates_ckpt": _NOT_DRIVEN,
+    "amp": _REMOVED,
+    "nebula": _REMOVED,
+    "compression_training": _REMOVED,
+    "quantize_training": _REMOVED,
+    "sparse_gradients": _REMOVED,
+    "sparse_attention": _REMOVED,
+    "eigenvalue": _REMOVED,
+    "elasticity": _REMOVED,
+    "graph_harvesting": _REMOVED,
+    "curriculum_learning": _REMOVED,
+    "progressive_layer_drop": _REMOVED,
+}

@@ -1,0 +1,261 @@
+"""From a YAML (or JSON) file and `key.sub=value` overrides to a checked, frozen `Config`.
+
+Every mistake is one line that names where it was written (the file or the command line), the key, the value
+and what to do about it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import operator
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from config import rules, yaml_text
+from config.errors import UserError
+from config.schema import Config
+
+_BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+
+
+def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | None) -> Config:
+    """The run config in `path`, with `overrides` (`key.sub=value`, values in YAML) laid over it.
+
+    Args:
+        path: YAML or JSON file.
+        overrides: later ones win. A mapping given to a section is merged into it; `model.config.hidden_size=64`
+            sets one key of a free mapping, `model.config={...}` replaces it.
+        deepspeed_config: the value of `--deepspeed_config`, which wins over deepspeed.config.
+
+    Raises:
+        UserError: the file is missing or unreadable, or a key, a type, a value or a combination is wrong.
+    """
+    tree = read_file(path)
+    origins: dict[str, str] = {"": str(path)}
+    for text in overrides:
+        key, value = _parse_override(text)
+        _lay_over(tree, key.split("."), value, origins, key)
+    if deepspeed_config is not None:
+        _lay_over(tree, ["deepspeed", "config"], deepspeed_config, origins, "deepspeed.config")
+    builder = _Builder(origins)
+    config = builder.section(Config, tree, "")
+    rules.check(config, builder.origin)
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """`config` as dicts, lists and scalars, in the order of the schema."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return plain(dataclasses.asdict(config))
+
+
+def to_yaml(config: Config) -> str:
+    """`config` as YAML text that `load_config` reads back to an equal Config."""
+    return yaml_text.dump(to_dict(config))
+
+
+def field_types(section: type) -> dict[str, Any]:
+    """Field name to its evaluated type annotation."""
+    return typing.get_type_hints(section)
+
+
+def all_keys(section: type = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the schema, sections included."""
+    for name, hint in field_types(section).items():
+        yield prefix + name
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            yield from all_keys(hint, f"{prefix}{name}.")
+
+
+def describe_bounds(limits: Mapping[str, float]) -> str:
+    """A field's range in words, such as `at least 0 and below 1`; empty without one."""
+    return " and ".join(f"{name.replace('_', ' ')} {limits[name]:g}" for name in _BOUNDS if name in limits)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file; an empty file is an empty mapping.
+
+    Raises:
+        UserError: no such file, not UTF-8 text, not YAML, or not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, _names_beside(path), n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else "; give the path of a YAML or JSON file"
+        raise UserError(f"{path}: no such run config{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as a run config: {error}") from error
+    try:
+        tree = yaml_text.parse(text)
+    except ValueError as error:
+        raise UserError(f"{path}: not valid YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: holds {show(tree)} where sections (run:, model:, ...) are expected")
+    return tree
+
+
+def show(value: Any) -> str:
+    """`value` on one line, as a user would write it, and cut when long."""
+    text = f"'{value}'" if isinstance(value, str) else json.dumps(value, default=str)
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def suggest(key: str, known: Sequence[str]) -> str:
+    """`; did you mean ...?` for a dotted `key` that is not among the `known` ones, or a list of what there is."""
+    prefix, _, name = key.rpartition(".")
+    siblings = {item.rpartition(".")[2]: item for item in known if item.rpartition(".")[0] == prefix}
+    near = [siblings[match] for match in difflib.get_close_matches(name, siblings, n=1)]
+    near = near or [item for item in known if item.rpartition(".")[2] == name]
+    if not siblings:
+        near = near or difflib.get_close_matches(key, known, n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; {prefix or 'the top level'} has: {', '.join(siblings)}" if siblings else ""
+
+
+def _names_beside(path: Path) -> list[str]:
+    return [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key or not all(key.split(".")):
+        raise UserError(f"command line: '{text}' is not an override; write key.sub=value, such as run.steps=20")
+    try:
+        return key, yaml_text.parse(value)
+    except ValueError as error:
+        raise UserError(f"command line: {key} = {show(value)} is not valid YAML ({error}); quote it") from error
+
+
+def _lay_over(tree: dict[str, Any], parts: list[str], value: Any, origins: dict[str, str], key: str) -> None:
+    """Set the key `parts` of `tree`; a mapping laid over a section is merged key by key."""
+    node: Any = tree
+    owner: Any = Config
+    for depth, part in enumerate(parts[:-1]):
+        owner = field_types(owner).get(part) if isinstance(owner, type) else None
+        if node.get(part) is None:
+            node[part] = {}
+            origins[".".join(parts[: depth + 1])] = "command line"
+        node = node[part]
+        if not isinstance(node, dict):
+            parent = ".".join(parts[: depth + 1])
+            raise UserError(
+                f"command line: {key}: {parent} is {show(node)}, which has no keys; set {parent} as a whole"
+            )
+    hint = field_types(owner).get(parts[-1]) if isinstance(owner, type) else None
+    if isinstance(value, dict) and isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        for name, item in value.items():
+            _lay_over(tree, [*parts, str(name)], item, origins, f"{key}.{name}")
+        return
+    node[parts[-1]] = value
+    origins[key] = "command line"
+
+
+class _Builder:
+    """Turns plain trees into the schema's dataclasses and knows where each value was written."""
+
+    def __init__(self, origins: Mapping[str, str]) -> None:
+        self._origins = origins
+
+    def origin(self, key: str) -> str:
+        """`command line` or the file, for a dotted key."""
+        parts = key.replace("[", ".[").split(".")
+        for length in range(len(parts), 0, -1):
+            prefix = ".".join(parts[:length]).replace(".[", "[")
+            if prefix in self._origins:
+                return self._origins[prefix]
+        return self._origins[""]
+
+    def wrong(self, key: str, value: Any, problem: str) -> UserError:
+        """The error for one value."""
+        return UserError(f"{self.origin(key)}: {key} = {show(value)} {problem}")
+
+    def section(self, kind: type, tree: Any, prefix: str) -> Any:
+        """An instance of the dataclass `kind` from a mapping; `prefix` is its dotted key."""
+        if not isinstance(tree, dict):
+            raise self.wrong(prefix, tree, f"is not a mapping; it has the keys {', '.join(field_types(kind))}")
+        dot = f"{prefix}." if prefix else ""
+        hints = field_types(kind)
+        for name in tree:
+            if name not in hints:
+                known = list(all_keys()) if kind is Config or "[" not in prefix else [dot + item for item in hints]
+                key = f"{dot}{name}"
+                raise UserError(f"{self.origin(key)}: {key}: no such key{suggest(key, known)}")
+        values = {}
+        for item in dataclasses.fields(kind):
+            key = f"{dot}{item.name}"
+            hint = hints[item.name]
+            if item.name in tree and not (tree[item.name] is None and dataclasses.is_dataclass(hint)):
+                values[item.name] = self.value(hint, tree[item.name], key, item.metadata)
+            elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+                raise UserError(f"{self.origin(prefix)}: {key} is missing; it has no default, so give it")
+        return kind(**values)
+
+    def value(self, hint: Any, value: Any, key: str, limits: Mapping[str, float]) -> Any:
+        """`value` checked against the annotation `hint` and the bounds in `limits`."""
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin in (types.UnionType, typing.Union):
+            return None if value is None else self.value(arguments[0], value, key, limits)
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            return self.section(hint, value, key)
+        if value is None:
+            raise self.wrong(key, value, "is empty; give a value or leave the key out")
+        if origin is typing.Literal:
+            if not isinstance(value, str) or value not in arguments:
+                near = difflib.get_close_matches(str(value), arguments, n=1)
+                raise self.wrong(
+                    key, value, f"is not one of {', '.join(arguments)}" + (f"; did you mean {near[0]}?" if near else "")
+                )
+            return value
+        if origin is tuple:
+            return self.items(arguments, value, key, limits)
+        if origin is dict:
+            if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+                raise self.wrong(key, value, "is not a mapping of names to values")
+            return value
+        return self.scalar(hint, value, key, limits)
+
+    def items(self, arguments: tuple[Any, ...], value: Any, key: str, limits: Mapping[str, float]) -> tuple[Any, ...]:
+        """A tuple of a fixed length, or of any length when annotated with `...`."""
+        if not isinstance(value, list):
+            raise self.wrong(key, value, "is not a list; write it as [...]")
+        if arguments[-1] is Ellipsis:
+            arguments = arguments[:1] * len(value)
+        if len(value) != len(arguments):
+            raise self.wrong(key, value, f"has {len(value)} elements; {key} takes {len(arguments)}")
+        pairs = enumerate(zip(arguments, value, strict=True))
+        return tuple(self.value(hint, item, f"{key}[{index}]", limits) for index, (hint, item) in pairs)
+
+    def scalar(self, hint: type, value: Any, key: str, limits: Mapping[str, float]) -> Any:
+        """A bool, an integer, a number or text; nothing is converted but an integer to a float."""
+        if hint is bool and not isinstance(value, bool):
+            raise self.wrong(key, value, "is not true or false")
+        if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
+            whole = isinstance(value, float) and value.is_integer()
+            raise self.wrong(key, value, "is not an integer" + (f"; write {int(value)}" if whole else ""))
+        if hint is float:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise self.wrong(key, value, "is not a number")
+            value = float(value)
+            if not math.isfinite(value):
+                raise self.wrong(key, value, "is not a finite number")
+        if hint is str and not isinstance(value, str):
+            raise self.wrong(key, value, "is not text; put it in quotes (on a command line in two pairs: '\"...\"')")
+        if not all(_BOUNDS[name](value, bound) for name, bound in limits.items()):
+            raise self.wrong(key, value, f"is out of range; it must be {describe_bounds(limits)}")
+        return value

@@ -1,0 +1,59 @@
+"""The cut of a global batch, and what the error proposes when it does not come out even."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config.batch import divisors, plan_batch
+from config.errors import UserError
+
+SIZES = st.integers(1, 200)
+
+
+@given(SIZES, SIZES, SIZES)
+def test_a_plan_multiplies_out_or_proposes_sizes_that_do(global_size: int, micro_size: int, world_size: int) -> None:
+    try:
+        plan = plan_batch(global_size, micro_size, world_size, where="demo.yaml")
+    except UserError as error:
+        assert global_size % (micro_size * world_size)
+        check_proposals(str(error), global_size, micro_size, world_size)
+    else:
+        assert plan.micro_size * plan.accumulation * plan.world_size == plan.global_size == global_size
+        assert plan.accumulation >= 1
+
+
+def check_proposals(message: str, global_size: int, micro_size: int, world_size: int) -> None:
+    """Every size that the message names works when it is put in."""
+    for size in numbers(message, r"batch.micro_size to one of ([\d, ]+)"):
+        plan_batch(global_size, size, world_size, where="")
+    for size in numbers(message, r"run on one of ([\d, ]+)"):
+        plan_batch(global_size, micro_size, size, where="")
+    proposed = numbers(message, r"batch.global_size to ([\d or]+)")
+    assert proposed
+    for size in proposed:
+        plan_batch(size, micro_size, world_size, where="")
+
+
+def numbers(message: str, pattern: str) -> list[int]:
+    found = re.search(pattern, message)
+    return [int(item) for item in re.findall(r"\d+", found[1])] if found else []
+
+
+def test_the_message_is_one_line_with_file_keys_and_values() -> None:
+    with pytest.raises(UserError) as caught:
+        plan_batch(12, 4, 2, where=str(Path("demo.yaml")))
+    assert str(caught.value) == (
+        "demo.yaml: batch.global_size = 12 cannot be cut into micro-batches of batch.micro_size = 4 on 2 processes; "
+        "set batch.micro_size to one of 1, 2, 3, 6, or run on one of 1, 3 processes, "
+        "or set batch.global_size to 8 or 16"
+    )
+
+
+@given(st.integers(1, 5000))
+def test_divisors(number: int) -> None:
+    assert divisors(number) == [item for item in range(1, number + 1) if number % item == 0]

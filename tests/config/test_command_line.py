@@ -1,0 +1,243 @@
+"""The command line as a user meets it: in a process of its own where that is what counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from config.batch import BatchPlan
+from config.command_line import REPOSITORY, Resolved, find_deepspeed_json, read_command_line
+from config.errors import UserError
+from config.load import load_config, to_yaml
+
+# What train.py does first; run without the rest of it so that nothing but config/ is loaded.
+PROGRAM = (
+    "import sys; from config.command_line import read_command_line as r; r(sys.argv[1:]); print(sorted(sys.modules))"
+)
+
+
+@pytest.fixture
+def run_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "demo.yaml"
+    path.write_text("model: {architecture: llama}\nbatch: {global_size: 8, micro_size: 2}\n")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return path
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_SIZE": world_size}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def in_a_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=clean | environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_run_is_completely_decided(run_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank(monkeypatch, 1, 2)
+    overrides = ["run.steps=20", "optimizer.betas=[0.9,0.95]"]
+    resolved = read_command_line(
+        [
+            "--local_rank=1",
+            overrides[0],
+            "--config",
+            str(run_config),
+            "--deepspeed_config",
+            "ds_configs/zero3_fp16_offload.json",
+        ]
+        + overrides[1:]
+    )
+    assert isinstance(resolved, Resolved)
+    assert resolved.config.precision.compute == resolved.compute == "fp16"
+    assert resolved.config.deepspeed.config == "ds_configs/zero3_fp16_offload.json"
+    assert (resolved.zero_stage, resolved.offload) == (3, "optimizer+param")
+    assert resolved.batch == BatchPlan(global_size=8, micro_size=2, accumulation=2, world_size=2)
+    assert (resolved.rank, resolved.world_size, resolved.local_rank) == (1, 2, 1)
+    assert resolved.deepspeed["gradient_accumulation_steps"] == 2
+    assert resolved.overrides == tuple(overrides)
+    assert resolved.command == (
+        f"deepspeed --num_gpus 2 train.py --config {run_config} --deepspeed_config ds_configs/zero3_fp16_offload.json "
+        "run.steps=20 'optimizer.betas=[0.9,0.95]'"
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        resolved.compute = "fp32"  # type: ignore[misc]
+
+
+def test_the_written_config_resolves_to_the_same_run(run_config: Path, tmp_path: Path) -> None:
+    first = read_command_line(["--config", str(run_config), "run.steps=3", "optimizer.eps=1e-9"])
+    again = tmp_path / "elsewhere" / "config.yaml"
+    again.parent.mkdir()
+    again.write_text(to_yaml(first.config))
+    second = read_command_line(["--config", str(again)])
+    assert second.config == first.config
+    assert second.deepspeed == first.deepspeed
+
+
+MISTAKES = [
+    ([], "command line: --config FILE is missing; for example: deepspeed --num_gpus 2 train.py --config"),
+    (["--config"], "command line: argument --config: expected one argument"),
+    (["--config", "{config}", "--cnofig"], "command line: no such option --cnofig; did you mean --config?"),
+    (
+        ["--config", "{config}", "--epochs=3"],
+        "command line: no such option --epochs; set run config keys as key.sub=val",
+    ),
+    (["--config", "{config}", "--local_rank", "x"], "command line: argument --local_rank/--local-rank: invalid int"),
+    (["--config", "nowhere.yaml"], "nowhere.yaml: no such run config"),
+    (["--config", "{config}", "run.stpes=3"], "command line: run.stpes: no such key; did you mean run.steps?"),
+    (
+        ["--config", "{config}", "batch.micro_size=3"],
+        "{config} with batch.micro_size=3: batch.global_size = 8 cannot be",
+    ),
+    (
+        ["--config", "{config}", "deepspeed.config=zero9.json"],
+        "{config}: deepspeed.config = 'zero9.json' does not exist",
+    ),
+    (
+        ["--config", "{config}", "--deepspeed_config", "ds_configs/zero2_bf61.json"],
+        "{config}: deepspeed.config = 'ds_con",
+    ),
+    (
+        ["--config", "{config}", "deepspeed.config=ds_configs/zero0_fp16.json"],
+        "{repository}/ds_configs/zero0_fp16.json: F",
+    ),
+    (
+        ["--config", "{config}", "precision.compute=fp16"],
+        "{repository}/ds_configs/zero2_bf16.json: enables bf16, but prec",
+    ),
+    (
+        ["--config", "{config}", "faults=[{{kind: inf_gradient, step: 1, rank: 1}}]"],
+        "{config} with faults=[{{kind: inf_gradient, step: 1, rank: 1}}]: faults[0].rank = 1 is not",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    run_config: Path, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(run_config.parent)
+    names = {"config": run_config, "repository": REPOSITORY}
+    with pytest.raises(SystemExit) as caught:
+        read_command_line([item.format(**names) for item in arguments])
+    printed = capsys.readouterr()
+    assert caught.value.code == 2
+    assert printed.out == ""
+    assert printed.err.startswith("error: " + expected.format(**names))
+    assert printed.err.count("\n") == 1
+
+
+def test_only_rank_0_speaks(
+    run_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    as_rank(monkeypatch, 1, 2)
+    for arguments, code in ((["run.stpes=3"], 2), (["--show-config"], 0), (["--help"], 0)):
+        with pytest.raises(SystemExit) as caught:
+            read_command_line(["--config", str(run_config), *arguments])
+        assert caught.value.code == code
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        (None, "error: environment: RANK and LOCAL_RANK not set while WORLD_SIZE = 2"),
+        ("one", "error: environment: RANK = 'one' is not a whole number"),
+    ],
+)
+def test_a_rank_that_cannot_know_its_rank_speaks(
+    rank: str | None,
+    expected: str,
+    run_config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as caught:
+        read_command_line(["--config", str(run_config)])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(expected)
+
+
+def test_options_of_other_launchers_are_taken(run_config: Path) -> None:
+    resolved = read_command_line(["--local-rank", "0", "--deepspeed", "--config", str(run_config), "run.seed=1"])
+    assert (resolved.config.run.seed, resolved.local_rank) == (1, 0)
+
+
+def test_show_config_is_two_documents_and_starts_nothing(run_config: Path) -> None:
+    done = in_a_process(
+        "--config", str(run_config), "--show-config", "run.steps=3", WORLD_SIZE="2", RANK="0", LOCAL_RANK="0"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    config, deepspeed = yaml.safe_load_all(done.stdout)
+    assert (config["run"]["steps"], config["precision"]["compute"]) == (3, "bf16")
+    assert (deepspeed["train_batch_size"], deepspeed["gradient_accumulation_steps"]) == (8, 2)
+
+
+def test_neither_torch_nor_deepspeed_is_loaded(run_config: Path) -> None:
+    done = in_a_process("--config", str(run_config))
+    assert done.returncode == 0, done.stderr
+    loaded = {name.partition(".")[0] for name in eval(done.stdout)}
+    assert "yaml" in loaded
+    assert not loaded & {"torch", "deepspeed", "transformers", "numpy"}
+
+
+def test_the_real_program_answers_help_without_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "train.py", "--help"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert "run.steps: integer" in done.stdout
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "config" in imported
+    assert not imported & {"torch", "deepspeed", "transformers", "numpy", "datasets"}
+
+
+@pytest.mark.parametrize(("option", "seconds"), [("--help", 0.5), ("--show-config", 1.0)])
+def test_it_answers_at_once(run_config: Path, option: str, seconds: float) -> None:
+    """The fastest of a few, so that a busy machine does not decide."""
+    taken = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert in_a_process("--config", str(run_config), option).returncode == 0
+        taken.append(time.perf_counter() - start)
+    assert min(taken) < seconds
+
+
+def test_the_deepspeed_json_is_looked_up_in_three_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, work = tmp_path / "recipes" / "a.yaml", tmp_path / "work"
+    name = "ds_configs/zero2_bf16.json"
+    for folder in (recipe.parent, work):
+        (folder / "ds_configs").mkdir(parents=True)
+    monkeypatch.chdir(work)
+    assert find_deepspeed_json(name, recipe).resolve() == REPOSITORY / name
+    (work / name).touch()
+    assert find_deepspeed_json(name, recipe).resolve() == work / name
+    (recipe.parent / name).touch()
+    assert find_deepspeed_json(name, recipe).resolve() == recipe.parent / name
+    # A path typed on the command line means the working folder first.
+    assert find_deepspeed_json(name, recipe, first=True).resolve() == work / name
+    assert find_deepspeed_json(str(work / name), recipe) == work / name
+    with pytest.raises(UserError, match="did you mean ds_configs/zero2_fp16.json"):
+        find_deepspeed_json("ds_configs/zero2_fp61.json", recipe)
+
+
+def test_a_json_outside_the_repository_is_remembered_absolutely(run_config: Path) -> None:
+    (run_config.parent / "mine.json").write_text('{"zero_optimization": {"stage": 1}}')
+    resolved = read_command_line(["--config", str(run_config), "deepspeed.config=mine.json"])
+    assert resolved.config.deepspeed.config == str(run_config.parent / "mine.json")
+    assert resolved.compute == "fp32"
+    assert load_config(run_config, [], None).precision.compute == "auto"

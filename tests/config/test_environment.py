@@ -1,0 +1,96 @@
+"""Rank and world size from the launcher's environment, or a clear refusal."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from config.environment import Place, launch_command, read_place
+from config.errors import UserError
+
+
+def environment(**values: int | str) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("variables", "option", "expected"),
+    [
+        ({}, None, Place(0, 1, 0)),
+        ({}, 0, Place(0, 1, 0)),
+        ({"LOCAL_RANK": 0}, None, Place(0, 1, 0)),
+        ({"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1}, None, Place(5, 8, 1)),
+        ({"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1}, 1, Place(5, 8, 1)),
+        ({"RANK": 5, "WORLD_SIZE": 8}, 1, Place(5, 8, 1)),
+    ],
+)
+def test_a_whole_environment(variables: dict[str, int], option: int | None, expected: Place) -> None:
+    assert read_place(environment(**variables), option) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "option", "expected"),
+    [
+        ({"RANK": 1}, None, "environment: WORLD_SIZE and LOCAL_RANK not set while RANK = 1"),
+        ({"WORLD_SIZE": 2}, None, "environment: RANK and LOCAL_RANK not set while WORLD_SIZE = 2"),
+        ({"LOCAL_RANK": 1}, None, "environment: RANK and WORLD_SIZE not set while LOCAL_RANK = 1"),
+        ({"RANK": 0, "WORLD_SIZE": 2}, None, "environment: LOCAL_RANK not set while RANK = 0, WORLD_SIZE = 2"),
+        ({}, 1, "environment: RANK and WORLD_SIZE not set while LOCAL_RANK = 1"),
+        ({"RANK": "x", "WORLD_SIZE": 2, "LOCAL_RANK": 0}, None, "environment: RANK = 'x' is not a whole number"),
+        ({"RANK": 0, "WORLD_SIZE": 0, "LOCAL_RANK": 0}, None, "environment: WORLD_SIZE = '0' is not a positive whole"),
+        ({"RANK": "", "WORLD_SIZE": 1, "LOCAL_RANK": 0}, None, "environment: RANK = '' is not a whole number"),
+        (
+            {"RANK": 2, "WORLD_SIZE": 2, "LOCAL_RANK": 0},
+            None,
+            "environment: RANK = 2, WORLD_SIZE = 2 and LOCAL_RANK = 0",
+        ),
+        (
+            {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 1},
+            None,
+            "environment: RANK = 0, WORLD_SIZE = 2 and LOCAL_RANK = 1",
+        ),
+        (
+            {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1},
+            0,
+            "command line: --local_rank = 0 disagrees with LOCAL_RANK = 1",
+        ),
+    ],
+)
+def test_a_partial_or_contradictory_environment(variables: dict[str, int], option: int | None, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_place(environment(**variables), option)
+    assert str(caught.value).startswith(expected)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "variables", "expected"),
+    [
+        (Place(0, 1, 0), {}, "python"),
+        (Place(0, 2, 0), {"LOCAL_SIZE": 2}, "deepspeed --num_gpus 2"),
+        (Place(0, 1, 0), {"LOCAL_SIZE": 1}, "deepspeed --num_gpus 1"),
+        (Place(9, 64, 1), {"LOCAL_SIZE": 8}, "deepspeed --num_nodes 8 --num_gpus 8"),
+        (Place(0, 2, 0), {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": 2}, "torchrun --nproc_per_node 2"),
+        (
+            Place(0, 16, 0),
+            {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": 8},
+            "torchrun --nnodes 2 --nproc_per_node 8",
+        ),
+        (
+            Place(0, 2, 0),
+            {"ACCELERATE_MIXED_PRECISION": "no", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": 2},
+            "accelerate launch --num_processes 2",
+        ),
+        (
+            Place(0, 2, 0),
+            {"ACCELERATE_USE_DEEPSPEED": "true", "LOCAL_SIZE": 2},
+            "accelerate launch --use_deepspeed --num_processes 2",
+        ),
+    ],
+)
+def test_the_command_that_starts_the_run_again(place: Place, variables: dict[str, int], expected: str) -> None:
+    arguments = ["--config", "a b.yaml", "faults=[{kind: inf_gradient, step: 3}]"]
+    command = launch_command(place, environment(**variables), arguments)
+    assert command.startswith(f"{expected} train.py ")
+    assert shlex.split(command)[-3:] == arguments

@@ -1,0 +1,48 @@
+"""`--help` covers every key of the schema, with the words that stand in it."""
+
+from __future__ import annotations
+
+from config.help_text import KeyHelp, keys, render
+from config.load import all_keys
+
+
+def test_every_key_is_there_with_a_unit_and_a_meaning() -> None:
+    found = {item.key: item for item in keys()}
+    leaves = {key for key in all_keys() if not any(other.startswith(f"{key}.") for other in all_keys())}
+    assert leaves <= found.keys()
+    assert {key for key in found if key not in leaves} == {
+        "faults[].kind",
+        "faults[].step",
+        "faults[].rank",
+        "faults[].module",
+    }
+    for item in found.values():
+        assert item.unit, item.key
+        assert item.meaning.endswith((".", "it.")), item.key
+
+
+def test_a_key_as_the_user_reads_it() -> None:
+    found = {item.key: item for item in keys()}
+    assert found["batch.micro_size"] == KeyHelp(
+        key="batch.micro_size",
+        kind="integer, at least 1",
+        default="1",
+        unit="sequences",
+        meaning="Sequences in one forward pass on one rank. Accumulation is global_size / (micro_size x ranks).",
+    )
+    assert found["data.validation_fraction"].kind == "number, at least 0 and below 1"
+    assert found["optimizer.betas"].kind == "list of 2 numbers, at least 0 and below 1"
+    assert found["faults"].kind == "list of Faults"
+    assert found["optimizer.betas"].default == "[0.9, 0.95]"
+    assert found["precision.compute"].kind == "auto | fp32 | bf16 | fp16"
+    assert found["model.name_or_path"].kind == "text or null"
+    assert found["faults[].step"].default == "(must be given)"
+
+
+def test_the_text_names_every_key_option_and_exit_code() -> None:
+    text = render()
+    for item in keys():
+        assert f"  {item.key}: {item.kind} = {item.default} [{item.unit}]\n" in text
+    for option in ("--config", "--deepspeed_config", "--show-config", "--local_rank", "--help", "exit codes: 0"):
+        assert option in text
+    assert max(map(len, text.splitlines())) <= 140

@@ -1,0 +1,235 @@
+"""Files and overrides become a checked Config, or one line that says what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from config import yaml_text
+from config.errors import UserError
+from config.load import all_keys, load_config, to_dict, to_yaml
+from config.schema import Config, Fault, LossScaleSection, ModelSection
+
+MINIMAL = "model: {architecture: llama}\n"
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    path = tmp_path / "demo.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides, None)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_minimal_file_is_the_schema_s_defaults(minimal: Path) -> None:
+    assert load_config(minimal, [], None) == Config(model=ModelSection(architecture="llama"))
+
+
+def test_overrides_are_yaml_and_the_later_one_wins(minimal: Path) -> None:
+    config = load_config(
+        minimal,
+        [
+            "run.steps=7",
+            "run.steps=20",
+            "optimizer.betas=[0.8, 0.9]",
+            "optimizer.learning_rate=3e-4",
+            "faults=[{kind: inf_gradient, step: 3, rank: 1}]",
+            "precision.loss_scale.initial=1024",
+            "model.config.hidden_size=64",
+            "model.config.rope_parameters.rope_theta=1e4",
+            "batch={micro_size: 2}",
+        ],
+        "ds_configs/zero1_fp16.json",
+    )
+    assert config.run.steps == 20
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.optimizer.learning_rate == 3e-4
+    assert config.faults == (Fault(kind="inf_gradient", step=3, rank=1),)
+    assert config.precision.loss_scale == LossScaleSection(initial=1024.0)
+    assert isinstance(config.precision.loss_scale.initial, float)
+    assert config.model.config == {"hidden_size": 64, "rope_parameters": {"rope_theta": 1e4}}
+    assert (config.batch.micro_size, config.batch.global_size) == (2, 8)
+    assert config.deepspeed.config == "ds_configs/zero1_fp16.json"
+
+
+def test_a_free_mapping_is_merged_by_key_and_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("model: {architecture: llama, config: {hidden_size: 8, num_hidden_layers: 2}}")
+    assert load_config(path, ["model.config.hidden_size=64"], None).model.config == {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+    }
+    assert load_config(path, ["model.config={hidden_size: 3}"], None).model.config == {"hidden_size": 3}
+
+
+def test_json_and_an_empty_section_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"model": {"architecture": "gpt2"}, "run": null, "optimizer": {"learning_rate": 1e-5}}')
+    config = load_config(path, [], None)
+    assert (config.model.architecture, config.optimizer.learning_rate) == ("gpt2", 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.learnig_rate=1", "optimizer.learnig_rate: no such key; did you mean optimizer.learning_rate?"),
+        ("micro_size=3", "micro_size: no such key; did you mean batch.micro_size?"),
+        ("batch.xyz=3", "batch.xyz: no such key; batch has: global_size, micro_size"),
+        ("batch.micro_size=x", "batch.micro_size = 'x' is not an integer"),
+        ("batch.micro_size=true", "batch.micro_size = true is not an integer"),
+        ("run.steps=1e4", "run.steps = 10000.0 is not an integer; write 10000"),
+        ("run.steps=0", "run.steps = 0 is out of range; it must be at least 1"),
+        ("run.steps=", "run.steps = null is empty; give a value or leave the key out"),
+        ("optimizer.eps=0", "optimizer.eps = 0.0 is out of range; it must be above 0"),
+        ("optimizer.eps=true", "optimizer.eps = true is not a number"),
+        ("optimizer.eps=.inf", "optimizer.eps = Infinity is not a finite number"),
+        ("optimizer.betas=[1.0, 2]", "optimizer.betas[0] = 1.0 is out of range; it must be at least 0 and below 1"),
+        ("optimizer.betas=[0.9]", "optimizer.betas = [0.9] has 1 elements; optimizer.betas takes 2"),
+        ("optimizer.betas=0.9", "optimizer.betas = 0.9 is not a list; write it as [...]"),
+        (
+            "precision.compute=bf61",
+            "precision.compute = 'bf61' is not one of auto, fp32, bf16, fp16; did you mean bf16?",
+        ),
+        ("data.verify=yes", "data.verify = 'yes' is not true or false"),
+        ("run.name=20", "run.name = 20 is not text"),
+        ("model.config=3", "model.config = 3 is not a mapping of names to values"),
+        ("batch=3", "batch = 3 is not a mapping; it has the keys global_size, micro_size"),
+        ("run.steps.x=3", 'run.steps = {"x": 3} is not an integer'),
+        ("faults=[{kind: inf_gradient}]", "faults[0].step is missing"),
+        ("faults=[{kind: inf_gradient, stp: 3}]", "faults[0].stp: no such key; did you mean faults[0].step?"),
+        ("faults=[{kind: oops, step: 3}]", "faults[0].kind = 'oops' is not one of inf_gradient, nan_gradient"),
+        ("faults=[{kind: nan_gradient, step: 0}]", "faults[0].step = 0 is out of range"),
+        ("run.steps", "'run.steps' is not an override; write key.sub=value"),
+        ("=3", "'=3' is not an override"),
+        ("run..steps=3", "'run..steps=3' is not an override"),
+        ("optimizer.betas=[0.9", "optimizer.betas = '[0.9' is not valid YAML"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(minimal: Path, override: str, expected: str) -> None:
+    assert error_of(minimal, override).startswith(f"command line: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("batch: {micro: 3}", "{path}: batch.micro: no such key; did you mean batch.micro_size?"),
+        (
+            "batch:\n  micro_size: 1\n  micro_size: 2\n",
+            "{path}: not valid YAML: line 3: the key micro_size is here a second",
+        ),
+        ("batch:\n  micro_size: [1\nrun: {}\n", "{path}: not valid YAML: line 3: "),
+        ("batch:\n\tmicro_size: 1\n", "{path}: not valid YAML: line 2: "),
+        ("- 1\n- 2\n", "{path}: holds [1, 2] where sections"),
+        ("a: !!python/object:os.system {}\n", "{path}: not valid YAML: line 1: "),
+    ],
+)
+def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "demo.yaml"
+    path.write_text(text)
+    assert error_of(path).startswith(expected.format(path=path))
+
+
+def test_a_missing_file_names_its_nearest_neighbour(minimal: Path) -> None:
+    missing = minimal.with_name("dmeo.yaml")
+    assert error_of(missing) == f"{missing}: no such run config; did you mean {minimal}?"
+    assert "cannot be read" in error_of(minimal.parent)
+
+
+def test_a_file_that_is_not_text_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    assert "cannot be read" in error_of(path)
+
+
+def test_the_origin_follows_the_value(tmp_path: Path) -> None:
+    path = tmp_path / "demo.yaml"
+    path.write_text(MINIMAL + "run: {steps: 0}\n")
+    assert error_of(path).startswith(f"{path}: run.steps = 0")
+    assert error_of(path, "run.steps=-1").startswith("command line: run.steps = -1")
+
+
+def section_strategy(section: type) -> st.SearchStrategy[typing.Any]:
+    """Random instances of a schema dataclass, ignoring the rules between keys."""
+    hints = typing.get_type_hints(section)
+    return st.builds(
+        section, **{item.name: field_strategy(hints[item.name], item.metadata) for item in dataclasses.fields(section)}
+    )
+
+
+def field_strategy(hint: typing.Any, limits: typing.Mapping[str, float]) -> st.SearchStrategy[typing.Any]:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return section_strategy(typing.cast(type, hint))
+    if origin is typing.Literal:
+        return st.sampled_from(arguments)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return st.lists(field_strategy(arguments[0], {}), max_size=2).map(tuple)
+    if origin is tuple:
+        return st.tuples(*(field_strategy(item, limits) for item in arguments))
+    if origin is dict:
+        leaf = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
+        return st.dictionaries(TEXT, leaf | st.lists(leaf, max_size=2), max_size=3)
+    if hint is float:
+        low, high = (
+            max(limits.get("at_least", limits.get("above", 0)), 0),
+            limits.get("at_most", limits.get("below", 1e9)),
+        )
+        return st.floats(low, high, exclude_min="above" in limits, exclude_max="below" in limits)
+    if hint is int:
+        return st.integers(int(limits.get("at_least", 0)), 10**12)
+    if hint is bool:
+        return st.booleans()
+    return TEXT if hint is str else st.none() | TEXT
+
+
+# Words that YAML 1.1, YAML 1.2 or both read as something other than text are what a round trip gets wrong.
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12) | st.sampled_from(
+    [
+        "1e-5",
+        "1_000",
+        "off",
+        "yes",
+        "null",
+        "~",
+        "",
+        "007",
+        "0x1f",
+        "1:30",
+        "2024-01-01",
+        ".inf",
+        "<<",
+        "=",
+        "a: b",
+        "- x",
+    ]
+)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+@given(config=section_strategy(Config))
+def test_what_is_written_reads_back_equal(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("config.load.rules.check", lambda config, origin: None)
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(path, [], None) == config
+    assert yaml_text.parse(to_yaml(config)) == to_dict(config)
+
+
+def test_all_keys_lists_sections_and_leaves() -> None:
+    keys = list(all_keys())
+    assert {"run", "run.steps", "precision.loss_scale", "precision.loss_scale.initial", "faults"} <= set(keys)
+    assert len(keys) == len(set(keys))

@@ -1,0 +1,115 @@
+"""Every recipe says how it is started and what to expect, and loads through the real command line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "config" / "recipes").glob("*.yaml"))
+
+recipes = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+
+
+def header(path: Path) -> list[str]:
+    """The comment lines that open a file, without their #."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    opening = lines[: next(index for index, line in enumerate(lines) if not line.startswith("#"))]
+    return [line.removeprefix("#").strip() for line in opening]
+
+
+def world_size_of(command: list[str]) -> int:
+    """Processes that a `deepspeed`, `torchrun`, `accelerate launch` or `python` command starts."""
+
+    def number(*names: str) -> int:
+        return next((int(value) for name, value in zip(command, command[1:], strict=False) if name in names), 1)
+
+    if command[0] == "accelerate":
+        return number("--num_processes")
+    return number("--num_gpus", "--nproc_per_node", "--nproc-per-node") * number("--num_nodes", "--nnodes")
+
+
+def show_config(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """The resolved run config and DeepSpeed JSON of a recipe's own command, and its world size."""
+    command = shlex.split(header(path)[0])
+    world_size = world_size_of(command)
+    arguments = command[command.index("train.py") + 1 :]
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "train.py", *arguments, "--show-config"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    config, deepspeed = yaml.safe_load_all(done.stdout)
+    return config, deepspeed, world_size
+
+
+def test_there_are_recipes_for_cpu_and_for_1_8_and_64_gpus() -> None:
+    assert {"demo", "demo_fp16", "llama_1b_1gpu", "llama_8b_8gpu", "llama_8b_64gpu"} <= {path.stem for path in RECIPES}
+
+
+@recipes
+def test_it_opens_with_its_exact_command(path: Path) -> None:
+    command = shlex.split(header(path)[0])
+    assert command[0] in ("deepspeed", "torchrun", "accelerate", "python")
+    assert command[command.index("--config") + 1] == path.relative_to(ROOT).as_posix()
+
+
+@recipes
+def test_it_says_what_time_and_loss_to_expect(path: Path) -> None:
+    """A `Time:` line with a number and its unit and a `Loss:` line with a number, or `unmeasured`."""
+    text = "\n".join(header(path))
+    if re.search(r"^Time and loss: unmeasured", text, re.MULTILINE):
+        return
+    assert re.search(r"^Time: (unmeasured|.*\d ?(s|min|h|seconds?|minutes?|hours?)\b)", text, re.MULTILINE)
+    assert re.search(r"^Loss: (unmeasured|.*\d\.\d)", text, re.MULTILINE)
+
+
+@recipes
+def test_it_loads_through_the_real_command_line(path: Path) -> None:
+    config, deepspeed, world_size = show_config(path)
+    assert config["precision"]["compute"] in ("fp32", "bf16", "fp16")
+    assert '"auto"' not in str(deepspeed)
+    assert deepspeed["train_batch_size"] == config["batch"]["global_size"]
+    micro, accumulation = deepspeed["train_micro_batch_size_per_gpu"], deepspeed["gradient_accumulation_steps"]
+    assert micro * accumulation * world_size == config["batch"]["global_size"]
+
+
+def parameter_count(shape: dict[str, Any], vocabulary: int) -> int:
+    """Parameters of a Llama of that shape: tied or untied embeddings, no biases."""
+    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+    key_value = hidden * shape["num_key_value_heads"] // heads
+    layer = 2 * hidden * hidden + 2 * hidden * key_value + 3 * hidden * shape["intermediate_size"] + 2 * hidden
+    embeddings = vocabulary * hidden * (1 if shape["tie_word_embeddings"] else 2)
+    return shape["num_hidden_layers"] * layer + hidden + embeddings
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "processes"),
+    [("llama_1b_1gpu", 1.24, 1), ("llama_8b_8gpu", 8.03, 8), ("llama_8b_64gpu", 8.03, 64)],
+)
+def test_the_gpu_recipes_have_the_size_they_claim(name: str, billions: float, processes: int) -> None:
+    config, deepspeed, world_size = show_config(ROOT / "config" / "recipes" / f"{name}.yaml")
+    shape = config["model"]["config"]
+    assert parameter_count(shape, 128256) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert world_size == processes
+    assert "bf16" in deepspeed
+    assert config["model"]["activation_checkpointing"] == "full"
+    opening = "\n".join(header(ROOT / "config" / "recipes" / f"{name}.yaml"))
+    tokens = config["batch"]["global_size"] * config["data"]["sequence_length"] * config["run"]["steps"] / 1e9
+    stated = re.search(r"([\d.]+) B tokens in all", opening)
+    assert stated
+    assert float(stated[1]) == pytest.approx(tokens, rel=0.02)
