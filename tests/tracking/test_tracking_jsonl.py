@@ -1,0 +1,199 @@
+"""events.jsonl keeps every number, survives a crash at any byte and tells the one history of a resumed run."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from config.errors import UserError
+from tracking.jsonl import JsonlSink, encode, history, read_events, surviving, whole_lines_size
+
+_FLOATS = st.floats(allow_nan=True, allow_infinity=True, width=64)
+_WORDS = st.text(max_size=8).filter(lambda word: word not in ("inf", "-inf", "nan"))
+_VALUES = st.recursive(
+    _FLOATS | st.integers() | st.booleans() | st.none() | _WORDS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.from_regex(r"x_[a-z]{1,5}", fullmatch=True), inner),
+    max_leaves=12,
+)
+
+
+def _event(step: int, kind: str = "step", **fields: Any) -> dict[str, Any]:
+    return {"event": kind, "step": step, "time": 1.5, "tokens": step * 10, **fields}
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Equality under which nan equals nan, and 1 does not equal 1.0 or True."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, float):
+        return left == right or (math.isnan(left) and math.isnan(right))
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    return left == right
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.dictionaries(st.from_regex(r"x_[a-z]{1,5}", fullmatch=True), _VALUES), min_size=1, max_size=4))
+def test_every_value_comes_back_as_it_was(tmp_path: Path, payloads: list[dict[str, Any]]) -> None:
+    path = tmp_path / "events.jsonl"
+    path.unlink(missing_ok=True)
+    sink = JsonlSink(path)
+    events = [_event(index, **payload) for index, payload in enumerate(payloads)]
+    for event in events:
+        sink.write(event)
+    sink.close()
+    assert _same(list(read_events(path)), events)
+
+
+def test_non_finite_numbers_are_strings_in_the_file_and_words_stay_words(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "events.jsonl")
+    numbers = {"loss": math.nan, "deep": {"a": [math.inf, -math.inf]}}
+    sink.write(_event(1, "nonfinite") | numbers | {"kind": "nan", "module": "inf"})
+    sink.close()
+    raw = json.loads(sink.path.read_text())
+    assert (raw["loss"], raw["deep"]) == ("nan", {"a": ["inf", "-inf"]})
+    (event,) = read_events(sink.path)
+    assert math.isnan(event["loss"]) and event["deep"] == {"a": [math.inf, -math.inf]}
+    assert (event["kind"], event["module"]) == ("nan", "inf")
+
+
+def test_every_line_is_with_the_system_before_write_returns(tmp_path: Path) -> None:
+    """A process that is killed outright has lost nothing it wrote."""
+    code = (
+        "import os, sys; from pathlib import Path; from tracking.jsonl import JsonlSink\n"
+        "sink = JsonlSink(Path(sys.argv[1]))\n"
+        "[sink.write({'event': 'step', 'step': n, 'time': 0.0, 'tokens': 0}) for n in range(50)]\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    path = tmp_path / "events.jsonl"
+    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
+    assert [event["step"] for event in read_events(path)] == list(range(50))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_file_torn_at_any_byte_goes_on_with_whole_lines(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = [encode(_event(step, loss=step / 3, note="ü" * seed)) for step in range(3)]
+    whole = b"".join(lines)
+    for cut in range(seed, len(whole) + 1, 3):
+        path.write_bytes(whole[:cut])
+        finished = [line for end, line in enumerate(lines) if cut >= sum(map(len, lines[: end + 1])) - 1]
+        assert len(list(read_events(path))) == len(finished), "a reader leaves a torn last line out"
+        sink = JsonlSink(path)
+        sink.write(_event(99))
+        sink.close()
+        assert path.read_bytes() == b"".join(finished) + encode(_event(99))
+
+
+def test_the_size_of_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert whole_lines_size(path) == 0
+    for content, size in ((b"", 0), (b"torn", 0), (b"one\n", 4), (b"one\ntorn" + b"x" * 200_000, 4)):
+        path.write_bytes(content)
+        assert whole_lines_size(path) == size
+
+
+def test_a_long_torn_line_is_found_across_chunks(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(encode(_event(1)) + b'{"event":"step","x":"' + b"y" * 300_000)
+    JsonlSink(path).close()
+    assert path.read_bytes() == encode(_event(1))
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(encode(_event(1)) + b"\0\0\0\n" + encode(_event(2)))
+    with pytest.raises(UserError, match="line 2"):
+        list(read_events(path))
+
+
+def test_a_value_that_is_no_plain_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="complex"):
+        encode(_event(1, loss=1j))
+    assert json.loads(encode(_event(1, path=tmp_path)))["path"] == str(tmp_path)
+
+
+def test_no_folder_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="run.dir"):
+        JsonlSink(tmp_path / "absent" / "events.jsonl")
+    with pytest.raises(UserError, match="run folder"):
+        list(read_events(tmp_path / "events.jsonl"))
+
+
+def test_a_line_that_did_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A real short write, from the file size limit of this process."""
+    sink = JsonlSink(tmp_path / "events.jsonl")
+    sink.write(_event(1))
+    size = sink.path.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))
+    try:
+        with pytest.raises(OSError):
+            sink.write(_event(2, text="x" * 100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sink.path.stat().st_size == size
+    sink.write(_event(3))
+    sink.close()
+    assert [event["step"] for event in read_events(sink.path)] == [1, 3]
+
+
+def _write(path: Path, events: list[dict[str, Any]]) -> None:
+    path.write_bytes(b"".join(map(encode, events)))
+
+
+def test_history_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    """Crashed at step 7, resumed from the checkpoint of step 4: the second attempt counts."""
+    path = tmp_path / "events.jsonl"
+    first = [_event(0, "run_start"), *(_event(step, loss=float(step)) for step in range(1, 8))]
+    second = [_event(4, "run_start"), *(_event(step, loss=step + 0.5) for step in range(5, 10))]
+    _write(path, first + second)
+    assert [(e["step"], e["loss"]) for e in history(path)] == [(n, float(n)) for n in range(1, 5)] + [
+        (n, n + 0.5) for n in range(5, 10)
+    ]
+
+
+def test_steps_of_an_abandoned_attempt_do_not_outlive_it() -> None:
+    """Resumed from step 4 and dead again at step 5: steps 6 and 7 are in no weights any more."""
+    events = [_event(0, "run_start"), *(_event(step) for step in range(1, 8)), _event(4, "run_start"), _event(5)]
+    assert [e["step"] for e in surviving(events) if e["event"] == "step"] == [1, 2, 3, 4, 5]
+    assert sum(e["event"] == "run_start" for e in surviving(events)) == 2
+
+
+def test_a_rollback_within_a_session_drops_what_it_undid() -> None:
+    """The scale event of step 3 that comes before the second `step` 3 belongs to the new attempt, and stays."""
+    events = [
+        *[_event(0, "run_start"), _event(1), _event(2), _event(3), _event(3, "eval", loss=1.0), _event(4)],
+        *[_event(4, "incident"), _event(3, "scale", reason="overflow"), _event(3, loss=9.0)],
+    ]
+    kept = [(e["event"], e["step"]) for e in surviving(events)]
+    assert kept == [("run_start", 0), ("step", 1), ("step", 2), ("incident", 4), ("scale", 3), ("step", 3)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=1, max_size=6), st.booleans())
+def test_surviving_steps_always_rise_and_end_with_the_newest(sessions: list[tuple[int, int]], announced: bool) -> None:
+    events, reached, mark = [_event(0, "run_start")], 0, 0
+    for back, count in sessions:
+        start = min(back, reached)
+        if announced:
+            events.append(_event(start, "run_start"))
+        for step in range(start + 1, start + count + 1):
+            mark += 1
+            events.append(_event(step, mark=mark))
+        reached = start + count
+    steps = [event for event in surviving(events) if event["event"] == "step"]
+    assert [event["step"] for event in steps] == list(range(1, reached + 1))
+    newest = {event["step"]: event["mark"] for event in events if event["event"] == "step"}
+    assert [event["mark"] for event in steps] == [newest[step] for step in range(1, reached + 1)]

@@ -1,0 +1,110 @@
+"""A run folder is made, renamed and filled without ever losing or half-writing anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from config.errors import UserError
+from tracking.run_dir import RunDir, write_atomically
+
+
+def test_a_fresh_run_renames_the_earlier_ones(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    for content in ("a", "b", "c"):
+        run_dir = RunDir.create(root, "demo", fresh=True)
+        assert not run_dir.events.exists()
+        run_dir.events.write_text(content)
+    folders = {path.name: (path / "events.jsonl").read_text() for path in root.iterdir()}
+    assert folders == {"demo.1": "a", "demo.2": "b", "demo": "c"}
+
+
+def test_a_resumed_run_uses_the_folder_as_it_is(tmp_path: Path) -> None:
+    RunDir.create(tmp_path, "demo", fresh=False).events.write_text("kept")
+    again = RunDir.create(tmp_path, "demo", fresh=False)
+    assert again.events.read_text() == "kept" and again.checkpoints.is_dir() and again.name == "demo"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/abs", "a/"])
+def test_a_name_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="run.name"):
+        RunDir.create(tmp_path, name, fresh=False)
+
+
+def test_what_is_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for root, name, key in (
+        (tmp_path / "file", "demo", "run.dir"),
+        (tmp_path, "file", "run.name"),
+        (tmp_path / "absent" / "runs", "demo", "does not exist"),
+        (tmp_path / "file" / "runs", "demo", "run.dir"),
+    ):
+        with pytest.raises(UserError, match=key) as caught:
+            RunDir.create(root, name, fresh=True)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_parent_is_a_user_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(UserError, match="may write"):
+            RunDir.create(tmp_path / "runs", "demo", fresh=False)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_file_system_that_refuses_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="run.dir"):
+        RunDir.create(Path("/proc/self"), "demo", fresh=False)
+
+
+def test_inputs_are_written_and_the_earlier_ones_kept(run_dir: RunDir) -> None:
+    run_dir.write_inputs({"optimizer": {"betas": (0.9, 0.95), "eps": 1e-8}}, {"bf16": {"enabled": True}}, {"start": 1})
+    run_dir.write_inputs({"optimizer": {"betas": (0.9, 0.95), "eps": 1e-8}}, {"bf16": {"enabled": True}}, {"start": 2})
+    run_dir.write_inputs({"optimizer": {"eps": 1e-6}}, {"bf16": {"enabled": True}}, {"start": 3})
+    names = {path.name for path in run_dir.path.iterdir() if path.is_file()}
+    assert names == {
+        *("config.yaml", "config.1.yaml", "ds_config.json"),
+        *("environment.json", "environment.1.json", "environment.2.json"),
+    }
+    assert yaml.safe_load((run_dir.path / "config.1.yaml").read_text()) == {
+        "optimizer": {"betas": [0.9, 0.95], "eps": 1e-8}
+    }
+    assert yaml.safe_load(run_dir.config.read_text()) == {"optimizer": {"eps": 1e-6}}
+    assert json.loads((run_dir.path / "environment.2.json").read_text()) == {"start": 2}
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_remains(tmp_path: Path) -> None:
+    target = tmp_path / "config.yaml"
+    write_atomically(target, b"old")
+    with pytest.raises(TypeError):
+        write_atomically(target, "not bytes")  # type: ignore[arg-type]
+    assert target.read_bytes() == b"old" and list(tmp_path.iterdir()) == [target]
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
+    target = tmp_path / "big.json"
+    code = (
+        "import itertools, sys; from pathlib import Path; from tracking.run_dir import write_atomically\n"
+        "for n in itertools.count(): write_atomically(Path(sys.argv[1]), bytes([65 + n % 26]) * 2_000_000)"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, str(target)])
+    try:
+        while not target.exists():
+            time.sleep(0.01)
+        for _ in range(30):
+            content = target.read_bytes()
+            assert len(content) == 2_000_000 and content == content[:1] * len(content)
+    finally:
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    assert len(target.read_bytes()) == 2_000_000

@@ -1,0 +1,210 @@
+"""The run as a person watches it: one live progress line on a terminal, aligned plain lines anywhere else.
+
+Besides the progress, only what deserves a look is printed as a line of its own: a skipped step, a change of the loss
+scale, a non-finite tensor, an incident, an evaluation, a checkpoint, the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+from collections import deque
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.text import Text
+
+from tracking.events import Event
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 12
+_BAR_WIDTH = 12
+_FIXED = _BAR_WIDTH + 20  # characters of the live line that are always there: spinner, counter, bar
+_SPEED_WINDOW = 20  # steps over which the ETA averages
+
+
+class ConsoleSink:
+    """Shows events on `stream` (standard output by default)."""
+
+    def __init__(self, total_steps: int, *, log_every_steps: int, stream: TextIO | None = None) -> None:
+        """`total_steps`: optimizer steps to attempt in all; `log_every_steps`: how often plain lines show a step."""
+        self._total = total_steps
+        self._every = log_every_steps
+        self._stream = sys.stdout if stream is None else stream
+        self._console = Console(file=self._stream, highlight=False, soft_wrap=True)
+        self._losses: list[float] = []  # one entry a step, thinned out so that it stays short
+        self._thin = 1
+        self._first_loss: float | None = None
+        self._seconds: deque[float] = deque(maxlen=_SPEED_WINDOW)
+        self._fp16 = False
+        self._blocks = _BLOCKS if _can_print(_BLOCKS, self._stream) else ""
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def write(self, event: Event) -> None:
+        """Show one event."""
+        handler = getattr(self, f"_on_{event['event']}", None)
+        if handler is not None:
+            handler(event)
+
+    def say(self, text: str) -> None:
+        """Print `text` above the live line."""
+        self._console.print(Text(text))
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the live line, and give the terminal its cursor back."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+            atexit.unregister(self.close)
+
+    def _on_run_start(self, event: Event) -> None:
+        self._fp16 = event["compute"] == "fp16"
+        resumed = f", resumed from {event['resumed_from']}" if event["resumed_from"] else ""
+        self.say(
+            f"training {event['parameters']:,} parameters in {event['compute']}, ZeRO-{event['zero_stage']}, "
+            f"{event['world_size']} process{'' if event['world_size'] == 1 else 'es'}{resumed}"
+        )
+        if self._console.is_terminal:
+            self._start_live(event["step"])
+
+    def _start_live(self, step: int) -> None:
+        self.close()
+        self._progress = Progress(
+            SpinnerColumn(finished_text=" "),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=_BAR_WIDTH),
+            TextColumn("{task.fields[status]}"),
+            console=self._console,
+            refresh_per_second=4,
+        )
+        self._task = self._progress.add_task("step", total=self._total, completed=step, status="first step ...")
+        self._progress.start()
+        atexit.register(self.close)  # a crash would otherwise leave the terminal without a cursor
+
+    def _on_step(self, event: Event) -> None:
+        self._remember(event)
+        cells = self._cells(event)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=event["step"], status=_fit(cells, self._console.width - _FIXED))
+        elif event["step"] % self._every == 0 or event["step"] == self._total or not event["applied"]:
+            width = len(str(self._total))
+            self.say(f"step {event['step']:>{width}}/{self._total}  " + "  ".join(c for c in cells if c))
+        if not event["applied"]:
+            self.say(
+                f"step {event['step']}: skipped, the weights are unchanged ({event['skipped_total']} skipped so far)"
+            )
+
+    def _remember(self, event: Event) -> None:
+        self._seconds.append(event["step_seconds"])
+        loss = event["loss"]
+        if not math.isfinite(loss):
+            return
+        if self._first_loss is None:
+            self._first_loss = loss
+        if event["step"] % self._thin == 0:
+            self._losses.append(loss)
+        if len(self._losses) > 64 * _SPARK_WIDTH:
+            self._losses = self._losses[::2]
+            self._thin *= 2
+
+    def _cells(self, event: Event) -> list[str]:
+        first = f" from {self._first_loss:.3f}" if self._first_loss is not None else ""
+        memory = event["memory_bytes"]
+        return [
+            f"loss {event['loss']:7.4f}{first}",
+            sparkline(self._losses, _SPARK_WIDTH, self._blocks),
+            f"grad norm {_short(event['grad_norm']):>8}",
+            f"scale {event['loss_scale']:g}" if self._fp16 else "",
+            f"lr {event['lr']:.2e}",
+            f"skipped {event['skipped_total']}" if event["skipped_total"] else "",
+            f"{human(event['tokens_per_second']):>6} tok/s",
+            f"{memory / 2**30:.2f} GiB" if memory else "",
+            f"ETA {duration(self._eta(event['step']))}",
+        ]
+
+    def _eta(self, step: int) -> float:
+        return (self._total - step) * sum(self._seconds) / max(1, len(self._seconds))
+
+    def _on_scale(self, event: Event) -> None:
+        old, new = event["from"], event["to"]
+        change = f"stays {new:g}" if old == new else f"{old:g} -> {new:g}"  # hysteresis keeps the scale for now
+        times = f", {event['consecutive_overflows']} in a row" if event["consecutive_overflows"] else ""
+        self.say(f"step {event['step']}: loss scale {change} ({event['reason']}{times})")
+
+    def _on_nonfinite(self, event: Event) -> None:
+        self.say(
+            f"step {event['step']}: {event['count']} {event['kind']} in the {event['tensor']} of {event['module']} "
+            f"on rank {event['rank']}"
+        )
+
+    def _on_incident(self, event: Event) -> None:
+        self.say(f"step {event['step']}: {event['verdict']}: {event['reason']}")
+
+    def _on_eval(self, event: Event) -> None:
+        self.say(f"step {event['step']}: validation loss {event['loss']:.4f}, perplexity {event['perplexity']:.2f}")
+
+    def _on_checkpoint(self, event: Event) -> None:
+        size = f", {event['bytes'] / 2**20:,.0f} MiB" if event["bytes"] else ""
+        self.say(f"step {event['step']}: checkpoint {event['path']} in {event['seconds']:.1f} s{size}")
+
+    def _on_run_end(self, event: Event) -> None:
+        self.close()
+        self.say(f"{event['status']} after {event['step']} steps and {event['tokens']:,} tokens")
+
+
+def sparkline(values: list[float], width: int, blocks: str = _BLOCKS) -> str:
+    """`values`, averaged into at most `width` cells, as one character each; highest value, tallest block."""
+    if len(values) < 2 or not blocks:
+        return ""
+    count = min(width, len(values))
+    edges = [round(index * len(values) / count) for index in range(count + 1)]
+    cells = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(cells), max(cells)
+    span = (high - low) or 1.0
+    return "".join(blocks[round((cell - low) / span * (len(blocks) - 1))] for cell in cells)
+
+
+def _fit(cells: list[str], width: int) -> str:
+    """Those cells, in order, that still fit into `width` characters: the live line has to stay on one line."""
+    line = ""
+    for cell in filter(None, cells):
+        longer = f"{line}  {cell}" if line else cell
+        line = longer if len(longer) <= width else line
+    return line
+
+
+def human(value: float) -> str:
+    """A count in at most six characters: 950, 12.3k, 4.56M."""
+    if not math.isfinite(value):
+        return str(value)
+    for bound, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= bound:
+            return f"{value / bound:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 42s, 3m20s, 2h05m or 4d03h."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    for bound, unit, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= bound:
+            return f"{whole // bound}{unit}{whole % bound // below:02d}{small}"
+    return f"{whole}s"
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if abs(value) < 1e-2 or abs(value) >= 1e4 else f"{value:.3f}"
+
+
+def _can_print(text: str, stream: Any) -> bool:
+    try:
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

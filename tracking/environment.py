@@ -1,0 +1,148 @@
+"""What a run ran on: versions, machine, code commit and command line, for `environment.json` and wandb.
+
+Everything here is chosen by name. Environment variables pass an allow-list and command-line values that look like a
+secret are blanked, since this file is shared far more freely than the machine it came from.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "torch",
+    "deepspeed",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "wandb",
+    "numpy",
+)
+SAFE_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "TORCH_NCCL_*",
+    "NCCL_*",
+    "GLOO_*",
+    "DS_ACCELERATOR",
+    "MASTER_PORT",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_JOB_PARTITION",
+)
+HIDDEN = "***"
+
+_CODE_FOLDER = Path(__file__).resolve().parent.parent
+_GIT_TIMEOUT_S = 10
+_SECRET_WORD = r"(?:[\w.-]*[_.-])?(?:token|secret|password|passwd|pwd|(?:api|access|private)[_-]?key|credentials?)"
+_SECRET_OPTION = re.compile(rf"(?i)^(-{{0,2}}{_SECRET_WORD})=.*$", re.DOTALL)
+_SECRET_FLAG = re.compile(rf"(?i)^-{{1,2}}{_SECRET_WORD}$")
+_SECRET_KEY = re.compile(rf"(?i)^{_SECRET_WORD}$")
+_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+_KNOWN_KEYS = re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|wandb_v\d_\w{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16})\b")
+
+
+def environment(extra: dict[str, Any]) -> dict[str, Any]:
+    """A JSON-ready dict of where this process runs, with `extra` (devices, world size, launcher, ...) on top.
+
+    A package that is not installed and a git commit that cannot be told are None. Memory is in bytes.
+    """
+    return {
+        "start_time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command_line": [sys.argv[0], *redact_arguments(sys.argv[1:])],
+        "working_folder": str(Path.cwd()),
+        "hostname": platform.node(),
+        "platform": platform.platform(),
+        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable_cores": _usable_cores()},
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "git": _git_state(_CODE_FOLDER),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "variables": safe_variables(dict(os.environ)),
+        **extra,
+    }
+
+
+def safe_variables(variables: dict[str, str]) -> dict[str, str]:
+    """Those of `variables` that the allow-list names, sorted; the values of network plug-ins may still hold a login."""
+    chosen = {k: v for k, v in variables.items() if any(fnmatchcase(k, pattern) for pattern in SAFE_VARIABLES)}
+    return {name: redact(name, chosen[name]) for name in sorted(chosen)}
+
+
+def redact(key: str, value: Any) -> Any:
+    """`value` without what looks like a secret, at any depth: by the name of its key, a URL's login, a known prefix."""
+    if isinstance(value, str):
+        if _SECRET_KEY.match(key):
+            return HIDDEN
+        return _KNOWN_KEYS.sub(HIDDEN, _URL_LOGIN.sub(f"{HIDDEN}@", value))
+    if isinstance(value, dict):
+        return {name: redact(str(name), item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(key, item) for item in value]
+    return value
+
+
+def redact_arguments(arguments: list[str]) -> list[str]:
+    """Command-line arguments with the value of `--api-key X`, `hf_token=X` and the like blanked."""
+    hidden = []
+    after_flag = False
+    for argument in arguments:
+        hidden.append(HIDDEN if after_flag else redact("", _SECRET_OPTION.sub(rf"\1={HIDDEN}", argument)))
+        after_flag = bool(_SECRET_FLAG.match(argument))
+    return hidden
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int | None:
+    """Cores this process may run on, which a scheduler often makes fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the code and whether tracked files differ from it; None without git or outside a repository."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return None if commit is None else {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,194 @@
+"""`events.jsonl`: the truth about a run, one JSON object a line.
+
+Every line is handed to the operating system at once, whole, so a killed process loses nothing and a reader may follow
+the file while the run goes on. Only a machine that loses power can lose lines; checkpoints, the run's end and close()
+are therefore also forced to the disk (an fsync each step would cost milliseconds and protect little).
+
+A crash or a full disk can leave half a last line. It is put right before anything is appended: a half line that
+already parses only lost its newline, which is added; any other half line is cut off, since no reader could ever use it
+and it would make the whole file unreadable to jq, pandas and others that take one object a line.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from config.errors import UserError
+from tracking.events import TEXT_FIELDS, Event
+
+_FORCED_TO_DISK = frozenset({"run_start", "checkpoint", "run_end"})
+_NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_TAIL_CHUNK = 1 << 16
+
+
+def encode(event: Event) -> bytes:
+    """One line, newline included. Raises TypeError for a value that is no JSON type (a path is written as text)."""
+    return json.dumps(_finite(event), allow_nan=False, separators=(",", ":"), default=_text).encode() + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    """`value` with every float that is not finite, at any depth, as the string "inf", "-inf" or "nan"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} does not belong in an event: {value!r}; pass plain numbers and text")
+
+
+def _floats(value: Any) -> Any:
+    """The inverse of `_finite`; the fields in TEXT_FIELDS stay words."""
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, list):
+        return [_floats(item) for item in value]
+    if isinstance(value, dict):
+        return {key: item if key in TEXT_FIELDS else _floats(item) for key, item in value.items()}
+    return value
+
+
+class JsonlSink:
+    """Appends events to one file. Raises OSError when the disk refuses; later events are tried again."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path` for appending and put a torn last line right. Raises UserError when it cannot be opened."""
+        self.path = path
+        try:
+            self._file: BinaryIO = path.open("ab+", buffering=0)
+        except OSError as error:
+            raise UserError(f"{path}: cannot write the events ({error.strerror}); choose another run.dir") from error
+        self._size = _repair(self._file)
+
+    def write(self, event: Event) -> None:
+        """Append one event. On failure nothing of it stays in the file, so the next line starts clean."""
+        line = encode(event)
+        written = 0
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError:
+            self._file.truncate(self._size)
+            raise
+        self._size += written
+        if event["event"] in _FORCED_TO_DISK:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Force everything to the disk and close the file."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def _repair(file: BinaryIO) -> int:
+    """Complete or cut off a last line without newline; returns the size of the file in bytes afterwards."""
+    torn = _after_last_newline(file)
+    size = file.seek(0, os.SEEK_END)
+    if not torn:
+        return size
+    if decode(torn) is not None:
+        file.write(b"\n")
+        return size + 1
+    file.truncate(size - len(torn))
+    return size - len(torn)
+
+
+def _after_last_newline(file: BinaryIO) -> bytes:
+    """The bytes behind the last newline; empty when the file ends as it should. Reads from the end, in chunks."""
+    tail, start = b"", file.seek(0, os.SEEK_END)
+    while start > 0 and b"\n" not in tail:
+        step = min(_TAIL_CHUNK, start)
+        start -= step
+        file.seek(start)
+        tail = file.read(step) + tail
+    return tail.rpartition(b"\n")[2]
+
+
+def whole_lines_size(path: Path) -> int:
+    """Bytes of `path` up to and with its last newline: where the next session's events begin. 0 without a file."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        torn = _after_last_newline(file)
+        return file.seek(0, os.SEEK_END) - len(torn)
+
+
+def decode(line: bytes) -> Event | None:
+    """The event on `line`, with floats that were not finite as floats again; None when it is no JSON object."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return _floats(event) if isinstance(event, dict) else None
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Every event of `path` in file order, in bounded memory; floats that were not finite are floats again.
+
+    A torn last line (a crash, or a run that is writing just now) is left out. Raises UserError when the file cannot be
+    opened or another line is damaged.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the events ({error.strerror}); is this a run folder?") from error
+    with file:
+        for number, line in enumerate(file, start=1):
+            event = decode(line)
+            if event is not None:
+                yield event
+            elif line.endswith(b"\n"):
+                raise UserError(f"{path}: line {number} is not a JSON object: {line[:60]!r}; remove that line")
+
+
+def surviving(events: Iterable[Event]) -> list[Event]:
+    """The events of the one history that led to the run's present state: the last attempt at a step wins.
+
+    A resumed or rolled-back run attempts some steps again. What an abandoned attempt recorded is dropped, together
+    with every step that came after it, since none of those updates is part of the weights any more. `run_start`,
+    `run_end`, `incident`, `nonfinite` and `note` tell about the session and not about its state, and always stay.
+    """
+    kept: list[Event] = []
+    newest_step = -1  # index in `kept` of the newest step event
+    for event in events:
+        if event["event"] == "run_start":
+            kept = [old for old in kept if not _is_state(old) or old["step"] <= event["step"]]
+            newest_step = _last_step_index(kept)
+        elif event["event"] == "step":
+            if newest_step >= 0 and event["step"] <= kept[newest_step]["step"]:
+                # Events behind the newest step event may already belong to the new attempt at this very step.
+                kept = [
+                    old
+                    for index, old in enumerate(kept)
+                    if not _is_state(old) or old["step"] < event["step"] + (index > newest_step)
+                ]
+            newest_step = len(kept)
+        kept.append(event)
+    return kept
+
+
+def _is_state(event: Event) -> bool:
+    return event["event"] in ("step", "scale", "eval", "checkpoint")
+
+
+def _last_step_index(events: list[Event]) -> int:
+    return max((index for index, event in enumerate(events) if event["event"] == "step"), default=-1)
+
+
+def history(path: Path) -> list[Event]:
+    """The `step` events of `path` in step order, each step once: the last attempt at it, as in `surviving`."""
+    return [event for event in surviving(read_events(path)) if event["event"] == "step"]

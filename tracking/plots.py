@@ -1,0 +1,185 @@
+"""The picture of a run: loss, gradient norm, learning rate, and the loss scale or the speed, drawn from its events."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from config.errors import UserError
+from tracking.events import Event
+from tracking.jsonl import read_events, surviving
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INK, _FAINT, _ACCENT, _ALARM = "#1f4e79", "#a9c1d9", "#d1660f", "#c00000"
+_SMOOTH_FROM = 100  # steps from which on a running median is drawn over the raw curve
+_MANY_SKIPS = 200  # marks beyond this number would hide the curves
+_STYLE: dict[Any, Any] = {
+    "font.size": 12,
+    "axes.titlesize": 13,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "legend.fontsize": 11,
+}
+
+
+def plot_run(events: Path, png: Path) -> Path:
+    """Draw the run recorded in `events` to `png` (1560 x 975 pixels) and return `png`.
+
+    Of a step attempted more than once the last attempt is drawn. Values that are not finite are gaps, and every
+    skipped step is a red line. Raises UserError when there is no step to draw.
+    """
+    timeline = surviving(read_events(events))
+    steps = [event for event in timeline if event["event"] == "step"]
+    starts = [event for event in timeline if event["event"] == "run_start"]
+    if not steps or not starts:
+        raise UserError(f"{events}: no step has been recorded, so there is nothing to draw")
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(12, 7.5), dpi=130, layout="constrained")
+        axes = figure.subplots(2, 2, sharex=True)
+        figure.suptitle(_title(events.resolve().parent.name, starts[-1], steps), fontsize=14)
+        _draw_loss(axes[0][0], steps, [event for event in timeline if event["event"] == "eval"])
+        _draw_grad_norm(axes[0][1], steps)
+        _draw_lr(axes[1][0], steps)
+        if starts[-1]["compute"] == "fp16":
+            _draw_scale(axes[1][1], steps)
+        else:
+            _draw_speed(axes[1][1], steps)
+        for axis in axes[1]:
+            axis.set_xlabel("optimizer step")
+        png.parent.mkdir(parents=True, exist_ok=True)
+        aside = png.with_name(f".{png.name}.{os.getpid()}.partial")
+        figure.savefig(aside, format="png")
+        aside.replace(png)
+    return png
+
+
+def _title(name: str, start: Event, steps: list[Event]) -> str:
+    processes = f"{start['world_size']} process{'' if start['world_size'] == 1 else 'es'}"
+    compute = str(start["compute"]).upper()
+    return (
+        f"{name}: {start['parameters'] / 1e6:,.1f}M parameters, {compute} compute, ZeRO-{start['zero_stage']}, "
+        f"{processes}, {steps[-1]['tokens'] / 1e6:,.2f}M tokens"
+    )
+
+
+def _column(events: list[Event], name: str) -> list[float]:
+    """One field over the events; what was not recorded or is not finite is a gap in the curve."""
+    values = (event[name] for event in events)
+    return [value if value is not None and math.isfinite(value) else math.nan for value in values]
+
+
+def _numbers(events: list[Event]) -> list[int]:
+    return [event["step"] for event in events]
+
+
+def _curve(axis: Axes, x: list[int], y: list[float], label: str) -> None:
+    """The raw curve, and over long runs a running median that the eye can follow."""
+    if len(y) < _SMOOTH_FROM:
+        axis.plot(x, y, color=_INK, linewidth=1.8, label=label)
+        return
+    width = max(5, len(y) // 40) | 1
+    axis.plot(x, y, color=_FAINT, linewidth=0.8, label=label)
+    centres, medians = _running_median(y, width)
+    axis.plot([x[c] for c in centres], medians, color=_INK, linewidth=1.8, label=f"median over {width} steps")
+
+
+def _running_median(values: list[float], width: int) -> tuple[list[int], list[float]]:
+    """Median of the finite values in a centred window, at up to 1000 places: (index of the place, median or nan)."""
+    import numpy
+
+    array, half = numpy.asarray(values), width // 2
+    centres = sorted({round(place) for place in numpy.linspace(0, len(values) - 1, min(1000, len(values)))})
+    medians = []
+    for centre in centres:
+        window = array[max(0, centre - half) : centre + half + 1]
+        window = window[numpy.isfinite(window)]
+        medians.append(float(numpy.median(window)) if window.size else math.nan)
+    return centres, medians
+
+
+def _mark_skips(axis: Axes, steps: list[Event]) -> None:
+    skipped = [event["step"] for event in steps if not event["applied"]]
+    for index, step in enumerate(skipped[:_MANY_SKIPS]):
+        label = f"skipped ({len(skipped)})" if index == 0 else None
+        axis.axvline(step, color=_ALARM, alpha=0.4, linewidth=1, zorder=1, label=label)
+
+
+def _draw_loss(axis: Axes, steps: list[Event], evals: list[Event]) -> None:
+    _curve(axis, _numbers(steps), _column(steps, "loss"), "training")
+    if evals:
+        axis.plot(_numbers(evals), _column(evals, "loss"), "o-", color=_ACCENT, label="validation", markersize=5)
+    _mark_skips(axis, steps)
+    axis.set_title("Loss (nats per token)")
+    axis.legend(loc="upper right")
+
+
+def _draw_grad_norm(axis: Axes, steps: list[Event]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    norms = _column(steps, "grad_norm")
+    _curve(axis, _numbers(steps), norms, "before clipping")
+    if any(norm > 0 for norm in norms):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    clip = _clip_threshold(steps)
+    if clip is not None:
+        axis.axhline(clip, color=_ACCENT, linestyle="--", linewidth=1.4, label=f"clipped to {clip:g}")
+    _mark_skips(axis, steps)
+    axis.set_title("Gradient norm (global, unscaled)")
+    axis.legend(loc="upper right")
+
+
+def _clip_threshold(steps: list[Event]) -> float | None:
+    """The clipping norm, from a step that was clipped: coefficient = threshold / norm."""
+    for event in steps:
+        norm, coefficient = event["grad_norm"], event["clip_coefficient"]
+        if coefficient is not None and norm is not None and 0 < coefficient < 1 and math.isfinite(norm):
+            return float(f"{norm * coefficient:.3g}")
+    return None
+
+
+def _draw_lr(axis: Axes, steps: list[Event]) -> None:
+    from matplotlib.ticker import StrMethodFormatter
+
+    axis.plot(_numbers(steps), _column(steps, "lr"), color=_INK, linewidth=1.8)
+    _mark_skips(axis, steps)
+    axis.set_ylim(bottom=0)
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:.1e}"))
+    axis.set_title("Learning rate")
+
+
+def _draw_scale(axis: Axes, steps: list[Event]) -> None:
+    scales = _column(steps, "loss_scale")
+    axis.step(_numbers(steps), scales, where="post", color=_INK, linewidth=1.8, label="loss scale")
+    axis.set_yscale("log", base=2)
+    known = [scale for scale in scales if scale > 0]
+    if known:
+        axis.set_ylim(min(known) / 2, max(known) * 2)
+    overflows = [event for event in steps if not event["applied"]]
+    if len(overflows) <= _MANY_SKIPS:
+        axis.plot(_numbers(overflows), _column(overflows, "loss_scale"), "v", color=_ALARM, markersize=8)
+    _mark_skips(axis, steps)
+    axis.set_title("Loss scale")
+    axis.legend(loc="lower right")
+
+
+def _draw_speed(axis: Axes, steps: list[Event]) -> None:
+    _curve(axis, _numbers(steps), _column(steps, "tokens_per_second"), "all processes")
+    _mark_skips(axis, steps)
+    axis.set_ylim(bottom=0)
+    axis.set_title("Speed (tokens per second)")
+    axis.legend(loc="lower right")

@@ -1,0 +1,148 @@
+"""The run folder: where everything about one run lies, and how it is made without losing an earlier run.
+
+runs/<name>/config.yaml        the resolved run config          config.1.yaml, ...: those of earlier sessions
+           ds_config.json      the resolved DeepSpeed JSON, no "auto" left
+           environment.json    versions, hardware, git commit
+           events.jsonl        the truth; every sink is fed from it
+           checkpoints/  plots/  wandb/  report.md  sample.txt
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from config import yaml_text
+from config.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Names of the files of one run folder. Making the object touches nothing; `create` makes the folder."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Name of the run: the folder's own."""
+        return self.path.resolve().name
+
+    @property
+    def config(self) -> Path:
+        """The resolved run config."""
+        return self.path / "config.yaml"
+
+    @property
+    def deepspeed_config(self) -> Path:
+        """The resolved DeepSpeed JSON."""
+        return self.path / "ds_config.json"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, hardware and git commit of the newest session."""
+        return self.path / "environment.json"
+
+    @property
+    def events(self) -> Path:
+        """The event stream."""
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of `step-<n>/` and `LATEST`."""
+        return self.path / "checkpoints"
+
+    @property
+    def plots(self) -> Path:
+        """Folder of pictures."""
+        return self.path / "plots"
+
+    @property
+    def report(self) -> Path:
+        """The one-page report."""
+        return self.path / "report.md"
+
+    @property
+    def sample(self) -> Path:
+        """Text sampled from the trained model."""
+        return self.path / "sample.txt"
+
+    @property
+    def wandb(self) -> Path:
+        """wandb's own folder."""
+        return self.path / "wandb"
+
+    @classmethod
+    def create(cls, root: Path, name: str, *, fresh: bool) -> RunDir:
+        """Make `root/name` (and `root`, when its parent exists). To be called on rank 0 only.
+
+        fresh: an existing folder of that name is renamed to name.1, name.2, ... (the next free one); nothing is
+        deleted. Otherwise it is used as it is. Raises UserError when the folder cannot be made or written.
+        """
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise UserError(f"run.name = {name!r} cannot be a folder name; use letters, digits, '-', '_' and '.'")
+        path = root / name
+        for folder, key in ((root, "run.dir"), (path, "run.name")):
+            if folder.exists() and not folder.is_dir():
+                raise UserError(f"{key}: {folder} is a file where a folder is needed; move it or change {key}")
+        if not root.exists() and not root.resolve().parent.is_dir():
+            raise UserError(f"run.dir = {root}: {root.resolve().parent} does not exist; make it or change run.dir")
+        try:
+            root.mkdir(exist_ok=True)
+            if fresh and path.exists():
+                path.rename(_next_free(root / f"{name}.{n}" for n in count(1)))
+            for folder in (path, path / "checkpoints", path / "plots"):
+                folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run.dir: cannot make {path} ({error.strerror}); choose a folder you may write") from error
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise UserError(f"run.dir: {path} may not be written; change its permissions or choose another run.dir")
+        return cls(path)
+
+    def write_inputs(self, config: dict[str, Any], deepspeed: dict[str, Any], environment: dict[str, Any]) -> None:
+        """Write what the run was given, each file whole or not at all.
+
+        In a resumed run a file that differs from the one already there is kept as config.1.yaml and so on; the
+        highest number is the newest of the earlier ones.
+        """
+        _publish(self.config, yaml_text.dump(config))
+        _publish(self.deepspeed_config, json.dumps(deepspeed, indent=2) + "\n")
+        _publish(self.environment, json.dumps(environment, indent=2) + "\n")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Put `content` at `path` so that a reader, or a crash, only ever sees the old file or the whole new one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the rename itself has to survive a power cut
+    finally:
+        os.close(folder)
+
+
+def _publish(path: Path, text: str) -> None:
+    content = text.encode()
+    if path.exists():
+        old = path.read_bytes()
+        if old == content:
+            return
+        numbered = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in count(1))
+        write_atomically(_next_free(numbered), old)
+    write_atomically(path, content)
+
+
+def _next_free(candidates: Iterator[Path]) -> Path:
+    return next(path for path in candidates if not path.exists())
