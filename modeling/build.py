@@ -1,0 +1,178 @@
+"""Build any Hugging Face causal language model: from a config with reproducible weights, or from saved weights.
+
+The weights of a model trained from scratch depend on the seed and the module's name only. Every module draws from
+a generator of its own, in FP32, and is rounded to the dtype of its parameters afterwards. So ZeRO 0, 1, 2 and 3, any
+number of ranks, and FP32 and 16-bit runs all start from the same point, which is what makes them comparable.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from config.errors import UserError
+from config.schema import ModelSection
+
+Gather = Callable[[Sequence[torch.nn.Parameter]], AbstractContextManager[bool]]
+"""Makes the full values of parameters writable inside the context; yields whether this rank is the one that writes."""
+
+
+def model_config(section: ModelSection, *, vocab_size: int, sequence_length: int) -> PretrainedConfig:
+    """The Hugging Face config of the model to train. Needs no process group.
+
+    Raises UserError when the architecture or one of its keys does not exist, when the folder or hub id cannot be read,
+    or when the model's vocabulary or context is smaller than the data's.
+    """
+    if section.name_or_path is not None:
+        config = _saved_config(section)
+    else:
+        config = _new_config(section, vocab_size, sequence_length)
+    text = config.get_text_config()
+    if text.vocab_size < vocab_size:
+        raise UserError(
+            f"model vocab_size = {text.vocab_size}: smaller than the tokenizer's {vocab_size} tokens; "
+            f"raise model.config.vocab_size or choose a smaller data.tokenizer"
+        )
+    context = getattr(text, "max_position_embeddings", None)
+    if context is not None and context < sequence_length:
+        raise UserError(
+            f"data.sequence_length = {sequence_length}: longer than the model's max_position_embeddings = {context}; "
+            f"shorten the sequences or raise model.config.max_position_embeddings"
+        )
+    config.use_cache = False
+    return config
+
+
+def build_model(section: ModelSection, config: PretrainedConfig, *, seed: int, gather: Gather) -> PreTrainedModel:
+    """The model in FP32 (in the DeepSpeed config's dtype under ZeRO-3, where each rank holds only its partition).
+
+    Under ZeRO-3 the caller keeps an HfDeepSpeedConfig alive; transformers then constructs and loads the model inside
+    `deepspeed.zero.Init`. `gather` gives access to full parameters while the weights are drawn.
+
+    Raises UserError when the attention implementation cannot be used here or the weights cannot be loaded.
+    """
+    options = {"attn_implementation": section.attention, "trust_remote_code": section.trust_remote_code}
+    try:
+        if section.name_or_path is not None:
+            return AutoModelForCausalLM.from_pretrained(
+                section.name_or_path, config=config, dtype=torch.float32, **options
+            )
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    except (ImportError, ValueError, OSError) as error:
+        raise UserError(
+            f"model cannot be built (model.name_or_path = {section.name_or_path}, model.architecture = "
+            f"{section.architecture}, model.attention = {section.attention}): {_one_line(error)}"
+        ) from error
+    draw_weights(model, seed=seed, gather=gather)
+    return model
+
+
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel, *, seed: int, gather: Gather) -> None:
+    """Initialise every module as its architecture prescribes, with a generator seeded by (seed, module name).
+
+    Follows the order of transformers' own initialisation (children before parents, which may overwrite what their
+    children drew) and leaves torch's global generators as they were.
+    """
+    model.tie_weights()  # before drawing: under ZeRO-3 the constructor leaves tied weights apart
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        for name, module, owner in _bottom_up(model, "", model):
+            parameters = list(module.parameters(recurse=False))
+            for child in module.children():
+                parameters.extend(child.parameters(recurse=False))
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "little"))
+            with gather(parameters) as writes:
+                if writes:
+                    with _in_fp32(parameters):
+                        owner._init_weights(module)
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """Number of parameters, shared ones once, whole ones also under ZeRO-3."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+
+
+def _bottom_up(
+    module: torch.nn.Module, name: str, owner: PreTrainedModel
+) -> Iterator[tuple[str, torch.nn.Module, PreTrainedModel]]:
+    for child_name, child in module.named_children():
+        child_owner = child if isinstance(child, PreTrainedModel) else owner
+        yield from _bottom_up(child, f"{name}.{child_name}" if name else child_name, child_owner)
+    yield name, module, owner
+
+
+@contextmanager
+def _in_fp32(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Inside, the parameters are FP32 on the CPU; on leaving they are rounded back to their own dtype and device.
+
+    Drawing in 16 bits or on another device would give other numbers for the same seed.
+    """
+    homes = [(parameter, parameter.data) for parameter in parameters]
+    for parameter, home in homes:
+        parameter.data = home.to(device="cpu", dtype=torch.float32, copy=True)
+        parameter.__dict__.pop("_is_hf_initialized", None)
+    try:
+        yield
+    finally:
+        for parameter, home in homes:
+            home.copy_(parameter.data)
+            parameter.data = home
+
+
+def _saved_config(section: ModelSection) -> PretrainedConfig:
+    name = str(section.name_or_path)
+    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if looks_local:
+        name = str(Path(name).expanduser())
+    if looks_local and not Path(name).is_dir():
+        raise UserError(f"model.name_or_path = {section.name_or_path}: no such folder; give a model folder or a hub id")
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.name_or_path = {section.name_or_path}: {_one_line(error)}") from error
+    _check_keys(section.config, config)
+    config.update(section.config)
+    return config
+
+
+def _new_config(section: ModelSection, vocab_size: int, sequence_length: int) -> PretrainedConfig:
+    architecture = str(section.architecture)
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if architecture not in known:
+        near = difflib.get_close_matches(architecture, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "use a Hugging Face model_type with a causal language model"
+        raise UserError(f"model.architecture = {architecture}: transformers has no such causal language model; {hint}")
+    defaults = AutoConfig.for_model(architecture)
+    _check_keys(section.config, defaults)
+    given = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if hasattr(defaults, "max_position_embeddings"):
+        given["max_position_embeddings"] = sequence_length
+    try:
+        return AutoConfig.for_model(architecture, **{**given, **section.config})
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise UserError(f"model.config = {section.config}: {architecture} refuses it: {_one_line(error)}") from error
+
+
+def _check_keys(given: dict, config: PretrainedConfig) -> None:
+    """transformers keeps an unknown key as an attribute without a word; a misspelt hidden_size must not pass."""
+    known = {*config.to_dict(), *config.attribute_map}
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see that architecture's Hugging Face config"
+            raise UserError(f"model.config.{key}: a {config.model_type} config has no such key; {hint}")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,94 @@
+"""Building models: reproducible weights, saved weights, and mistakes that would otherwise pass without a word."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from config.errors import UserError
+from config.schema import ModelSection
+from modeling.build import build_model, count_parameters, model_config
+
+LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+FAMILIES = {
+    "llama": LLAMA,
+    "qwen3": {**LLAMA, "num_key_value_heads": 2, "head_dim": 16},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+    "gpt_neox": LLAMA,
+}
+
+
+def build(section: ModelSection, seed: int = 0) -> torch.nn.Module:
+    """The model of a section for 64 tokens and sequences of 16, without ZeRO."""
+    config = model_config(section, vocab_size=64, sequence_length=16)
+    return build_model(section, config, seed=seed, gather=lambda parameters: nullcontext(True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_follow_the_seed_and_the_architectures_own_initialisation(family):
+    section = ModelSection(architecture=family, config=FAMILIES[family])
+    first, again, other = build(section), build(section), build(section, seed=1)
+    config = model_config(section, vocab_size=64, sequence_length=16)
+    torch.manual_seed(0)
+    upstream = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    differs = False
+    for (name, value), repeated, changed in zip(
+        first.named_parameters(), again.parameters(), other.parameters(), strict=True
+    ):
+        assert torch.equal(value, repeated), name
+        differs |= not torch.equal(value, changed)
+        assert value.dtype == torch.float32
+        assert float(value.detach().mean()) == pytest.approx(float(upstream[name].detach().mean()), abs=6e-3), name
+        assert float(value.detach().std()) == pytest.approx(float(upstream[name].detach().std()), rel=0.2), name
+    assert differs
+
+
+def test_drawing_weights_leaves_torchs_generator_alone():
+    section = ModelSection(architecture="llama", config=LLAMA)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    build(section)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_saved_weights_are_loaded_from_a_folder(tmp_path):
+    model = build(ModelSection(architecture="llama", config=LLAMA), seed=3)
+    model.save_pretrained(tmp_path)
+    loaded = build(ModelSection(name_or_path=str(tmp_path)))
+    for (name, value), saved in zip(loaded.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(value, saved), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shared_parameters_count_once(tied):
+    model = build(ModelSection(architecture="llama", config={**LLAMA, "tie_word_embeddings": tied}))
+    whole = sum(value.numel() for value in model.state_dict().values())
+    assert count_parameters(model) == whole - 64 * 32 * tied
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (ModelSection(architecture="lama"), "model.architecture = lama: .* did you mean llama?"),
+        (ModelSection(architecture="llama", config={"hiden_size": 8}), "model.config.hiden_size: .* hidden_size?"),
+        (ModelSection(architecture="llama", config={"vocab_size": 10}), "vocab_size = 10: smaller than .* 64 tokens"),
+        (
+            ModelSection(architecture="llama", config={"max_position_embeddings": 8}),
+            "data.sequence_length = 16: longer than the model's max_position_embeddings = 8",
+        ),
+        (ModelSection(name_or_path="/no/such/folder"), "model.name_or_path = /no/such/folder: no such folder"),
+        (
+            ModelSection(architecture="llama", config=LLAMA, attention="flash_attention_2"),
+            "model.attention = flash_attention_2",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(section, message):
+    with pytest.raises(UserError, match=message) as caught:
+        build(section)
+    assert "\n" not in str(caught.value)

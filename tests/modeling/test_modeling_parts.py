@@ -1,0 +1,122 @@
+"""Activation checkpointing, parameter groups, the loss, and text samples."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from config.errors import UserError
+from config.schema import ModelSection
+from modeling.activation_checkpointing import apply_activation_checkpointing
+from modeling.build import build_model, model_config
+from modeling.generate import sample_text
+from modeling.loss import label_loss_sum
+from modeling.parameter_groups import parameter_groups
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
+
+
+def llama() -> torch.nn.Module:
+    """A four-block Llama for 64 tokens."""
+    section = ModelSection(architecture="llama", config={**SMALL, "tie_word_embeddings": True})
+    config = model_config(section, vocab_size=64, sequence_length=32)
+    return build_model(section, config, seed=0, gather=lambda parameters: nullcontext(True)).train()
+
+
+def saved_bytes_and_gradients(model: torch.nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes of activations that autograd keeps for one backward pass, and that pass's gradients."""
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(1))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = label_loss_sum(model(input_ids=tokens, use_cache=False).logits, tokens)
+    loss.backward()
+    return sum(kept.values()), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputing_keeps_less_and_changes_no_gradient(reentrant):
+    everything, expected = saved_bytes_and_gradients(llama())
+    kept = {}
+    for mode, blocks in (("full", 4), ("selective", 2)):
+        model = llama()
+        assert apply_activation_checkpointing(model, mode, reentrant=reentrant) == blocks
+        kept[mode], gradients = saved_bytes_and_gradients(model)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+    assert kept["full"] < 0.4 * everything
+    assert kept["full"] < kept["selective"] < 0.75 * everything
+
+
+def test_a_model_that_cannot_recompute_is_refused():
+    model = llama()
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(UserError, match="model.activation_checkpointing = full"):
+        apply_activation_checkpointing(model, "full", reentrant=False)
+    assert apply_activation_checkpointing(model, "none", reentrant=False) == 0
+
+
+def test_norms_biases_and_embeddings_do_not_decay():
+    model = llama()
+    model.model.layers[0].mlp.up_proj.bias = torch.nn.Parameter(torch.zeros(48))
+    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    decayed, plain = parameter_groups(model, weight_decay=0.3)
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert all("proj.weight" in names[id(p)] for p in decayed["params"])
+    assert all("norm" in names[id(p)] or "embed" in names[id(p)] or "bias" in names[id(p)] for p in plain["params"])
+    assert len(decayed["params"]) + len(plain["params"]) == len(names) - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_loss_is_the_fp64_sum_over_the_labels_that_count(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(3, 5, 11, generator=generator) * 20).to(dtype)
+    labels = torch.randint(11, (3, 5), generator=generator)
+    labels[0, :3] = -100
+    rows = torch.log_softmax(logits.double(), dim=-1)
+    expected = -sum(rows[b, t, labels[b, t]] for b in range(3) for t in range(5) if labels[b, t] != -100)
+    assert label_loss_sum(logits, labels).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_fully_masked_batch_has_a_zero_loss_with_zero_gradients():
+    logits = torch.randn(2, 3, 7, requires_grad=True)
+    loss = label_loss_sum(logits, torch.full((2, 3), -100))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+class Letters:
+    """The little of a tokenizer that sampling needs."""
+
+    eos_token_id = 0
+
+    def __call__(self, text, **options):
+        return type("Encoded", (), {"input_ids": torch.tensor([[ord(c) % 64 for c in text]])})
+
+    def decode(self, ids, **options):
+        return "".join(chr(48 + int(i)) for i in ids)
+
+
+def test_a_sample_is_as_long_as_asked_repeatable_and_leaves_no_trace():
+    model = llama()
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    options = {"prompt": "abc", "tokens": 9, "temperature": 0.8, "device": torch.device("cpu")}
+    first = sample_text(model, Letters(), seed=1, **options)
+    assert torch.equal(torch.rand(2), expected)
+    assert len(first) == 12
+    assert first == sample_text(model, Letters(), seed=1, **options)
+    assert first != sample_text(model, Letters(), seed=2, **options)
+    assert model.training
