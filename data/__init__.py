@@ -1,1 +1,35 @@
-"""Text in, fixed-length token batches out."""
+"""Text in, fixed-length token batches out.
+
+The stages, each in its own module and each usable alone:
+
+1. `sources`     where the documents come from; every source is a Hugging Face `datasets` stream.
+2. `tokenizer`   bytes, a byte-level BPE trained on the data, or any Hugging Face fast tokenizer.
+3. `prepare`     runs 1 and 2 once over the corpus, in parallel (`encode`), and publishes the result atomically.
+4. `shards`      what was published: memory-mapped, checksummed token files, read as windows of fixed length.
+5. `sampler`     which windows make global batch number n. A pure function: nothing to save, nothing to restore.
+6. `loader`      the windows of this rank as tensors, read one step ahead.
+
+How this grows to a trillion tokens
+-----------------------------------
+What holds already at that size:
+
+- Sources are streams: neither a corpus nor a download has to fit in memory or on the preparing disk. One document has
+  to fit in memory.
+- Preparation is linear in bytes, with memory bounded by one shard for each split and a fixed number of batches in
+  flight. Shards have a fixed number of tokens (`prepare.SHARD_TOKENS`): 10^12 tokens are about 15,000 files.
+- Reading is a memory map: a rank touches the pages of its own windows and the page cache does the rest. Shards may
+  lie on a shared file system, or be copied to every node; only their names and sizes are looked at when they open.
+- The sampler's memory does not depend on the corpus (`sampler` has the reason and the source), so the shuffle is over
+  the whole corpus and resuming at any position costs nothing.
+
+What is not built, and would be needed:
+
+- Preparation on many machines. One process reads the stream and writes the shards, its workers tokenize; that is
+  MB/s per core, so 4 TB of text is days on one node. The stream would be cut into ranges by source file, a job for
+  each, and the indexes merged; the shard format allows that already, the merge is not written.
+- Continuing a killed preparation. It starts again from the first document.
+- Verification by sampling. `data.verify` reads every shard on every start; at terabytes set it to false, which still
+  checks every size and header, and run the full check once after copying.
+- Shards per node. With shards on node-local disks a node would hold only those its ranks read. The sampler shuffles
+  over the whole corpus, so today every node needs all shards within reach.
+"""

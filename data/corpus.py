@@ -1,0 +1,120 @@
+"""A prepared corpus on disk: its index, its tokenizer and its two splits.
+
+The folder, all of it published at once by a rename:
+
+    <cache_dir>/<fingerprint>/
+        train-00000.safetensors ...         see `shards`
+        validation-00000.safetensors ...    none when data.validation_fraction is 0
+        tokenizer/                          a Hugging Face tokenizer folder
+        index.json                          written last: every shard's size, header and sha256, and its own checksum
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.shards import TokenShards, damaged, open_shard
+
+INDEX = "index.json"
+TOKENIZER = "tokenizer"
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Prepared data, opened and checked."""
+
+    folder: Path
+    fingerprint: str
+    tokenizer_folder: Path
+    vocab_size: int
+    """[ids] Embedding rows a model needs."""
+    end_of_document: int
+    """[id] Token after every document."""
+    train: TokenShards
+    validation: TokenShards
+    """May hold no token at all."""
+    train_documents: int
+    validation_documents: int
+    train_bytes: int
+    """[bytes] UTF-8 text in the training split."""
+    validation_bytes: int
+    """[bytes] UTF-8 text in the validation split."""
+    skipped: dict[str, int]
+    """Documents left out, by reason: "not utf-8", "no text", "duplicate"."""
+    source: str
+    """The config's key and value that named the source."""
+    revision: str | None
+    """Revision of the hub dataset that was read, when it is known."""
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether a finished corpus lies there. Says nothing about damage; `open_corpus` does."""
+    return (folder / INDEX).is_file()
+
+
+def write_index(folder: Path, content: dict[str, Any]) -> None:
+    """Write index.json to stable storage, with a checksum of its content."""
+    document = {"sha256": _content_sha256(content), "content": content}
+    with (folder / INDEX).open("w", encoding="utf-8") as file:
+        json.dump(document, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def tokenizer_sha256(folder: Path) -> str:
+    """sha256 of the tokenizer.json in a tokenizer folder."""
+    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def open_corpus(folder: Path, *, verify: bool) -> Corpus:
+    """Open a prepared corpus. Sizes, headers, index and tokenizer are always checked, shard checksums with `verify`.
+
+    Raises UserError naming the damaged file.
+    """
+    index = _read_index(folder)
+    train, validation = (
+        TokenShards([open_shard(folder / entry["file"], entry, verify=verify) for entry in index[split]["shards"]])
+        for split in SPLITS
+    )
+    tokenizer_json = folder / TOKENIZER / "tokenizer.json"
+    if not tokenizer_json.is_file() or tokenizer_sha256(folder / TOKENIZER) != index["tokenizer_sha256"]:
+        raise damaged(folder / TOKENIZER, "its tokenizer.json is not the one the tokens were made with")
+    return Corpus(
+        folder=folder,
+        fingerprint=index["fingerprint"],
+        tokenizer_folder=folder / TOKENIZER,
+        vocab_size=index["vocab_size"],
+        end_of_document=index["end_of_document"],
+        train=train,
+        validation=validation,
+        train_documents=index["train"]["documents"],
+        validation_documents=index["validation"]["documents"],
+        train_bytes=index["train"]["text_bytes"],
+        validation_bytes=index["validation"]["text_bytes"],
+        skipped=index["skipped"],
+        source=index["source"],
+        revision=index["revision"],
+    )
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        content = document["content"]
+        intact = document["sha256"] == _content_sha256(content)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(path, f"it cannot be read: {type(error).__name__}") from error
+    if not intact:
+        raise damaged(path, "it does not have its own sha256")
+    return content
+
+
+def _content_sha256(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,256 @@
+"""Prepare a corpus once: read the source, tokenize in several processes, publish shards atomically.
+
+Every rank calls `prepare` before any process group exists. Whichever takes the file lock first prepares; the others
+wait and then find the corpus finished, as does every later run with the same fingerprint of source, tokenizer and
+split. Everything is written into `<fingerprint>.partial-<pid>` and renamed at the end, so a killed preparation leaves
+nothing that looks finished; what it left is removed by the next preparation of the same corpus, which holds the lock
+and therefore knows that no one is writing there.
+
+The tokens do not depend on the number of workers: one process reads the stream into batches, the workers tokenize
+them, and results are taken in the order of the batches. Memory is bounded by one shard for each split and
+2 x workers + 1 batches of about BATCH_CHARACTERS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from config.errors import UserError
+from config.schema import DataSection
+from data.corpus import SPLITS, TOKENIZER, Corpus, is_prepared, open_corpus, tokenizer_sha256, write_index
+from data.encode import Encoded, encode_batch, start_worker
+from data.preparation_progress import Display, Progress, ProgressFile, read_progress
+from data.shards import FORMAT_VERSION, token_dtype, write_shard
+from data.sources import Source, open_source
+from data.tokenizer import make_tokenizer, tokenizer_identity, vocabulary_size
+
+SHARD_TOKENS = 1 << 26
+"""[tokens] Size of a full shard: 128 MiB of uint16."""
+BATCH_CHARACTERS = 1 << 20
+"""[characters] Text handed to a worker at a time; a longer document is a batch alone."""
+_POLL_SECONDS = 0.5
+
+
+def prepare(data: DataSection, seed: int, *, progress: bool) -> Corpus:
+    """Open the corpus that a config names, preparing it first when no one has.
+
+    seed: of the run. It has no influence on the corpus, so that runs with different seeds share one preparation and are
+    judged on the same validation documents. progress: show a progress bar (plain lines when there is no terminal),
+    also while another process prepares.
+
+    Raises UserError for a source or tokenizer that cannot be read, an empty source, a wait of more than
+    data.wait_minutes for another process, damaged prepared data, and a cache folder that cannot be written.
+    """
+    source = open_source(data)
+    fingerprint = corpus_fingerprint(data, source)
+    cache = Path(data.cache_dir).expanduser()
+    folder = cache / fingerprint
+    if not is_prepared(folder):
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with Display(source.label, shown=progress) as display, _lock(folder, data.wait_minutes, display):
+                if not is_prepared(folder):
+                    _prepare_locked(data, source, folder, display)
+                display.finish()
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"data.workers={data.workers}: a tokenizing process died, most often for lack of memory. "
+                "Use fewer workers or a machine with more memory."
+            ) from error
+        except OSError as error:
+            raise UserError(
+                f"data.cache_dir={data.cache_dir}: cannot be written ({error}). Free space there or set another folder."
+            ) from error
+    return open_corpus(folder, verify=data.verify)
+
+
+def corpus_fingerprint(data: DataSection, source: Source) -> str:
+    """Name of the corpus: 20 hex digits over everything that decides its tokens."""
+    parts = [
+        FORMAT_VERSION,
+        data.source,
+        source.identity,
+        source.text_field,
+        str(source.deduplicate),
+        tokenizer_identity(data.tokenizer),
+        repr(data.validation_fraction),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+
+
+@contextmanager
+def _lock(folder: Path, wait_minutes: float, display: Display) -> Iterator[None]:
+    """Hold the corpus's lock; while another process holds it, show how far that one is."""
+    lock = FileLock(f"{folder}.lock")
+    deadline = time.monotonic() + wait_minutes * 60
+    while True:
+        try:
+            lock.acquire(timeout=min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+            break
+        except Timeout:
+            display.show(read_progress(folder))
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"data.wait_minutes={wait_minutes:g}: another process still prepares {folder} (it holds "
+                    f"{folder}.lock). Raise data.wait_minutes, or end that process if it hangs."
+                ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Display) -> None:
+    for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
+        shutil.rmtree(leftover)
+    if folder.exists():
+        # Without an index nothing was published here: someone's deletion was interrupted.
+        shutil.rmtree(folder)
+    partial = folder.parent / f"{folder.name}.partial-{os.getpid()}"
+    partial.mkdir()
+    try:
+        with ProgressFile(partial, display) as report:
+            _fill(data, source, folder.name, partial, report)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:
+    """Write a whole corpus into `folder`: tokenizer, shards, and last the index."""
+    report(Progress("tokenizer", 0, None))
+    tokenizer = make_tokenizer(data.tokenizer, source, data.validation_fraction)
+    tokenizer.save_pretrained(folder / TOKENIZER)
+    tokenizer_json = (folder / TOKENIZER / "tokenizer.json").read_text(encoding="utf-8")
+    vocab_size = vocabulary_size(tokenizer)
+    dtype = token_dtype(vocab_size)
+    header = {
+        "vocab_size": str(vocab_size),
+        "tokenizer_sha256": tokenizer_sha256(folder / TOKENIZER),
+        "source_fingerprint": hashlib.sha256(source.identity.encode()).hexdigest(),
+    }
+    end_of_document = tokenizer.eos_token_id
+    writers = {split: _SplitWriter(folder, split, dtype, header, end_of_document) for split in SPLITS}
+    skipped: Counter[str] = Counter()
+    pool = ProcessPoolExecutor(
+        data.workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=start_worker,
+        initargs=(tokenizer_json, end_of_document, dtype, data.validation_fraction),
+    )
+    with pool:
+        for encoded in _in_order(pool, source, skipped, 2 * data.workers):
+            for split, part in zip(SPLITS, encoded, strict=True):
+                writers[split].add(part)
+            done = sum(writer.text_bytes for writer in writers.values())
+            report(Progress("tokens", done, source.total_bytes))
+    splits = {split: writer.finish() for split, writer in writers.items()}
+    if not writers["train"].documents:
+        raise _no_training_text(data, source, writers["validation"].documents, skipped)
+    write_index(
+        folder,
+        {
+            "fingerprint": fingerprint,
+            "source": source.label,
+            "revision": source.revision(),
+            "vocab_size": vocab_size,
+            "end_of_document": end_of_document,
+            "tokenizer_sha256": header["tokenizer_sha256"],
+            "skipped": dict(skipped),
+            **splits,
+        },
+    )
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, source: Source, skipped: Counter[str], most_in_flight: int
+) -> Iterator[tuple[Encoded, Encoded]]:
+    """Encode the source's batches in the pool; results come in the order of the batches, whoever made them."""
+    running: deque[Future[tuple[Encoded, Encoded]]] = deque()
+    try:
+        for batch in _batches(source.documents(skipped)):
+            running.append(pool.submit(encode_batch, batch))
+            if len(running) >= most_in_flight:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:
+        for future in running:
+            future.cancel()
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in documents:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _no_training_text(data: DataSection, source: Source, held_out: int, skipped: Counter[str]) -> UserError:
+    if held_out:
+        return UserError(
+            f"data.validation_fraction={data.validation_fraction:g}: all {held_out} documents of {source.label} were "
+            "drawn for validation. Set it to 0 or give more documents."
+        )
+    left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "none"
+    return UserError(f"{source.label}: holds no document with text (left out: {left_out}). Point it at text.")
+
+
+class _SplitWriter:
+    """Collects the tokens of one split and writes a shard whenever SHARD_TOKENS are together."""
+
+    def __init__(self, folder: Path, split: str, dtype: str, header: dict[str, str], end_of_document: int) -> None:
+        self._folder, self._split = folder, split
+        self._header, self._end_of_document = {**header, "split": split}, end_of_document
+        self._buffer = np.empty(SHARD_TOKENS, dtype=dtype)
+        self._held = 0
+        self._shards: list[dict[str, Any]] = []
+        self.documents = 0
+        self.text_bytes = 0
+
+    def add(self, part: Encoded) -> None:
+        """Append encoded documents; a document may be cut at the end of a shard and goes on in the next."""
+        self.documents += part.documents
+        self.text_bytes += part.text_bytes
+        start = 0
+        while start < len(part.tokens):
+            taken = min(len(part.tokens) - start, len(self._buffer) - self._held)
+            self._buffer[self._held : self._held + taken] = part.tokens[start : start + taken]
+            self._held += taken
+            start += taken
+            if self._held == len(self._buffer):
+                self._flush()
+
+    def finish(self) -> dict[str, Any]:
+        """Write what is left and return this split's part of the index."""
+        if self._held:
+            self._flush()
+        return {"shards": self._shards, "documents": self.documents, "text_bytes": self.text_bytes}
+
+    def _flush(self) -> None:
+        tokens = self._buffer[: self._held]
+        header = {**self._header, "documents": str(int(np.count_nonzero(tokens == self._end_of_document)))}
+        path = self._folder / f"{self._split}-{len(self._shards):05d}.safetensors"
+        self._shards.append(write_shard(path, tokens, header))
+        self._held = 0

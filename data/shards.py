@@ -1,0 +1,147 @@
+"""Token shards: what preparation writes and training reads, memory-mapped and checksummed.
+
+A shard is a safetensors file with one tensor, `tokens` (n,) of uint16 (vocabularies up to 65536) or uint32, and a text
+header beside it: format version, dtype, vocabulary size, tokenizer sha256, source fingerprint, split, documents that
+end in it, sha256 of the token bytes. Documents follow each other, each ended by the end-of-document token; one may go
+on in the next shard.
+
+Windows: sequence i of a shard is tokens[i*L : i*L + L + 1], inputs and the token after each. Windows step by L, so
+every token of a shard but its first is a label once; they never cross shards. The tokens after the last whole window
+of a shard are not trained on, at most L of them: `dropped_tokens` counts them. A window may hold several documents;
+attention and labels run across their ends, which the end-of-document token marks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from config.errors import UserError
+
+FORMAT_VERSION = "1"
+_DTYPE_NAMES = {"U16": "uint16", "U32": "uint32"}
+_LARGEST_HEADER = 1 << 20
+
+
+def token_dtype(vocab_size: int) -> str:
+    """Smallest of uint16 and uint32 that holds every id."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def write_shard(path: Path, tokens: np.ndarray, header: dict[str, str]) -> dict[str, Any]:
+    """Write one shard to stable storage and return its entry for the index: file, bytes, tokens, header.
+
+    tokens: (n,) uint16 or uint32. header: what to keep beside them; version, dtype and sha256 are added.
+    """
+    full = {
+        **header,
+        "format_version": FORMAT_VERSION,
+        "dtype": tokens.dtype.name,
+        "sha256": hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest(),
+    }
+    save_file({"tokens": tokens}, path, metadata=full)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return {"file": path.name, "bytes": path.stat().st_size, "tokens": len(tokens), "header": full}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard file, checked; its tokens are mapped when they are first read."""
+
+    path: Path
+    tokens: int
+    dtype: str
+    offset: int
+    """[bytes] Where the tokens start in the file."""
+
+    @cached_property
+    def array(self) -> np.ndarray:
+        """(tokens,) read-only view of the file."""
+        return np.memmap(self.path, dtype=self.dtype, mode="r", offset=self.offset, shape=(self.tokens,))
+
+    def windows(self, sequence_length: int) -> int:
+        """Whole windows of sequence_length + 1 tokens in this shard."""
+        return max(0, (self.tokens - 1) // sequence_length)
+
+
+def open_shard(path: Path, expected: dict[str, Any], *, verify: bool) -> Shard:
+    """Open a shard and hold it against its entry in the index: size, header, and with `verify` the sha256.
+
+    Raises UserError that names the file when any of them differs.
+    """
+    try:
+        if path.stat().st_size != expected["bytes"]:
+            raise damaged(path, f"it has {path.stat().st_size} bytes instead of {expected['bytes']}")
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, _LARGEST_HEADER)))
+        tensor = header["tokens"]
+        start, end = tensor["data_offsets"]
+        shard = Shard(path, tensor["shape"][0], _DTYPE_NAMES[tensor["dtype"]], 8 + length + start)
+        described = (header["__metadata__"], shard.tokens, shard.dtype, start, 8 + length + end)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise damaged(path, f"its header cannot be read: {type(error).__name__}") from error
+    if described != (expected["header"], expected["tokens"], expected["header"]["dtype"], 0, expected["bytes"]):
+        raise damaged(path, "its header is not the one in index.json")
+    if verify and hashlib.sha256(shard.array.data).hexdigest() != expected["header"]["sha256"]:
+        raise damaged(path, "its tokens do not have the sha256 in its header")
+    return shard
+
+
+def damaged(path: Path, reason: str) -> UserError:
+    """The error for prepared data that is not what was written."""
+    return UserError(f"{path}: damaged, {reason}. Delete the folder {path.parent} and start again to prepare it anew.")
+
+
+class TokenShards:
+    """The shards of one split, read as windows of a fixed length. Safe to read from several threads."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards = tuple(shards)
+        self._ends: dict[int, np.ndarray] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all, ends of documents included."""
+        return sum(shard.tokens for shard in self.shards)
+
+    def sequences(self, sequence_length: int) -> int:
+        """Number of windows of `sequence_length` tokens plus the next one."""
+        return int(self._window_ends(sequence_length)[-1])
+
+    def dropped_tokens(self, sequence_length: int) -> int:
+        """Tokens that are in no window: the tails of the shards, or a whole shard shorter than a window."""
+        dropped = 0
+        for shard in self.shards:
+            windows = shard.windows(sequence_length)
+            dropped += shard.tokens - (windows * sequence_length + 1 if windows else 0)
+        return dropped
+
+    def read(self, ids: np.ndarray, sequence_length: int) -> np.ndarray:
+        """Windows number `ids`, (n,) int64 -> (n, sequence_length + 1) int64. Raises IndexError outside the range."""
+        ends = self._window_ends(sequence_length)
+        if len(ids) and (ids.min() < 0 or ids.max() >= ends[-1]):
+            raise IndexError(f"windows {ids.min()} to {ids.max()} of {ends[-1]}")
+        windows = np.empty((len(ids), sequence_length + 1), dtype=np.int64)
+        owners = np.searchsorted(ends, ids, side="right") - 1
+        for row, (number, owner) in enumerate(zip(ids, owners, strict=True)):
+            first = int(number - ends[owner]) * sequence_length
+            windows[row] = self.shards[owner].array[first : first + sequence_length + 1]
+        return windows
+
+    def _window_ends(self, sequence_length: int) -> np.ndarray:
+        """(shards + 1,) int64: windows before each shard, and in all. Kept, since there may be thousands of shards."""
+        if sequence_length not in self._ends:
+            counts = [shard.windows(sequence_length) for shard in self.shards]
+            self._ends[sequence_length] = np.cumsum([0, *counts], dtype=np.int64)
+        return self._ends[sequence_length]

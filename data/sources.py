@@ -1,0 +1,245 @@
+"""Where documents come from: each source as a Hugging Face `datasets` stream, and what identifies it.
+
+A `Source` is cheap to make and reads nothing of a hub until its documents are asked for, so that a corpus that was
+prepared earlier opens on a machine without a network.
+
+Identity, the part of the corpus's fingerprint that stands for the text:
+
+- Local files: names (relative to data.path) and sizes, and the sha256 of the contents while these are at most
+  `HASHED_BYTES` in all. Content is the truth: copies of a corpus on two nodes are the same corpus whatever their times
+  say. Above that size hashing would hold up every start for minutes, so modification times take its place.
+- Hub: id, name, split, and the revision when data.path pins one (`owner/name@revision`). Without a pin, what was
+  prepared stays in use when the hub changes; the revision that was read is recorded in the corpus (`revision`).
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import httpx
+import pyarrow
+
+from config.errors import UserError
+from config.schema import DataSection
+
+HASHED_BYTES = 1 << 30
+"""[bytes] Local sources up to this size are identified by content, larger ones by modification time."""
+
+_PATTERNS = {"text": ("*",), "jsonl": ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.json"), "parquet": ("*.parquet",)}
+_READ_ERRORS = (datasets.exceptions.DatasetsError, pyarrow.ArrowException, httpx.HTTPError, ValueError, OSError)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents as a stream that can be read any number of times, always in the same order."""
+
+    label: str
+    """The config's key and value that name the source, for messages."""
+    identity: str
+    """What the fingerprint of a corpus is made of; see the module's docstring."""
+    total_bytes: int | None
+    """[bytes] Size of the files, for the progress bar; None when it is not known beforehand."""
+    text_field: str
+    open: Callable[[], datasets.IterableDataset]
+    """Opens the stream. May raise anything that `datasets` raises; `documents` turns that into a UserError."""
+    null_means: str = "no text"
+    """Reason under which a document that is null is counted as left out."""
+    deduplicate: bool = False
+    """Leave out documents with the text of an earlier one. Keeps 16 bytes in memory for each document."""
+    revision: Callable[[], str | None] = field(default=lambda: None)
+    """Revision of a hub dataset, once it was opened."""
+
+    def documents(self, skipped: Counter[str]) -> Iterator[str]:
+        """Yield every document's text; what is left out is counted in `skipped` by reason.
+
+        Reasons: "not utf-8", "no text" (null or empty), "duplicate". Raises UserError when the source cannot be
+        read, has no field `text_field`, or holds something else than text there.
+        """
+        seen: set[bytes] = set()
+        for row in self._rows():
+            if self.text_field not in row:
+                raise UserError(
+                    f"data.text_field={self.text_field}: not a field of {self.label}; its fields are "
+                    f"{', '.join(sorted(row))}. Set data.text_field to the one that holds the document."
+                )
+            text = row[self.text_field]
+            if text is None:
+                skipped[self.null_means] += 1
+            elif text == "":
+                skipped["no text"] += 1
+            elif not isinstance(text, str):
+                raise UserError(
+                    f"data.text_field={self.text_field}: holds {type(text).__name__} in {self.label}, not text. "
+                    "Set data.text_field to the field that holds the document."
+                )
+            elif self.deduplicate and _seen_before(text, seen):
+                skipped["duplicate"] += 1
+            else:
+                yield text
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        try:
+            rows = iter(self.open())
+        except _READ_ERRORS as error:
+            raise self._unreadable(error) from error
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except _READ_ERRORS as error:
+                raise self._unreadable(error) from error
+            yield row
+
+    def _unreadable(self, error: Exception) -> UserError:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        return UserError(f"{self.label}: cannot be read ({reason}). Check that it exists, its format and the network.")
+
+
+def open_source(data: DataSection) -> Source:
+    """The source that a config names. Raises UserError for a missing path or a path that matches no file."""
+    if data.source == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [path for path in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(path.parts)]
+        return _text_source("data.source=stdlib", root, files, deduplicate=True)
+    if not data.path:
+        raise UserError(f"data.path: missing; data.source={data.source} needs a path. Set data.path.")
+    label = f"data.path={data.path}"
+    if data.source == "hub":
+        return _hub_source(data, label)
+    root, files = _local_files(data.path, data.source)
+    if data.source == "text":
+        return _text_source(label, root, files, deduplicate=False)
+    builder = "json" if data.source == "jsonl" else "parquet"
+    names = [str(path) for path in sorted(files)]
+    return Source(
+        label=label,
+        identity=_files_identity(root, files),
+        total_bytes=sum(path.stat().st_size for path in files),
+        text_field=data.text_field,
+        open=lambda: datasets.load_dataset(builder, data_files=names, split="train", streaming=True),
+    )
+
+
+def _text_source(label: str, root: Path, files: list[Path], *, deduplicate: bool) -> Source:
+    ordered = sorted(files, key=lambda path: path.relative_to(root).as_posix())
+    paths = [str(path) for path in ordered]
+    return Source(
+        label=label,
+        identity=_files_identity(root, ordered),
+        total_bytes=sum(path.stat().st_size for path in ordered),
+        text_field="text",
+        open=lambda: datasets.IterableDataset.from_generator(_read_texts, gen_kwargs={"paths": paths}),
+        null_means="not utf-8",
+        deduplicate=deduplicate,
+    )
+
+
+def _read_texts(paths: list[str]) -> Iterator[dict[str, Any]]:
+    """One row a file; null for a file that is not UTF-8, because one bad file must not end a corpus."""
+    for path in paths:
+        raw = Path(path).read_bytes()
+        try:
+            yield {"text": raw.decode("utf-8")}
+        except UnicodeDecodeError:
+            yield {"text": None}
+
+
+def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
+    """The folder that names are relative to, and the files: of one file, of a folder (recursive), or of a glob."""
+    place = Path(path).expanduser()
+    if place.is_file():
+        return place.parent, [place]
+    if place.is_dir():
+        found = {file for pattern in _PATTERNS[source] for file in place.rglob(pattern)}
+        files = [file for file in found if file.is_file() and not _hidden(file, place)]
+        root = place
+    else:
+        parts = place.parts
+        split = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+        root = Path(*parts[:split])
+        files = [file for file in root.glob(str(Path(*parts[split:]))) if file.is_file()]
+    if not files:
+        wanted = " or ".join(_PATTERNS[source])
+        raise UserError(f"data.path={path}: no file there. Set data.path to a file, a folder with {wanted}, or a glob.")
+    return root, files
+
+
+def _hidden(file: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(root).parts)
+
+
+def _files_identity(root: Path, files: list[Path]) -> str:
+    ordered = sorted((path.relative_to(root).as_posix(), path) for path in files)
+    by_content = sum(path.stat().st_size for path in files) <= HASHED_BYTES
+    digest = hashlib.sha256(b"content" if by_content else b"modified")
+    for name, path in ordered:
+        status = path.stat()
+        digest.update(f"\0{name}\0{status.st_size}\0".encode("utf-8", "surrogateescape"))
+        if by_content:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        else:
+            digest.update(str(status.st_mtime_ns).encode())
+    return f"files:{digest.hexdigest()}"
+
+
+def _hub_source(data: DataSection, label: str) -> Source:
+    """A dataset of the hub, a local folder of one, or a folder written by `Dataset.save_to_disk`."""
+    assert data.path is not None
+    folder = Path(data.path).expanduser()
+    if folder.is_dir():
+        files = [path for path in folder.rglob("*") if path.is_file() and not _hidden(path, folder)]
+        saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+        return Source(
+            label=label,
+            identity=f"{_files_identity(folder, files)}:{data.name}:{data.split}",
+            total_bytes=None,
+            text_field=data.text_field,
+            open=lambda: (
+                _open_saved(folder, data.split)
+                if saved
+                else datasets.load_dataset(str(folder), data.name, split=data.split, streaming=True)
+            ),
+        )
+    repository, _, pinned = data.path.partition("@")
+    found: dict[str, str | None] = {}
+
+    def open_hub() -> datasets.IterableDataset:
+        builder = datasets.load_dataset_builder(repository, data.name, revision=pinned or None)
+        found["revision"] = builder.hash
+        return builder.as_streaming_dataset(split=data.split)
+
+    return Source(
+        label=label,
+        identity=f"hub:{repository}:{data.name}:{data.split}:{pinned}",
+        total_bytes=None,
+        text_field=data.text_field,
+        open=open_hub,
+        revision=lambda: found.get("revision"),
+    )
+
+
+def _open_saved(folder: Path, split: str) -> datasets.IterableDataset:
+    saved = datasets.load_from_disk(str(folder))
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise ValueError(f"no split {split!r}, its splits are {', '.join(saved)}")
+        saved = saved[split]
+    return saved.to_iterable_dataset()
+
+
+def _seen_before(text: str, seen: set[bytes]) -> bool:
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    if digest in seen:
+        return True
+    seen.add(digest)
+    return False

@@ -1,0 +1,138 @@
+"""The tokenizer of a corpus: raw bytes, a byte-level BPE trained on the corpus, or a Hugging Face fast tokenizer.
+
+Whatever its origin it is saved with the corpus as a Hugging Face tokenizer folder, so that a corpus and a checkpoint
+stay readable when the origin has changed or is out of reach. `bytes` and `bpe` decode to exactly the text that was
+encoded. No beginning-of-document token is added; a document ends with the tokenizer's end-of-document (eos) token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import multiprocessing
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import cast
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from config.errors import UserError
+from data.encode import END_OF_DOCUMENT, end_with_parent, is_validation, train_bpe
+from data.sources import Source
+
+SAMPLE_BYTES = 32 << 20
+"""[bytes] Text that a BPE is trained on, at most (one longer document excepted)."""
+SCANNED_BYTES = 1 << 30
+"""[bytes] Text at the start of the source that the sample is drawn from; drawing it has to end on any stream."""
+SMALLEST_BPE = 257
+"""[tokens] 256 bytes and the end of a document."""
+
+
+def tokenizer_identity(spec: str) -> str:
+    """What stands for the tokenizer in a corpus's fingerprint: its name, or for a local folder its files' contents."""
+    folder = Path(spec).expanduser()
+    if _bpe_vocabulary(spec) is not None or spec == "bytes" or not folder.is_dir():
+        return spec
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and ("token" in path.name or path.name in {"vocab.json", "merges.txt"}):
+            digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return f"folder:{digest.hexdigest()}"
+
+
+def make_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:
+    """Build, train or load the tokenizer that data.tokenizer names.
+
+    A BPE is trained on training documents only. Raises UserError for a vocabulary that is too small, a tokenizer that
+    cannot be loaded, is not a fast one, or has no end-of-document token.
+    """
+    if spec == "bytes":
+        return _wrap(_bytes_tokenizer())
+    vocabulary = _bpe_vocabulary(spec)
+    if vocabulary is None:
+        return _load_pretrained(spec)
+    sample = draw_sample(source, validation_fraction)
+    # In a process of its own: the trainer's threads would make every later fork of this process print a warning.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent) as pool:
+        return _wrap(Tokenizer.from_str(pool.submit(train_bpe, sample, vocabulary).result()))
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer saved in a folder, such as `Corpus.tokenizer_folder`. Needs no network."""
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    return cast(PreTrainedTokenizerFast, tokenizer)
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Number of ids a model needs: one more than the largest id, which `len` understates for vocabularies with gaps."""
+    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+
+
+def draw_sample(source: Source, validation_fraction: float) -> list[str]:
+    """Training documents for the BPE: those with the smallest hashes among the first SCANNED_BYTES, in hash order.
+
+    Deterministic, spread evenly over what was scanned, and bounded: at most SAMPLE_BYTES of text are held at a time.
+    """
+    heap: list[tuple[int, str]] = []
+    held = scanned = 0
+    for text in source.documents(Counter()):
+        raw = text.encode()
+        scanned += len(raw)
+        if not is_validation(text, validation_fraction):
+            order = int.from_bytes(hashlib.blake2b(raw, digest_size=8, person=b"sample").digest(), "little")
+            heapq.heappush(heap, (-order, text))
+            held += len(raw)
+        while held > SAMPLE_BYTES and len(heap) > 1:
+            held -= len(heapq.heappop(heap)[1].encode())
+        if scanned >= SCANNED_BYTES:
+            break
+    return [text for _, text in sorted(heap, reverse=True)]
+
+
+def _bpe_vocabulary(spec: str) -> int | None:
+    kind, _, size = spec.partition(":")
+    if kind != "bpe":
+        return None
+    if not size.isdecimal() or int(size) < SMALLEST_BPE:
+        raise UserError(f"data.tokenizer={spec}: the vocabulary must be a number from {SMALLEST_BPE}, as in bpe:4096.")
+    return int(size)
+
+
+def _bytes_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_DOCUMENT])
+    return tokenizer
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_DOCUMENT,
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+    )
+
+
+def _load_pretrained(spec: str) -> PreTrainedTokenizerFast:
+    folder = Path(spec).expanduser()
+    name, _, revision = (str(folder), "", "") if folder.is_dir() else spec.partition("@")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
+    except Exception as error:  # the Rust tokenizers raise plain Exception for a file they cannot parse
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise UserError(
+            f"data.tokenizer={spec}: cannot be loaded ({reason}). "
+            "Use bytes, bpe:<vocab>, a tokenizer folder or a hub id."
+        ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(f"data.tokenizer={spec}: has no fast form (tokenizer.json). Use a tokenizer that has one.")
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"data.tokenizer={spec}: has no end-of-document token. Set eos_token in its tokenizer_config.json."
+        )
+    return tokenizer

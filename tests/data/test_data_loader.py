@@ -1,0 +1,147 @@
+"""Batches: the right windows on the right rank, exact restore, errors that surface, validation that pads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from config.errors import UserError
+from data.loader import IGNORED_LABEL, NO_SAMPLE, Batch, Batches, sample_ids_sha256, validation_batches
+from data.shards import TokenShards, open_shard, write_shard
+
+LENGTH = 8
+SIZES: dict[str, Any] = {"sequence_length": LENGTH, "seed": 5, "global_size": 12, "micro_size": 2}
+
+
+def make(folder: Path, tokens: int) -> TokenShards:
+    """One shard whose tokens are their own positions."""
+    path = folder / "train-00000.safetensors"
+    entry = write_shard(path, np.arange(tokens, dtype=np.uint16), {"split": "train"})
+    return TokenShards([open_shard(path, entry, verify=True)])
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> TokenShards:
+    return make(tmp_path, 40 * LENGTH + 1)
+
+
+def same(first: Batch, second: Batch) -> bool:
+    return (
+        first.position == second.position
+        and torch.equal(first.input_ids, second.input_ids)
+        and torch.equal(first.labels, second.labels)
+        and np.array_equal(first.sample_ids, second.sample_ids)
+    )
+
+
+def test_labels_are_the_next_tokens_and_rows_are_the_samples(shards: TokenShards) -> None:
+    batches = Batches(shards, **SIZES, rank=1, world_size=2)
+    for position in range(5):
+        batch = batches.next_step()
+        assert batch.position == position
+        assert batch.input_ids.shape == batch.labels.shape == (3, 2, LENGTH)
+        assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+        assert torch.equal(batch.labels, batch.input_ids + 1)
+        assert batch.label_tokens == 6 * LENGTH
+        mine = batch.sample_ids.reshape(3, 2, 2)[:, 1]
+        assert torch.equal(batch.input_ids[..., 0], torch.from_numpy(mine) * LENGTH)
+    assert batches.position == 5
+    batches.close()
+
+
+@pytest.mark.parametrize(("micro_size", "world_size"), [(12, 1), (1, 1), (3, 2), (2, 3), (1, 12)])
+def test_the_ranks_together_see_the_same_windows(shards: TokenShards, micro_size: int, world_size: int) -> None:
+    seen: list[list[int]] = []
+    for rank in range(world_size):
+        batches = Batches(shards, **{**SIZES, "micro_size": micro_size}, rank=rank, world_size=world_size)
+        steps = [batches.next_step() for _ in range(4)]
+        batches.close()
+        seen.append([int(row[0]) // LENGTH for step in steps for row in step.input_ids.reshape(-1, LENGTH)])
+    for position in range(4):
+        share = 12 // world_size
+        rows = [row for part in seen for row in part[position * share : (position + 1) * share]]
+        assert sorted(rows) == sorted(steps[position].sample_ids.tolist())
+
+
+def test_restore_gives_what_an_unbroken_run_gives(shards: TokenShards) -> None:
+    unbroken = Batches(shards, **SIZES, rank=0, world_size=2)
+    expected = [unbroken.next_step() for _ in range(12)]
+    unbroken.close()
+    resumed = Batches(shards, **SIZES, rank=0, world_size=2)
+    resumed.next_step()
+    for position in (7, 0, 3, 3):
+        resumed.restore(position)
+        assert resumed.position == position
+        for wanted in expected[position : position + 4]:
+            assert same(resumed.next_step(), wanted)
+    resumed.close()
+
+
+def test_what_the_background_thread_raises_surfaces_and_restore_recovers(shards: TokenShards) -> None:
+    class Broken(TokenShards):
+        broken = False
+
+        def read(self, ids: np.ndarray, sequence_length: int) -> np.ndarray:
+            if self.broken:
+                raise OSError("disk gone")
+            return super().read(ids, sequence_length)
+
+    broken = Broken(shards.shards)
+    batches = Batches(broken, **SIZES, rank=0, world_size=1)
+    first = batches.next_step()
+    batches._ahead.result()
+    broken.broken = True
+    batches.next_step()
+    with pytest.raises(OSError, match="disk gone"):
+        batches.next_step()
+    assert batches.position == 2
+    broken.broken = False
+    batches.restore(0)
+    assert same(batches.next_step(), first)
+    batches.close()
+
+
+def test_too_little_text_and_sizes_that_do_not_divide_are_told_before_the_first_step(tmp_path: Path) -> None:
+    little = make(tmp_path, LENGTH)
+    with pytest.raises(UserError, match=rf"data.sequence_length={LENGTH}: the training data has {LENGTH} tokens"):
+        Batches(little, **SIZES, rank=0, world_size=1)
+    with pytest.raises(UserError, match="batch.global_size=12"):
+        Batches(make(tmp_path, LENGTH + 1), **{**SIZES, "micro_size": 5}, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("sequences", "batches"), [(40, 2), (40, 9), (5, 1), (12, 1), (25, 3)])
+def test_validation_sees_each_sequence_once_and_pads_the_last_batch(
+    tmp_path: Path, sequences: int, batches: int, world_size: int
+) -> None:
+    shards = make(tmp_path, sequences * LENGTH + 1)
+    options = {"sequence_length": LENGTH, "global_size": 12, "micro_size": 2, "batches": batches}
+    ranks = [
+        list(validation_batches(shards, **options, rank=rank, world_size=world_size)) for rank in range(world_size)
+    ]
+    wanted = min(sequences, batches * 12)
+    assert {len(part) for part in ranks} == {-(-wanted // 12)}
+    labels = torch.cat([batch.labels.reshape(-1) for part in ranks for batch in part])
+    counted = labels[labels != IGNORED_LABEL]
+    assert sorted(counted.tolist()) == list(range(1, wanted * LENGTH + 1))
+    for step in zip(*ranks, strict=True):
+        assert len({batch.input_ids.shape for batch in step}) == 1
+        assert sum(batch.label_tokens for batch in step) == LENGTH * int((step[0].sample_ids != NO_SAMPLE).sum())
+        for batch in step:
+            assert batch.label_tokens == int((batch.labels != IGNORED_LABEL).sum())
+            assert int(batch.input_ids.min()) >= 0
+
+
+def test_validation_of_nothing_is_no_batch() -> None:
+    options = {"sequence_length": LENGTH, "global_size": 4, "micro_size": 2, "batches": 3}
+    assert list(validation_batches(TokenShards([]), **options, rank=0, world_size=1)) == []
+
+
+def test_the_hash_of_sample_ids_depends_on_order_and_values_only() -> None:
+    ids = np.array([3, 1, 2])
+    assert sample_ids_sha256(ids) == sample_ids_sha256(np.array([9, 3, 1, 2, 9])[1:4].astype(np.int32))
+    assert sample_ids_sha256(ids) != sample_ids_sha256(ids[::-1])

@@ -1,0 +1,283 @@
+"""Preparation: exact content, done once, independent of workers, and never half finished."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from filelock import FileLock
+
+import data.prepare
+from config.errors import UserError
+from config.schema import DataSection
+from data.corpus import INDEX, Corpus, is_prepared
+from data.encode import is_validation
+from data.prepare import corpus_fingerprint, prepare
+from data.sources import open_source
+from data.tokenizer import load_tokenizer
+
+# Run as `python -c`: says ready, waits for a line, prepares argv[1] into argv[2], spending argv[3] seconds more than
+# needed before it publishes, and prints the fingerprint and how often this process prepared.
+PREPARE = """
+import sys
+import time
+import data.prepare
+from config.schema import DataSection
+if __name__ == "__main__":
+    data.prepare.BATCH_CHARACTERS = 2000
+    fill, filled = data.prepare._fill, []
+    def counted(*arguments):
+        filled.append(1)
+        fill(*arguments)
+        time.sleep(float(sys.argv[3]))
+    data.prepare._fill = counted
+    section = DataSection(source="text", path=sys.argv[1], cache_dir=sys.argv[2], tokenizer="bytes", workers=2)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    corpus = data.prepare.prepare(section, 0, progress=True)
+    print(corpus.fingerprint, len(filled))
+"""
+
+QUIET: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A hundred small documents."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    generator = random.Random(0)
+    for number in range(100):
+        words = [generator.choice(["alpha", "beta", "γάμμα", "delta\n"]) for _ in range(generator.randint(1, 300))]
+        (folder / f"{number:03d}.txt").write_bytes(" ".join(words).encode())
+    return folder
+
+
+@pytest.fixture
+def section(texts: Path, tmp_path: Path) -> DataSection:
+    cache = str(tmp_path / "cache")
+    return DataSection(
+        source="text", path=str(texts), cache_dir=cache, tokenizer="bytes", validation_fraction=0.2, workers=1
+    )
+
+
+def documents(corpus: Corpus, split: str) -> list[str]:
+    """The documents of a split, decoded from its shards."""
+    tokenizer = load_tokenizer(corpus.tokenizer_folder)
+    shards = getattr(corpus, split).shards
+    tokens = np.concatenate([np.empty(0, dtype=np.int64), *[shard.array for shard in shards]])
+    ends = np.flatnonzero(tokens == corpus.end_of_document)
+    assert len(tokens) == (ends[-1] + 1 if len(ends) else 0)
+    return [tokenizer.decode(part[: len(part) - 1]) for part in np.split(tokens, ends + 1)[:-1]]
+
+
+def contents(corpus: Corpus) -> str:
+    """The index: it holds the sha256 of every shard's tokens, which opening the corpus has just verified."""
+    return (corpus.folder / INDEX).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_every_document_comes_back_once_in_its_split(section: DataSection, texts: Path, tokenizer: str) -> None:
+    corpus = prepare(replace(section, tokenizer=tokenizer), 0, progress=False)
+    originals = [path.read_bytes().decode() for path in sorted(texts.iterdir())]
+    assert documents(corpus, "train") == [text for text in originals if not is_validation(text, 0.2)]
+    assert documents(corpus, "validation") == [text for text in originals if is_validation(text, 0.2)]
+    assert corpus.train_documents + corpus.validation_documents == 100
+    assert corpus.train_bytes + corpus.validation_bytes == sum(path.stat().st_size for path in texts.iterdir())
+    assert 0 < corpus.validation_documents < corpus.train_documents
+
+
+def test_tokens_do_not_depend_on_workers_batches_or_seed_and_shards_are_cut_at_their_size(
+    section: DataSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data.prepare, "SHARD_TOKENS", 10_000)
+    prepared = []
+    for workers, batch, seed in ((1, 1 << 20, 0), (3, 500, 1)):
+        monkeypatch.setattr(data.prepare, "BATCH_CHARACTERS", batch)
+        changed = replace(section, workers=workers, cache_dir=str(tmp_path / f"cache{workers}"))
+        prepared.append(prepare(changed, seed, progress=False))
+    first, second = prepared
+    assert first.fingerprint == second.fingerprint
+    assert contents(first) == contents(second)
+    sizes = [shard.tokens for shard in first.train.shards]
+    assert len(sizes) > 3
+    assert set(sizes[:-1]) == {10_000}
+
+
+def test_the_second_call_reuses_and_the_fingerprint_follows_what_matters(
+    section: DataSection, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = prepare(section, 0, progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(data.prepare, "_fill", None)
+        again = prepare(replace(section, workers=2, verify=False, sequence_length=64), 7, progress=False)
+    assert again.folder == corpus.folder
+
+    def fingerprint(**changes: object) -> str:
+        changed = replace(section, **changes)  # type: ignore[arg-type]
+        return corpus_fingerprint(changed, open_source(changed))
+
+    seen = {
+        corpus.fingerprint,
+        fingerprint(tokenizer="bpe:300"),
+        fingerprint(validation_fraction=0.3),
+        fingerprint(path=str(texts / "*0.txt")),
+        fingerprint(source="hub"),
+    }
+    (texts / "000.txt").write_text("changed")
+    seen.add(fingerprint())
+    assert len(seen) == 6
+
+
+def test_no_validation(section: DataSection) -> None:
+    corpus = prepare(replace(section, validation_fraction=0.0), 0, progress=False)
+    assert corpus.validation.tokens == corpus.validation.sequences(8) == corpus.validation_documents == 0
+    assert corpus.train_documents == 100
+
+
+def test_kill_at_any_moment_leaves_nothing_finished_and_the_next_run_completes(
+    section: DataSection, texts: Path, tmp_path: Path
+) -> None:
+    whole = prepare(replace(section, validation_fraction=0.01), 0, progress=False)
+    cache = tmp_path / "killed"
+    command = [sys.executable, "-c", PREPARE, str(texts), str(cache), "0.2"]
+    partials = 0
+    for delay in (0.0, random.Random().uniform(0, 0.3), random.Random().uniform(0, 0.6)):
+        with subprocess.Popen(command, **QUIET) as process:
+            while not list(cache.glob(f"*.partial-{process.pid}")) and process.poll() is None:
+                time.sleep(0.005)
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+        left = list(cache.glob("*.partial-*"))
+        partials += len(left)
+        # Either it was killed while it prepared, or it was already done; there is nothing in between.
+        assert len(left) + is_prepared(cache / whole.fingerprint) == 1
+    assert partials, "no kill struck while a preparation ran"
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout.split()[1] == whole.fingerprint
+    assert not list(cache.glob("*.partial-*"))
+    finished = prepare(replace(section, validation_fraction=0.01, cache_dir=str(cache)), 0, progress=False)
+    assert contents(finished) == contents(whole)
+
+
+def test_workers_end_when_their_parent_is_killed(texts: Path, tmp_path: Path) -> None:
+    program = (
+        "import os, sys, time\nfrom concurrent.futures import ProcessPoolExecutor\n"
+        "from multiprocessing import get_context\nfrom data.encode import end_with_parent\n"
+        "pool = ProcessPoolExecutor(1, get_context('spawn'), initializer=end_with_parent)\n"
+        "print(pool.submit(os.getpid).result(), flush=True)\ntime.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        os.kill(worker, 0)
+        process.kill()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _alive(worker):
+        time.sleep(0.02)
+    assert not _alive(worker)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_two_processes_at_once_prepare_it_once(texts: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PREPARE, str(texts), str(tmp_path / "shared"), "1.5"]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    running = [subprocess.Popen(command, **pipes, text=True) for _ in range(2)]
+    for process in running:
+        assert process.stdout.readline() == "ready\n"
+    with ThreadPoolExecutor(2) as threads:
+        finished = list(threads.map(lambda process: process.communicate("go\n", timeout=120), running))
+    answers = [out.split() for out, _ in finished]
+    assert answers[0][0] == answers[1][0]
+    assert sorted(filled for _, filled in answers) == ["0", "1"]
+    # Both were asked to show progress: the one that waits sees how far the other is, and nothing else is said.
+    for _, errors in finished:
+        lines = errors.splitlines()
+        assert lines[-1].startswith(f"data: prepared data.path={texts} in ")
+        assert lines[0].startswith(("data: making the tokenizer", "data: tokenizing"))
+        assert all(line.startswith("data: ") for line in lines), errors
+
+
+def test_waiting_ends_with_what_to_do(section: DataSection) -> None:
+    fingerprint = corpus_fingerprint(section, open_source(section))
+    Path(section.cache_dir).mkdir()
+    with FileLock(f"{section.cache_dir}/{fingerprint}.lock"):
+        start = time.monotonic()
+        with pytest.raises(UserError, match=r"data.wait_minutes=0.005: another process still prepares .*\.lock"):
+            prepare(replace(section, wait_minutes=0.005), 0, progress=False)
+        assert time.monotonic() - start < 5
+    assert prepare(section, 0, progress=False).train_documents
+
+
+def test_leftovers_and_interrupted_deletions_are_removed_but_others_work_is_not(section: DataSection) -> None:
+    fingerprint = corpus_fingerprint(section, open_source(section))
+    cache = Path(section.cache_dir)
+    for name in (f"{fingerprint}.partial-1", fingerprint, "0" * 20 + ".partial-1"):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "train-00000.safetensors").write_text("half")
+    corpus = prepare(section, 0, progress=False)
+    assert corpus.train_documents > 0
+    assert not (cache / f"{fingerprint}.partial-1").exists()
+    assert (cache / ("0" * 20 + ".partial-1")).exists()
+
+
+def test_an_error_while_preparing_leaves_nothing(section: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data.prepare, "write_shard", full)
+        with pytest.raises(UserError, match=r"data.cache_dir=.*No space left"):
+            prepare(section, 0, progress=False)
+    assert not [path for path in Path(section.cache_dir).iterdir() if path.suffix != ".lock"]
+    assert prepare(section, 0, progress=False).train_documents > 0
+
+
+@pytest.mark.parametrize("name", ["train-00000.safetensors", "index.json", "tokenizer/tokenizer.json"])
+def test_damage_is_told_with_the_file_and_the_folder_to_delete(section: DataSection, name: str) -> None:
+    corpus = prepare(section, 0, progress=False)
+    path = corpus.folder / name
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    with pytest.raises(UserError, match=rf"damaged.*Delete the folder {corpus.folder} ") as caught:
+        prepare(section, 0, progress=False)
+    assert "\n" not in str(caught.value)
+    path.write_bytes(whole[:middle])
+    with pytest.raises(UserError, match=rf"damaged.*Delete the folder {corpus.folder} "):
+        prepare(replace(section, verify=False), 0, progress=False)
+
+
+def test_nothing_to_train_on(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    section = DataSection(source="text", path=str(tmp_path), cache_dir=str(tmp_path / "cache"), tokenizer="bytes")
+    with pytest.raises(UserError, match=r"holds no document with text \(left out: 1 no text, 1 not utf-8\)"):
+        prepare(section, 0, progress=False)
+    (tmp_path / "a.txt").write_text("one document")
+    with pytest.raises(UserError, match=r"data.validation_fraction=0.999999: all 1 documents"):
+        prepare(replace(section, validation_fraction=0.999999), 0, progress=False)
+    assert not list((tmp_path / "cache").glob("*.partial-*"))
+
+
+def test_a_cache_folder_that_cannot_be(section: DataSection, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"data.cache_dir=.*cannot be written"):
+        prepare(replace(section, cache_dir=str(tmp_path / "file" / "cache")), 0, progress=False)

@@ -1,0 +1,188 @@
+"""Every source, with small local files; and every mistake a user can make with one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import data.sources
+from config.errors import UserError
+from config.schema import DataSection
+from data.sources import open_source
+
+TEXTS = ["first\n", "zweites Dokument ü\r\n", "third \x00 with a null", "four\u2028th"]
+
+
+def section(source: str, path: Path | str | None, **more: str) -> DataSection:
+    return replace(DataSection(), source=source, path=None if path is None else str(path), **more)  # type: ignore[arg-type]
+
+
+def read(data: DataSection) -> tuple[list[str], dict[str, int]]:
+    skipped: Counter[str] = Counter()
+    return list(open_source(data).documents(skipped)), dict(skipped)
+
+
+def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_text_is_one_document_a_file_sorted_exact_and_bad_files_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    for name, text in zip(["a.txt", "b/a.md", "b/b", "c.txt"], TEXTS, strict=True):
+        (tmp_path / name).write_bytes(text.encode())
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes("Käse".encode("latin-1"))
+    (tmp_path / ".hidden").write_text("not read")
+    assert read(section("text", tmp_path)) == (TEXTS, {"no text": 1, "not utf-8": 1})
+    assert read(section("text", tmp_path / "a.txt")) == (TEXTS[:1], {})
+    assert read(section("text", tmp_path / "*.txt")) == ([TEXTS[0], TEXTS[3]], {"no text": 1, "not utf-8": 1})
+    assert read(section("text", tmp_path / "**" / "*.md")) == ([TEXTS[1]], {})
+
+
+def test_jsonl_folder_field_and_compression(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "1.jsonl", [{"body": TEXTS[0], "n": 1}, {"body": None, "n": 2}, {"body": "", "n": 3}])
+    with gzip.open(tmp_path / "2.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(json.dumps({"body": TEXTS[1], "n": 1}) + "\n")
+    assert read(section("jsonl", tmp_path, text_field="body")) == (TEXTS[:2], {"no text": 2})
+    assert read(section("jsonl", tmp_path / "2*", text_field="body")) == (TEXTS[1:2], {})
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": TEXTS[:2], "id": [1, 2]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"text": TEXTS[2:], "id": [3, 4]}), tmp_path / "b.parquet")
+    assert read(section("parquet", tmp_path)) == (TEXTS, {})
+
+
+def test_a_local_dataset_folder_of_the_hub_kind(tmp_path: Path) -> None:
+    for config in ("english", "german"):
+        (tmp_path / config).mkdir()
+        for split in ("train", "test"):
+            table = pa.table({"content": [f"{config} {split} {i}" for i in range(3)]})
+            pq.write_table(table, tmp_path / config / f"{split}-00000-of-00001.parquet")
+    configs = "".join(
+        f"- config_name: {c}\n  data_files:\n"
+        + "".join(f"  - split: {s}\n    path: {c}/{s}-*\n" for s in ("train", "test"))
+        for c in ("english", "german")
+    )
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    documents, _ = read(section("hub", tmp_path, name="german", split="test", text_field="content"))
+    assert documents == [f"german test {i}" for i in range(3)]
+    with pytest.raises(UserError, match=r"data.path=.*cannot be read.*french"):
+        read(section("hub", tmp_path, name="french", text_field="content"))
+    with pytest.raises(UserError, match=r"data.path=.*cannot be read.*nosplit"):
+        read(section("hub", tmp_path, name="german", split="nosplit", text_field="content"))
+
+
+def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
+    saved = datasets.Dataset.from_dict({"text": TEXTS})
+    saved.save_to_disk(tmp_path / "plain")
+    datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "splits")
+    assert read(section("hub", tmp_path / "plain"))[0] == TEXTS
+    assert read(section("hub", tmp_path / "splits"))[0] == TEXTS
+    with pytest.raises(UserError, match="no split 'test', its splits are train"):
+        read(section("hub", tmp_path / "splits", split="test"))
+
+
+def test_stdlib_is_sorted_deduplicated_and_without_site_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ["b.py", "a.py", "sub/a.py", "site-packages/x.py", "__pycache__/a.pyc", "notes.txt"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"# {Path(name).name}\n")
+    (tmp_path / "bad.py").write_bytes(b"# \xff\xfe\n")
+    monkeypatch.setattr(data.sources.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert read(section("stdlib", None)) == (["# a.py\n", "# b.py\n"], {"duplicate": 1, "not utf-8": 1})
+
+
+def test_the_real_stdlib_opens() -> None:
+    source = open_source(DataSection())
+    first = next(iter(source.documents(Counter())))
+    assert first.encode() == (Path(os.__file__).parent / "__future__.py").read_bytes()
+    assert source.total_bytes is not None
+    assert source.total_bytes > 5_000_000
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet", "hub"])
+def test_a_missing_path(source: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"data.path: missing; data.source={source}"):
+        open_source(section(source, None))
+    if source != "hub":
+        with pytest.raises(UserError, match=r"data.path=.*nowhere: no file there"):
+            open_source(section(source, tmp_path / "nowhere"))
+        with pytest.raises(UserError, match=r"data.path=.*: no file there"):
+            open_source(section(source, tmp_path))
+
+
+def test_a_missing_field_names_those_that_are_there(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"body": "x", "id": 1}])
+    with pytest.raises(UserError, match=r"data.text_field=text: not a field of data.path=.*; its fields are body, id"):
+        read(section("jsonl", path))
+    with pytest.raises(UserError, match=r"data.text_field=id: holds int"):
+        read(section("jsonl", path, text_field="id"))
+
+
+def test_a_file_that_is_not_what_it_says_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "not clo\n')
+    (tmp_path / "a.parquet").write_text("no parquet")
+    for source in ("jsonl", "parquet"):
+        with pytest.raises(UserError, match=r"data.path=.*cannot be read") as caught:
+            read(section(source, tmp_path))
+        assert "\n" not in str(caught.value)
+
+
+def test_an_unreachable_hub_is_told_in_one_line() -> None:
+    program = (
+        "from collections import Counter\nfrom config.schema import DataSection\nfrom data.sources import open_source\n"
+        "source = open_source(DataSection(source='hub', path='nobody/nothing'))\n"
+        "try: list(source.documents(Counter()))\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True, timeout=60
+    )
+    assert result.stdout.startswith("UserError data.path=nobody/nothing: cannot be read (")
+    assert result.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("hashed_bytes", [1 << 30, 0])
+def test_identity_follows_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed_bytes: int) -> None:
+    monkeypatch.setattr(data.sources, "HASHED_BYTES", hashed_bytes)
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    seen = [open_source(section("text", tmp_path)).identity]
+
+    def look() -> str:
+        seen.append(open_source(section("text", tmp_path)).identity)
+        return seen[-1]
+
+    assert look() == seen[0]
+    os.utime(path, ns=(1, 1))
+    # Touching a file changes its time, not its content.
+    assert (look() == seen[0]) is bool(hashed_bytes)
+    path.write_text("two")
+    assert look() not in seen[:-1]
+    path.rename(tmp_path / "b.txt")
+    assert look() not in seen[:-1]
+
+
+def test_identity_of_a_hub_dataset_needs_no_network() -> None:
+    names = [
+        section("hub", "o/n"),
+        section("hub", "o/n@abc"),
+        section("hub", "o/n", name="x"),
+        section("hub", "o/n", split="test"),
+    ]
+    assert len({open_source(name).identity for name in names}) == len(names)

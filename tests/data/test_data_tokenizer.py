@@ -1,0 +1,188 @@
+"""Tokenizers: exact round trips, document ends that text cannot forge, determinism, and refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import data.encode
+import data.tokenizer
+from config.errors import UserError
+from config.schema import DataSection
+from data.encode import END_OF_DOCUMENT, encode_batch, is_validation, pieces, start_worker, train_bpe
+from data.sources import Source, open_source
+from data.tokenizer import draw_sample, load_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size
+
+EXAMPLES = [
+    "",
+    " ",
+    "def f(x):\n    return x\r\n",
+    "ünï\x00cödé 🙂 \u2028 e\u0301",
+    f"a{END_OF_DOCUMENT}b {END_OF_DOCUMENT}",
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    folder = tmp_path_factory.mktemp("text")
+    for path in sorted(Path(data.encode.__file__).parent.glob("*.py")):
+        (folder / path.name).write_bytes(path.read_bytes())
+    return open_source(DataSection(source="text", path=str(folder)))
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe:500"])
+def tokenizer(request: pytest.FixtureRequest, source: Source, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(request.param, source, 0.0).save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_examples_round_trip(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id not in ids
+
+
+@settings(deadline=None)
+@given(text=st.text())
+def test_any_text_round_trips(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert max(ids, default=0) < vocabulary_size(tokenizer)
+
+
+def test_the_vocabulary_is_what_was_asked(source: Source) -> None:
+    assert vocabulary_size(make_tokenizer("bytes", source, 0.0)) == 257
+    assert vocabulary_size(make_tokenizer("bpe:400", source, 0.0)) == 400
+
+
+def test_training_a_bpe_twice_gives_the_same(source: Source) -> None:
+    sample = draw_sample(source, 0.0)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        first, second = (pool.submit(train_bpe, sample, 600).result() for _ in range(2))
+    assert first == second
+    assert len(json.loads(first)["model"]["vocab"]) == 600
+
+
+def test_the_sample_is_bounded_deterministic_and_without_validation_documents(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = draw_sample(source, 0.0)
+    sizes = [len(text.encode()) for text in whole]
+    limit = sum(sizes) // 2
+    monkeypatch.setattr(data.tokenizer, "SAMPLE_BYTES", limit)
+    part = draw_sample(source, 0.0)
+    assert part == whole[: len(part)] == draw_sample(source, 0.0)
+    assert 0 < sum(sizes[: len(part)]) <= limit
+    monkeypatch.undo()
+    kept = draw_sample(source, 0.5)
+    assert kept == [text for text in whole if not is_validation(text, 0.5)]
+    assert 0 < len(kept) < len(whole)
+    monkeypatch.setattr(data.tokenizer, "SCANNED_BYTES", 1)
+    assert len(draw_sample(source, 0.0)) == 1
+
+
+@pytest.mark.parametrize("spec", ["bpe:", "bpe:256", "bpe:many", "bpe:-5"])
+def test_a_vocabulary_that_cannot_be(spec: str, source: Source) -> None:
+    with pytest.raises(UserError, match=f"data.tokenizer={spec}: the vocabulary must be"):
+        make_tokenizer(spec, source, 0.0)
+
+
+def word_level(folder: Path, **special: str) -> Path:
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<end>": 1, "hello": 2, "world": 70000}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return folder
+
+
+def test_a_local_folder_and_a_vocabulary_with_gaps(tmp_path: Path, source: Source) -> None:
+    folder = word_level(tmp_path, eos_token="<end>")
+    tokenizer = make_tokenizer(str(folder), source, 0.0)
+    assert tokenizer.eos_token_id == 1
+    assert vocabulary_size(tokenizer) == 70001
+
+
+def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path, source: Source) -> None:
+    with pytest.raises(UserError, match=r"data.tokenizer=.*has no end-of-document token"):
+        make_tokenizer(str(word_level(tmp_path)), source, 0.0)
+
+
+def test_what_is_no_tokenizer_is_told_in_one_line(tmp_path: Path, source: Source) -> None:
+    (tmp_path / "empty").mkdir()
+    broken = word_level(tmp_path / "broken", eos_token="<end>")
+    (broken / "tokenizer.json").write_text('{"model": 5}')
+    for folder in (tmp_path / "empty", broken):
+        with pytest.raises(UserError, match=r"data.tokenizer=.*cannot be loaded") as caught:
+            make_tokenizer(str(folder), source, 0.0)
+        assert "\n" not in str(caught.value)
+
+
+def test_identity_follows_a_folders_contents(tmp_path: Path) -> None:
+    folder = word_level(tmp_path / "a", eos_token="<end>")
+    identity = tokenizer_identity(str(folder))
+    assert identity == tokenizer_identity(str(word_level(tmp_path / "b", eos_token="<end>")))
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert identity != tokenizer_identity(str(folder))
+
+
+@given(text=st.text(alphabet=st.sampled_from("ab\n"), max_size=60), limit=st.integers(1, 12))
+def test_pieces_join_to_the_text_and_are_bounded(text: str, limit: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data.encode, "PIECE_CHARACTERS", limit)
+        cut = list(pieces(text))
+    assert "".join(cut) == text
+    assert all(len(piece) <= limit for piece in cut)
+    assert all(piece.endswith("\n") for piece in cut[:-1] if "\n" in piece)
+
+
+def test_documents_end_with_the_end_of_document_and_nothing_else_does(source: Source) -> None:
+    """In another process, because a worker's initialiser changes how its process handles signals."""
+    tokenizer = make_tokenizer("bytes", source, 0.0)
+    texts = [text for text in EXAMPLES if text]
+    with ProcessPoolExecutor(
+        1,
+        mp_context=get_context("spawn"),
+        initializer=start_worker,
+        initargs=(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, "uint16", 0.5),
+    ) as pool:
+        splits = pool.submit(encode_batch, texts).result()
+    for split, validation in zip(splits, (False, True), strict=True):
+        wanted = [text for text in texts if is_validation(text, 0.5) is validation]
+        assert split.documents == len(wanted)
+        assert split.text_bytes == sum(len(text.encode()) for text in wanted)
+        ends = [i for i, token in enumerate(split.tokens) if token == tokenizer.eos_token_id]
+        starts = [0, *[end + 1 for end in ends]]
+        assert [tokenizer.decode(split.tokens[a:b]) for a, b in zip(starts, ends, strict=False)] == wanted
+        assert starts[-1] == len(split.tokens)
+
+
+def test_the_validation_share_is_near_the_fraction() -> None:
+    held_out = sum(is_validation(f"document {i}", 0.1) for i in range(10_000))
+    # Binomial: mean 1000, standard deviation 30. A hash, so always the same number.
+    assert abs(held_out - 1000) < 120
+    assert not any(is_validation(f"document {i}", 0.0) for i in range(1000))
+
+
+def test_workers_start_light() -> None:
+    program = "import data.encode, sys; print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"
+
+
+def test_a_saved_tokenizer_opens_with_transformers_alone(tmp_path: Path, source: Source) -> None:
+    make_tokenizer("bpe:300", source, 0.0).save_pretrained(tmp_path)
+    plain = AutoTokenizer.from_pretrained(tmp_path)
+    assert plain.eos_token == END_OF_DOCUMENT
+    assert plain.decode(plain("x = 1 # ü")["input_ids"]) == "x = 1 # ü"
