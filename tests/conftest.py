@@ -1,0 +1,23 @@
+"""Shared by all tests: real gloo process groups, each started once for the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.process_group import ProcessGroup
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[ProcessGroup]:
+    """Two real processes joined by gloo; `pair.run(function, **arguments)` gives both ranks' results."""
+    with ProcessGroup(world_size=2) as group:
+        yield group
+
+
+@pytest.fixture(scope="session")
+def solo() -> Iterator[ProcessGroup]:
+    """The same with one process."""
+    with ProcessGroup(world_size=1) as group:
+        yield group

@@ -1,0 +1,102 @@
+"""A group of real processes that stays up and runs one test function after another.
+
+Importing torch, transformers and DeepSpeed takes about ten seconds, so the processes are started once. A function that
+fails returns its traceback; one that hangs past the time-out costs the group, which is then started anew.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+START_SECONDS = 240.0
+"""The first start on a machine builds DeepSpeed's shared-memory op, which takes about a minute."""
+
+
+class ProcessGroup:
+    """`world_size` spawned processes in one gloo group. Functions must be importable by name."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> ProcessGroup:
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop()
+
+    def run(self, function: Callable[..., Any], *, seconds: float = 180.0, **arguments: Any) -> list[Any]:
+        """Call `function(place, **arguments)` on every rank; the results in rank order.
+
+        Raises AssertionError with the rank's traceback when one fails or takes longer than `seconds`.
+        """
+        if not self._workers:
+            self._start()
+        for _, pipe in self._workers:
+            pipe.send((function, arguments))
+        results, problems = [], []
+        for rank, (_, pipe) in enumerate(self._workers):
+            if not pipe.poll(seconds):
+                problems.append(f"rank {rank} did not answer within {seconds:.0f} s")
+                continue
+            good, value = pipe.recv()
+            (results if good else problems).append(value if good else f"rank {rank}:\n{value}")
+        if problems:
+            self._stop()  # the ranks may now be at different collectives
+            raise AssertionError("\n".join(problems))
+        return results
+
+    def _start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.world_size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self.world_size, port), daemon=True)
+            process.start()
+            self._workers.append((process, mine))
+        for rank, (_, pipe) in enumerate(self._workers):
+            assert pipe.poll(START_SECONDS), f"rank {rank} did not start"
+            good, value = pipe.recv()
+            assert good, value
+
+    def _stop(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    try:
+        import torch
+
+        from training import distributed
+
+        torch.set_num_threads(1)
+        place = distributed.start(rank=rank, world_size=world_size, local_rank=rank)
+        pipe.send((True, None))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        return
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(place, **arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        sys.stdout.flush()

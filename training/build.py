@@ -1,0 +1,209 @@
+"""Put a run together: process group, run folder, model, engine, data, record."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+from transformers.integrations import HfDeepSpeedConfig
+
+from config.command_line import Resolved
+from config.load import to_dict
+from data.loader import Batches, validation_batches
+from data.prepare import Corpus
+from modeling.activation_checkpointing import apply_activation_checkpointing
+from modeling.build import Gather, build_model, count_parameters
+from tracking.console import ConsoleSink
+from tracking.environment import environment
+from tracking.jsonl import JsonlSink
+from tracking.record import Record, Sink
+from tracking.run_dir import RunDir
+from tracking.wandb_sink import WandbSink
+from training.checkpoint import Checkpoints
+from training.distributed import Place
+from training.engine import Engine
+from training.ledger import as_plain, read_ledger
+from training.loop import Parts, resume_command
+from training.preemption import Preemption
+from training.progress import Progress
+
+
+def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, place: Place) -> tuple[Parts, Progress]:
+    """Everything a run needs, restored from a checkpoint where `run.resume` finds one, and its `run_start` recorded.
+
+    A collective. Raises UserError for what only shows now: a folder that cannot be written, weights that cannot be
+    loaded, a checkpoint of another run.
+    """
+    config = resolved.config
+    run_dir = open_run_dir(resolved, place)
+    engine = build_engine(resolved, model_config, place)
+    checkpoints = Checkpoints(
+        run_dir.checkpoints,
+        keep=config.checkpoint.keep,
+        identity=_identity(resolved, corpus, model_config, engine),
+        place=place,
+    )
+    seed_everything(config.run.seed + place.rank)
+    found = checkpoints.find(config.run.resume)
+    progress = checkpoints.load(found, engine) if found else Progress()
+    shape = {
+        "sequence_length": config.data.sequence_length,
+        "global_size": resolved.batch.global_size,
+        "micro_size": resolved.batch.micro_size,
+        "rank": place.rank,
+        "world_size": place.world_size,
+    }
+    batches = Batches(corpus.train, seed=config.run.seed, **shape)
+    batches.restore(progress.position)
+    record = _open_record(resolved, corpus, engine, run_dir, place)
+    parts = Parts(
+        resolved=resolved,
+        engine=engine,
+        batches=batches,
+        validation=lambda: validation_batches(corpus.validation, batches=config.evaluate.batches, **shape),
+        checkpoints=checkpoints,
+        preemption=Preemption(),
+        record=record,
+    )
+    record.event(
+        "run_start",
+        step=progress.step,
+        tokens=progress.tokens,
+        world_size=place.world_size,
+        config_sha256=hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode()).hexdigest(),
+        parameters=count_parameters(engine.model),
+        compute=resolved.compute,
+        zero_stage=resolved.zero_stage,
+        resumed_from=str(found) if found else None,
+        name=config.run.name,
+        model=type(engine.model).__name__,
+        accumulation=resolved.batch.accumulation,
+        hypothesis=config.run.hypothesis,
+    )
+    return parts, progress
+
+
+def build_engine(resolved: Resolved, model_config: PretrainedConfig, place: Place) -> Engine:
+    """The model under the resolved DeepSpeed config, with its activation checkpointing, on this rank."""
+    config = resolved.config
+    # transformers builds and loads the model partitioned for as long as this object lives and says ZeRO-3.
+    zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
+    gather = _gather_partitioned(place) if zero3 else _already_whole
+    model = build_model(config.model, model_config, seed=config.run.seed, gather=gather)
+    apply_activation_checkpointing(
+        model, config.model.activation_checkpointing, reentrant=config.model.checkpointing_reentrant
+    )
+    return Engine(model, resolved, place)
+
+
+def open_run_dir(resolved: Resolved, place: Place) -> RunDir:
+    """The run folder, made by rank 0 and known to all. A resumed run goes on in its own."""
+    run = resolved.config.run
+    root, error = Path(run.dir).expanduser(), None
+    if place.is_main:
+        try:
+            RunDir.create(root, run.name, fresh=run.resume == "never")
+        except Exception as problem:  # carried to every rank, so that none waits for one that has stopped
+            error = problem
+    error = place.from_main(error)
+    if error is not None:
+        raise error
+    return RunDir(root / run.name)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators that dropout, sampling and third-party code draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: RunDir, place: Place) -> Record:
+    ledger = read_ledger(engine, reduce=resolved.config.precision.reduce)
+    if not place.is_main:
+        return Record.silent()
+    config = resolved.config
+    facts = environment(
+        {
+            "accelerator": _accelerator(place),
+            "world_size": place.world_size,
+            "data": {"fingerprint": corpus.fingerprint, "folder": str(corpus.folder), "vocab_size": corpus.vocab_size},
+            "model": type(engine.model).__name__,
+            "parameters": count_parameters(engine.model),
+            "ledger": as_plain(ledger),
+            "resume_command": resume_command(resolved),
+        }
+    )
+    run_dir.write_inputs(to_dict(config), resolved.deepspeed, facts)
+    every = config.tracking.log_every_steps
+    console = ConsoleSink(config.run.steps, log_every_steps=every)
+    if engine.slow_fp16:
+        console.say("this CPU has no FP16 instructions: FP16 runs on torch's slow kernels, good only for trying it out")
+    for entry in ledger:
+        console.say(
+            f"  {entry.what:<28} {entry.dtype:<10} {entry.bytes / 1e6:>10,.1f} MB"
+            if entry.bytes
+            else f"  {entry.what:<28} {entry.dtype}"
+        )
+    wandb = WandbSink(
+        run_dir,
+        {"run": to_dict(config), "deepspeed": resolved.deepspeed, "environment": facts},
+        mode=config.tracking.wandb,
+        project=config.tracking.project,
+        name=config.run.name,
+        notes=config.run.hypothesis,
+        log_every_steps=every,
+    )
+    sinks: Sequence[Sink] = [JsonlSink(run_dir.events), console, wandb]
+    return Record(sinks)
+
+
+def _accelerator(place: Place) -> dict[str, Any]:
+    if place.device.type != "cuda":
+        return {"device": "cpu", "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(place.device)
+    return {
+        "device": properties.name,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "devices": torch.cuda.device_count(),
+    }
+
+
+def _identity(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, engine: Engine) -> dict[str, Any]:
+    """What two runs must share for one to go on from the other's checkpoint."""
+    config = resolved.config
+    return {
+        "model": model_config.model_type,
+        "parameters": count_parameters(engine.model),
+        "data fingerprint": corpus.fingerprint,
+        "data.sequence_length": config.data.sequence_length,
+        "batch.global_size": resolved.batch.global_size,
+        "run.seed": config.run.seed,
+        "world size": resolved.world_size,
+        "ZeRO stage": resolved.zero_stage,
+        "precision.compute": resolved.compute,
+        "deepspeed": deepspeed.__version__,
+    }
+
+
+def _gather_partitioned(place: Place) -> Gather:
+    @contextmanager
+    def gather(parameters: Sequence[torch.nn.Parameter]) -> Iterator[bool]:
+        with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0):
+            yield place.is_main
+
+    return gather
+
+
+def _already_whole(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[bool]:
+    return nullcontext(True)

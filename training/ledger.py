@@ -1,0 +1,97 @@
+"""In which dtype everything in training really is, read off the engine and held against the config's promise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from config.errors import UserError
+from training.engine import Engine
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PrecisionError(UserError):
+    """Something is not in the dtype the config promised; training on would be wrong without a word."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the ledger."""
+
+    what: str
+    dtype: str
+    """Names of the dtypes found, such as float32."""
+    bytes: int
+    """On this rank; 0 where nothing is held yet."""
+
+
+def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
+    """The ledger of this rank.
+
+    reduce: precision.reduce. Raises PrecisionError when parameters are not in the compute dtype, or masters, moments or
+    the accumulated gradients not in FP32. Moments exist from the first applied step on at some ZeRO stages: call it
+    again then.
+    """
+    optimizer = engine.deepspeed.optimizer
+    compute = DTYPES[engine.compute]
+    parameters = [getattr(p, "ds_tensor", p).data for p in engine.model.parameters()]
+    masters = _masters(engine)
+    moments = [
+        value
+        for state in engine.deepspeed.basic_optimizer.state.values()
+        for key, value in state.items()
+        if key in ("exp_avg", "exp_avg_sq")
+    ]
+    accumulation = torch.float32
+    if engine.stage > 0:
+        accumulation = getattr(optimizer, "gradient_accumulation_dtype", None) or optimizer.grad_acc_dtype
+    communication = engine.deepspeed.communication_data_type
+    _require("parameters", parameters, compute)
+    _require("masters", masters, torch.float32)
+    _require("moments", moments, torch.float32)
+    if accumulation != torch.float32:
+        raise PrecisionError(f"gradients accumulate in {_name(accumulation)}, the config promises fp32")
+    promised = torch.float32 if reduce == "fp32" else compute
+    if communication != promised:
+        raise PrecisionError(f"gradients are reduced in {_name(communication)}, the config promises {_name(promised)}")
+    return [
+        _entry("parameters", parameters),
+        _entry("masters", masters),
+        _entry("moments", moments, absent="float32, from the first step on"),
+        Entry("gradients of a micro-batch", _name(compute), 0),
+        Entry("gradients accumulated", _name(accumulation), 0),
+        Entry("gradients reduced", _name(communication), 0),
+        Entry("softmax and loss", "float32", 0),
+    ]
+
+
+def as_plain(ledger: Iterable[Entry]) -> list[dict]:
+    """The ledger as plain types, for environment.json and the report."""
+    return [asdict(entry) for entry in ledger]
+
+
+def _masters(engine: Engine) -> list[torch.Tensor]:
+    """The FP32 tensors that the optimizer updates, whatever DeepSpeed's optimizer of that stage calls them."""
+    optimizer = engine.deepspeed.optimizer
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    return [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _require(what: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> None:
+    wrong = {tensor.dtype for tensor in tensors} - {dtype}
+    if wrong:
+        raise PrecisionError(f"{what} are in {', '.join(map(_name, wrong))}, the config promises {_name(dtype)}")
+
+
+def _entry(what: str, tensors: list[torch.Tensor], absent: str = "none") -> Entry:
+    names = sorted({_name(tensor.dtype) for tensor in tensors})
+    return Entry(what, ", ".join(names) or absent, sum(t.numel() * t.element_size() for t in tensors))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

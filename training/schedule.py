@@ -1,0 +1,31 @@
+"""The learning rate as a pure function of applied optimizer steps.
+
+A skipped step does not advance it, and neither accumulation nor the number of ranks scales it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from config.schema import ScheduleSection
+
+
+def learning_rate(schedule: ScheduleSection, *, peak: float, applied: int, total: int) -> float:
+    """Learning rate of the update that follows `applied` applied steps, of `total` planned ones.
+
+    Warm-up rises linearly and reaches the peak with its last step; the last planned step runs at
+    `final_ratio` x peak. cosine: half a period (Loshchilov and Hutter 2017, "SGDR", eq. 5, one cycle). linear: a
+    straight line. wsd: constant, then a straight line over the last `decay_fraction` of `total` (Hu et al. 2024,
+    "MiniCPM", section 4). constant: the peak throughout.
+    """
+    if applied < schedule.warmup_steps:
+        return peak * (applied + 1) / schedule.warmup_steps
+    if schedule.name == "constant":
+        return peak
+    last = max(total - 1, 1)
+    start = schedule.warmup_steps
+    if schedule.name == "wsd":
+        start = max(start, last - max(round(schedule.decay_fraction * total), 1))
+    progress = min(max(applied - start, 0) / max(last - start, 1), 1.0)
+    shape = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1.0 - progress
+    return peak * (schedule.final_ratio + (1.0 - schedule.final_ratio) * shape)
