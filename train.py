@@ -32,7 +32,7 @@ def run(resolved: Resolved) -> int:
     from modeling.build import model_config
 
     config = resolved.config
-    corpus = prepare(config.data, config.run.seed, progress=resolved.rank == 0)
+    corpus = prepare(config.data, progress=resolved.rank == 0)
     shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
 
     from training import distributed

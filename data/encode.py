@@ -97,7 +97,11 @@ def encode_batch(documents: list[str]) -> tuple[Encoded, Encoded]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cut a long text after line ends into pieces of at most PIECE_CHARACTERS; joined they are the text again."""
+    """Cut a long text after line ends into pieces of at most PIECE_CHARACTERS; joined they are the text again.
+
+    Byte-level tokenizers decode the pieces to exactly the text. One that marks the start of a text (SentencePiece's
+    prefix) marks each piece.
+    """
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         line_end = text.rfind("\n", start, start + PIECE_CHARACTERS)

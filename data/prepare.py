@@ -46,12 +46,11 @@ BATCH_CHARACTERS = 1 << 20
 _POLL_SECONDS = 0.5
 
 
-def prepare(data: DataSection, seed: int, *, progress: bool) -> Corpus:
+def prepare(data: DataSection, *, progress: bool) -> Corpus:
     """Open the corpus that a config names, preparing it first when no one has.
 
-    seed: of the run. It has no influence on the corpus, so that runs with different seeds share one preparation and are
-    judged on the same validation documents. progress: show a progress bar (plain lines when there is no terminal),
-    also while another process prepares.
+    progress: show a progress bar (plain lines when there is no terminal), also while another process prepares.
+    The run's seed has no part in it: runs that differ by seed share one preparation and one validation set.
 
     Raises UserError for a source or tokenizer that cannot be read, an empty source, a wait of more than
     data.wait_minutes for another process, damaged prepared data, and a cache folder that cannot be written.

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from transformers.integrations import HfDeepSpeedConfig
 
 from config.command_line import Resolved
+from config.errors import UserError
 from config.load import to_dict
 from data.loader import Batches, validation_batches
 from data.prepare import Corpus
@@ -53,6 +54,7 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
         place=place,
     )
     seed_everything(config.run.seed + place.rank)
+    _check_validation(resolved, corpus)
     found = checkpoints.find(config.run.resume)
     progress = checkpoints.load(found, engine) if found else Progress()
     shape = {
@@ -125,6 +127,16 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def _check_validation(resolved: Resolved, corpus: Corpus) -> None:
+    config = resolved.config
+    if config.evaluate.every_steps and not corpus.validation.sequences(config.data.sequence_length):
+        raise UserError(
+            f"evaluate.every_steps = {config.evaluate.every_steps}: the validation set holds no sequence of "
+            f"{config.data.sequence_length} tokens; give more documents, raise data.validation_fraction = "
+            f"{config.data.validation_fraction}, or set evaluate.every_steps=0"
+        )
 
 
 def _open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: RunDir, place: Place) -> Record:

@@ -72,6 +72,8 @@ def start(*, rank: int, world_size: int, local_rank: int, timeout_minutes: float
     logger.setLevel(logging.WARNING)  # DeepSpeed's start-up notes would bury ours
     warnings.filterwarnings("ignore", message=".*deprecated.*", module="torch.distributed.c10d_logger")
     accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        _share_cores()
     accelerator.set_device(local_rank)
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=timeout_minutes))
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
@@ -101,6 +103,14 @@ def stop() -> None:
     """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _share_cores() -> None:
+    """Give each process of this machine its share of the cores, as torchrun does; the deepspeed launcher does not."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
 
 
 def _free_port() -> int:

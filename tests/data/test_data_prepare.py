@@ -44,7 +44,7 @@ if __name__ == "__main__":
     section = DataSection(source="text", path=sys.argv[1], cache_dir=sys.argv[2], tokenizer="bytes", workers=2)
     print("ready", flush=True)
     sys.stdin.readline()
-    corpus = data.prepare.prepare(section, 0, progress=True)
+    corpus = data.prepare.prepare(section, progress=True)
     print(corpus.fingerprint, len(filled))
 """
 
@@ -88,7 +88,7 @@ def contents(corpus: Corpus) -> str:
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
 def test_every_document_comes_back_once_in_its_split(section: DataSection, texts: Path, tokenizer: str) -> None:
-    corpus = prepare(replace(section, tokenizer=tokenizer), 0, progress=False)
+    corpus = prepare(replace(section, tokenizer=tokenizer), progress=False)
     originals = [path.read_bytes().decode() for path in sorted(texts.iterdir())]
     assert documents(corpus, "train") == [text for text in originals if not is_validation(text, 0.2)]
     assert documents(corpus, "validation") == [text for text in originals if is_validation(text, 0.2)]
@@ -97,15 +97,15 @@ def test_every_document_comes_back_once_in_its_split(section: DataSection, texts
     assert 0 < corpus.validation_documents < corpus.train_documents
 
 
-def test_tokens_do_not_depend_on_workers_batches_or_seed_and_shards_are_cut_at_their_size(
+def test_tokens_do_not_depend_on_workers_or_batches_and_shards_are_cut_at_their_size(
     section: DataSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data.prepare, "SHARD_TOKENS", 10_000)
     prepared = []
-    for workers, batch, seed in ((1, 1 << 20, 0), (3, 500, 1)):
+    for workers, batch in ((1, 1 << 20), (3, 500)):
         monkeypatch.setattr(data.prepare, "BATCH_CHARACTERS", batch)
         changed = replace(section, workers=workers, cache_dir=str(tmp_path / f"cache{workers}"))
-        prepared.append(prepare(changed, seed, progress=False))
+        prepared.append(prepare(changed, progress=False))
     first, second = prepared
     assert first.fingerprint == second.fingerprint
     assert contents(first) == contents(second)
@@ -117,10 +117,10 @@ def test_tokens_do_not_depend_on_workers_batches_or_seed_and_shards_are_cut_at_t
 def test_the_second_call_reuses_and_the_fingerprint_follows_what_matters(
     section: DataSection, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    corpus = prepare(section, 0, progress=False)
+    corpus = prepare(section, progress=False)
     with monkeypatch.context() as patch:
         patch.setattr(data.prepare, "_fill", None)
-        again = prepare(replace(section, workers=2, verify=False, sequence_length=64), 7, progress=False)
+        again = prepare(replace(section, workers=2, verify=False, sequence_length=64), progress=False)
     assert again.folder == corpus.folder
 
     def fingerprint(**changes: object) -> str:
@@ -140,7 +140,7 @@ def test_the_second_call_reuses_and_the_fingerprint_follows_what_matters(
 
 
 def test_no_validation(section: DataSection) -> None:
-    corpus = prepare(replace(section, validation_fraction=0.0), 0, progress=False)
+    corpus = prepare(replace(section, validation_fraction=0.0), progress=False)
     assert corpus.validation.tokens == corpus.validation.sequences(8) == corpus.validation_documents == 0
     assert corpus.train_documents == 100
 
@@ -148,7 +148,7 @@ def test_no_validation(section: DataSection) -> None:
 def test_kill_at_any_moment_leaves_nothing_finished_and_the_next_run_completes(
     section: DataSection, texts: Path, tmp_path: Path
 ) -> None:
-    whole = prepare(replace(section, validation_fraction=0.01), 0, progress=False)
+    whole = prepare(replace(section, validation_fraction=0.01), progress=False)
     cache = tmp_path / "killed"
     command = [sys.executable, "-c", PREPARE, str(texts), str(cache), "0.2"]
     partials = 0
@@ -166,7 +166,7 @@ def test_kill_at_any_moment_leaves_nothing_finished_and_the_next_run_completes(
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=120)
     assert result.stdout.split()[1] == whole.fingerprint
     assert not list(cache.glob("*.partial-*"))
-    finished = prepare(replace(section, validation_fraction=0.01, cache_dir=str(cache)), 0, progress=False)
+    finished = prepare(replace(section, validation_fraction=0.01, cache_dir=str(cache)), progress=False)
     assert contents(finished) == contents(whole)
 
 
@@ -221,9 +221,9 @@ def test_waiting_ends_with_what_to_do(section: DataSection) -> None:
     with FileLock(f"{section.cache_dir}/{fingerprint}.lock"):
         start = time.monotonic()
         with pytest.raises(UserError, match=r"data.wait_minutes=0.005: another process still prepares .*\.lock"):
-            prepare(replace(section, wait_minutes=0.005), 0, progress=False)
+            prepare(replace(section, wait_minutes=0.005), progress=False)
         assert time.monotonic() - start < 5
-    assert prepare(section, 0, progress=False).train_documents
+    assert prepare(section, progress=False).train_documents
 
 
 def test_leftovers_and_interrupted_deletions_are_removed_but_others_work_is_not(section: DataSection) -> None:
@@ -232,7 +232,7 @@ def test_leftovers_and_interrupted_deletions_are_removed_but_others_work_is_not(
     for name in (f"{fingerprint}.partial-1", fingerprint, "0" * 20 + ".partial-1"):
         (cache / name).mkdir(parents=True)
         (cache / name / "train-00000.safetensors").write_text("half")
-    corpus = prepare(section, 0, progress=False)
+    corpus = prepare(section, progress=False)
     assert corpus.train_documents > 0
     assert not (cache / f"{fingerprint}.partial-1").exists()
     assert (cache / ("0" * 20 + ".partial-1")).exists()
@@ -245,24 +245,24 @@ def test_an_error_while_preparing_leaves_nothing(section: DataSection, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(data.prepare, "write_shard", full)
         with pytest.raises(UserError, match=r"data.cache_dir=.*No space left"):
-            prepare(section, 0, progress=False)
+            prepare(section, progress=False)
     assert not [path for path in Path(section.cache_dir).iterdir() if path.suffix != ".lock"]
-    assert prepare(section, 0, progress=False).train_documents > 0
+    assert prepare(section, progress=False).train_documents > 0
 
 
 @pytest.mark.parametrize("name", ["train-00000.safetensors", "index.json", "tokenizer/tokenizer.json"])
 def test_damage_is_told_with_the_file_and_the_folder_to_delete(section: DataSection, name: str) -> None:
-    corpus = prepare(section, 0, progress=False)
+    corpus = prepare(section, progress=False)
     path = corpus.folder / name
     whole = path.read_bytes()
     middle = len(whole) // 2
     path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
     with pytest.raises(UserError, match=rf"damaged.*Delete the folder {corpus.folder} ") as caught:
-        prepare(section, 0, progress=False)
+        prepare(section, progress=False)
     assert "\n" not in str(caught.value)
     path.write_bytes(whole[:middle])
     with pytest.raises(UserError, match=rf"damaged.*Delete the folder {corpus.folder} "):
-        prepare(replace(section, verify=False), 0, progress=False)
+        prepare(replace(section, verify=False), progress=False)
 
 
 def test_nothing_to_train_on(tmp_path: Path) -> None:
@@ -270,14 +270,14 @@ def test_nothing_to_train_on(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"\xff")
     section = DataSection(source="text", path=str(tmp_path), cache_dir=str(tmp_path / "cache"), tokenizer="bytes")
     with pytest.raises(UserError, match=r"holds no document with text \(left out: 1 no text, 1 not utf-8\)"):
-        prepare(section, 0, progress=False)
+        prepare(section, progress=False)
     (tmp_path / "a.txt").write_text("one document")
     with pytest.raises(UserError, match=r"data.validation_fraction=0.999999: all 1 documents"):
-        prepare(replace(section, validation_fraction=0.999999), 0, progress=False)
+        prepare(replace(section, validation_fraction=0.999999), progress=False)
     assert not list((tmp_path / "cache").glob("*.partial-*"))
 
 
 def test_a_cache_folder_that_cannot_be(section: DataSection, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"data.cache_dir=.*cannot be written"):
-        prepare(replace(section, cache_dir=str(tmp_path / "file" / "cache")), 0, progress=False)
+        prepare(replace(section, cache_dir=str(tmp_path / "file" / "cache")), progress=False)

@@ -24,13 +24,15 @@ SEQUENCE = 16
 GLOBAL = 8
 
 
-def resolve(place: Place, *, stage: int, compute: str, micro: int = 4, overrides: Sequence[str] = ()) -> Resolved:
-    """The demo recipe shrunk to a model of a few thousand parameters."""
+def resolve(
+    place: Place, *, stage: int, compute: str, micro: int = 4, variant: str = "", overrides: Sequence[str] = ()
+) -> Resolved:
+    """The demo recipe shrunk to a model of a few thousand parameters. variant: "_offload" for CPU offload."""
     return read_command_line(
         [
             "--config",
             str(ROOT / "config/recipes/demo.yaml"),
-            f"deepspeed.config={ROOT}/ds_configs/zero{stage}_{compute}.json",
+            f"deepspeed.config={ROOT}/ds_configs/zero{stage}_{compute}{variant}.json",
             f"precision.compute={compute}",
             "model.activation_checkpointing=none",
             "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, "

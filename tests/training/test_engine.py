@@ -39,6 +39,15 @@ def test_loss_norm_and_masters_do_not_depend_on_the_layout(pair, solo, reference
             assert difference(result["after"], expected["after"]) < 1e-5
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("micro", [2, 4])
+def test_offload_changes_nothing(pair, references, stage, micro):
+    options = {"compute": "fp32", "micro": micro, "mask": "uneven", "variant": "_offload"}
+    for result in pair.run(engine_cases.one_step, stage=stage, **options):
+        assert result["grad_norm"] == pytest.approx(references["uneven"]["grad_norm"], rel=1e-5)
+        assert difference(result["after"], references["uneven"]["after"]) < 1e-5
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_batch_without_labels_neither_hangs_nor_makes_nan(pair, stage):
     for result in pair.run(engine_cases.one_step, stage=stage, compute="fp32", micro=2, mask="all"):
