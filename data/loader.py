@@ -126,15 +126,17 @@ def validation_batches(
     world_size: int,
     batches: int,
 ) -> Iterator[Batch]:
-    """The same validation batches at every call: the first min(all, batches * global_size) sequences in their order.
+    """The same validation batches at every call: min(all, batches * global_size) sequences, evenly spaced over the set.
 
+    The first so many would come from a handful of documents and say little about the rest.
     The last global batch is filled up with rows that are masked throughout, so that every rank has the same shapes and
     takes part in the same collectives. Yields nothing when there is no sequence.
     """
-    available = min(shards.sequences(sequence_length), batches * global_size)
+    held_out = shards.sequences(sequence_length)
+    available = min(held_out, batches * global_size)
     for position in range(-(-available // global_size)):
-        ids = position * global_size + np.arange(global_size, dtype=np.int64)
-        ids[ids >= available] = NO_SAMPLE
+        index = position * global_size + np.arange(global_size, dtype=np.int64)
+        ids = np.where(index < available, index * held_out // max(available, 1), NO_SAMPLE)
         mine = split_for_rank(ids, micro_size=micro_size, rank=rank, world_size=world_size)
         yield _make_batch(shards, sequence_length, position, ids, mine)
 

@@ -12,6 +12,7 @@ import socket
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -74,6 +75,8 @@ def start(*, rank: int, world_size: int, local_rank: int, timeout_minutes: float
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         _share_cores()
+        if rank == 0 and not _is_built("deepspeed_shm_comm_op"):
+            print("building DeepSpeed's shared-memory op, once on a machine, about a minute", flush=True)
     accelerator.set_device(local_rank)
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=timeout_minutes))
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
@@ -111,6 +114,12 @@ def _share_cores() -> None:
         return
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+
+
+def _is_built(op: str) -> bool:
+    """Whether torch's cache of compiled extensions has this op."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
+    return any(folder.glob(f"**/{op}.so"))
 
 
 def _free_port() -> int:

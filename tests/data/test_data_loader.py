@@ -115,7 +115,7 @@ def test_too_little_text_and_sizes_that_do_not_divide_are_told_before_the_first_
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(("sequences", "batches"), [(40, 2), (40, 9), (5, 1), (12, 1), (25, 3)])
-def test_validation_sees_each_sequence_once_and_pads_the_last_batch(
+def test_validation_is_spread_over_the_set_sees_nothing_twice_and_pads_the_last_batch(
     tmp_path: Path, sequences: int, batches: int, world_size: int
 ) -> None:
     shards = make(tmp_path, sequences * LENGTH + 1)
@@ -127,7 +127,9 @@ def test_validation_sees_each_sequence_once_and_pads_the_last_batch(
     assert {len(part) for part in ranks} == {-(-wanted // 12)}
     labels = torch.cat([batch.labels.reshape(-1) for part in ranks for batch in part])
     counted = labels[labels != IGNORED_LABEL]
-    assert sorted(counted.tolist()) == list(range(1, wanted * LENGTH + 1))
+    spread = [index * sequences // wanted for index in range(wanted)]
+    expected = [token for sequence in spread for token in range(sequence * LENGTH + 1, (sequence + 1) * LENGTH + 1)]
+    assert sorted(counted.tolist()) == expected
     for step in zip(*ranks, strict=True):
         assert len({batch.input_ids.shape for batch in step}) == 1
         assert sum(batch.label_tokens for batch in step) == LENGTH * int((step[0].sample_ids != NO_SAMPLE).sum())

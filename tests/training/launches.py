@@ -17,10 +17,10 @@ BIN = Path(sys.executable).parent
 LAUNCHERS = {
     "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "{port}"],
     "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "{port}"],
-    "accelerate": ["accelerate", "launch", "--use_deepspeed", "--num_processes", "2", "--num_machines", "1",
-                   "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}"],
+    "accelerate": ["accelerate", "launch", "--config_file", "launch/accelerate/one_machine.yaml"]
+    + ["--main_process_port", "{port}"],
     "python": ["python"],
-}  # fmt: skip
+}
 
 
 def command(launcher: str, folder: Path, name: str, *overrides: str) -> list[str]:
