@@ -77,15 +77,18 @@ def draw_sample(source: Source, validation_fraction: float) -> list[str]:
     """
     heap: list[tuple[int, str]] = []
     held = scanned = 0
+    cut = 1 << 64  # hash of the smallest document that did not fit: a larger one that would fit has to stay out too
     for text in source.documents(Counter()):
         raw = text.encode()
         scanned += len(raw)
-        if not is_validation(text, validation_fraction):
-            order = int.from_bytes(hashlib.blake2b(raw, digest_size=8, person=b"sample").digest(), "little")
+        order = int.from_bytes(hashlib.blake2b(raw, digest_size=8, person=b"sample").digest(), "little")
+        if order < cut and not is_validation(text, validation_fraction):
             heapq.heappush(heap, (-order, text))
             held += len(raw)
         while held > SAMPLE_BYTES and len(heap) > 1:
-            held -= len(heapq.heappop(heap)[1].encode())
+            evicted, dropped = heapq.heappop(heap)
+            held -= len(dropped.encode())
+            cut = -evicted
         if scanned >= SCANNED_BYTES:
             break
     return [text for _, text in sorted(heap, reverse=True)]

@@ -75,7 +75,7 @@ def start(*, rank: int, world_size: int, local_rank: int, timeout_minutes: float
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         _share_cores()
-        if rank == 0 and not _is_built("deepspeed_shm_comm_op"):
+        if rank == 0 and not _is_built("deepspeed_shm_comm"):
             print("building DeepSpeed's shared-memory op, once on a machine, about a minute", flush=True)
     accelerator.set_device(local_rank)
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=timeout_minutes))

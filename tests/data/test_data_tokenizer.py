@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -92,6 +93,24 @@ def test_the_sample_is_bounded_deterministic_and_without_validation_documents(
     assert 0 < len(kept) < len(whole)
     monkeypatch.setattr(data.tokenizer, "SCANNED_BYTES", 1)
     assert len(draw_sample(source, 0.0)) == 1
+
+
+def test_the_sample_is_the_documents_of_the_smallest_hashes_in_any_order_of_arrival(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large document that is evicted must not make room for a later one with a larger hash."""
+    generator = random.Random(3)
+    for case in range(30):
+        folder = tmp_path / str(case)
+        folder.mkdir()
+        for index in range(12):
+            (folder / f"{index:02d}.txt").write_text(f"{index}-{case} " + "x" * generator.choice([3, 30, 300]))
+        texts = open_source(DataSection(source="text", path=str(folder)))
+        whole = draw_sample(texts, 0.0)
+        monkeypatch.setattr(data.tokenizer, "SAMPLE_BYTES", sum(len(text) for text in whole) // 2)
+        part = draw_sample(texts, 0.0)
+        assert part == whole[: len(part)]
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("spec", ["bpe:", "bpe:256", "bpe:many", "bpe:-5"])
