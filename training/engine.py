@@ -5,8 +5,8 @@ labels, divided by the label count of all ranks and micro-batches of the step. D
 so the sum is multiplied by the number of ranks first. Neither accumulation, nor the number of ranks, nor how unevenly
 labels are masked changes the gradient.
 
-Gradient norm. `Update.grad_norm` is the global norm of the unscaled gradient before clipping, at every ZeRO stage.
-DeepSpeed gives None at ZeRO-0 in FP32, where it is computed here, and where non-finite gradients are refused here too.
+Gradient norm. `Health.grad_norm` is the global norm of the unscaled gradient before clipping, at every ZeRO stage. It is
+known before the optimizer step, so that a step can still be discarded (`training.gradients`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from modeling.loss import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from training.distributed import Place, allow_slow_fp16
 from training.faults import Faults
+from training.gradients import ReducedGradients
 from training.loss_scaler import LossScaler, ScaleChange
 from training.memory import peak_memory_bytes
 
@@ -50,8 +51,15 @@ class Health:
     """Raw mean loss over the global batch, in nats per label token; inf or nan if it is."""
     memory_bytes: int
     """Peak memory of the rank that needs most: device memory, or resident memory on a CPU."""
+    grad_norm: float
+    """Global norm of the unscaled gradient before clipping; inf when any value is not finite."""
     preempted: bool
     """Some rank was asked to stop."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradients are."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)
@@ -59,9 +67,7 @@ class Update:
     """What an optimizer step did."""
 
     applied: bool
-    """Whether the weights changed. False: DeepSpeed, or the check at ZeRO-0, found gradients that are not finite."""
-    grad_norm: float
-    """Global norm of the unscaled gradient before clipping; inf on a skipped step."""
+    """Whether the weights changed."""
     clip_coefficient: float
     """Factor that clipping applied to the gradient, 1 where it did not clip, 0 on a skipped step."""
     lr: float
@@ -90,6 +96,8 @@ class Engine:
             optimizer=_optimizer(model, optimizer_section, offload=resolved.offload != "none", device=place.device),
             config=resolved.deepspeed,
         )
+        self.gradients = ReducedGradients(self.deepspeed, stage=self.stage)
+        self._norm = torch.zeros((), device=place.device)
         self._scale_section = resolved.config.precision.loss_scale
         self._scaler: LossScaler | None = None
         self._install_scaler(None)
@@ -128,38 +136,36 @@ class Engine:
 
     def health(self, outcome: Outcome, *, preempted_here: bool = False) -> Health:
         """One small gather, so that every rank sees and decides the same. The only device sync of its own in a step."""
-        mine = torch.stack(
-            [
-                outcome.loss_sum,
-                outcome.label_tokens,
-                outcome.loss_sum.new_tensor(float(peak_memory_bytes(self.place.device))),
-                outcome.loss_sum.new_tensor(float(preempted_here)),
-            ]
-        )
-        rows = self.place.gather(mine).tolist()
+        self._norm = self.gradients.norm()
+        here = [float(peak_memory_bytes(self.place.device)), float(preempted_here), self.loss_scale]
+        mine = torch.stack([outcome.loss_sum, outcome.label_tokens, self._norm.double()])
+        rows = self.place.gather(torch.cat([mine, mine.new_tensor(here)])).tolist()
+        _require_equal("the gradient norm", [row[2] for row in rows])
+        _require_equal("the loss scale", [row[5] for row in rows])
         return Health(
             loss=sum(row[0] for row in rows) / rows[0][1],
-            memory_bytes=int(max(row[2] for row in rows)),
-            preempted=any(row[3] for row in rows),
+            grad_norm=rows[0][2] / self.loss_scale,
+            memory_bytes=int(max(row[3] for row in rows)),
+            preempted=any(row[4] for row in rows),
         )
 
-    def step(self, lr: float) -> Update:
-        """Clip and apply the gradients at learning rate `lr`, unless they are not finite."""
+    def step(self, health: Health, lr: float) -> Update:
+        """Clip the gradients that `health` measured and apply them at learning rate `lr`; finite ones only."""
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
         scale = self.loss_scale
-        if self.stage == 0:
-            grad_norm, applied = self._step_unsharded()
+        applied = math.isfinite(health.grad_norm)
+        if applied:
+            self.gradients.apply(self._norm)
+            if self.stage > 0 and not self.deepspeed.was_step_applied():
+                raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
         else:
-            self.deepspeed.step()
-            applied = self.deepspeed.was_step_applied()
-            grad_norm = float(self.deepspeed.get_global_grad_norm())
+            self.gradients.discard()
         change = self._scaler.settle() if self._scaler else None
-        clipped = applied and self.clipping > 0 and grad_norm > self.clipping
+        clipped = applied and 0 < self.clipping < health.grad_norm
         return Update(
             applied=applied,
-            grad_norm=grad_norm if applied else math.inf,
-            clip_coefficient=(self.clipping / (grad_norm + 1e-6) if clipped else 1.0) if applied else 0.0,
+            clip_coefficient=(self.clipping / (health.grad_norm + 1e-6) if clipped else 1.0) if applied else 0.0,
             lr=lr,
             loss_scale=scale,
             scale_change=change,
@@ -227,15 +233,16 @@ class Engine:
             self._scaler.load_state_dict(state)
         self.deepspeed.optimizer.loss_scaler = self._scaler
 
-    def _step_unsharded(self) -> tuple[float, bool]:
-        """ZeRO-0 in FP32, where DeepSpeed neither reports a norm nor refuses non-finite gradients."""
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        grad_norm = float(torch.nn.utils.get_total_norm(gradients))
-        if not math.isfinite(grad_norm):
-            self.deepspeed.zero_grad()
-            return grad_norm, False
-        self.deepspeed.step()
-        return grad_norm, True
+
+class RanksDisagree(RuntimeError):
+    """Ranks hold different values of what must be one; training on would let their weights part without a word."""
+
+
+def _require_equal(what: str, values: list[float]) -> None:
+    """values: by rank. NaN never appears among them."""
+    odd = [f"rank {rank} has {value!r}" for rank, value in enumerate(values) if value != values[0]]
+    if odd:
+        raise RanksDisagree(f"{what} differs between ranks: rank 0 has {values[0]!r}, {', '.join(odd)}")
 
 
 def _optimizer(

@@ -61,7 +61,7 @@ def train(parts: Parts, progress: Progress) -> Ending:
         batch = parts.batches.next_step()
         outcome = parts.engine.forward_backward(batch, step=progress.step + 1)
         health = parts.engine.health(outcome, preempted_here=parts.preemption.requested_here)
-        update = parts.engine.step(_learning_rate(parts, progress))
+        update = parts.engine.step(health, _learning_rate(parts, progress))
         progress = progress.after(tokens=_tokens(parts), applied=update.applied)
         record_step(parts.record, parts.engine, progress, batch, health, update, time.perf_counter() - started)
 

@@ -31,7 +31,7 @@ def record_step(
         "step",
         **where,
         loss=health.loss,
-        grad_norm=update.grad_norm,
+        grad_norm=health.grad_norm,
         clip_coefficient=update.clip_coefficient,
         lr=update.lr,
         loss_scale=update.loss_scale,

@@ -21,10 +21,10 @@ def one_step(place: Place, *, stage: int, compute: str, micro: int, mask: str, *
         before = masters_of(engine)
         batch = batch_of(place, micro, seed=1, mask=mask)
         health = engine.health(engine.forward_backward(batch, step=1))
-        update = engine.step(0.001)
+        update = engine.step(health, 0.001)
         return {
             "loss": health.loss,
-            "grad_norm": update.grad_norm,
+            "grad_norm": health.grad_norm,
             "applied": update.applied,
             "clip": update.clip_coefficient,
             "before": before,
@@ -60,11 +60,11 @@ def norms_over_steps(place: Place, *, stage: int, compute: str, steps: int, over
         for step in range(1, steps + 1):
             outcome = engine.forward_backward(batch_of(place, 4, seed=step), step=step)
             health = engine.health(outcome)
-            update = engine.step(0.001)
+            update = engine.step(health, 0.001)
             rows.append(
                 {
                     "loss": health.loss,
-                    "grad_norm": update.grad_norm,
+                    "grad_norm": health.grad_norm,
                     "scale": update.loss_scale,
                     "change": update.scale_change.reason if update.scale_change else None,
                     "momentum": engine.momentum_norm(),
@@ -82,13 +82,13 @@ def struck_step(place: Place, *, stage: int, compute: str, kind: str, rank: int)
     applied, changes, masters, momenta = [], [], [], []
     with engine_of(place, resolved) as engine:
         for step in range(1, 5):
-            engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
-            update = engine.step(0.001)
+            health = engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
+            update = engine.step(health, 0.001)
             applied.append(update.applied)
             changes.append(update.scale_change.reason if update.scale_change else None)
             masters.append(masters_of(engine))
             momenta.append(engine.momentum_norm())
-            assert update.applied or update.grad_norm == math.inf
+            assert update.applied or health.grad_norm == math.inf
     return {"applied": applied, "changes": changes, "masters": masters, "momenta": momenta}
 
 
@@ -125,8 +125,8 @@ def ledger(place: Place, *, stage: int, compute: str, reduce: str, promise: str)
     resolved = resolve(place, stage=stage, compute=compute, overrides=[f"precision.reduce={reduce}"])
     with engine_of(place, resolved) as engine:
         read_ledger(engine, reduce=reduce)
-        engine.health(engine.forward_backward(batch_of(place, 4, seed=1), step=1))
-        engine.step(0.001)
+        health = engine.health(engine.forward_backward(batch_of(place, 4, seed=1), step=1))
+        engine.step(health, 0.001)
         rows = {entry.what: entry.dtype for entry in read_ledger(engine, reduce=reduce)}
         try:
             read_ledger(engine, reduce=promise)

@@ -1,0 +1,85 @@
+"""The reduced gradients between backward and step: measured once, then applied or discarded.
+
+DeepSpeed measures the gradient norm inside its optimizer step, where it is too late to decide anything. Here its own
+measurement is made before the step, and the step is given the result instead of measuring again: one pass over the
+gradients and one reduction a step, as before. FP16's separate search for inf and nan falls away, because a sum of
+squares finds them too.
+
+A step is discarded by way of DeepSpeed's own overflow path, which clears every accumulator and leaves masters, moments
+and counters as they are: the step is told that the norm is infinite.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
+from deepspeed.utils import safe_get_full_grad
+
+
+class ReducedGradients:
+    """The gradients of one DeepSpeed engine. Every method is a collective."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, *, stage: int) -> None:
+        self._engine = engine
+        self._stage = stage
+        self._answer: torch.Tensor | None = None
+        """Norm that DeepSpeed is given in the coming step."""
+        optimizer: Any = engine.optimizer
+        if stage == 0:
+            return
+        optimizer.has_overflow = lambda partition_gradients=True: False  # the norm tells
+        if isinstance(optimizer, BF16_Optimizer):
+            self._tensors_for_norm = optimizer.get_grads_for_norm
+            optimizer.get_grads_for_norm = self._bf16_tensors
+        elif stage == 3:
+            self._norm_groups = optimizer._get_norm_groups
+            optimizer._get_norm_groups = lambda: [self._answer]
+        else:
+            self._scaled_norm = optimizer.scaled_global_norm
+            optimizer.scaled_global_norm = lambda norm_type=2: self._answer
+
+    def norm(self) -> torch.Tensor:
+        """() FP32: global L2 norm of the still scaled gradient; inf when any value is not finite."""
+        if self._stage == 0:
+            gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+        elif isinstance(self._engine.optimizer, BF16_Optimizer):
+            norm = torch.as_tensor(get_global_norm_of_tensors(input_tensors=self._tensors_for_norm()[0]))
+        elif self._stage == 3:
+            norm = combine_grad_norm_groups(self._norm_groups())
+        else:
+            norm = self._scaled_norm()
+        norm = norm.float()
+        # DeepSpeed writes -1 for a norm that is not finite.
+        return torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
+
+    def apply(self, norm: torch.Tensor) -> None:
+        """Run the optimizer step; `norm` is what `norm()` gave and has to be finite."""
+        self._answer = norm
+        self._engine.step()
+
+    def discard(self) -> None:
+        """Clear the gradients; masters and moments stay bit for bit as they are."""
+        if self._stage == 0:
+            self._engine.zero_grad()
+            return
+        self._answer = torch.full((), math.inf, device=self._engine.device)
+        self._engine.step()
+
+    def names_not_finite(self) -> list[tuple[str, torch.Tensor]]:
+        """(name, reduced gradient) of every parameter whose gradient is not finite. Gathers: only for a bad step."""
+        found = []
+        for name, parameter in self._engine.module.named_parameters():
+            gradient = parameter.grad if self._stage == 0 else safe_get_full_grad(parameter)
+            if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                found.append((name, gradient.detach()))
+        return found
+
+    def _bf16_tensors(self, for_clipping: bool = False) -> Any:
+        """What BF16_Optimizer asks for: all gradients to clip, or a tensor whose norm is the answer."""
+        return self._tensors_for_norm(for_clipping=True) if for_clipping else ([self._answer], {})
