@@ -52,6 +52,11 @@ class Resolved:
     command: str
     """Starts this run again."""
 
+    @property
+    def resume_command(self) -> str:
+        """Goes on with this run from its newest checkpoint."""
+        return self.command if self.config.run.resume == "auto" else f"{self.command} run.resume=auto"
+
 
 def read_command_line(argv: Sequence[str]) -> Resolved:
     """The run that `argv` (without the program's name) and the launcher's environment describe.
@@ -96,8 +101,13 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     resolved_json = deepspeed_json.resolve(config, json_path, document, world_size=place.world_size)
     _check_fault_ranks(config, _where(path, options.overrides, "faults"), place.world_size)
     compute = deepspeed_json.compute_dtype(config, json_path, document)
+    if config.precision.path == "manifest" and compute != "fp32":
+        raise UserError(
+            f"{json_path}: enables {compute}, but precision.path = manifest keeps parameters in FP32; use "
+            f"ds_configs/zero{deepspeed_document.zero_stage(document)}_fp32.json"
+        )
     return Resolved(
-        config=_with_decisions(config, compute, json_path),
+        config=_with_decisions(config, compute, path, json_path),
         config_path=path,
         deepspeed=resolved_json,
         deepspeed_path=json_path,
@@ -127,9 +137,9 @@ def find_deepspeed_json(name: str, config_path: Path, *, first: bool = False) ->
     folders = [config_path.parent, Path(), REPOSITORY]
     if first:
         folders[:2] = reversed(folders[:2])
-    for folder in folders:
-        if (folder / given).is_file():
-            return folder / given
+    found = _find(given, folders)
+    if found is not None:
+        return found
     there = sorted(item.name for item in (REPOSITORY / "ds_configs").glob("*.json"))
     near = difflib.get_close_matches(given.name, there, n=1)
     hint = f"did you mean ds_configs/{near[0]}?" if near else f"ds_configs/ has {', '.join(there)}"
@@ -177,15 +187,32 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _with_decisions(config: Config, compute: Dtype, json_path: Path) -> Config:
+def _with_decisions(config: Config, compute: Dtype, path: Path, json_path: Path) -> Config:
     """`config` with what was open decided, so that the run folder's config.yaml starts the same run again."""
-    absolute = json_path.resolve()
-    name = absolute.relative_to(REPOSITORY) if absolute.is_relative_to(REPOSITORY) else absolute
+    manifest = config.precision.manifest
+    if manifest is not None:
+        found = _find(Path(manifest).expanduser(), [path.parent, Path(), REPOSITORY])
+        if found is None:
+            raise UserError(f"{path}: precision.manifest = '{manifest}' does not exist; see config/manifests/")
+        manifest = _portable(found)
     return dataclasses.replace(
         config,
-        precision=dataclasses.replace(config.precision, compute=compute),
-        deepspeed=dataclasses.replace(config.deepspeed, config=name.as_posix()),
+        precision=dataclasses.replace(
+            config.precision, compute=compute, manifest=manifest, loss_scale=config.precision.loss_scale.decided()
+        ),
+        deepspeed=dataclasses.replace(config.deepspeed, config=_portable(json_path)),
     )
+
+
+def _find(given: Path, folders: Sequence[Path]) -> Path | None:
+    """The first of `folders` / given that is a file; an absolute path stays as it is."""
+    return next((folder / given for folder in folders if (folder / given).is_file()), None)
+
+
+def _portable(path: Path) -> str:
+    """Relative to Mantissa's folder where the file lies in it, else absolute."""
+    absolute = path.resolve()
+    return (absolute.relative_to(REPOSITORY) if absolute.is_relative_to(REPOSITORY) else absolute).as_posix()
 
 
 def _where(path: Path, overrides: Sequence[str], section: str) -> str:

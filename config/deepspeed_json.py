@@ -23,7 +23,9 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 _NEVER_PRINT = 10**9
 
 # Keys of the fp16 section that DeepSpeed does not read under a static loss scale.
-_DYNAMIC_ONLY = frozenset({"initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"})
+_DYNAMIC_ONLY = frozenset(
+    {"initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis"}
+)
 
 
 class _Owned(NamedTuple):
@@ -141,16 +143,20 @@ def _owned_values(config: Config, compute: str, batch: BatchPlan) -> dict[str, _
 
 
 def _loss_scale_values(config: Config) -> dict[str, _Owned]:
-    """The fp16 section's scale keys; DeepSpeed reads loss_scale 0 as dynamic."""
+    """The fp16 section's scale keys; DeepSpeed reads loss_scale 0 as dynamic.
+
+    Mantissa's scaler takes the place of the one that DeepSpeed builds from them, so they only have to be true.
+    """
     scale, owner = config.precision.loss_scale, "precision.loss_scale"
     if scale.policy == "static":
-        return {"fp16.loss_scale": _Owned(scale.initial, f"{owner}.initial")}
+        return {"fp16.loss_scale": _Owned(scale.initial_scale, f"{owner}.initial")}
     return {
         "fp16.loss_scale": _Owned(0, f"{owner}.policy"),
-        "fp16.initial_scale_power": _Owned(int(math.log2(scale.initial)), f"log2 of {owner}.initial"),
+        "fp16.initial_scale_power": _Owned(int(math.log2(scale.initial_scale)), f"log2 of {owner}.initial"),
         "fp16.loss_scale_window": _Owned(scale.window, f"{owner}.window"),
-        "fp16.hysteresis": _Owned(scale.hysteresis, f"{owner}.hysteresis"),
+        "fp16.hysteresis": _Owned(scale.tolerated_overflows, f"{owner}.hysteresis"),
         "fp16.min_loss_scale": _Owned(int(scale.minimum), f"{owner}.minimum"),
+        "fp16.consecutive_hysteresis": _Owned(False, "every loss-scale policy"),
     }
 
 

@@ -95,7 +95,8 @@ def _words(hint: Any) -> str:
         return " | ".join(arguments)
     if origin is tuple:
         if arguments[-1] is Ellipsis:
-            return f"list of {_words(arguments[0])}s"
+            element = _words(arguments[0])
+            return f"list of {element}" if " | " in element else f"list of {element}s"
         return f"list of {len(arguments)} {_words(arguments[0])}s"
     if origin is dict:
         return "mapping"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 from config.errors import UserError
-from config.schema import Config
+from config.schema import Config, Fault
 
 # Arguments of a Hugging Face config that a key of the run config decides: two owners would disagree in silence.
 _OWNED_MODEL_ARGUMENTS = {
@@ -27,7 +28,7 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
     Raises:
         UserError: the first rule that is broken: the keys that do not fit together and what to change.
     """
-    for rule in (_run, _model, _data, _schedule, _precision, _evaluate, _faults):
+    for rule in (_run, _model, _data, _schedule, _precision, _loss_scale, _evaluate, _guard, _faults):
         for key, text in rule(config):
             raise UserError(f"{origin(key)}: {key} {text}")
 
@@ -85,24 +86,45 @@ def _schedule(config: Config) -> Iterator[Problem]:
 
 
 def _precision(config: Config) -> Iterator[Problem]:
-    precision, scale, key = config.precision, config.precision.loss_scale, "precision.loss_scale"
+    precision = config.precision
     if precision.path == "manifest":
-        yield "precision.path", "= manifest is not built yet; use cast"
-    if precision.manifest is not None:
+        if precision.manifest is None:
+            yield "precision.manifest", "is missing for precision.path = manifest; name a JSON precision manifest"
+        if precision.compute not in ("auto", "fp32"):
+            problem = f"= {precision.compute} does not go with precision.path = manifest, which names the dtypes itself"
+            yield "precision.compute", f"{problem}; remove it"
+    elif precision.manifest is not None:
         yield "precision.manifest", "is only read by precision.path = manifest; remove it"
+
+
+def _loss_scale(config: Config) -> Iterator[Problem]:
+    scale, key = config.precision.loss_scale, "precision.loss_scale"
     if scale.policy == "static":
         return
-    if math.frexp(scale.initial)[0] != 0.5:
-        nearest = 2.0 ** round(math.log2(scale.initial))
-        problem = "is not a power of two, which the dynamic policy needs"
-        yield f"{key}.initial", f"= {scale.initial:g} {problem}; the nearest is {nearest:g}"
+    adaptive, first = scale.policy == "adaptive", scale.initial_scale
+    powers = {"initial": first, "maximum": scale.maximum}
+    powers |= {"minimum": scale.minimum, "factor": scale.factor} if adaptive else {}
+    for name, value in powers.items():
+        if value is not None and math.frexp(value)[0] != 0.5:
+            nearest = 2.0 ** round(math.log2(value))
+            problem = f"is not a power of two, which policy: {scale.policy} needs"
+            yield f"{key}.{name}", f"= {value:g} {problem}; the nearest is {nearest:g}"
+    if not adaptive and scale.factor != 2:
+        fix = "set policy: adaptive, or remove factor"
+        yield f"{key}.factor", f"= {scale.factor:g} is not read by policy: deepspeed, which halves and doubles; {fix}"
+    for item in fields(scale):
+        if not adaptive and item.name.startswith("escalate_") and getattr(scale, item.name) != item.default:
+            yield f"{key}.{item.name}", f"= {getattr(scale, item.name)} is only read by policy: adaptive; remove it"
     if not scale.minimum.is_integer():
-        yield (
-            f"{key}.minimum",
-            f"= {scale.minimum:g} is not a whole number, and DeepSpeed takes no other; write 1 or more",
-        )
-    if scale.initial < scale.minimum:
-        yield f"{key}.initial", f"= {scale.initial:g} is below {key}.minimum = {scale.minimum:g}; raise it"
+        problem = "is not a whole number, and DeepSpeed takes no other; write 1 or more"
+        yield f"{key}.minimum", f"= {scale.minimum:g} {problem}"
+    if first < scale.minimum:
+        yield f"{key}.initial", f"= {first:g} is below {key}.minimum = {scale.minimum:g}; raise it"
+    if first > scale.largest_scale:
+        yield f"{key}.initial", f"= {first:g} is above {key}.maximum = {scale.largest_scale:g}; lower it"
+    if scale.escalate_after > scale.escalate_within:
+        problem = f"is more than {key}.escalate_within = {scale.escalate_within} steps can hold; make it smaller"
+        yield f"{key}.escalate_after", f"= {scale.escalate_after} {problem}"
 
 
 def _evaluate(config: Config) -> Iterator[Problem]:
@@ -111,8 +133,33 @@ def _evaluate(config: Config) -> Iterator[Problem]:
         yield "evaluate.every_steps", f"= {config.evaluate.every_steps} needs held-out text; {fix}"
 
 
+def _guard(config: Config) -> Iterator[Problem]:
+    guard, plan = config.guard, config.guard.reactions
+    repeated = next((item for index, item in enumerate(plan) if item in plan[:index]), None)
+    if repeated is not None:
+        fix = f"name it once and set guard.{repeated}_budget" if repeated != "abort" else "name it once"
+        yield "guard.reactions", f"names {repeated} twice; {fix}"
+    elif "abort" in plan[:-1]:
+        yield "guard.reactions", f"never gets to {plan[plan.index('abort') + 1]} after abort; move abort to the end"
+    low, high = guard.min_update_ratio, guard.max_update_ratio
+    if low is not None and high is not None and low >= high:
+        yield "guard.min_update_ratio", f"= {low:g} is not below guard.max_update_ratio = {high:g}; make it smaller"
+    if guard.spike_sigmas and (guard.spike_window + 1) // 2 >= config.run.steps:
+        problem = f"leaves nothing to judge in run.steps = {config.run.steps}, because half of it has to pass first"
+        yield "guard.spike_window", f"= {guard.spike_window} {problem}; make it smaller or set guard.spike_sigmas=0"
+
+
 def _faults(config: Config) -> Iterator[Problem]:
     for index, fault in enumerate(config.faults):
+        key, spike = f"faults[{index}]", fault.kind in ("loss_spike", "gradient_spike")
         if fault.step > config.run.steps:
             problem = f"is after the last step, run.steps = {config.run.steps}; it would never strike"
-            yield f"faults[{index}].step", f"= {fault.step} {problem}"
+            yield f"{key}.step", f"= {fault.step} {problem}"
+        if fault.module is not None and fault.kind in ("nan_loss", "loss_spike"):
+            yield (
+                f"{key}.module",
+                f"= '{fault.module}' is not read by kind: {fault.kind}, which hits the loss; remove it",
+            )
+        if fault.factor != Fault.factor and not spike:
+            problem = "is only read by kind: loss_spike and gradient_spike; remove it"
+            yield f"{key}.factor", f"= {fault.factor:g} {problem}"

@@ -9,7 +9,8 @@ Nothing here imports more than the standard library: `--help` has to answer at o
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field
+import math
+from dataclasses import MISSING, dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -146,16 +147,45 @@ class ScheduleSection:
 class LossScaleSection:
     """Loss scaling for FP16, done by DeepSpeed's scaler. Ignored by BF16 and FP32, which need none."""
 
-    policy: Literal["deepspeed", "static"] = "deepspeed"
-    """[choice] deepspeed: dynamic, halved on overflow and doubled after a clean window. static: always `initial`."""
-    initial: float = limit(65536.0, above=0.0)
-    """[factor] First loss scale; a power of two for the dynamic policy."""
+    policy: Literal["deepspeed", "adaptive", "static"] = "deepspeed"
+    """[choice] deepspeed: halved on overflow, doubled after a clean window, as DeepSpeed does. adaptive: starts lower,
+    backs off harder and regrows more slowly when overflows come in a burst. static: always `initial`, reads no more."""
+    initial: float | None = limit(None, above=0.0)
+    """[factor] First loss scale; a power of two unless static. null: 65536, or 4096 for adaptive."""
     window: int = limit(1000, at_least=1)
-    """[steps] Steps without overflow before the scale doubles."""
+    """[steps] Steps without overflow before the scale grows."""
+    factor: float = limit(2.0, at_least=2.0, at_most=16.0)
+    """[factor] What adaptive divides by on overflow and multiplies by after a window; a power of two. deepspeed: 2."""
     minimum: float = limit(1.0, above=0.0)
-    """[factor] Smallest loss scale; an overflow at this scale stops the run with a diagnosis."""
-    hysteresis: int = limit(2, at_least=1)
-    """[overflows] Overflows that are tolerated before the scale is halved."""
+    """[factor] Smallest loss scale; an overflow at this scale is more than scaling can repair."""
+    maximum: float | None = limit(None, above=0.0)
+    """[factor] Largest loss scale, a power of two. null: none for deepspeed, which has none, 2^24 for adaptive."""
+    hysteresis: int | None = limit(None, at_least=1)
+    """[overflows] Overflows since the last growth that it takes to lower the scale. null: 2, or 1 for adaptive."""
+    escalate_after: int = limit(3, at_least=1)
+    """[overflows] So many within escalate_within steps square the backoff and double the window; adaptive only."""
+    escalate_within: int = limit(100, at_least=1)
+    """[steps] Attempted steps over which escalate_after counts; adaptive only."""
+
+    @property
+    def initial_scale(self) -> float:
+        """First loss scale, decided."""
+        return self.initial if self.initial is not None else 4096.0 if self.policy == "adaptive" else 65536.0
+
+    @property
+    def largest_scale(self) -> float:
+        """Largest loss scale, decided; inf where there is none."""
+        return self.maximum if self.maximum is not None else 2.0**24 if self.policy == "adaptive" else math.inf
+
+    @property
+    def tolerated_overflows(self) -> int:
+        """Hysteresis, decided."""
+        return self.hysteresis if self.hysteresis is not None else 1 if self.policy == "adaptive" else 2
+
+    def decided(self) -> LossScaleSection:
+        """The same section with every null that a default replaces written out."""
+        largest = self.largest_scale if math.isfinite(self.largest_scale) else None
+        return replace(self, initial=self.initial_scale, maximum=largest, hysteresis=self.tolerated_overflows)
 
 
 @dataclass(frozen=True)
@@ -169,6 +199,9 @@ class PrecisionSection:
     """[choice] Dtype of forward and backward. auto: what the DeepSpeed JSON says."""
     manifest: str | None = None
     """[path] JSON precision manifest, for path: manifest."""
+    verify_every_steps: int = limit(1000, at_least=0)
+    """[steps] The dtype each module really computes in is watched on the first step of a session and every so many
+    steps; a module that computes in another dtype than the manifest's stops the run. 0: the first step only."""
     loss_scale: LossScaleSection = field(default_factory=LossScaleSection)
     """[section] Loss scaling of FP16."""
     accumulate: Literal["fp32"] = "fp32"
@@ -220,24 +253,58 @@ class TrackingSection:
 
 @dataclass(frozen=True)
 class GuardSection:
-    """When a run that is not healthy stops."""
+    """When a step is not healthy, and what is done about it. The defaults change nothing about a healthy run."""
 
     max_consecutive_skips: int = limit(20, at_least=1)
-    """[steps] Skipped steps in a row, of any dtype, after which the run stops with exit code 3."""
+    """[steps] Skipped steps in a row, of any dtype, after which skipping is over and guard.reactions goes on."""
+    spike_window: int = limit(128, at_least=16)
+    """[healthy steps] History a spike is measured by; nothing is judged before half of it is there."""
+    spike_sigmas: float = limit(0.0, at_least=0.0)
+    """[robust standard deviations] Loss or log gradient norm this far above its median is a spike; 0 judges none.
+    6 is what OLMo 2 skips at. Off by default: skipping a finite step changes what the model learns from."""
+    min_update_ratio: float | None = limit(None, above=0.0)
+    """[fraction] Smallest healthy norm of an update over the norm of the weights, 1e-3 in good runs; null: any."""
+    max_update_ratio: float | None = limit(None, above=0.0)
+    """[fraction] Largest healthy norm of an update over the norm of the weights; null: any."""
+    reactions: tuple[Literal["skip", "cut_lr", "promote", "rollback", "abort"], ...] = ("skip", "rollback", "abort")
+    """[ordered plan] The first that can help, is possible and has budget left is taken; when none is left the run
+    stops with exit code 3. Only a healthy step is ever applied."""
+    skip_budget: int = limit(100, at_least=0)
+    """[times a run] Steps that may be skipped as incidents; FP16 overflows that the loss scale answers do not count."""
+    cut_lr_budget: int = limit(3, at_least=0)
+    """[times a run] How often the learning rate may be cut."""
+    cut_lr_factor: float = limit(0.5, above=0.0, below=1.0)
+    """[factor] What a cut multiplies the learning rate by; cuts that overlap multiply."""
+    cut_lr_steps: int = limit(100, at_least=1)
+    """[applied steps] How long a cut lasts."""
+    promote_budget: int = limit(4, at_least=0)
+    """[times a run] How often blamed modules may be promoted."""
+    promote_to: Literal["bf16", "fp32"] = "fp32"
+    """[choice] Dtype that blamed modules are promoted to."""
+    probation_steps: int = limit(1000, at_least=0)
+    """[applied steps] Steps without an incident after which a promotion is taken back; 0 never."""
+    rollback_budget: int = limit(2, at_least=0)
+    """[times a run] How often the run may go back to its last good checkpoint."""
+    attribute_overflows: bool = True
+    """[true or false] Name the module behind routine FP16 overflows too, which costs one more forward and backward of
+    the micro-batch each time; incidents are always attributed."""
 
 
 @dataclass(frozen=True)
 class Fault:
     """One fault injected on purpose, for tests and game days."""
 
-    kind: Literal["inf_gradient", "nan_gradient"]
-    """[choice] inf_gradient, nan_gradient: one gradient value is overwritten on the last micro-batch."""
+    kind: Literal["inf_gradient", "nan_gradient", "nan_activation", "nan_loss", "loss_spike", "gradient_spike"]
+    """[choice] inf_gradient, nan_gradient: one gradient value is overwritten on the last micro-batch. nan_activation:
+    one value of the module's output. nan_loss: the loss. loss_spike, gradient_spike: multiplied by `factor`."""
     step: int = limit(at_least=1)
-    """[step] Attempted step, counted from 1, on which it strikes."""
+    """[step] Step on which it strikes, from 1 in the order of the data: what a rollback leaves out strikes no more."""
     rank: int = limit(0, at_least=0)
     """[rank] Rank on which it strikes."""
     module: str | None = None
-    """[module name] Module whose first parameter is hit; the first module with parameters when left out."""
+    """[module name] Module whose first parameter or output is hit; the first module with parameters when left out."""
+    factor: float = limit(1000.0, above=0.0)
+    """[factor] What loss_spike and gradient_spike multiply by."""
 
 
 @dataclass(frozen=True)

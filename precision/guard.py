@@ -1,44 +1,219 @@
-"""Judge the health of a run. Decides, never acts; needs no process group."""
+"""Judge the health of a step. Decides, never acts; needs no process group, so every rank decides the same.
+
+A step is judged between its backward pass and its optimizer step, on a few numbers that all ranks share. Only a
+healthy step is applied (STEP). Every other verdict discards its gradients, so that masters, moments and the learning
+rate schedule stay bit for bit what they were, and then does something about the next one.
+
+What is not healthy. (1) A loss or gradient that is inf or nan, in any dtype. Under dynamic loss scaling a gradient
+that overflows at a finite loss is routine instead: backing the scale off is how the scale finds its level
+(Micikevicius et al. 2018, "Mixed Precision Training", section 3.2), so it is skipped without being an incident. A loss
+that is itself not finite is never routine: it is computed before the scale comes in. (2) An overflow at the smallest
+scale, which no scale can answer. (3) Too many skips in a row. (4) A spike: loss or gradient norm many robust standard
+deviations above its recent median (precision/robust_window.py). OLMo 2 skips such steps at 6 sigmas over 128 steps
+(2 OLMo 2 Furious 2025; SkipStepOptimizer in OLMo-core); PaLM went back to a checkpoint about 100 steps before the
+spike and left out 200 to 500 batches (Chowdhery et al. 2022, section 5.1). Spikes are one-sided: nobody minds a low
+loss. (5) An update that is too large or too small for its weights.
+
+What is done about it. `guard.reactions` is an ordered plan. The first reaction that can help against this trouble, is
+possible now and has budget left is taken, and ABORT when there is none. Budgets are per run and finite, and each
+reaction gets `guard.max_consecutive_skips` steps to work before the plan is asked again, so a run that never gets
+healthy ends after at most max_consecutive_skips x (1 + the other budgets) steps.
+
+    not finite         skip, cut_lr, promote, rollback     spike               skip, cut_lr, promote, rollback
+    smallest scale     promote, rollback                   update too large    cut_lr, rollback
+    too many skips     promote, rollback                   update too small    promote
+
+While nothing is applied the learning rate plays no part, and after an update that was too large skipping the next step
+repairs nothing: hence the gaps. `judge` reads and `note` writes: judging twice gives the same answer twice.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from config.schema import GuardSection
+from precision.robust_window import RobustWindow
+from precision.step_health import StepHealth, Trouble, log_norm, not_finite, spike, too_many_skips, wrong_update
+
+_MOST_DOUBLINGS = 6
 
 
 class Verdict(Enum):
-    """What the training loop should do next."""
+    """What the training loop should do with this step. Only STEP applies its gradients."""
 
     STEP = "STEP"
+    SKIP = "SKIP"
+    CUT_LR = "CUT_LR"
+    PROMOTE = "PROMOTE"
+    ROLLBACK = "ROLLBACK"
     ABORT = "ABORT"
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict and, when it is not STEP, the reason in words."""
+    """A verdict and, when it is not STEP, the reason in one sentence."""
 
     verdict: Verdict
     reason: str = ""
+    routine: bool = False
+    """An FP16 overflow that the loss scale answers: not an incident, and on no budget."""
 
 
-def judge(section: GuardSection, *, consecutive_skips: int, scale_at_minimum: bool, loss: float) -> Judgement:
-    """Whether the run can go on after a step.
+class Guard:
+    """The judge of one run. Call `judge`, act on it, then tell `note` what came of it, on every step."""
 
-    consecutive_skips: steps in a row that changed nothing, in any dtype. scale_at_minimum: the last step overflowed
-    although the loss scale could not get smaller. loss: the raw loss of the step, in nats per token.
+    def __init__(self, section: GuardSection) -> None:
+        self._section = section
+        self._budgets = {
+            "skip": section.skip_budget,
+            "cut_lr": section.cut_lr_budget,
+            "promote": section.promote_budget,
+            "rollback": section.rollback_budget,
+        }
+        self._used = dict.fromkeys(self._budgets, 0)
+        self._losses = RobustWindow(section.spike_window)
+        self._log_norms = RobustWindow(section.spike_window)
+        self._cuts: list[int] = []
+        self._probation: dict[int, int] = {}
+        self._answered_skips = 0
+
+    @property
+    def lr_factor(self) -> float:
+        """What to multiply the scheduled learning rate by at the next step: 1, or the product of the active cuts."""
+        return self._section.cut_lr_factor ** len(self._cuts)
+
+    @property
+    def used(self) -> dict[str, int]:
+        """How often each reaction was taken in this run: skip, cut_lr, promote and rollback."""
+        return dict(self._used)
+
+    def judge(self, health: StepHealth) -> Judgement:
+        """What to do with a step. Changes nothing, so a second call says the same."""
+        skips, limit = health.consecutive_skips, self._section.max_consecutive_skips
+        streak = max(skips - self._answered_skips, 0)
+        trouble = self._trouble(health)
+        if trouble is None and streak < limit:
+            return Judgement(Verdict.STEP)
+        if trouble is None:
+            trouble = too_many_skips(skips, limit, None)
+        elif "skip" in trouble.helps and streak + 1 >= limit:
+            trouble = too_many_skips(skips + 1, limit, trouble)
+        elif trouble.routine:
+            return Judgement(Verdict.SKIP, f"{trouble.what}; {trouble.look_at}", routine=True)
+        return self._react(trouble, health)
+
+    def note(self, health: StepHealth, judgement: Judgement, applied: bool) -> None:
+        """Remember a step once it is over; on ROLLBACK before the checkpoint is loaded.
+
+        applied: whether the weights changed. Raises ValueError when they did against the verdict.
+        """
+        verdict, section = judgement.verdict, self._section
+        if applied and verdict is not Verdict.STEP:
+            raise ValueError(f"step {health.step} was applied although the verdict was {verdict.value}")
+        if applied:
+            self._losses.push(health.loss)
+            self._log_norms.push(log_norm(health.grad_norm))
+            self._cuts = [left - 1 for left in self._cuts if left > 1]
+            self._probation = {step: max(left - 1, 0) for step, left in self._probation.items()}
+            self._answered_skips = 0
+        if verdict is Verdict.STEP or judgement.routine:
+            return
+        # Probation starts over, except where it is already passed and only waits to be taken.
+        self._probation = {step: section.probation_steps if left else 0 for step, left in self._probation.items()}
+        if verdict is not Verdict.ABORT:
+            self._used[verdict.value.lower()] += 1
+        if verdict is Verdict.CUT_LR:
+            self._cuts.append(section.cut_lr_steps)
+        if verdict is Verdict.PROMOTE and section.probation_steps:
+            self._probation[health.step] = section.probation_steps
+        if verdict is not Verdict.SKIP:
+            self._answered_skips = health.consecutive_skips + 1
+
+    def take_due_demotions(self) -> list[int]:
+        """The steps whose promotions have been through their probation and are to be taken back now, named once."""
+        due = [step for step, left in self._probation.items() if left == 0]
+        for step in due:
+            del self._probation[step]
+        return due
+
+    def roll_back(self, state: dict[str, Any] | None) -> None:
+        """Return to the guard's state in a checkpoint, but never give a used budget back: a run must not go in circles.
+
+        state: from `state_dict`; None for a checkpoint without one.
+        """
+        used = self._used
+        self.load_state_dict(state if state is not None else Guard(self._section).state_dict())
+        self._used = {name: max(used[name], self._used[name]) for name in used}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next judgements depend on, as plain types."""
+        return {
+            "used": dict(self._used),
+            "loss": self._losses.state_dict(),
+            "log_norm": self._log_norms.state_dict(),
+            "cuts": list(self._cuts),
+            "probation": [[step, left] for step, left in self._probation.items()],
+            "answered_skips": self._answered_skips,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; budgets, window size and factors stay those of the config."""
+        self._used = {name: int(state["used"][name]) for name in self._budgets}
+        self._losses.load_state_dict(state["loss"])
+        self._log_norms.load_state_dict(state["log_norm"])
+        self._cuts = [int(left) for left in state["cuts"]]
+        self._probation = {int(step): int(left) for step, left in state["probation"]}
+        self._answered_skips = int(state["answered_skips"])
+
+    def _trouble(self, health: StepHealth) -> Trouble | None:
+        section = self._section
+        return (
+            not_finite(health)
+            or spike(health, self._losses, self._log_norms, section.spike_sigmas)
+            or wrong_update(health, section.min_update_ratio, section.max_update_ratio)
+        )
+
+    def _react(self, trouble: Trouble, health: StepHealth) -> Judgement:
+        possible = {"promote": health.can_promote, "rollback": health.can_roll_back}
+        passed_over = []
+        for name in self._section.reactions:
+            if name == "abort":
+                break
+            if name not in trouble.helps:
+                passed_over.append(f"{name} would not help")
+            elif self._used[name] >= self._budgets[name]:
+                passed_over.append(f"{name} is used up, guard.{name}_budget = {self._budgets[name]}")
+            elif not possible.get(name, True):
+                passed_over.append(f"{name} has no {'module to promote' if name == 'promote' else 'checkpoint'}")
+            else:
+                return Judgement(Verdict(name.upper()), f"{trouble.what}; {self._words(name)}; {trouble.look_at}")
+        left = "guard.reactions has nothing left" + (f" ({'; '.join(passed_over)})" if passed_over else "")
+        return Judgement(Verdict.ABORT, f"{trouble.what}; {left}; {trouble.look_at}")
+
+    def _words(self, name: str) -> str:
+        section = self._section
+        words = {
+            "skip": "the step is skipped",
+            "cut_lr": f"the step is skipped and the learning rate multiplied by {section.cut_lr_factor:g} for "
+            f"{section.cut_lr_steps} applied steps",
+            "promote": f"the step is skipped and the blamed modules go to {section.promote_to}",
+            "rollback": "the run goes back to its last good checkpoint and leaves out the batches since",
+        }
+        return f"{words[name]}, {self._used[name] + 1} of {self._budgets[name]} (guard.{name}_budget)"
+
+
+def rollback_skip(n_used: int, since_checkpoint: int = 1) -> int:
+    """How many batches after the checkpoint's position in the data order the n-th rollback of a run leaves out.
+
+    The first leaves out everything seen since the checkpoint, the offending batch included; the n-th 2^(n-1) times as
+    much, at most 64 times, so that a longer stretch of bad data is jumped sooner or later.
+    PaLM's recipe is of that size: a checkpoint 100 steps before the spike, 200 to 500 batches left out (section 5.1).
+
+    n_used: rollbacks taken, this one included. since_checkpoint: batches between the checkpoint's position and the
+    present one, batches left out by earlier rollbacks included. Raises ValueError below 1.
     """
-    if scale_at_minimum:
-        return Judgement(
-            Verdict.ABORT,
-            f"gradients overflow at the smallest loss scale (precision.loss_scale.minimum); the loss is {loss}. FP16 "
-            "cannot hold this model's gradients: use precision.compute=bf16, or lower the learning rate",
-        )
-    if consecutive_skips >= section.max_consecutive_skips:
-        return Judgement(
-            Verdict.ABORT,
-            f"{consecutive_skips} steps in a row were skipped because their gradients were not finite "
-            f"(guard.max_consecutive_skips); the loss is {loss}. Lower the learning rate or look at the data",
-        )
-    return Judgement(Verdict.STEP)
+    if n_used < 1 or since_checkpoint < 1:
+        raise ValueError(f"rollback {n_used} over {since_checkpoint} batches leaves nothing out")
+    return since_checkpoint * 2 ** min(n_used - 1, _MOST_DOUBLINGS)

@@ -42,6 +42,10 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     "eval": ("loss", "perplexity"),
     "checkpoint": ("path", "seconds", "stall_seconds", "bytes", "verified"),
     "run_end": ("status", "exit_code"),
+    # In which dtypes the forward pass's matmuls really computed: their share of its matmul FLOPs.
+    "precision": ("flop_share",),
+    # A fault that the config asked for struck: for tests and game days.
+    "fault": ("kind", "rank", "module"),
     # Written by the record itself: a sink was lost, or events were.
     "note": ("text",),
 }

@@ -23,6 +23,7 @@ from data.loader import Batches, validation_batches
 from data.prepare import Corpus
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import Gather, build_model, count_parameters
+from precision.guard import Guard
 from tracking.console import ConsoleSink
 from tracking.environment import environment
 from tracking.jsonl import JsonlSink
@@ -33,9 +34,10 @@ from training.checkpoint import Checkpoints
 from training.distributed import Place
 from training.engine import Engine
 from training.ledger import as_plain, read_ledger
-from training.loop import Parts, resume_command
+from training.parts import Parts
 from training.preemption import Preemption
 from training.progress import Progress
+from training.recovery import Promotions
 
 
 def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, place: Place) -> tuple[Parts, Progress]:
@@ -56,7 +58,11 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
     seed_everything(config.run.seed + place.rank)
     _check_validation(resolved, corpus)
     found = checkpoints.find(config.run.resume)
-    progress = checkpoints.load(found, engine) if found else Progress()
+    guard, promotions, progress = Guard(config.guard), Promotions(), Progress()
+    if found:
+        progress, state = checkpoints.load(found, engine)
+        guard.load_state_dict(state["guard"])
+        promotions.load_state_dict(state["promotions"], engine.regions)
     shape = {
         "sequence_length": config.data.sequence_length,
         "global_size": resolved.batch.global_size,
@@ -72,15 +78,25 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
         engine=engine,
         batches=batches,
         validation=lambda: validation_batches(corpus.validation, batches=config.evaluate.batches, **shape),
+        guard=guard,
+        promotions=promotions,
         checkpoints=checkpoints,
         preemption=Preemption(),
         record=record,
+        first_step=progress.step,
     )
-    record.event(
+    _record_start(parts, progress, found)
+    return parts, progress
+
+
+def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
+    resolved, engine = parts.resolved, parts.engine
+    config = resolved.config
+    parts.record.event(
         "run_start",
         step=progress.step,
         tokens=progress.tokens,
-        world_size=place.world_size,
+        world_size=resolved.world_size,
         config_sha256=hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode()).hexdigest(),
         parameters=count_parameters(engine.model),
         compute=resolved.compute,
@@ -90,8 +106,8 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
         model=type(engine.model).__name__,
         accumulation=resolved.batch.accumulation,
         hypothesis=config.run.hypothesis,
+        regions=engine.regions.dtypes if engine.regions is not None else None,
     )
-    return parts, progress
 
 
 def build_engine(resolved: Resolved, model_config: PretrainedConfig, place: Place) -> Engine:
@@ -152,7 +168,7 @@ def _open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Ru
             "model": type(engine.model).__name__,
             "parameters": count_parameters(engine.model),
             "ledger": as_plain(ledger),
-            "resume_command": resume_command(resolved),
+            "resume_command": resolved.resume_command,
         }
     )
     run_dir.write_inputs(to_dict(config), resolved.deepspeed, facts)

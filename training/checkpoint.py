@@ -25,6 +25,7 @@ import torch
 from config.errors import UserError
 from training.distributed import Place
 from training.engine import Engine
+from training.generators import generators, restore_generators
 from training.progress import Progress
 
 FORMAT = 1
@@ -46,8 +47,10 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int, identity: dict[str, Any], place: Place) -> None:
         """identity: what a checkpoint must share with the run that loads it, as plain types by name."""
         self.folder, self.keep, self.identity, self.place = folder, keep, identity, place
+        self.any_saved = False
+        """Whether there is a checkpoint to go back to."""
 
-    def save(self, engine: Engine, progress: Progress) -> Saved:
+    def save(self, engine: Engine, progress: Progress, state: dict[str, Any]) -> Saved:
         """Write, publish, and drop all but the newest `keep`. Raises OSError on every rank if rank 0 cannot publish."""
         started = time.perf_counter()
         final = self.folder / f"step-{progress.step}"
@@ -57,17 +60,18 @@ class Checkpoints:
             partial.mkdir(parents=True)
         self.place.wait_for_all()
         engine.save(partial, TAG)
-        torch.save(_generators(self.place.device), partial / f"rng-rank-{self.place.rank}.pt")
+        torch.save(generators(self.place.device), partial / f"rng-rank-{self.place.rank}.pt")
         self.place.wait_for_all()
         size, error = 0, None
         if self.place.is_main:
             try:
-                size = self._publish(partial, final, engine, progress)
+                size = self._publish(partial, final, engine, progress, state)
             except OSError as problem:
                 error = f"checkpoint {final} could not be published: {problem}"
         size, error = self.place.from_main((size, error))
         if error:
             raise OSError(error)
+        self.any_saved = True
         return Saved(final, time.perf_counter() - started, size)
 
     def find(self, resume: str) -> Path | None:
@@ -78,10 +82,14 @@ class Checkpoints:
         answer: Path | str | None = self.place.from_main(self._find(resume) if self.place.is_main else None)
         if isinstance(answer, str):
             raise UserError(answer)
+        self.any_saved = answer is not None
         return answer
 
-    def load(self, path: Path, engine: Engine) -> Progress:
-        """Restore engine and generators. Raises UserError when the checkpoint is of another run's identity."""
+    def load(self, path: Path, engine: Engine) -> tuple[Progress, dict[str, Any]]:
+        """Restore engine and generators; gives the progress and what `save` was given as `state`.
+
+        Raises UserError when the checkpoint is of another run's identity.
+        """
         state = self.place.from_main(read_state(path) if self.place.is_main else None)
         for key, mine in self.identity.items():
             theirs = state["identity"].get(key)
@@ -91,8 +99,8 @@ class Checkpoints:
                     "run.resume=never or another run.name"
                 )
         engine.load(path, TAG, state["scaler"])
-        _restore_generators(torch.load(path / f"rng-rank-{self.place.rank}.pt", weights_only=True), self.place.device)
-        return Progress.from_state_dict(state["progress"])
+        restore_generators(torch.load(path / f"rng-rank-{self.place.rank}.pt", weights_only=True), self.place.device)
+        return Progress.from_state_dict(state["progress"]), state["reactions"]
 
     def _find(self, resume: str) -> Path | str | None:
         if resume == "never":
@@ -107,12 +115,15 @@ class Checkpoints:
                 return candidate
         return f"run.resume = {resume}: no whole checkpoint there; give a checkpoints/step-N folder, auto or never"
 
-    def _publish(self, partial: Path, final: Path, engine: Engine, progress: Progress) -> int:
+    def _publish(
+        self, partial: Path, final: Path, engine: Engine, progress: Progress, reactions: dict[str, Any]
+    ) -> int:
         files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
         state = {
             "format": FORMAT,
             "progress": progress.state_dict(),
             "scaler": engine.scaler_state(),
+            "reactions": reactions,
             "identity": self.identity,
             "files": files,
         }
@@ -171,16 +182,3 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _generators(device: torch.device) -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _restore_generators(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)

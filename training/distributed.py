@@ -52,6 +52,12 @@ class Place:
         rows[self.rank] = values
         return self.sum(rows)
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's plain Python value, in rank order, on every rank. For rare things: it pickles."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """In-place sum over ranks."""
         dist.all_reduce(values)

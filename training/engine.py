@@ -5,15 +5,15 @@ labels, divided by the label count of all ranks and micro-batches of the step. D
 so the sum is multiplied by the number of ranks first. Neither accumulation, nor the number of ranks, nor how unevenly
 labels are masked changes the gradient.
 
-Gradient norm. `Health.grad_norm` is the global norm of the unscaled gradient before clipping, at every ZeRO stage. It is
-known before the optimizer step, so that a step can still be discarded (`training.gradients`).
+Gradient norm. `Health.grad_norm` is the global norm of the unscaled gradient before clipping, at every ZeRO stage. It
+is known before the optimizer step, so that a step can still be discarded (`training.gradients`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,63 +21,21 @@ import deepspeed
 import torch
 from transformers import PreTrainedModel
 
-from config.command_line import Resolved
-from config.schema import OptimizerSection
+from config.command_line import REPOSITORY, Resolved
+from config.errors import UserError
 from data.loader import Batch
 from modeling.loss import label_loss_sum
-from modeling.parameter_groups import parameter_groups
+from precision.manifest import load_manifest
+from precision.regions import Regions
 from training.distributed import Place, allow_slow_fp16
 from training.faults import Faults
+from training.generators import generators
 from training.gradients import ReducedGradients
-from training.loss_scaler import LossScaler, ScaleChange
+from training.health import Health, Outcome, Update, require_equal
+from training.loss_scaler import LossScaler
+from training.masters import UpdateMeter
 from training.memory import peak_memory_bytes
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What forward and backward of one step left behind on this rank."""
-
-    loss_sum: torch.Tensor
-    """() float64: summed loss of this rank's labels, in nats."""
-    label_tokens: torch.Tensor
-    """() float64: labels that count, over all ranks."""
-
-
-@dataclass(frozen=True)
-class Health:
-    """The same on every rank."""
-
-    loss: float
-    """Raw mean loss over the global batch, in nats per label token; inf or nan if it is."""
-    memory_bytes: int
-    """Peak memory of the rank that needs most: device memory, or resident memory on a CPU."""
-    grad_norm: float
-    """Global norm of the unscaled gradient before clipping; inf when any value is not finite."""
-    preempted: bool
-    """Some rank was asked to stop."""
-
-    @property
-    def finite(self) -> bool:
-        """Whether loss and gradients are."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
-@dataclass(frozen=True)
-class Update:
-    """What an optimizer step did."""
-
-    applied: bool
-    """Whether the weights changed."""
-    clip_coefficient: float
-    """Factor that clipping applied to the gradient, 1 where it did not clip, 0 on a skipped step."""
-    lr: float
-    """Learning rate of this step."""
-    loss_scale: float
-    """Loss scale this step ran at; 1 where nothing is scaled."""
-    scale_change: ScaleChange | None
-    """How the scale changed afterwards."""
-    scale_at_minimum: bool
-    """The step overflowed and the scale could not get smaller."""
+from training.optimizer import build_optimizer
 
 
 class Engine:
@@ -93,11 +51,22 @@ class Engine:
         self.faults = Faults(resolved.config.faults, rank=place.rank, model=model)
         self.deepspeed, *_ = deepspeed.initialize(
             model=model,
-            optimizer=_optimizer(model, optimizer_section, offload=resolved.offload != "none", device=place.device),
+            optimizer=build_optimizer(
+                model, optimizer_section, offload=resolved.offload != "none", device=place.device
+            ),
             config=resolved.deepspeed,
         )
         self.gradients = ReducedGradients(self.deepspeed, stage=self.stage)
+        self.generators_before = generators(place.device)
+        """States of the random generators at the start of the newest step, to run it again exactly."""
         self._norm = torch.zeros((), device=place.device)
+        self.regions = _regions(model, resolved, stage=self.stage)
+        """Precision regions of the manifest path; None on the cast path."""
+        guard = resolved.config.guard
+        wanted = guard.min_update_ratio is not None or guard.max_update_ratio is not None
+        self._meter = UpdateMeter(self.deepspeed.optimizer, stage=self.stage, place=place) if wanted else None
+        self.update_ratio: float | None = None
+        """Norm of the last update over that of the weights; None when not measured, or when no step was applied."""
         self._scale_section = resolved.config.precision.loss_scale
         self._scaler: LossScaler | None = None
         self._install_scaler(None)
@@ -110,16 +79,28 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """Factor on the loss in the backward pass."""
-        if self.compute != "fp16":
-            return 1.0
-        return float(self._scaler.cur_scale if self._scaler else self.deepspeed.optimizer.loss_scaler.cur_scale)
+        return float(self._scaler.cur_scale) if self._scaler else 1.0
 
-    def forward_backward(self, batch: Batch, *, step: int) -> Outcome:
+    @property
+    def scales_dynamically(self) -> bool:
+        """FP16 under a loss scale that answers overflows."""
+        return self._scaler is not None and self._scale_section.policy != "static"
+
+    @property
+    def scale_at_minimum(self) -> bool:
+        """An overflow of the present step could not make the loss scale smaller."""
+        return self.scales_dynamically and self.loss_scale <= self._scale_section.minimum
+
+    def forward_backward(
+        self, batch: Batch, *, step: int, on_loss: Callable[[torch.Tensor], Any] | None = None
+    ) -> Outcome:
         """Gradients of the mean loss over the global batch. `step` is the attempted step, from 1, for injected faults.
 
-        batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64.
+        batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. on_loss: sees each micro-batch's
+        summed loss before its backward pass.
         """
         device = self.place.device
+        self.generators_before = generators(device)
         label_tokens = torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device)
         label_tokens = self.place.sum(label_tokens).clamp_(min=1.0)
         weight = self.place.world_size / label_tokens
@@ -128,8 +109,12 @@ class Engine:
         for index in range(micro_batches):
             last = index == micro_batches - 1
             self.deepspeed.set_gradient_accumulation_boundary(last)
-            micro_loss = self._loss_sum(batch.input_ids[index], batch.labels[index])
             with self.faults.armed(step) if last else nullcontext():
+                micro_loss = self._loss_sum(batch.input_ids[index], batch.labels[index])
+                if last:
+                    micro_loss = self.faults.spoil_loss(step, micro_loss)
+                if on_loss is not None:
+                    on_loss(micro_loss)
                 self.deepspeed.backward(micro_loss * weight.to(micro_loss.dtype), scale_wrt_gas=False)
             loss_sum += micro_loss.detach().double()
         return Outcome(loss_sum, label_tokens)
@@ -140,8 +125,8 @@ class Engine:
         here = [float(peak_memory_bytes(self.place.device)), float(preempted_here), self.loss_scale]
         mine = torch.stack([outcome.loss_sum, outcome.label_tokens, self._norm.double()])
         rows = self.place.gather(torch.cat([mine, mine.new_tensor(here)])).tolist()
-        _require_equal("the gradient norm", [row[2] for row in rows])
-        _require_equal("the loss scale", [row[5] for row in rows])
+        require_equal("the gradient norm", [row[2] for row in rows])
+        require_equal("the loss scale", [row[5] for row in rows])
         return Health(
             loss=sum(row[0] for row in rows) / rows[0][1],
             grad_norm=rows[0][2] / self.loss_scale,
@@ -149,16 +134,28 @@ class Engine:
             preempted=any(row[4] for row in rows),
         )
 
-    def step(self, health: Health, lr: float) -> Update:
-        """Clip the gradients that `health` measured and apply them at learning rate `lr`; finite ones only."""
+    def step(self, health: Health, lr: float, *, apply: bool = True) -> Update:
+        """Clip the gradients that `health` measured and apply them at learning rate `lr`, or discard them.
+
+        Gradients that are not finite are never applied. The loss scale hears of their overflow; it does not hear of a
+        finite step that is discarded.
+        """
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
         scale = self.loss_scale
-        applied = math.isfinite(health.grad_norm)
+        finite = math.isfinite(health.grad_norm)
+        applied = apply and finite
+        self.update_ratio = None
         if applied:
+            if self._meter is not None:
+                self._meter.start()
             self.gradients.apply(self._norm)
             if self.stage > 0 and not self.deepspeed.was_step_applied():
                 raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
+            if self._meter is not None:
+                self.update_ratio = self._meter.ratio()
+        elif finite:
+            self.discard_quietly()
         else:
             self.gradients.discard()
         change = self._scaler.settle() if self._scaler else None
@@ -169,8 +166,12 @@ class Engine:
             lr=lr,
             loss_scale=scale,
             scale_change=change,
-            scale_at_minimum=bool(self._scaler and self._scaler.at_minimum),
         )
+
+    def discard_quietly(self) -> None:
+        """Drop the gradients without a word to the loss scale."""
+        with self._scaler.skip_is_not_an_overflow() if self._scaler else nullcontext():
+            self.gradients.discard()
 
     @torch.no_grad()
     def evaluate(self, batches: Any) -> float:
@@ -213,7 +214,7 @@ class Engine:
         return float(squares if self.stage == 0 else self.place.sum(squares)) ** 0.5
 
     def scaler_state(self) -> dict[str, Any] | None:
-        """State of the dynamic loss scaler as plain types; None where there is none."""
+        """State of the loss scaler as plain types; None where there is none."""
         return self._scaler.state_dict() if self._scaler else None
 
     def close(self) -> None:
@@ -226,7 +227,7 @@ class Engine:
         return label_loss_sum(logits, labels.to(device, non_blocking=True))
 
     def _install_scaler(self, state: dict[str, Any] | None) -> None:
-        if self.compute != "fp16" or self._scale_section.policy == "static":
+        if self.compute != "fp16" and not (self.regions is not None and self.regions.uses("fp16")):
             return
         self._scaler = LossScaler(self._scale_section)
         if state is not None:
@@ -234,28 +235,15 @@ class Engine:
         self.deepspeed.optimizer.loss_scaler = self._scaler
 
 
-class RanksDisagree(RuntimeError):
-    """Ranks hold different values of what must be one; training on would let their weights part without a word."""
-
-
-def _require_equal(what: str, values: list[float]) -> None:
-    """values: by rank. NaN never appears among them."""
-    odd = [f"rank {rank} has {value!r}" for rank, value in enumerate(values) if value != values[0]]
-    if odd:
-        raise RanksDisagree(f"{what} differs between ranks: rank 0 has {values[0]!r}, {', '.join(odd)}")
-
-
-def _optimizer(
-    model: PreTrainedModel, section: OptimizerSection, *, offload: bool, device: torch.device
-) -> torch.optim.Optimizer:
-    """AdamW on the masters: DeepSpeed's CPU kernel when a GPU run offloads its state, else torch's fused one.
-
-    On a CPU torch's fused AdamW is as fast as DeepSpeed's and needs no build.
-    """
-    groups = parameter_groups(model, weight_decay=section.weight_decay)
-    options: dict[str, Any] = {"lr": section.learning_rate, "betas": section.betas, "eps": section.eps}
-    if offload and device.type == "cuda":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
-    return torch.optim.AdamW(groups, fused=True, **options)
+def _regions(model: PreTrainedModel, resolved: Resolved, *, stage: int) -> Regions | None:
+    """The precision regions of the manifest path. Raises UserError for FP16 where DeepSpeed does not scale the loss."""
+    precision = resolved.config.precision
+    if precision.path != "manifest" or precision.manifest is None:
+        return None
+    regions = Regions(model, load_manifest(REPOSITORY / precision.manifest))
+    if stage == 0 and regions.uses("fp16"):
+        raise UserError(
+            f"precision.manifest = {precision.manifest}: FP16 regions need a loss scale, which DeepSpeed does not "
+            "apply without ZeRO; use ZeRO-1: ds_configs/zero1_fp32.json"
+        )
+    return regions

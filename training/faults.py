@@ -1,9 +1,14 @@
-"""Faults on purpose: what a test or a game day asks for in `faults:`, struck at exactly one step, rank and module."""
+"""Faults on purpose: what a test or a game day asks for in `faults:`, struck at exactly one step, rank and module.
+
+They strike on the last micro-batch of the step, and again when that step is run again to find the cause of what they
+did, or replayed from a checkpoint.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -16,40 +21,69 @@ class Faults:
 
     def __init__(self, faults: Sequence[Fault], *, rank: int, model: torch.nn.Module) -> None:
         """Raises UserError when a fault names a module that does not exist or has no parameters."""
-        self._targets = [(fault, _target(fault, model)) for fault in faults]
+        self._targets = [(fault, *_target(fault, model)) for fault in faults]
         self._rank = rank
 
     def due(self, step: int) -> list[Fault]:
         """The faults of this step, on any rank."""
-        return [fault for fault, _ in self._targets if fault.step == step]
+        return [fault for fault, _, _ in self._targets if fault.step == step]
 
     @contextmanager
     def armed(self, step: int) -> Iterator[None]:
-        """Strike in the backward passes inside, if this is the step and the rank."""
-        handles = [
-            parameter.register_hook(_spoil(float("inf") if fault.kind == "inf_gradient" else float("nan")))
-            for fault, parameter in self._targets
-            if fault.step == step and fault.rank == self._rank
-        ]
-        try:
+        """Strike activations and gradients in the forward and backward passes inside, if this is the step and rank."""
+        with ExitStack() as stack:
+            for fault, module, parameters in self._mine(step):
+                for handle in _strike(fault, module, parameters):
+                    stack.callback(handle.remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    def spoil_loss(self, step: int, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of the last micro-batch as the faults of this step and rank leave it."""
+        for fault, _, _ in self._mine(step):
+            if fault.kind == "nan_loss":
+                loss = loss * float("nan")
+            elif fault.kind == "loss_spike":
+                loss = loss * fault.factor
+        return loss
+
+    def _mine(self, step: int) -> list[tuple[Fault, torch.nn.Module, list[torch.nn.Parameter]]]:
+        return [target for target in self._targets if target[0].step == step and target[0].rank == self._rank]
 
 
-def _target(fault: Fault, model: torch.nn.Module) -> torch.nn.Parameter:
+def _strike(fault: Fault, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Any]:
+    if fault.kind == "inf_gradient":
+        return [parameters[0].register_hook(_overwrite(float("inf")))]
+    if fault.kind == "nan_gradient":
+        return [parameters[0].register_hook(_overwrite(float("nan")))]
+    if fault.kind == "gradient_spike":
+        return [parameter.register_hook(lambda gradient: gradient * fault.factor) for parameter in parameters]
+    if fault.kind == "nan_activation":
+        spoil = _overwrite(float("nan"))
+        # First of all hooks, so that whoever watches the module sees what its callers see.
+        return [module.register_forward_hook(lambda module, inputs, output: spoil_first(output, spoil), prepend=True)]
+    return []
+
+
+def spoil_first(output: Any, spoil: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A module's output with its first tensor spoiled."""
+    if isinstance(output, torch.Tensor):
+        return spoil(output)
+    return (spoil(output[0]), *output[1:])
+
+
+def _target(fault: Fault, model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:
     for name, module in model.named_modules():
-        if fault.module is None or name == fault.module:
-            for parameter in module.parameters(recurse=fault.module is not None):
-                return parameter
+        whole = fault.module is not None or fault.kind == "gradient_spike"
+        parameters = list(module.parameters(recurse=whole))
+        if parameters and fault.module in (None, name):
+            return module, parameters
     raise UserError(f"faults: module = {fault.module}: the model has no such module with parameters")
 
 
-def _spoil(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def hook(gradient: torch.Tensor) -> torch.Tensor:
-        spoiled = gradient.clone()
+def _overwrite(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+        spoiled = tensor.clone()
         spoiled.view(-1)[0] = value
         return spoiled
 
-    return hook
+    return spoil

@@ -12,7 +12,8 @@ from data.tokenizer import load_tokenizer
 from modeling.generate import sample_text
 from tracking.report import summary_table, write_report
 from tracking.run_dir import RunDir
-from training.loop import DIVERGED, DONE, PREEMPTED, Ending, Parts, resume_command
+from training.loop import DIVERGED, DONE, PREEMPTED, Ending
+from training.parts import Parts
 
 _STATUS = {DONE: "done", DIVERGED: "aborted", PREEMPTED: "preempted"}
 
@@ -48,7 +49,7 @@ def finish(parts: Parts, corpus: Corpus, ending: Ending) -> None:
 def _report(parts: Parts, sample: str | None, ending: Ending) -> None:
     run = parts.resolved.config.run
     run_dir = RunDir(Path(run.dir).expanduser() / run.name)
-    command = resume_command(parts.resolved)
+    command = parts.resolved.resume_command
     report = write_report(run_dir, sample=sample, resume_command=command)
     console = Console(highlight=False, soft_wrap=True)
     console.print(summary_table(run_dir))

@@ -9,6 +9,7 @@ import torch
 
 from config.errors import UserError
 from training.engine import Engine
+from training.masters import local_masters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -38,7 +39,7 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     optimizer = engine.deepspeed.optimizer
     compute = DTYPES[engine.compute]
     parameters = [getattr(p, "ds_tensor", p).data for p in engine.model.parameters()]
-    masters = _masters(engine)
+    masters = local_masters(optimizer)
     moments = [
         value
         for state in engine.deepspeed.basic_optimizer.state.values()
@@ -71,15 +72,6 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
 def as_plain(ledger: Iterable[Entry]) -> list[dict]:
     """The ledger as plain types, for environment.json and the report."""
     return [asdict(entry) for entry in ledger]
-
-
-def _masters(engine: Engine) -> list[torch.Tensor]:
-    """The FP32 tensors that the optimizer updates, whatever DeepSpeed's optimizer of that stage calls them."""
-    optimizer = engine.deepspeed.optimizer
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
-        if hasattr(optimizer, name):
-            return list(getattr(optimizer, name))
-    return [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _require(what: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> None:

@@ -1,20 +1,27 @@
-"""DeepSpeed's dynamic loss scaler with its state in plain sight, and two upstream faults of its use repaired.
+"""The loss scaler that DeepSpeed holds: one of Mantissa's policies, and two upstream faults of its use repaired.
 
 DeepSpeed 0.19.8 calls `update_scale` in the middle of the step, between the gradient norm and the unscaling of the
 gradients. On a step where the scale grows, ZeRO-1, 2 and 3 then divide the gradients by the new scale, so that an
 unclipped update sees half its gradient (and ZeRO-3 also reports half the norm). Here a change of the scale takes
 effect when the step is over. And an overflow at the minimum is reported, not raised as a bare Exception: the guard
 decides what to do about it, with a diagnosis.
+
+What the scale does is decided by `precision/loss_scale.py`. The class is a `DynamicLossScaler` only so that DeepSpeed
+accepts it, and pickles it into its checkpoints; of the parent's state nothing but `cur_scale` is used, which is what
+DeepSpeed reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from config.schema import LossScaleSection
+from precision.loss_scale import make_policy
 
 
 @dataclass(frozen=True)
@@ -24,63 +31,75 @@ class ScaleChange:
     old: float
     new: float
     reason: str
-    """overflow, hysteresis, growth or resumed."""
+    """overflow, hysteresis, growth, promoted or resumed."""
 
 
 class LossScaler(DynamicLossScaler):
-    """Loss scale of one ZeRO optimizer. `settle()` has to be called after every optimizer step."""
+    """Loss scale of one ZeRO optimizer, for every policy. `settle()` has to be called after every optimizer step."""
 
     cur_scale: float
-    cur_hysteresis: int
+    """Factor that DeepSpeed puts on the loss and takes off the gradients; constant from one `settle` to the next."""
+    at_minimum: bool
+    """The last step overflowed and the scale could not get smaller."""
 
     def __init__(self, section: LossScaleSection) -> None:
+        self.policy = make_policy(section)
         super().__init__(
-            init_scale=float(section.initial),
+            init_scale=self.policy.scale,
             scale_window=section.window,
-            min_scale=float(section.minimum),
-            delayed_shift=section.hysteresis,
+            min_scale=section.minimum,
+            delayed_shift=section.tolerated_overflows,
             consecutive_hysteresis=False,
             raise_error_at_min_scale=False,
         )
-        self.consecutive_overflows = 0
         self.at_minimum = False
-        self._next_scale = self.cur_scale
-        self._next_reason: str | None = None
+        self._reason: str | None = None
+        self._discarding = False
+
+    @property
+    def consecutive_overflows(self) -> int:
+        """Overflows in a row; steps that the guard discarded neither count nor break the row."""
+        return self.policy.consecutive_overflows
 
     def update_scale(self, overflow: bool) -> None:
-        """Upstream's rule, with the resulting scale held back until `settle`."""
-        scale, hysteresis = self.cur_scale, self.cur_hysteresis
-        super().update_scale(overflow)
-        self._next_scale, self.cur_scale = self.cur_scale, scale
-        self.consecutive_overflows = self.consecutive_overflows + 1 if overflow else 0
-        self.at_minimum = bool(overflow) and scale == self.min_scale and hysteresis == 1
-        if self._next_scale != scale:
-            self._next_reason = "overflow" if overflow else "growth"
-        elif overflow and self.cur_hysteresis != hysteresis:
-            self._next_reason = "hysteresis"
-        else:
-            self._next_reason = None
+        """Called by DeepSpeed inside its step. The scale that results is held back until `settle`.
+
+        Raises:
+            RuntimeError: DeepSpeed is about to apply a step that was to be discarded.
+        """
+        if self._discarding:
+            if not overflow:
+                raise RuntimeError("DeepSpeed applies a step that was to be discarded: its overflow path was not taken")
+            self.at_minimum, self._reason = False, None
+            return
+        self.policy.update(bool(overflow))
+        self.at_minimum, self._reason = self.policy.at_minimum, self.policy.reason
+
+    @contextmanager
+    def skip_is_not_an_overflow(self) -> Iterator[None]:
+        """While DeepSpeed's step runs in here, its overflow is the guard's: the policy neither hears nor counts it.
+
+        A step is discarded by letting DeepSpeed believe in an overflow. The gradients of such a step say nothing about
+        the scale. Not for a step that did overflow: its scale would never fall.
+        """
+        self._discarding = True
+        try:
+            yield
+        finally:
+            self._discarding = False
 
     def settle(self) -> ScaleChange | None:
         """Let the last update take effect; says what changed, if anything did."""
-        reason, self._next_reason = self._next_reason, None
-        old, self.cur_scale = self.cur_scale, self._next_scale
+        reason, self._reason = self._reason, None
+        old, self.cur_scale = self.cur_scale, self.policy.scale
         return ScaleChange(old, self.cur_scale, reason) if reason else None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next decision depends on, as plain types."""
-        return {
-            "scale": float(self.cur_scale),
-            "iteration": self.cur_iter,
-            "last_overflow_iteration": self.last_overflow_iter,
-            "hysteresis": self.cur_hysteresis,
-            "consecutive_overflows": self.consecutive_overflows,
-        }
+        return self.policy.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; limits and window stay those of the config."""
-        self.cur_scale = self._next_scale = float(state["scale"])
-        self.cur_iter = int(state["iteration"])
-        self.last_overflow_iter = int(state["last_overflow_iteration"])
-        self.cur_hysteresis = int(state["hysteresis"])
-        self.consecutive_overflows = int(state["consecutive_overflows"])
+        self.policy.load_state_dict(state)
+        self.cur_scale = self.policy.scale
+        self.at_minimum, self._reason = False, None

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
+from config.command_line import Resolved
 from data.loader import Batch, sample_ids_sha256
+from precision.guard import Judgement
 from tracking.record import Record
 from training.checkpoint import Saved
-from training.engine import Engine, Health, Update
+from training.engine import Engine
+from training.health import Health, Update
 from training.progress import Progress
+from training.recovery import Causes
 
 
 def record_step(
@@ -26,6 +32,8 @@ def record_step(
     collective; every rank sees the same change, so every rank comes here.
     """
     where = {"step": progress.step, "tokens": progress.tokens}
+    for fault in engine.faults.due(batch.position + 1):
+        record.event("fault", **where, kind=fault.kind, rank=fault.rank, module=fault.module)
     tokens = batch.sample_ids.size * batch.input_ids.shape[-1]
     record.event(
         "step",
@@ -41,6 +49,7 @@ def record_step(
         tokens_per_second=tokens / seconds,
         memory_bytes=health.memory_bytes,
         sample_ids_sha256=sample_ids_sha256(batch.sample_ids),
+        position=batch.position,
     )
     if update.scale_change is not None:
         record.scale(
@@ -52,6 +61,46 @@ def record_step(
             lr=update.lr,
             momentum_norm=engine.momentum_norm(),
         )
+
+
+def record_causes(record: Record, progress: Progress, causes: Causes) -> None:
+    """One `nonfinite` event a cause, first causes first."""
+    for rank, finding in causes:
+        record.event(
+            "nonfinite",
+            step=progress.step,
+            tokens=progress.tokens,
+            rank=rank,
+            module=finding.module,
+            tensor=finding.tensor,
+            kind=finding.kind,
+            count=finding.count,
+            largest_finite=finding.largest_finite,
+            micro_batch=finding.micro_batch,
+            seen=finding.seen,
+        )
+
+
+def record_incident(
+    record: Record,
+    resolved: Resolved,
+    progress: Progress,
+    judgement: Judgement,
+    modules: list[str],
+    further: dict[str, Any],
+) -> None:
+    """The `incident` event. progress: after the step that was refused. further: what the reaction did."""
+    run = resolved.config.run
+    record.event(
+        "incident",
+        step=progress.step,
+        tokens=progress.tokens,
+        verdict=judgement.verdict.value,
+        reason=judgement.reason,
+        modules=list(dict.fromkeys(modules)),
+        replay=f"python -m training.replay {Path(run.dir) / run.name} --step {progress.step}",
+        **further,
+    )
 
 
 def record_evaluation(record: Record, progress: Progress, loss: float) -> None:

@@ -119,6 +119,7 @@ def test_the_dynamic_and_the_static_loss_scale(make: Any) -> None:
         "loss_scale_window": 50,
         "hysteresis": 1,
         "min_loss_scale": 2,
+        "consecutive_hysteresis": False,
     }
     static = make("precision.loss_scale={policy: static, initial: 1000}")
     resolved = resolve(static, HERE, given, world_size=2)
@@ -143,6 +144,24 @@ def test_the_static_scale_settles_what_a_shipped_file_leaves_open(make: Any) -> 
     resolved = resolve(static, HERE, read_document(FOLDER / "zero2_fp16.json"), world_size=2)
     assert resolved["fp16"]["loss_scale"] == 1000.0
     assert "auto" not in values(resolved)
+
+
+@pytest.mark.parametrize(
+    ("policy", "power", "hysteresis"), [("deepspeed", 16, 2), ("adaptive", 12, 1)], ids=["deepspeed", "adaptive"]
+)
+def test_the_json_shows_the_defaults_of_the_policy(make: Any, policy: str, power: int, hysteresis: int) -> None:
+    config = make(f"precision.loss_scale.policy={policy}")
+    fp16 = resolve(config, HERE, read_document(FOLDER / "zero2_fp16.json"), world_size=2)["fp16"]
+    assert (fp16["initial_scale_power"], fp16["hysteresis"]) == (power, hysteresis)
+    section = config.precision.loss_scale.decided()
+    assert (section.initial, section.hysteresis) == (2.0**power, hysteresis)
+    assert section.decided() == section
+
+
+def test_a_json_that_refills_the_hysteresis_every_step_is_refused(make: Any) -> None:
+    given = document(fp16={"enabled": True, "consecutive_hysteresis": True}, bf16={"enabled": False})
+    with pytest.raises(UserError, match="fp16.consecutive_hysteresis = true disagrees"):
+        resolve(make(), HERE, given, world_size=2)
 
 
 def test_equal_numbers_in_both_places_are_fine(make: Any) -> None:

@@ -15,6 +15,7 @@ def test_every_key_is_there_with_a_unit_and_a_meaning() -> None:
         "faults[].step",
         "faults[].rank",
         "faults[].module",
+        "faults[].factor",
     }
     for item in found.values():
         assert item.unit, item.key
@@ -33,6 +34,7 @@ def test_a_key_as_the_user_reads_it() -> None:
     assert found["data.validation_fraction"].kind == "number, at least 0 and below 1"
     assert found["optimizer.betas"].kind == "list of 2 numbers, at least 0 and below 1"
     assert found["faults"].kind == "list of Faults"
+    assert found["guard.reactions"].kind == "list of skip | cut_lr | promote | rollback | abort"
     assert found["optimizer.betas"].default == "[0.9, 0.95]"
     assert found["precision.compute"].kind == "auto | fp32 | bf16 | fp16"
     assert found["model.name_or_path"].kind == "text or null"

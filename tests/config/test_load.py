@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 import typing
 from pathlib import Path
 
@@ -64,6 +65,13 @@ def test_overrides_are_yaml_and_the_later_one_wins(minimal: Path) -> None:
     assert config.deepspeed.config == "ds_configs/zero1_fp16.json"
 
 
+def test_the_reactions_are_a_list_of_known_words_in_their_order(minimal: Path) -> None:
+    config = load_config(minimal, ["guard.reactions=[cut_lr, skip, abort]", "guard.max_update_ratio=1"], None)
+    assert config.guard.reactions == ("cut_lr", "skip", "abort")
+    assert (config.guard.min_update_ratio, config.guard.max_update_ratio) == (None, 1.0)
+    assert load_config(minimal, ["guard.reactions=[]"], None).guard.reactions == ()
+
+
 def test_a_free_mapping_is_merged_by_key_and_replaced_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("model: {architecture: llama, config: {hidden_size: 8, num_hidden_layers: 2}}")
@@ -111,6 +119,9 @@ def test_json_and_an_empty_section_are_read(tmp_path: Path) -> None:
         ("faults=[{kind: inf_gradient, stp: 3}]", "faults[0].stp: no such key; did you mean faults[0].step?"),
         ("faults=[{kind: oops, step: 3}]", "faults[0].kind = 'oops' is not one of inf_gradient, nan_gradient"),
         ("faults=[{kind: nan_gradient, step: 0}]", "faults[0].step = 0 is out of range"),
+        ("guard.reactions=[skip, rolback]", "guard.reactions[1] = 'rolback' is not one of skip, cut_lr, promote"),
+        ("guard.reactions=skip", "guard.reactions = 'skip' is not a list; write it as [...]"),
+        ("guard.min_update_ratio=0", "guard.min_update_ratio = 0.0 is out of range; it must be above 0"),
         ("run.steps", "'run.steps' is not an override; write key.sub=value"),
         ("=3", "'=3' is not an override"),
         ("run..steps=3", "'run..steps=3' is not an override"),
@@ -172,6 +183,8 @@ def field_strategy(hint: typing.Any, limits: typing.Mapping[str, float]) -> st.S
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return section_strategy(typing.cast(type, hint))
+    if origin in (types.UnionType, typing.Union):
+        return st.none() | field_strategy(arguments[0], limits)
     if origin is typing.Literal:
         return st.sampled_from(arguments)
     if origin is tuple and arguments[-1] is Ellipsis:
@@ -191,7 +204,7 @@ def field_strategy(hint: typing.Any, limits: typing.Mapping[str, float]) -> st.S
         return st.integers(int(limits.get("at_least", 0)), 10**12)
     if hint is bool:
         return st.booleans()
-    return TEXT if hint is str else st.none() | TEXT
+    return TEXT
 
 
 # Words that YAML 1.1, YAML 1.2 or both read as something other than text are what a round trip gets wrong.

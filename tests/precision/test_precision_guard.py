@@ -1,25 +1,378 @@
-"""The guard's judgement, without a process group."""
+"""The guard's judgement, without a process group: which trouble meets which reaction, and that it always ends."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+from typing import Any
 
+import numpy
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from config.schema import GuardSection
-from precision.guard import Verdict, judge
+from precision.guard import Guard, Judgement, Verdict, rollback_skip
+from precision.step_health import StepHealth
 
-SECTION = GuardSection(max_consecutive_skips=3)
-
-
-@pytest.mark.parametrize(("skips", "expected"), [(0, Verdict.STEP), (2, Verdict.STEP), (3, Verdict.ABORT)])
-def test_skips_in_a_row_end_the_run_at_the_limit(skips, expected):
-    judgement = judge(SECTION, consecutive_skips=skips, scale_at_minimum=False, loss=math.nan)
-    assert judgement.verdict is expected
-    assert ("guard.max_consecutive_skips" in judgement.reason and "nan" in judgement.reason) is (skips == 3)
+EVERYTHING = ("skip", "cut_lr", "promote", "rollback", "abort")
+HEALTHY = StepHealth(step=1, loss=2.5, grad_norm=1.0, finite=True, can_promote=True, can_roll_back=True)
+NAN_LOSS = dataclasses.replace(HEALTHY, loss=math.nan, grad_norm=math.nan, finite=False)
+BROKEN_GRADIENT = dataclasses.replace(HEALTHY, grad_norm=math.inf, finite=False)
+OVERFLOW = dataclasses.replace(BROKEN_GRADIENT, overflow_is_routine=True)
 
 
-def test_an_overflow_at_the_smallest_scale_ends_the_run_with_advice():
-    judgement = judge(SECTION, consecutive_skips=1, scale_at_minimum=True, loss=2.5)
-    assert judgement.verdict is Verdict.ABORT
-    assert "precision.loss_scale.minimum" in judgement.reason and "bf16" in judgement.reason
+class Run:
+    """A training loop as far as the guard can tell: it counts skips, and goes back to a checkpoint on ROLLBACK."""
+
+    def __init__(self, section: GuardSection) -> None:
+        self.guard = Guard(section)
+        self.step = self.skips = 0
+        self.saved: tuple[int, dict[str, Any]] = (0, self.guard.state_dict())
+
+    def attempt(self, health: StepHealth, *, refused: bool = False) -> Judgement:
+        self.step += 1
+        health = dataclasses.replace(health, step=self.step, consecutive_skips=self.skips)
+        judgement = self.guard.judge(health)
+        applied = judgement.verdict is Verdict.STEP and not refused
+        self.guard.note(health, judgement, applied)
+        self.skips = 0 if applied else self.skips + 1
+        if judgement.verdict is Verdict.ROLLBACK:
+            self.skips, state = self.saved
+            self.guard.roll_back(json.loads(json.dumps(state)))
+        return judgement
+
+    def save(self) -> None:
+        self.saved = (self.skips, self.guard.state_dict())
+
+    def verdicts(self, health: StepHealth, times: int) -> list[str]:
+        return [self.attempt(health).verdict.value for _ in range(times)]
+
+
+def plan(*reactions: str, **settings: Any) -> GuardSection:
+    return GuardSection(reactions=reactions, **settings)
+
+
+def trained(section: GuardSection, *, loss: float = 2.5, norm: float = 1.0) -> Run:
+    """A run with a full window of healthy noise."""
+    run, noise = Run(section), numpy.random.default_rng(7).normal(0.0, 0.1, (section.spike_window, 2))
+    for a, b in noise.tolist():
+        assert run.attempt(dataclasses.replace(HEALTHY, loss=loss + a, grad_norm=norm * math.exp(b))).verdict.value == (
+            "STEP"
+        )
+    return run
+
+
+def ratio(value: float) -> StepHealth:
+    return dataclasses.replace(HEALTHY, update_ratio=value)
+
+
+def test_a_healthy_step_is_a_step_without_words() -> None:
+    assert Run(GuardSection()).attempt(HEALTHY) == Judgement(Verdict.STEP)
+
+
+@pytest.mark.parametrize("health", [NAN_LOSS, BROKEN_GRADIENT, dataclasses.replace(HEALTHY, finite=False)])
+def test_what_is_not_finite_is_skipped_with_its_numbers(health: StepHealth) -> None:
+    judgement = Run(GuardSection()).attempt(health)
+    assert judgement.verdict is Verdict.SKIP and not judgement.routine
+    for word in (f"loss {health.loss:g}", f"gradient norm {health.grad_norm:g}", "1 of 100", "guard.skip_budget"):
+        assert word in judgement.reason
+    assert "nonfinite events of step 1" in judgement.reason
+
+
+def test_an_fp16_overflow_is_routine_and_uses_no_budget_until_it_persists() -> None:
+    run = Run(plan("skip", "promote", "abort", max_consecutive_skips=4, skip_budget=1))
+    judgements = [run.attempt(OVERFLOW) for _ in range(4)]
+    assert [item.verdict.value for item in judgements] == ["SKIP", "SKIP", "SKIP", "PROMOTE"]
+    assert [item.routine for item in judgements] == [True, True, True, False]
+    assert run.guard.used == {"skip": 0, "cut_lr": 0, "promote": 1, "rollback": 0}
+    assert "4 steps in a row were skipped (guard.max_consecutive_skips = 4)" in judgements[3].reason
+    # A reaction gets as many steps to work as the plan waited for the first.
+    assert run.verdicts(OVERFLOW, 4) == ["SKIP", "SKIP", "SKIP", "PROMOTE"]
+    # And an applied step forgets both.
+    assert run.verdicts(HEALTHY, 1) + run.verdicts(OVERFLOW, 4) == ["STEP", "SKIP", "SKIP", "SKIP", "PROMOTE"]
+
+
+def test_a_nan_loss_is_no_overflow_that_a_scale_could_answer() -> None:
+    run = Run(GuardSection())
+    judgement = run.attempt(dataclasses.replace(NAN_LOSS, overflow_is_routine=True))
+    assert judgement.verdict is Verdict.SKIP and not judgement.routine
+    assert run.guard.used["skip"] == 1
+
+
+def test_an_overflow_at_the_smallest_scale_is_never_skipped_and_ends_with_advice() -> None:
+    smallest = dataclasses.replace(OVERFLOW, scale_at_minimum=True)
+    run = Run(plan(*EVERYTHING, promote_budget=1, rollback_budget=1))
+    assert run.verdicts(smallest, 3) == ["PROMOTE", "ROLLBACK", "ABORT"]
+    reason = run.attempt(smallest).reason
+    assert "precision.loss_scale.minimum" in reason and "precision.compute=bf16" in reason
+    assert Run(GuardSection()).attempt(dataclasses.replace(HEALTHY, scale_at_minimum=True)).verdict is Verdict.STEP
+
+
+def test_without_budgets_or_a_checkpoint_skips_in_a_row_end_the_run_at_the_limit() -> None:
+    run = Run(GuardSection(max_consecutive_skips=3))
+    lonely = dataclasses.replace(NAN_LOSS, can_roll_back=False)
+    assert run.verdicts(lonely, 2) == ["SKIP", "SKIP"]
+    last = run.attempt(lonely)
+    assert last.verdict is Verdict.ABORT
+    assert last.reason.startswith("3 steps in a row were skipped (guard.max_consecutive_skips = 3)")
+    assert "skip would not help" in last.reason and "rollback has no checkpoint" in last.reason
+    assert "abort" not in last.reason
+
+
+def test_an_applied_step_ends_the_count_of_skips() -> None:
+    run = Run(GuardSection(max_consecutive_skips=3))
+    for _ in range(5):
+        assert run.verdicts(NAN_LOSS, 2) + run.verdicts(HEALTHY, 1) == ["SKIP", "SKIP", "STEP"]
+
+
+def test_an_optimizer_that_keeps_refusing_healthy_steps_is_noticed() -> None:
+    run = Run(plan("skip", "abort", max_consecutive_skips=3))
+    assert [run.attempt(HEALTHY, refused=True).verdict.value for _ in range(4)] == ["STEP", "STEP", "STEP", "ABORT"]
+
+
+def test_the_plan_is_walked_in_its_order_and_past_what_is_impossible_or_used_up() -> None:
+    run = Run(plan("cut_lr", "skip", "rollback", cut_lr_budget=2, skip_budget=1, rollback_budget=1))
+    assert run.verdicts(BROKEN_GRADIENT, 5) == ["CUT_LR", "CUT_LR", "SKIP", "ROLLBACK", "ABORT"]
+    helpless = dataclasses.replace(BROKEN_GRADIENT, can_promote=False, can_roll_back=False)
+    ending = Run(plan("promote", "rollback", "skip", skip_budget=0)).attempt(helpless)
+    assert ending.verdict is Verdict.ABORT
+    for words in ("promote has no module to promote", "rollback has no checkpoint", "guard.skip_budget = 0"):
+        assert words in ending.reason
+    assert Run(plan()).attempt(NAN_LOSS).verdict is Verdict.ABORT
+
+
+def test_spikes_are_judged_above_the_median_only_and_not_at_all_by_default() -> None:
+    section = GuardSection(spike_sigmas=6.0, spike_window=64)
+    loss_spike = dataclasses.replace(HEALTHY, loss=9.0)
+    norm_spike = dataclasses.replace(HEALTHY, grad_norm=40.0)
+    assert "the loss 9 is" in trained(section).attempt(loss_spike).reason
+    reason = trained(section).attempt(norm_spike).reason
+    assert "the gradient norm 40 is" in reason and "over 64 healthy steps (guard.spike_sigmas = 6)" in reason
+    low = dataclasses.replace(HEALTHY, loss=0.1, grad_norm=1e-3)
+    assert trained(section).attempt(low).verdict is Verdict.STEP
+    for health in (loss_spike, norm_spike):
+        assert trained(GuardSection(spike_window=64)).attempt(health).verdict is Verdict.STEP
+
+
+def test_a_gradient_norm_of_zero_is_judged_and_remembered() -> None:
+    run = trained(GuardSection(spike_sigmas=6.0, spike_window=16))
+    assert run.verdicts(dataclasses.replace(HEALTHY, grad_norm=0.0), 3) == ["STEP"] * 3
+
+
+def test_rejected_spikes_do_not_pollute_the_window() -> None:
+    section = plan("skip", spike_sigmas=6.0, spike_window=32, max_consecutive_skips=1000, skip_budget=1000)
+    run = trained(section)
+    before = run.guard.state_dict()
+    for _ in range(200):
+        assert run.attempt(dataclasses.replace(HEALTHY, loss=30.0, grad_norm=50.0)).verdict is Verdict.SKIP
+        run.attempt(NAN_LOSS)
+    after = run.guard.state_dict()
+    assert (after["loss"], after["log_norm"]) == (before["loss"], before["log_norm"])
+    run.attempt(HEALTHY, refused=True)
+    assert run.guard.state_dict()["loss"] == before["loss"]
+    run.attempt(HEALTHY)
+    assert run.guard.state_dict()["loss"]["values"][-1] == HEALTHY.loss
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_healthy_noisy_run_is_never_judged(seed: int) -> None:
+    """Measured: 0 of 40,000 steps at 6 sigmas and a window of 128, where 1 in 1,400 is judged with a window of 16."""
+    generator, run = numpy.random.default_rng(seed), Run(GuardSection(spike_sigmas=6.0))
+    steps = 2000
+    losses = 2.0 + 8.0 * numpy.exp(-numpy.arange(steps) / 200) + generator.normal(0, 0.05, steps)
+    norms = generator.lognormal(0.0, 0.3, steps) * (1.0 + 10.0 * numpy.exp(-numpy.arange(steps) / 50))
+    for loss, norm in zip(losses.tolist(), norms.tolist(), strict=True):
+        assert run.attempt(dataclasses.replace(HEALTHY, loss=loss, grad_norm=norm)).verdict is Verdict.STEP
+
+
+def test_an_update_out_of_range_meets_only_what_can_repair_it() -> None:
+    section = plan(*EVERYTHING, min_update_ratio=1e-6, max_update_ratio=0.1, cut_lr_budget=1, rollback_budget=1)
+    run = Run(section)
+    assert [run.attempt(ratio(value)).verdict.value for value in (1e-6, 1e-3, 0.1)] == ["STEP"] * 3
+    judgement = run.attempt(ratio(0.25))
+    assert judgement.verdict is Verdict.CUT_LR
+    assert "0.25 of the weights' norm (guard.max_update_ratio = 0.1)" in judgement.reason
+    assert run.verdicts(ratio(math.inf), 2) == ["ROLLBACK", "ABORT"]
+    assert run.attempt(ratio(1e-9)).verdict is Verdict.PROMOTE
+    assert Run(section).attempt(ratio(math.nan)).verdict is Verdict.CUT_LR
+    unbounded = Run(GuardSection())
+    assert [unbounded.attempt(ratio(value)).verdict for value in (0.0, math.inf)] == [Verdict.STEP] * 2
+
+
+def test_a_cut_lasts_so_many_applied_steps_and_overlapping_cuts_multiply() -> None:
+    run = Run(plan("cut_lr", "skip", cut_lr_budget=2, cut_lr_steps=3, cut_lr_factor=0.25))
+    assert run.guard.lr_factor == 1.0
+    run.attempt(BROKEN_GRADIENT)
+    factors = []
+    for health in (HEALTHY, BROKEN_GRADIENT, BROKEN_GRADIENT, HEALTHY, HEALTHY, HEALTHY, HEALTHY):
+        factors.append(run.guard.lr_factor)
+        run.attempt(health)
+    assert factors == [0.25, 0.25, 0.0625, 0.0625, 0.0625, 0.25, 1.0]
+    assert run.guard.lr_factor == 1.0
+
+
+def test_a_promotion_is_taken_back_after_its_probation_and_only_once() -> None:
+    run = Run(plan("promote", "skip", promote_budget=2, probation_steps=3))
+    run.attempt(BROKEN_GRADIENT)
+    run.verdicts(HEALTHY, 2)
+    assert run.guard.take_due_demotions() == []
+    run.attempt(OVERFLOW)  # routine: neither clean nor an incident
+    run.attempt(HEALTHY)
+    assert run.guard.take_due_demotions() == [1]
+    assert run.guard.take_due_demotions() == []
+
+
+def test_an_incident_starts_probation_over_and_zero_is_for_good() -> None:
+    run = Run(plan("promote", "skip", promote_budget=1, probation_steps=2))
+    run.attempt(BROKEN_GRADIENT)
+    run.verdicts(HEALTHY, 1)
+    assert run.attempt(BROKEN_GRADIENT).verdict is Verdict.SKIP
+    run.verdicts(HEALTHY, 1)
+    assert run.guard.take_due_demotions() == []
+    run.verdicts(HEALTHY, 1)
+    run.attempt(BROKEN_GRADIENT)  # too late to keep what is already due
+    assert run.guard.take_due_demotions() == [1]
+    for_good = Run(plan("promote", promote_budget=1, probation_steps=0))
+    for_good.attempt(BROKEN_GRADIENT)
+    for_good.verdicts(HEALTHY, 50)
+    assert for_good.guard.take_due_demotions() == []
+
+
+def test_a_rollback_restores_everything_but_the_budgets() -> None:
+    run = trained(plan("cut_lr", "rollback", cut_lr_budget=1, rollback_budget=2, spike_sigmas=6.0, spike_window=16))
+    run.save()
+    saved = run.guard.state_dict()
+    run.attempt(BROKEN_GRADIENT)
+    run.verdicts(HEALTHY, 3)
+    assert run.attempt(BROKEN_GRADIENT).verdict is Verdict.ROLLBACK
+    state = run.guard.state_dict()
+    assert state.pop("used") == {"skip": 0, "cut_lr": 1, "promote": 0, "rollback": 1}
+    assert saved.pop("used") == dict.fromkeys(state_keys := ("skip", "cut_lr", "promote", "rollback"), 0)
+    assert state == saved and run.guard.lr_factor == 1.0
+    run.guard.roll_back(None)
+    assert run.guard.used == dict(zip(state_keys, (0, 1, 0, 1), strict=True))
+    assert run.guard.state_dict()["loss"] == {"values": []}
+
+
+def test_repeated_rollbacks_leave_out_more_each_time() -> None:
+    assert [rollback_skip(used, 10) for used in (1, 2, 3, 4)] == [10, 20, 40, 80]
+    assert rollback_skip(1) == 1 and rollback_skip(50) == rollback_skip(51) == 64
+    for used, since in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="leaves nothing out"):
+            rollback_skip(used, since)
+
+
+def test_applying_a_step_against_the_verdict_is_an_error() -> None:
+    guard = Guard(GuardSection())
+    with pytest.raises(ValueError, match="step 1 was applied although the verdict was SKIP"):
+        guard.note(NAN_LOSS, guard.judge(NAN_LOSS), True)
+
+
+SECTIONS = st.builds(
+    GuardSection,
+    max_consecutive_skips=st.integers(1, 6),
+    spike_window=st.just(16),
+    spike_sigmas=st.sampled_from([0.0, 4.0]),
+    min_update_ratio=st.sampled_from([None, 1e-5]),
+    max_update_ratio=st.sampled_from([None, 1e-2]),
+    reactions=st.permutations(EVERYTHING[:4]).flatmap(
+        lambda names: st.integers(0, 4).map(lambda count: tuple(names[:count]))
+    ),
+    skip_budget=st.integers(0, 5),
+    cut_lr_budget=st.integers(0, 3),
+    cut_lr_steps=st.integers(1, 4),
+    promote_budget=st.integers(0, 3),
+    probation_steps=st.integers(0, 4),
+    rollback_budget=st.integers(0, 3),
+)
+BAD = st.builds(
+    StepHealth,
+    step=st.just(1),
+    loss=st.sampled_from([2.5, math.nan, math.inf]),
+    grad_norm=st.sampled_from([math.inf, math.nan]),
+    finite=st.just(False),
+    overflow_is_routine=st.booleans(),
+    scale_at_minimum=st.booleans(),
+    can_promote=st.booleans(),
+    can_roll_back=st.booleans(),
+)
+GOOD = st.builds(
+    StepHealth,
+    step=st.just(1),
+    loss=st.floats(2.0, 3.0) | st.just(50.0),
+    grad_norm=st.floats(0.5, 2.0) | st.just(1e4),
+    finite=st.just(True),
+    update_ratio=st.sampled_from([None, 1e-7, 1e-3, 0.5]),
+    can_promote=st.booleans(),
+    can_roll_back=st.booleans(),
+)
+
+
+def others(section: GuardSection) -> int:
+    return section.cut_lr_budget + section.promote_budget + section.rollback_budget
+
+
+@settings(max_examples=300, deadline=None)
+@given(section=SECTIONS, data=st.data())
+def test_a_run_that_never_gets_healthy_ends_within_the_stated_bound(section: GuardSection, data: st.DataObject) -> None:
+    run = Run(section)
+    bound = section.max_consecutive_skips * (1 + others(section))
+    for count in range(1, bound + 1):
+        judgement = run.attempt(data.draw(BAD))
+        assert judgement.verdict is not Verdict.STEP
+        assert judgement.reason and "\n" not in judgement.reason
+        if judgement.verdict is Verdict.ABORT:
+            return
+        if data.draw(st.booleans()):
+            run.save()
+        assert count < bound
+
+
+@settings(max_examples=200, deadline=None)
+@given(section=SECTIONS, healths=st.lists(BAD | GOOD, max_size=150))
+def test_incidents_are_bounded_by_the_budgets_and_only_finite_steps_are_taken(
+    section: GuardSection, healths: list[StepHealth]
+) -> None:
+    run, incidents, ended = Run(section), 0, False
+    for health in healths:
+        judgement = run.attempt(health)
+        assert health.finite or judgement.verdict is not Verdict.STEP
+        assert judgement.reason or judgement.verdict is Verdict.STEP
+        if judgement.verdict is Verdict.ABORT:
+            ended = True
+            break
+        incidents += judgement.verdict is not Verdict.STEP and not judgement.routine
+    assert incidents == sum(run.guard.used.values()) <= section.skip_budget + others(section)
+    assert not ended or run.guard.used.keys() == {"skip", "cut_lr", "promote", "rollback"}
+
+
+@settings(max_examples=150, deadline=None)
+@given(section=SECTIONS, before=st.lists(BAD | GOOD, max_size=60), after=st.lists(BAD | GOOD, max_size=40))
+def test_a_run_resumed_anywhere_judges_as_an_unbroken_one(
+    section: GuardSection, before: list[StepHealth], after: list[StepHealth]
+) -> None:
+    unbroken, resumed = Run(section), Run(section)
+    for health in before:
+        unbroken.attempt(health)
+    resumed.step, resumed.skips, resumed.saved = unbroken.step, unbroken.skips, unbroken.saved
+    resumed.guard.load_state_dict(json.loads(json.dumps(unbroken.guard.state_dict())))
+    for health in after:
+        assert resumed.attempt(health) == unbroken.attempt(health)
+        assert resumed.guard.lr_factor == unbroken.guard.lr_factor
+        assert resumed.guard.take_due_demotions() == unbroken.guard.take_due_demotions()
+    assert resumed.guard.state_dict() == unbroken.guard.state_dict()
+
+
+@settings(max_examples=100, deadline=None)
+@given(section=SECTIONS, healths=st.lists(BAD | GOOD, max_size=60))
+def test_judging_is_the_same_on_every_rank_and_changes_nothing(
+    section: GuardSection, healths: list[StepHealth]
+) -> None:
+    here, there = Run(section), Run(section)
+    for health in healths:
+        state = here.guard.state_dict()
+        assert here.guard.judge(health) == here.guard.judge(health)
+        assert here.guard.state_dict() == state
+        assert here.attempt(health) == there.attempt(health)

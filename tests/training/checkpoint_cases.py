@@ -33,14 +33,14 @@ def trajectory(place: Place, *, stage: int, compute: str, folder: str, first: in
         if first > 1:
             found = checkpoints.find("auto")
             assert found is not None
-            progress = checkpoints.load(found, engine)
+            progress, _ = checkpoints.load(found, engine)
             assert progress.step == first - 1
         for step in range(first, last + 1):
             health = engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
             update = engine.step(health, 0.001)
             progress = progress.after(tokens=128, applied=update.applied)
             rows.append((health.loss, health.grad_norm, update.loss_scale, update.applied))
-        saved = checkpoints.save(engine, progress)
+        saved = checkpoints.save(engine, progress, {})
         return {
             "rows": rows,
             "masters": masters_of(engine),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+from collections.abc import Callable
 from typing import Any
 
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
@@ -12,9 +14,14 @@ from training.distributed import Place
 from training.loss_scaler import LossScaler
 
 
-def _random_case(draw: random.Random) -> tuple[LossScaleSection, list[bool]]:
+def _random_case(draw: random.Random, **keys: Any) -> tuple[LossScaleSection, list[bool]]:
     section = LossScaleSection(
-        initial=2.0 ** draw.randint(0, 6), window=draw.randint(1, 5), hysteresis=draw.randint(1, 3), minimum=1.0
+        initial=2.0 ** draw.randint(0, 6),
+        window=draw.randint(1, 5),
+        hysteresis=draw.randint(1, 3),
+        minimum=1.0,
+        escalate_within=20,
+        **keys,
     )
     rate = draw.random()
     return section, [draw.random() < rate for _ in range(draw.randint(1, 60))]
@@ -39,29 +46,60 @@ def traces(place: Place, *, examples: int) -> list[tuple[list, list]]:
             ours.update_scale(overflow)
             ours.settle()
             upstream.update_scale(overflow)
-            mine.append((ours.cur_scale, ours.cur_hysteresis))
+            mine.append((ours.cur_scale, ours.policy.hysteresis))
             theirs.append((upstream.cur_scale, upstream.cur_hysteresis))
         found.append((mine, theirs))
     return found
 
 
-def resumed_traces(place: Place, *, examples: int) -> list[tuple[list, list]]:
-    """(unbroken trace, trace with the state carried to a new scaler at a random step)."""
-    draw, found = random.Random(1), []
+def minimum_raises(place: Place, *, examples: int) -> list[tuple[int | None, int | None]]:
+    """Step at which we first report the minimum, and step at which upstream raises its bare Exception."""
+    draw, found = random.Random(2), []
     for _ in range(examples):
         section, pattern = _random_case(draw)
+        ours = LossScaler(section)
+        upstream = DynamicLossScaler(section.initial, section.window, section.minimum, section.hysteresis, False)
+        mine = theirs = None
+        for step, overflow in enumerate(pattern):
+            ours.update_scale(overflow)
+            ours.settle()
+            mine = step if mine is None and ours.at_minimum else mine
+            if theirs is None:
+                try:
+                    upstream.update_scale(overflow)
+                except Exception as error:
+                    assert "already at minimum" in str(error)
+                    theirs = step
+        found.append((mine, theirs))
+    return found
+
+
+def _through_state(scaler: LossScaler, section: LossScaleSection) -> LossScaler:
+    fresh = LossScaler(section)
+    fresh.load_state_dict(scaler.state_dict())
+    return fresh
+
+
+def _through_pickle(scaler: LossScaler, section: LossScaleSection) -> LossScaler:
+    return pickle.loads(pickle.dumps(scaler))
+
+
+def resumed_traces(place: Place, *, examples: int, policy: str, pickled: bool) -> list[tuple[list, list]]:
+    """(unbroken trace, trace of a scaler that was carried to another one at a random step)."""
+    carry: Callable[[LossScaler, LossScaleSection], LossScaler] = _through_pickle if pickled else _through_state
+    draw, found = random.Random(1), []
+    for _ in range(examples):
+        section, pattern = _random_case(draw, policy=policy)
         cut = draw.randrange(len(pattern))
         unbroken, broken = LossScaler(section), LossScaler(section)
         whole, pieces = [], []
         for index, overflow in enumerate(pattern):
             if index == cut:
-                state = broken.state_dict()
-                broken = LossScaler(section)
-                broken.load_state_dict(state)
+                broken = carry(broken, section)
             for scaler, trace in ((unbroken, whole), (broken, pieces)):
                 scaler.update_scale(overflow)
-                scaler.settle()
-                trace.append(scaler.state_dict())
+                change = scaler.settle()
+                trace.append((scaler.state_dict(), scaler.cur_scale, scaler.at_minimum, change))
         found.append((whole, pieces))
     return found
 
@@ -76,3 +114,49 @@ def story(place: Place) -> list[tuple[Any, ...]]:
         change = scaler.settle()
         rows.append((during, scaler.cur_scale, change.reason if change else None, scaler.at_minimum))
     return rows
+
+
+def static_story(place: Place) -> list[tuple[Any, ...]]:
+    """(scale, overflows in a row, at the minimum, change) of a static scaler that meets overflows."""
+    scaler = LossScaler(LossScaleSection(policy="static", initial=1000.0))
+    rows = []
+    for overflow in (False, True, True, False):
+        scaler.update_scale(overflow)
+        change = scaler.settle()
+        rows.append((scaler.cur_scale, scaler.consecutive_overflows, scaler.at_minimum, change))
+    return rows
+
+
+def discarded(place: Place, *, policy: str) -> list[tuple[dict, dict, Any]]:
+    """(state before, state after, change) of discarded steps spread among others, which go on as if there were none."""
+    draw = random.Random(3)
+    section, pattern = _random_case(draw, policy=policy)
+    with_guard, without = LossScaler(section), LossScaler(section)
+    rows = []
+    for overflow in pattern:
+        before, scale = with_guard.state_dict(), with_guard.cur_scale
+        with with_guard.skip_is_not_an_overflow():
+            with_guard.update_scale(True)
+        change = with_guard.settle()
+        assert with_guard.cur_scale == scale and not with_guard.at_minimum
+        rows.append((before, with_guard.state_dict(), change))
+        for scaler in (with_guard, without):
+            scaler.update_scale(overflow)
+            scaler.settle()
+        assert with_guard.state_dict() == without.state_dict()
+    return rows
+
+
+def discarded_but_applied(place: Place) -> str:
+    """The complaint when a step that was to be discarded is applied; afterwards the scaler works again."""
+    scaler = LossScaler(LossScaleSection(initial=8.0, hysteresis=1))
+    message = ""
+    try:
+        with scaler.skip_is_not_an_overflow():
+            scaler.update_scale(False)
+    except RuntimeError as error:
+        message = str(error)
+    scaler.update_scale(True)
+    scaler.settle()
+    assert scaler.cur_scale == 4.0
+    return message

@@ -1,8 +1,12 @@
-"""Our loss scaler makes upstream's decisions, which take effect at the end of the step."""
+"""Our loss scaler makes its policy's decisions, which take effect at the end of the step, and upstream accepts it."""
 
 from __future__ import annotations
 
+import pytest
+
 from tests.training import loss_scaler_cases
+
+POLICIES = ["deepspeed", "adaptive", "static"]
 
 
 def test_the_trace_is_upstreams(solo):
@@ -11,8 +15,17 @@ def test_the_trace_is_upstreams(solo):
     assert any(scale != 1.0 and scale != mine[0][0] for mine, _ in pairs for scale, _ in mine)
 
 
-def test_its_state_survives_a_round_trip_at_any_step(solo):
-    assert all(whole == broken for whole, broken in solo.run(loss_scaler_cases.resumed_traces, examples=300)[0])
+def test_the_minimum_is_reported_on_the_step_on_which_upstream_raises(solo):
+    pairs = solo.run(loss_scaler_cases.minimum_raises, examples=300)[0]
+    assert all(mine == upstream for mine, upstream in pairs)
+    assert sum(mine is not None for mine, _ in pairs) > 30
+
+
+@pytest.mark.parametrize("pickled", [False, True], ids=["state", "pickle"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_survives_a_round_trip_at_any_step(solo, policy, pickled):
+    pairs = solo.run(loss_scaler_cases.resumed_traces, examples=200, policy=policy, pickled=pickled)[0]
+    assert all(whole == broken for whole, broken in pairs)
 
 
 def test_a_change_waits_for_the_end_of_the_step_and_says_why(solo):
@@ -25,3 +38,22 @@ def test_a_change_waits_for_the_end_of_the_step_and_says_why(solo):
         (4.0, 4.0, None, False),
         (4.0, 8.0, "growth", False),
     ]
+
+
+def test_a_static_scale_stays_and_its_overflows_are_counted(solo):
+    assert solo.run(loss_scaler_cases.static_story)[0] == [
+        (1000.0, 0, False, None),
+        (1000.0, 1, False, None),
+        (1000.0, 2, False, None),
+        (1000.0, 0, False, None),
+    ]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_that_the_guard_discards_changes_nothing(solo, policy):
+    rows = solo.run(loss_scaler_cases.discarded, policy=policy)[0]
+    assert rows and all(before == after and change is None for before, after, change in rows)
+
+
+def test_a_step_that_was_to_be_discarded_but_is_applied_is_an_error(solo):
+    assert "was to be discarded" in solo.run(loss_scaler_cases.discarded_but_applied)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -92,14 +93,69 @@ def test_sigterm_saves_and_asks_for_a_restart(folder, unbroken):
 
 def test_a_run_that_only_skips_stops_with_a_diagnosis_and_a_checkpoint(folder):
     faults = "faults=[{kind: nan_gradient, step: 2}, {kind: inf_gradient, step: 3}]"
-    output = finish(command("python", folder, "diverged", faults, "guard.max_consecutive_skips=2"), exit_code=3)
+    output = finish(
+        command("python", folder, "diverged", faults, "guard.max_consecutive_skips=2", "guard.reactions=[skip,abort]"),
+        exit_code=3,
+    )
     steps = events(folder, "diverged", "step")
     assert [event["applied"] for event in steps] == [True, False, False]
     assert [event["skipped_total"] for event in steps] == [0, 1, 2]
     assert steps[1]["lr"] == steps[2]["lr"] > steps[0]["lr"]
-    assert events(folder, "diverged", "incident")[0]["verdict"] == "ABORT"
+    assert events(folder, "diverged", "incident")[-1]["verdict"] == "ABORT"
     assert (folder / "runs" / "diverged" / "checkpoints" / "step-3" / "state.json").is_file()
     assert "stopped  after step 3: 2 steps in a row were skipped" in output.splitlines()[-1]
+
+
+def test_a_rollback_leaves_the_offending_batch_out_and_the_run_ends_well(folder):
+    overrides = ["faults=[{kind: nan_loss, step: 4}]", "guard.reactions=[rollback, abort]"]
+    finish(command("python", folder, "rolled", *overrides))
+    steps = events(folder, "rolled", "step")
+    assert [event["step"] for event in steps] == [1, 2, 3, 4, 3, 4, 5, 6]
+    assert [event["applied"] for event in steps] == [True, True, True, False, True, True, True, True]
+    # Back to the checkpoint of step 2, whose next batches were 2 and 3; number 3 broke the run.
+    assert [event["position"] for event in steps] == [0, 1, 2, 3, 4, 5, 6, 7]
+    incident = events(folder, "rolled", "incident")[0]
+    assert incident["verdict"] == "ROLLBACK" and incident["rolled_back_to"].endswith("step-2")
+    assert [event["kind"] for event in events(folder, "rolled", "fault")] == ["nan_loss"]
+    named = events(folder, "rolled", "nonfinite")[0]
+    assert (named["rank"], named["module"], named["tensor"], named["kind"]) == (0, "loss", "loss", "nan")
+    assert steps[4]["lr"] == steps[2]["lr"]
+
+
+def test_a_cut_of_the_learning_rate_lasts_as_long_as_configured(folder, unbroken):
+    overrides = ["faults=[{kind: nan_gradient, step: 3}]", "guard.reactions=[cut_lr]", "guard.cut_lr_steps=2"]
+    finish(command("python", folder, "cut", *overrides))
+    applied = [event for event in events(folder, "cut", "step") if event["applied"]]
+    scheduled = [event["lr"] for event in unbroken[0]]
+    factors = [event["lr"] / rate for event, rate in zip(applied, scheduled, strict=False)]
+    assert factors == pytest.approx([1, 1, 0.5, 0.5, 1])
+
+
+def test_the_blamed_module_is_promoted_and_the_checkpoint_remembers_it(folder):
+    manifest = folder / "mixed.json"
+    rule = {"match": "*.layers.1.mlp.up_proj", "compute": "bf16", "reason": "a test"}
+    manifest.write_text(json.dumps({"default": "fp32", "rules": [rule]}))
+    hit = "faults=[{kind: nan_activation, step: 3, module: model.layers.1.mlp.up_proj}]"
+    overrides = [hit, "guard.reactions=[promote]", "precision.path=manifest", f"precision.manifest={manifest}"]
+    finish(command("python", folder, "promoted", *overrides))
+    incident = events(folder, "promoted", "incident")[0]
+    assert (incident["verdict"], incident["promoted_to"]) == ("PROMOTE", "fp32")
+    share = events(folder, "promoted", "precision")[0]["flop_share"]
+    assert set(share) == {"bf16", "fp32"} and 0 < share["bf16"] < 0.2
+    assert incident["modules"] == ["model.layers.1.mlp.up_proj"]
+    finish(command("python", folder, "promoted", "run.steps=8", *overrides))
+    before, after = (
+        event["regions"]["model.layers.1.mlp.up_proj"] for event in events(folder, "promoted", "run_start")
+    )
+    assert (before, after) == ("bf16", "fp32")
+
+
+def test_a_spike_is_skipped_when_asked_for(folder):
+    overrides = ["faults=[{kind: loss_spike, step: 18}]", "guard.spike_sigmas=6", "guard.spike_window=16"]
+    finish(command("python", folder, "spiked", "run.steps=20", *overrides))
+    refused = [event["step"] for event in events(folder, "spiked", "step") if not event["applied"]]
+    assert refused == [18]
+    assert "robust standard deviations" in events(folder, "spiked", "incident")[0]["reason"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""What is said about a tensor that is not finite, and how tensors are found in what modules take and return.
+
+kind. IEEE 754 makes nan out of inf (inf - inf, 0 * inf, inf / inf) and never inf out of nan. A tensor that holds both
+saw inf first, so it is reported as "inf"; "nan" means nan and no inf.
+
+Minus infinity on purpose: a tensor of zeros and -inf is an additive attention mask, and no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
+
+import torch
+
+LOSS = "loss"
+"""`Finding.module` for what is computed after the model: the loss itself, or its gradient on the way in."""
+MOST_FINDINGS = 5
+"""Findings an Inspector keeps: the first cause, and a few others that do not follow from it."""
+
+Kind = Literal["inf", "nan"]
+What = Literal["activation", "gradient", "parameter", "loss"]
+Description = tuple[Kind, int, float | None]
+"""Kind, number of non-finite values, largest finite magnitude."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tensor that is not finite although nothing before it explains that."""
+
+    module: str
+    """Module name as in named_modules(), the class name for the whole model, the full name of a parameter (also for a
+    parameter's gradient), or LOSS."""
+    tensor: What
+    """What it is: an output or intermediate of the module, a gradient its backward made, a weight, the loss."""
+    kind: Kind
+    """inf if the tensor holds any inf, else nan."""
+    count: int
+    """Values that are not finite in that tensor, on this rank."""
+    largest_finite: float | None
+    """Largest magnitude among its finite values; None if it has none."""
+    order: int
+    """0 for the first cause, then in the order of discovery."""
+    micro_batch: int = 0
+    """Forward pass since the Inspector was entered, from 0."""
+    seen: str = ""
+    """Where the tensor was caught, in words."""
+
+
+def describe(tensor: torch.Tensor) -> Description | None:
+    """(kind, number of non-finite values, largest finite magnitude) of a tensor; None if all of it is finite.
+
+    Integers, empty tensors and meta tensors are finite. Waits for the device.
+    """
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta:
+        return None
+    values = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()  # float8 has no isfinite
+    finite = torch.isfinite(values)
+    if bool(finite.all()):
+        return None
+    count = values.numel() - int(finite.sum())
+    kind: Kind = "inf" if bool(torch.isinf(values).any()) else "nan"
+    largest = float(torch.where(finite, values, 0.0).abs().max()) if count < values.numel() else None
+    return kind, count, largest
+
+
+def check_parameters(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Finding]:
+    """One Finding for each tensor (weights or masters, by full name) that is not finite, in the order given."""
+    described = ((name, describe(tensor)) for name, tensor in named_tensors)
+    bad = [(name, found) for name, found in described if found]
+    return [Finding(name, "parameter", *found, order) for order, (name, found) in enumerate(bad)]
+
+
+def first_bad(tensors: Iterable[torch.Tensor]) -> Description | None:
+    """`describe` of the first tensor that is not finite and no additive attention mask."""
+    for tensor in tensors:
+        found = describe(tensor)
+        if found and not _is_additive_mask(tensor):
+            return found
+    return None
+
+
+def _is_additive_mask(tensor: torch.Tensor) -> bool:
+    zero = tensor == 0
+    return bool(zero.any()) and bool((zero | (tensor == float("-inf"))).all())
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a tensor, tuple, list, mapping (ModelOutput is one) or dataclass, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_of(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from tensors_of(getattr(value, part.name))
+
+
+def replace_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with `change` applied to its tensors. Containers that a callee might write into are left as they are."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) is tuple:
+        return tuple(replace_tensors(item, change) for item in value)
+    return value

@@ -1,0 +1,276 @@
+"""The loss-scale policies: what the scale of an FP16 run does after an overflow and after a clean stretch.
+
+Why a scale at all. FP16 holds magnitudes from 2^-24 to 65504; gradients of a deep model sit at the small end, and what
+falls below 2^-24 is zero. Multiplying the loss by S multiplies every gradient by S (chain rule); dividing by S in FP32
+before the optimizer undoes it (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). S has to be large
+enough to lift small gradients and small enough that S times the largest one stays below 65504. Where that is moves
+while a model trains, so S is searched for: a step whose gradients are not finite is skipped and S falls; a stretch of
+steps without overflow lets S rise again. All three policies here are that search with different patience:
+
+- `DeepSpeedPolicy`: upstream's `DynamicLossScaler`, bit for bit. Halve after `hysteresis` overflows, double after a
+  clean window.
+- `AdaptivePolicy`: starts low, backs off harder and regrows more slowly when overflows come in a burst.
+- `StaticPolicy`: one scale for ever, the constant scale of Micikevicius et al.
+
+Scales are powers of two wherever the config lets them be: then scaling changes only the exponent and rounds nothing.
+
+A policy decides and holds counters, nothing else; it needs neither torch nor DeepSpeed. `training/loss_scaler.py` puts
+it into DeepSpeed's hands. Every rank runs the same policy on the same sequence of overflows, so all hold one scale.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Literal
+
+from config.schema import LossScaleSection
+
+Reason = Literal["overflow", "hysteresis", "growth"]
+
+MOST_ESCALATIONS = 2
+"""How often a burst may intensify the backoff and double the window: factor^4 and 4 windows at most."""
+LARGEST_BACKOFF = 256.0
+"""Cap of the intensified factor. FP16 spans 2^40 with its subnormals: 2^8 a step finds any scale in five overflows."""
+
+
+class ScalePolicy(ABC):
+    """The loss scale and the rule that moves it. `update` is called once for every attempted step."""
+
+    name: ClassVar[str]
+    scale: float
+    """Factor on the loss of the next step."""
+    consecutive_overflows: int
+    """Overflows in a row, the last update included."""
+    at_minimum: bool
+    """The last update was an overflow and the scale could not get smaller."""
+    reason: Reason | None
+    """Why the last update changed the scale or the hysteresis; None where it changed neither."""
+
+    def __init__(self, *, initial: float, minimum: float, maximum: float, hysteresis: int) -> None:
+        self._minimum, self._maximum = minimum, maximum
+        self._full_hysteresis = self.hysteresis = hysteresis
+        self.scale = initial
+        self.consecutive_overflows = 0
+        self.at_minimum = False
+        self.reason = None
+
+    def update(self, overflow: bool) -> None:
+        """Decide the scale of the next step. overflow: this step's gradients were not finite on some rank."""
+        scale, hysteresis = self.scale, self.hysteresis
+        self.at_minimum = False
+        if overflow:
+            self.consecutive_overflows += 1
+            self._after_overflow()
+        else:
+            self.consecutive_overflows = 0
+            self._after_clean_step()
+        if self.scale != scale:
+            self.reason = "overflow" if overflow else "growth"
+        else:
+            self.reason = "hysteresis" if self.hysteresis != hysteresis else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next decision depends on but the config, as plain types."""
+        shared = {"policy": self.name, "scale": self.scale, "consecutive_overflows": self.consecutive_overflows}
+        return shared | self._counters()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`. Limits and windows stay those of the config.
+
+        The state of another policy gives its scale, brought within this one's limits; its counters mean nothing here.
+        """
+        self.scale = min(max(float(state["scale"]), self._minimum), self._maximum)
+        self.consecutive_overflows = int(state["consecutive_overflows"])
+        self.at_minimum, self.reason = False, None
+        if state["policy"] == self.name:
+            self._load_counters(state)
+
+    def _back_off(self, factor: float) -> None:
+        self.at_minimum = self.scale <= self._minimum
+        self.scale = max(self.scale / factor, self._minimum)
+
+    def _grow(self, factor: float) -> None:
+        self.hysteresis = self._full_hysteresis
+        self.scale = min(self.scale * factor, self._maximum)
+
+    @abstractmethod
+    def _after_overflow(self) -> None: ...
+
+    @abstractmethod
+    def _after_clean_step(self) -> None: ...
+
+    @abstractmethod
+    def _counters(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _load_counters(self, state: dict[str, Any]) -> None: ...
+
+
+class DeepSpeedPolicy(ScalePolicy):
+    """The trace of DeepSpeed 0.19.8's `DynamicLossScaler` (consecutive_hysteresis off) on any pattern of overflows.
+
+    Hysteresis (from Megatron-LM, where DeepSpeed's scaler comes from): the first `hysteresis - 1` overflows since the
+    scale last grew cost a skipped step but not the scale, so that one freak batch does not cost a window of small
+    gradients. Two habits of upstream are kept because they are its trace: the first window after an overflow, and the
+    very first one, is one step longer than the others; and a minimum that is not a power of two is taken as it is.
+    Upstream has no maximum; where `maximum` is set, growth stops there.
+    """
+
+    name = "deepspeed"
+    _FACTOR = 2.0
+
+    def __init__(self, section: LossScaleSection) -> None:
+        super().__init__(
+            initial=section.initial_scale,
+            minimum=section.minimum,
+            maximum=section.largest_scale,
+            hysteresis=section.tolerated_overflows,
+        )
+        self._window = section.window
+        self._iteration = 0
+        self._last_overflow = -1
+
+    def _after_overflow(self) -> None:
+        if self.hysteresis == 1:
+            self._back_off(self._FACTOR)
+        else:
+            self.hysteresis -= 1
+        self._last_overflow = self._iteration
+        self._iteration += 1
+
+    def _after_clean_step(self) -> None:
+        stable = self._iteration - self._last_overflow - 1
+        if stable > 0 and stable % self._window == 0:
+            self._grow(self._FACTOR)
+        self._iteration += 1
+
+    def _counters(self) -> dict[str, Any]:
+        return {
+            "iteration": self._iteration,
+            "last_overflow_iteration": self._last_overflow,
+            "hysteresis": self.hysteresis,
+        }
+
+    def _load_counters(self, state: dict[str, Any]) -> None:
+        self._iteration = int(state["iteration"])
+        self._last_overflow = int(state["last_overflow_iteration"])
+        self.hysteresis = int(state["hysteresis"])
+
+
+class AdaptivePolicy(ScalePolicy):
+    """Backs off harder and regrows more slowly while overflows come in bursts.
+
+    - Conservative start (4096 unless `initial` says otherwise). The usual start is high, because a scale that is too
+      high is found in a few overflows and one that is too low only after many windows (TensorFlow's DynamicLossScale:
+      2^15; torch's GradScaler and NVIDIA Apex: 2^16). Every overflow is a skipped step, though, and the first steps of
+      a warm-up, with gradients larger than they will ever be again, are the ones skipped. 4096 is within the 8 to 32768
+      that Micikevicius et al. (2018, section 3.2) trained with.
+    - Back off by `factor` on an overflow, multiply by `factor` after `window` clean steps in a row (GradScaler's
+      backoff_factor, growth_factor and growth_interval).
+    - Burst: `escalate_after` overflows within `escalate_within` attempted steps escalate. The backoff factor squares
+      (2, 4, 16; `MOST_ESCALATIONS`, `LARGEST_BACKOFF`) from that overflow on, and the growth window doubles (1, 2, 4
+      windows). Halving takes sixteen skipped steps from 65536 to 1; this takes seven with the defaults. And a window
+      that was too short to find peace at the lower scale would climb straight back into the overflow. The next
+      escalation has to be earned by as many overflows again.
+    - One clean (lengthened) window restores factor and window.
+    - Hysteresis as in `DeepSpeedPolicy`, off by default (1). A burst overrules it: that is no freak batch.
+    - Never above `maximum` (2^24, as NVIDIA Apex has it). Gradients that are mostly exact zeros never overflow, and an
+      unbounded scale then doubles until the scaled loss itself is inf.
+    """
+
+    name = "adaptive"
+
+    def __init__(self, section: LossScaleSection) -> None:
+        super().__init__(
+            initial=section.initial_scale,
+            minimum=section.minimum,
+            maximum=section.largest_scale,
+            hysteresis=section.tolerated_overflows,
+        )
+        self._factor, self._base_window = section.factor, section.window
+        self._escalate_after, self._escalate_within = section.escalate_after, section.escalate_within
+        self._clean_steps = 0
+        self.escalation = 0
+        # How many updates ago the overflows since the last escalation happened, oldest first.
+        self._ages: list[int] = []
+
+    @property
+    def backoff(self) -> float:
+        """What the next overflow divides the scale by, unless it escalates or is tolerated."""
+        return max(self._factor, min(self._factor ** (2**self.escalation), LARGEST_BACKOFF))
+
+    @property
+    def window(self) -> int:
+        """Clean steps in a row after which the scale grows."""
+        return self._base_window * 2**self.escalation
+
+    def _after_overflow(self) -> None:
+        self._clean_steps = 0
+        self._age()
+        self._ages.append(0)
+        burst = len(self._ages) >= self._escalate_after
+        if burst:
+            self.escalation = min(self.escalation + 1, MOST_ESCALATIONS)
+            self._ages = []
+        if burst or self.hysteresis == 1:
+            self._back_off(self.backoff)
+        else:
+            self.hysteresis -= 1
+
+    def _after_clean_step(self) -> None:
+        self._age()
+        self._clean_steps += 1
+        if self._clean_steps >= self.window:
+            self._clean_steps = self.escalation = 0
+            self._grow(self._factor)
+
+    def _age(self) -> None:
+        self._ages = [age + 1 for age in self._ages if age + 1 < self._escalate_within]
+
+    def _counters(self) -> dict[str, Any]:
+        return {
+            "clean_steps": self._clean_steps,
+            "escalation": self.escalation,
+            "overflow_ages": list(self._ages),
+            "hysteresis": self.hysteresis,
+        }
+
+    def _load_counters(self, state: dict[str, Any]) -> None:
+        self._clean_steps = int(state["clean_steps"])
+        self.escalation = int(state["escalation"])
+        self._ages = [int(age) for age in state["overflow_ages"]]
+        self.hysteresis = int(state["hysteresis"])
+
+
+class StaticPolicy(ScalePolicy):
+    """Always `initial`. An overflow still skips its step, and is counted.
+
+    `at_minimum` stays False: a fixed scale has no minimum to reach, and a single overflow is no verdict on it. That
+    overflows do not end shows in `consecutive_overflows`.
+    """
+
+    name = "static"
+
+    def __init__(self, section: LossScaleSection) -> None:
+        scale = section.initial_scale
+        super().__init__(initial=scale, minimum=scale, maximum=scale, hysteresis=1)
+
+    def _after_overflow(self) -> None:
+        pass
+
+    def _after_clean_step(self) -> None:
+        pass
+
+    def _counters(self) -> dict[str, Any]:
+        return {}
+
+    def _load_counters(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def make_policy(section: LossScaleSection) -> ScalePolicy:
+    """The policy that precision.loss_scale asks for, at its first scale."""
+    policies: dict[str, type[DeepSpeedPolicy | AdaptivePolicy | StaticPolicy]] = {
+        policy.name: policy for policy in (DeepSpeedPolicy, AdaptivePolicy, StaticPolicy)
+    }
+    return policies[section.policy](section)

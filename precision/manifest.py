@@ -1,0 +1,276 @@
+"""The precision manifest: a JSON file that says which module computes in FP32, BF16 or FP16, and why.
+
+    {"default": "bf16",
+     "rules": [{"match": "*.q_proj", "compute": "fp16", "reason": "needs 11 bits of mantissa"},
+               {"match": "lm_head", "compute": "fp32", "reason": "logits feed the loss"}]}
+
+A *region* is a module that multiplies matrices itself, or a norm (`find_regions`). The default is the dtype of every
+matmul region that no rule matches. Rules refine it in reading order, **the last match wins**, as in .gitignore: write
+the general rule first and its exceptions below. A rule that matches no region, or that later rules overrule
+everywhere, is an error: it would promise something that does not happen.
+
+Norms compute in FP32. A glob on names alone never reaches them, or `model.layers.0.*` would lower them by accident; a
+rule lowers a norm only by naming its `module_class`.
+
+This module decides and touches no model; `precision.regions` puts the decision into effect.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import torch
+
+from config.errors import UserError
+
+Compute = Literal["fp32", "bf16", "fp16"]
+COMPUTES: tuple[str, ...] = get_args(Compute)
+RULE_KEYS = ("match", "module_class", "compute", "reason")
+MANIFEST_KEYS = ("$schema", "default", "rules")
+NORM_REASON = "norms compute in FP32 unless a rule names their module_class"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of the manifest. A region obeys it when every pattern given matches."""
+
+    match: str | None
+    """Glob (`*`, `?`, `[...]`; `*` also crosses dots) over the full module name; None: every name."""
+    module_class: str | None
+    """Glob over the names of the module's class and its base classes; None: every class."""
+    compute: Compute
+    """Dtype of the matching regions."""
+    reason: str
+    """Why, in the user's words."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checked manifest."""
+
+    default: Compute
+    """The ambient dtype: that of matmul regions without a rule, in which regions hand over their outputs."""
+    rules: tuple[Rule, ...]
+    """In the order of the file; the last match wins."""
+    path: Path
+    """Where it was read, for messages."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one region computes in, and who said so."""
+
+    compute: Compute
+    rule_index: int | None
+    """Index into Manifest.rules; None: no rule matched."""
+    reason: str
+
+
+RegionKind = Literal["matmul", "attention", "functional", "norm"]
+
+
+def load_manifest(path: Path) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        UserError: the file is missing or no JSON, a key is unknown, missing, double or of the wrong type, a dtype is
+            not one of fp32, bf16, fp16, a rule has no pattern, or a reason is empty. One line that names file and key.
+    """
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such precision manifest; set precision.manifest to a JSON file") from None
+    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise UserError(f"{path}: cannot be read as a precision manifest: {' '.join(str(error).split())}") from error
+    _check_keys(path, "", tree, MANIFEST_KEYS, required=("default",))
+    rules = tree.get("rules", [])
+    if not isinstance(rules, list):
+        raise UserError(f"{path}: rules = {json.dumps(rules)[:80]} is not a list of rules; write [{{...}}, ...]")
+    checked = tuple(_rule(path, f"rules[{index}]", rule) for index, rule in enumerate(rules))
+    return Manifest(_compute(path, "default", tree["default"]), checked, path)
+
+
+def to_dict(manifest: Manifest) -> dict[str, Any]:
+    """The manifest as plain types; `load_manifest` reads its JSON back to equal rules."""
+    rules = [
+        {key: getattr(rule, key) for key in RULE_KEYS if getattr(rule, key) is not None} for rule in manifest.rules
+    ]
+    return {"default": manifest.default, "rules": rules}
+
+
+def manifest_sha256(manifest: Manifest) -> str:
+    """Hex digest of the content: independent of path, layout and key order of the file."""
+    return hashlib.sha256(json.dumps(to_dict(manifest), sort_keys=True).encode()).hexdigest()
+
+
+def find_regions(model: torch.nn.Module) -> dict[str, RegionKind]:
+    """Full name to kind of every module that gets a region, in the order of `named_modules`.
+
+    matmul: Linear, transformers' Conv1D, convolutions. attention: a module with `Attention` in its class name that
+    has projections below it and no further attention; QK^T and PV, in whichever kernel, are its own. functional: a
+    module that owns a parameter of two or more dimensions and is no embedding, such as fused experts and routers.
+    norm: a childless module with `Norm` in the name of its class or of a base class.
+    """
+    found: dict[str, RegionKind] = {}
+    inside_fused = ""  # torch's MultiheadAttention uses its projection's weights without calling the projection
+    for name, module in model.named_modules():
+        if inside_fused and name.startswith(inside_fused):
+            continue
+        kind = _kind(module)
+        if kind is not None:
+            found[name] = kind
+        if isinstance(module, torch.nn.MultiheadAttention):
+            inside_fused = f"{name}."
+    return found
+
+
+def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
+    """The dtype of every region of `model`, by full module name.
+
+    Raises:
+        UserError: a rule matches no region, or later rules overrule it everywhere.
+    """
+    modules = dict(model.named_modules())
+    regions = find_regions(model)
+    assigned: dict[str, Assignment] = {
+        name: Assignment("fp32", None, NORM_REASON) if kind == "norm" else Assignment(manifest.default, None, "default")
+        for name, kind in regions.items()
+    }
+    matched: list[list[str]] = []
+    for index, rule in enumerate(manifest.rules):
+        names = [name for name, kind in regions.items() if _matches(rule, name, modules[name], kind)]
+        if not names:
+            raise _matches_nothing(manifest, index, modules, regions)
+        matched.append(names)
+        assigned.update({name: Assignment(rule.compute, index, rule.reason) for name in names})
+    for index, names in enumerate(matched):
+        winners = {assigned[name].rule_index for name in names}
+        if index not in winners:
+            over = ", ".join(
+                f"rules[{winner}]" for winner in sorted(winner for winner in winners if winner is not None)
+            )
+            raise UserError(
+                f"{_where(manifest, index)} has no effect: {over} below overrules it everywhere, because the last "
+                f"match wins; put the general rule first, or remove this one"
+            )
+    return assigned
+
+
+def nearest(name: str, known: Iterator[str] | list[str] | tuple[str, ...]) -> str:
+    """`; did you mean ...?` with the names nearest to `name`, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _kind(module: torch.nn.Module) -> RegionKind | None:
+    classes = _class_names(module)
+    convolution = isinstance(module, torch.nn.modules.conv._ConvNd)
+    if isinstance(module, torch.nn.Linear) or convolution or type(module).__name__ == "Conv1D":
+        return "matmul"
+    if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        return None
+    childless = next(module.children(), None) is None
+    if childless and any("Norm" in name for name in classes):
+        return "norm"
+    if isinstance(module, torch.nn.MultiheadAttention) or _is_attention(module):
+        return "attention"
+    # ZeRO-3 leaves an empty tensor in place of a partitioned parameter and keeps the shape in ds_shape.
+    shapes = (getattr(parameter, "ds_shape", parameter.shape) for parameter in module.parameters(recurse=False))
+    return "functional" if any(len(shape) >= 2 for shape in shapes) else None
+
+
+def _is_attention(module: torch.nn.Module) -> bool:
+    if "Attention" not in type(module).__name__:
+        return False
+    below = list(module.modules())[1:]
+    return any(_kind(child) == "matmul" for child in below) and not any(
+        "Attention" in type(child).__name__ for child in below
+    )
+
+
+def _class_names(module: torch.nn.Module) -> list[str]:
+    return [kind.__name__ for kind in type(module).__mro__ if kind not in (torch.nn.Module, object)]
+
+
+def _matches(rule: Rule, name: str, module: torch.nn.Module, kind: RegionKind) -> bool:
+    if rule.module_class is None:
+        return kind != "norm" and fnmatchcase(name, rule.match or "*")
+    return fnmatchcase(name, rule.match or "*") and any(
+        fnmatchcase(class_name, rule.module_class) for class_name in _class_names(module)
+    )
+
+
+def _matches_nothing(
+    manifest: Manifest, index: int, modules: dict[str, torch.nn.Module], regions: dict[str, RegionKind]
+) -> UserError:
+    rule, where = manifest.rules[index], _where(manifest, index)
+    named = [name for name in modules if fnmatchcase(name, rule.match or "*")]
+    if rule.match is not None and not named:
+        return UserError(f"{where} matches no module{nearest(rule.match, list(regions))}")
+    if rule.module_class is not None:
+        there = list(dict.fromkeys(type(modules[name]).__name__ for name in named if name in regions))
+        shown = f"{nearest(rule.module_class, there)}; there are {', '.join(there)}" if there else ""
+        return UserError(f"{where} matches no module that computes{shown}")
+    if any(regions.get(name) == "norm" for name in named):
+        return UserError(f"{where} matches only norms, which stay FP32; name their module_class to change that")
+    return UserError(
+        f"{where} matches {named[0]}, a {type(modules[named[0]]).__name__} without matmuls of its own; "
+        f"write {rule.match}.* for what is inside it"
+    )
+
+
+def _where(manifest: Manifest, index: int) -> str:
+    rule = manifest.rules[index]
+    given = [f"{key} = '{getattr(rule, key)}'" for key in ("match", "module_class") if getattr(rule, key) is not None]
+    return f"{manifest.path}: rules[{index}] ({', '.join(given)} to {rule.compute})"
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key '{double}' is given twice in the same object; keep one")
+    return tree
+
+
+def _check_keys(path: Path, where: str, tree: Any, known: tuple[str, ...], required: tuple[str, ...]) -> None:
+    place = where or "the top level"
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: {place} = {json.dumps(tree)[:80]} is not an object with {', '.join(required)}")
+    dot = f"{where}." if where else ""
+    for key in tree:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"{place} has: {', '.join(known)}"
+            raise UserError(f"{path}: {dot}{key}: no such key; {hint}")
+    for key in required:
+        if key not in tree:
+            raise UserError(f"{path}: {dot}{key} is missing; give it")
+
+
+def _rule(path: Path, where: str, tree: Any) -> Rule:
+    _check_keys(path, where, tree, RULE_KEYS, required=("compute", "reason"))
+    for key in ("match", "module_class", "reason"):
+        if key in tree and (not isinstance(tree[key], str) or not tree[key].strip()):
+            raise UserError(f"{path}: {where}.{key} = {json.dumps(tree[key])[:80]} is not text; write it in quotes")
+    if "match" not in tree and "module_class" not in tree:
+        raise UserError(f"{path}: {where} says no module; give match (a name glob), module_class, or both")
+    compute = _compute(path, f"{where}.compute", tree["compute"])
+    return Rule(tree.get("match"), tree.get("module_class"), compute, tree["reason"])
+
+
+def _compute(path: Path, key: str, value: Any) -> Compute:
+    if not isinstance(value, str) or value not in COMPUTES:
+        near = difflib.get_close_matches(str(value), ("bfloat16", "float16", "float32", *COMPUTES), n=1)
+        short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+        hint = f"; did you mean {short.get(near[0], near[0])}?" if near else ""
+        raise UserError(f"{path}: {key} = {json.dumps(value)[:80]} is not one of {', '.join(COMPUTES)}{hint}")
+    return cast(Compute, value)

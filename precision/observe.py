@@ -1,0 +1,194 @@
+"""See in which dtype every module really computed, and hold it against what was promised.
+
+A manifest is a wish until someone looks. `Observation` looks where nothing can hide: a `TorchDispatchMode` sees every
+operator after autograd and autocast are done with it, so the operands of `mm` have the dtype that the kernel gets. A
+stack of the modules whose `forward` is running says whose operator it is: that of the innermost one. Backward passes
+run outside every `forward` and are not counted; recomputation of checkpointed blocks is.
+
+Attention is the common surprise: without a fused kernel (on a CPU: with attention dropout) `sdpa` widens to FP32.
+
+FLOPs count one multiply-add as two (torch.utils.flop_counter's formulas; attention 2 B H S_q S_k (D + D_v), causality
+not deducted) and are booked under the dtype of the operands, of forward and recomputation.
+
+It changes no bit of the pass. It slows it down, and sees nothing inside a `torch.compile`d graph: use it on a pass now
+and then.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from config.errors import UserError
+
+ROOT = "(model)"
+"""Name under which matmuls in the model's own forward are booked."""
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+# Operator to the positions of its matrix operands.
+_MATMULS = {
+    "aten::mm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::bmm": (0, 1),
+    "aten::baddbmm": (1, 2),
+    "aten::addmv": (1, 2),
+    "aten::mv": (0, 1),
+    "aten::dot": (0, 1),
+    "aten::convolution": (0, 1),
+    "aten::_grouped_mm": (0, 1),
+    "aten::_addmm_activation": (1, 2),
+}
+# Fused attention kernels, whatever their suffix; operands are query, key and value.
+_ATTENTIONS = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn", "flex_attention")
+_NORMS = {
+    "aten::rsqrt": (0,),
+    "aten::native_layer_norm": (0,),
+    "aten::_fused_rms_norm": (0,),
+    "aten::native_group_norm": (0,),
+    "aten::native_batch_norm": (0,),
+    "aten::_native_batch_norm_legit": (0,),
+    "aten::cudnn_batch_norm": (0,),
+}
+_KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+class PrecisionMismatch(UserError):
+    """A module computed in another dtype than the manifest promised, or did not compute at all."""
+
+
+class Observation:
+    """`with Observation(model) as seen: model(...)`, then `seen.computed` and `seen.flops`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.flops: dict[str, int] = defaultdict(int)
+        """Dtype to matmul FLOPs of the observed forward passes and recomputations."""
+        self._matmuls: dict[str, set[str]] = defaultdict(set)
+        self._norms: dict[str, set[str]] = defaultdict(set)
+        self._model = model
+        self._running: list[str] = []
+        self._exit = ExitStack()
+
+    @property
+    def computed(self) -> dict[str, set[str]]:
+        """Module name to the dtypes of the operands of its own matmuls; for norms those of the normalisation."""
+        return {**self._norms, **self._matmuls}
+
+    def flop_share(self) -> dict[str, float]:
+        """Dtype to its share of all matmul FLOPs, summing to 1; empty when nothing was observed."""
+        total = sum(self.flops.values())
+        return {name: count / total for name, count in sorted(self.flops.items())} if total else {}
+
+    def __enter__(self) -> Observation:
+        with ExitStack() as stack:
+            for name, module in self._model.named_modules():
+                before = module.register_forward_pre_hook(self._entering(name or ROOT))
+                # always_call: checkpointing ends a recomputation early with an exception
+                after = module.register_forward_hook(self._leaving, always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            stack.enter_context(_Watch(self._see))
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+        self._running.clear()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(module: torch.nn.Module, args: Any) -> None:
+            self._running.append(name)
+
+        return enter
+
+    def _leaving(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+
+    def _see(self, func: Any, name: str, args: tuple, output: Any) -> None:
+        if not self._running or "backward" in name:
+            return
+        where = self._running[-1]
+        if name in _NORMS:
+            self._norms[where].update(_dtypes(args, _NORMS[name]))
+            return
+        attention = name.startswith(_ATTENTIONS)
+        operands = (0, 1, 2) if attention else _MATMULS.get(name)
+        if operands is None:
+            return
+        dtypes = _dtypes(args, operands)
+        self._matmuls[where].update(dtypes)
+        self.flops[dtypes[0]] += _attention_flops(*args[:3]) if attention else _flops(func, name, args, output)
+
+
+def verify(observation: Observation, dtypes: Mapping[str, str], *, may_idle: Collection[str] = ()) -> None:
+    """Hold what was observed against what was promised (`Regions.dtypes`, `Regions.may_idle`).
+
+    Raises:
+        PrecisionMismatch: some module computed in another dtype, or did not compute and is not in `may_idle`. Names
+            the module, the promised and the actual dtype, and how many more there are.
+    """
+    computed = observation.computed
+    wrong = []
+    for name, promised in dtypes.items():
+        actual = computed.get(name, set())
+        if not actual and name not in may_idle:
+            wrong.append(f"{name}: {promised} was promised, but it computed nothing that was seen")
+        elif actual - {promised}:
+            wrong.append(f"{name}: {promised} was promised, but it computed in {' and '.join(sorted(actual))}")
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise PrecisionMismatch(
+            f"{wrong[0]}{more}; module or kernel casts by itself: give it a rule with the dtype that it computes in"
+        )
+
+
+class _Watch(TorchDispatchMode):
+    """Calls back with every operator after it ran."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, see: Callable[[Any, str, tuple, Any], None]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverload):
+            name = func._schema.name
+            if name not in _MATMULS and not any(map(func.has_kernel_for_dispatch_key, _KERNELS)):
+                # Under inference_mode linear and the like come whole: take them apart, seen by us. Never an operator
+                # with a kernel of its own: silu_backward in pieces rounds more often than in one.
+                with self:
+                    output = func.decompose(*args, **kwargs)
+                if output is not NotImplemented:
+                    return output
+        else:
+            name = str(func)
+        output = func(*args, **kwargs)
+        self._see(func, name, args, output)
+        return output
+
+
+def _dtypes(args: tuple, positions: tuple[int, ...]) -> list[str]:
+    seen = [args[index].dtype for index in positions]
+    return [_NAMES.get(dtype, str(dtype).removeprefix("torch.")) for dtype in seen]
+
+
+def _flops(func: Any, name: str, args: tuple, output: Any) -> int:
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is not None:
+        return int(formula(*args, out_val=output))
+    # Each element of the result is a dot product over the last dimension of the first operand.
+    return 2 * output.numel() * args[_MATMULS[name][0]].shape[-1]
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """query: (B, H, S_q, D); key: (B, H_kv, S_k, D); value: (B, H_kv, S_k, D_v)."""
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])

@@ -1,0 +1,267 @@
+"""Put a precision manifest into effect: every matmul region computes in a `torch.autocast` region of its own.
+
+How it works. Parameters stay FP32: they are the masters, ZeRO shards them, the optimizer updates them. A region's
+`forward` is replaced, on the instance, by one that enters `torch.autocast` with the region's dtype, calls the original
+and casts the result for its caller. Autocast casts the operands of each matmul, weights included, and its backward
+casts the gradients back, so that parameter gradients are FP32 whatever the region computes in. An FP32 region runs with
+autocast off on inputs cast to FP32. `Module.__call__` still runs all hooks around the new `forward`, so ZeRO-3 has
+gathered the parameters when it starts. Changing a region's dtype changes one entry of a dict.
+
+Which dtype flows where.
+- *Matmul outputs* are handed back in the dtype of the region that encloses the module: the attention module's for the
+  projections inside it, else the manifest's default. So what flows between modules does not depend on any rule, and
+  FP16 and BF16 never meet: under autocast, `add` or `cat` of the two raises. The output embedding (lm_head) alone
+  keeps its own dtype: its consumer is the FP32 loss, and FP32 logits rounded to BF16 would be FP32 in name only.
+- *Fused experts and routers* get their inputs and weights in their dtype: autocast does not know grouped matmuls.
+- *Norms* compute in FP32 and hand back the dtype they were given.
+- *The residual stream is FP32*, as under plain `torch.autocast`: embeddings are FP32 and FP32 + BF16 is FP32. It is a
+  sum over all blocks; in BF16, with 8 bits of mantissa, it would drop what later blocks add, and in FP16 its largest
+  channels can pass 65504. It also means that an island reads inputs that nothing has rounded to the ambient dtype.
+  The price is four bytes per element where a 16-bit model pays two.
+- *RoPE, softmax in fused attention kernels and the loss* stay FP32.
+
+Why autocast's weight cache is off. It is keyed by the parameter alone, not by the dtype: a tied weight used in a BF16
+and an FP16 region would get the first one's copy in both. And it would hold a 16-bit copy of each weight that ZeRO-3
+has gathered until the forward pass ends.
+
+Checkpointing. Both of torch's implementations recompute by calling the modules again, so the same `forward` enters the
+same region. `set` must therefore be called between two steps, never between a forward and its backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from config.errors import UserError
+from precision.manifest import COMPUTES, Assignment, Compute, Manifest, RegionKind, assign, find_regions, nearest
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A region that changed its dtype after it was built."""
+
+    name: str
+    old: str
+    new: str
+    reason: str
+
+
+class Regions:
+    """The regions of one model. Works on the model in place until `close`."""
+
+    def __init__(self, model: torch.nn.Module, manifest: Manifest) -> None:
+        """Raises UserError when a rule of the manifest matches nothing (see `precision.manifest.assign`)."""
+        self.manifest = manifest
+        self.assignments: dict[str, Assignment] = assign(manifest, model)
+        """What the manifest says, with rule and reason; live changes are in `changes`."""
+        self.changes: list[Change] = []
+        """Live changes in their order."""
+        self._model = model
+        self._kinds = find_regions(model)
+        self._compute: dict[str, str] = {name: given.compute for name, given in self.assignments.items()}
+        find_head: Any = getattr(model, "get_output_embeddings", None)
+        head = find_head() if callable(find_head) else None
+        self._patched: list[tuple[torch.nn.Module, Any]] = []
+        modules = dict(model.named_modules())
+        for name, kind in self._kinds.items():
+            module = modules[name]
+            self._patched.append((module, module.__dict__.get("forward")))
+            module.forward = self._wrap(name, kind, module, hands_back_own=module is head)
+        self._patched.append((model, model.__dict__.get("forward")))
+        model.forward = self._with_ambient(model.forward)
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Module name to the dtype it has to compute in now: fp32, bf16 or fp16. A copy."""
+        return dict(self._compute)
+
+    @property
+    def may_idle(self) -> frozenset[str]:
+        """Regions that may show no matmul in a healthy pass: norms, modules found by their parameters, experts."""
+        return frozenset(
+            name for name, kind in self._kinds.items() if kind in ("norm", "functional") or "expert" in name
+        )
+
+    def uses(self, compute: str) -> bool:
+        """Whether the ambient dtype or any region is `compute`. True for fp16 means that the loss needs a scale."""
+        return compute == self.manifest.default or compute in self._compute.values()
+
+    def set(self, name: str, compute: str, reason: str) -> Change | None:
+        """Let a region compute in another dtype from the next forward pass on; None when it already does.
+
+        Call it on every rank alike, between two steps. Raises UserError for an unknown region or dtype.
+        """
+        self._check(name, compute)
+        old = self._compute[name]
+        if old == compute:
+            return None
+        self._compute[name] = compute
+        change = Change(name, old, compute, reason)
+        self.changes.append(change)
+        return change
+
+    def state_dict(self) -> dict[str, str]:
+        """Region name to dtype, of the regions whose dtype is no longer the manifest's."""
+        return {name: now for name, now in self._compute.items() if now != self.assignments[name].compute}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """The manifest's dtypes with the live changes of a checkpoint laid over them.
+
+        Raises UserError when the state names a region that this model does not have; nothing has changed then.
+        """
+        for name, compute in state.items():
+            self._check(name, compute)
+        wanted = {name: str(given.compute) for name, given in self.assignments.items()} | state
+        for name, compute in wanted.items():
+            self.set(name, compute, "resumed")
+
+    @contextmanager
+    def ambient(self) -> Iterator[None]:
+        """What is outside every region runs in the manifest's default dtype inside.
+
+        The model's own forward enters it (within DeepSpeed's engine, which switches off an autocast that is on when the
+        engine is called); it is for calls of parts of the model. The backward pass belongs outside: autograd sums
+        gradients with `add`, which refuses to mix BF16 and FP16 under autocast.
+        """
+        device_type = next(self._model.parameters()).device.type
+        with _autocast(device_type, self.manifest.default):
+            yield
+
+    def close(self) -> None:
+        """Give every module its own forward back."""
+        for module, before in reversed(self._patched):
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+        self._patched.clear()
+
+    def _check(self, name: str, compute: str) -> None:
+        if name not in self._compute:
+            raise UserError(f"{name}: no region of this model has that name{nearest(name, list(self._compute))}")
+        if compute not in COMPUTES:
+            raise UserError(f"{name}: {compute} is not one of {', '.join(COMPUTES)}")
+
+    def _with_ambient(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.ambient():
+                return original(*args, **kwargs)
+
+        return forward
+
+    def _wrap(
+        self, name: str, kind: RegionKind, module: torch.nn.Module, *, hands_back_own: bool
+    ) -> Callable[..., Any]:
+        original = module.forward
+        if kind == "norm":
+
+            @functools.wraps(original)
+            def norm_forward(*args: Any, **kwargs: Any) -> Any:
+                return _run_norm(module, original, DTYPES[self._compute[name]], args, kwargs)
+
+            return norm_forward
+        enclosing = self._enclosing(name)
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            compute = self._compute[name]
+            device_type = _device_type(args, kwargs)
+            dtype = DTYPES[compute]
+            if compute == "fp32":
+                args, kwargs = _cast((args, kwargs), (torch.bfloat16, torch.float16), dtype)
+            elif kind == "functional":  # autocast does not know the grouped matmuls of fused experts
+                args, kwargs = _cast((args, kwargs), tuple(NAMES), dtype)
+            elif (
+                kind == "attention"
+            ):  # operators that promote must not see the other 16 bits: widen, which loses nothing
+                other = torch.float16 if compute == "bf16" else torch.bfloat16
+                args, kwargs = _cast((args, kwargs), (other,), torch.float32)
+            own = _own_parameters_in(module, dtype) if kind == "functional" else nullcontext()
+            with own, _autocast(device_type, compute):
+                output = original(*args, **kwargs)
+            back = self._compute[enclosing] if enclosing is not None else self.manifest.default
+            if back == compute or hands_back_own:
+                return output
+            return _cast(output, (dtype,), DTYPES[back])
+
+        return forward
+
+    def _enclosing(self, name: str) -> str | None:
+        """The nearest region around `name`, which is the one that consumes its output."""
+        parent = name
+        while parent:
+            parent = parent.rpartition(".")[0]
+            if parent in self._kinds:
+                return parent
+        return None
+
+
+def _autocast(device_type: str, compute: Compute | str) -> torch.autocast:
+    enabled = compute != "fp32"  # a dtype must be given also where autocast is off
+    dtype = DTYPES[compute] if enabled else torch.bfloat16
+    return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def _run_norm(
+    module: torch.nn.Module, original: Callable[..., Any], dtype: torch.dtype, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """A norm on inputs and weights in `dtype`, with autocast off, handed back in the dtype of its first input."""
+    given = next((item.dtype for item in _tensors((args, kwargs)) if item.dtype in NAMES), dtype)
+    device_type = _device_type(args, kwargs)
+    args, kwargs = _cast((args, kwargs), tuple(NAMES), dtype)
+    with _own_parameters_in(module, dtype), _autocast(device_type, "fp32"):
+        output = original(*args, **kwargs)
+    return _cast(output, tuple(NAMES), given)
+
+
+@contextmanager
+def _own_parameters_in(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, the module's own code sees its parameters in `dtype`; their gradients arrive at the FP32 parameters.
+
+    An instance attribute hides the parameter of the same name from `self.weight`, and from nothing else: hooks,
+    state_dict and ZeRO go on seeing the parameter.
+    """
+    held = module.named_parameters(recurse=False)
+    shadows = {name: item.to(dtype) for name, item in held if item.dtype in NAMES and item.dtype != dtype}
+    module.__dict__.update(shadows)
+    try:
+        yield
+    finally:
+        for name in shadows:
+            del module.__dict__[name]
+
+
+def _device_type(args: tuple, kwargs: dict[str, Any]) -> str:
+    return next((item.device.type for item in _tensors((args, kwargs))), "cpu")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _cast(value: Any, sources: tuple[torch.dtype, ...], target: torch.dtype) -> Any:
+    """`value` with every tensor of a source dtype in `target`; looks into tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return value.to(target) if value.dtype in sources else value
+    if type(value) in (tuple, list):
+        return type(value)(_cast(item, sources, target) for item in value)
+    if type(value) is dict:
+        return {key: _cast(item, sources, target) for key, item in value.items()}
+    return value

@@ -1,0 +1,75 @@
+"""How unusual is a number, judged by the healthy numbers before it.
+
+Mean and standard deviation are the wrong ruler for this: one spike of a thousand in a window of 128 drags the mean up
+and inflates the deviation so much that the next spike passes. The median and the median absolute deviation (MAD) do
+not move until half of the window is spoiled, the highest breakdown point there is (Rousseeuw and Croux 1993,
+"Alternatives to the Median Absolute Deviation", section 1). For normal data 1.4826 x MAD estimates the standard
+deviation, so
+
+    score = (value - median) / (1.4826 x MAD)
+
+reads like the familiar number of sigmas. Quantities that vary by a factor, such as gradient norms, belong into the
+window as logarithms: their noise is close to lognormal, and "twice the usual" should weigh the same at any size.
+
+Two limits keep the score honest. Until the window is half full there is none, because the MAD of a handful of values
+is often far too small. And the spread is never taken as less than `floor`, because values that happen to repeat (MAD
+0) would otherwise make every change an infinite spike.
+
+The window itself is resistant, and its owner keeps it cleaner still by pushing only values that were accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+from typing import Any
+
+NORMAL_CONSISTENCY = 1.4826
+"""1 / the 75% quantile of the standard normal: turns a MAD into a standard deviation for normal data."""
+
+
+class RobustWindow:
+    """The newest `size` accepted values of one quantity. Memory and time are O(size); 128 values take microseconds."""
+
+    def __init__(self, size: int, *, floor: float = 0.01) -> None:
+        """size: values kept. floor: smallest standard deviation believed, in the unit of the values.
+
+        Raises:
+            ValueError: a size below 2 or a floor that is not positive.
+        """
+        if size < 2 or not floor > 0:
+            raise ValueError(f"a window of {size} values with floor {floor} cannot score anything")
+        self._values: deque[float] = deque(maxlen=size)
+        self._size = size
+        self._floor = floor
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def median(self) -> float | None:
+        """Median of the values; None while the window is less than half full."""
+        return median(self._values) if 2 * len(self._values) >= self._size else None
+
+    def push(self, value: float) -> None:
+        """Remember an accepted value. Raises ValueError for inf and nan, which nobody should have accepted."""
+        if not math.isfinite(value):
+            raise ValueError(f"{value} is not a value to measure others by")
+        self._values.append(float(value))
+
+    def score(self, value: float) -> float | None:
+        """Robust standard deviations of `value` above (positive) or below the median; None until half full."""
+        center = self.median
+        if center is None:
+            return None
+        spread = NORMAL_CONSISTENCY * median(abs(item - center) for item in self._values)
+        return (value - center) / max(spread, self._floor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values, oldest first, as plain floats."""
+        return {"values": list(self._values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; a smaller window than the saved one keeps the newest values."""
+        self._values = deque((float(value) for value in state["values"]), maxlen=self._size)

@@ -1,0 +1,134 @@
+"""What can be wrong with a step, found on a few numbers that every rank shares.
+
+Each function looks for one kind of trouble and says it in words: what it saw, with the numbers, what to look at, and
+which of the guard's reactions can do anything about it. What is done is for precision/guard.py to decide.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+from precision.robust_window import RobustWindow
+
+_ANY = ("skip", "cut_lr", "promote", "rollback")
+
+
+@dataclass(frozen=True)
+class StepHealth:
+    """What the guard knows of a step between its backward pass and its optimizer step; the same on every rank."""
+
+    step: int
+    """Attempted step, counted from 1."""
+    loss: float
+    """Raw mean loss over the global batch, in nats per label token; inf or nan if it is."""
+    grad_norm: float
+    """Global norm of the unscaled gradient before clipping; inf or nan if it is."""
+    finite: bool
+    """Whether the loss and every gradient on every rank is finite."""
+    overflow_is_routine: bool = False
+    """FP16 under dynamic loss scaling."""
+    scale_at_minimum: bool = False
+    """The loss scale could not get smaller if this step overflows. Read only when the step is not finite."""
+    consecutive_skips: int = 0
+    """Steps right before this one that were not applied, whoever refused them."""
+    update_ratio: float | None = None
+    """Norm of the update over norm of the weights at the step before this one. None when that step was not applied or
+    not measured, and during the warm-up, where the ratio has to be small."""
+    can_promote: bool = False
+    """Some blamed module can still be promoted."""
+    can_roll_back: bool = False
+    """There is a good checkpoint."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something wrong with a step."""
+
+    what: str
+    """What was seen, with the numbers."""
+    look_at: str
+    """Where a reader finds out more, or what to change."""
+    helps: tuple[str, ...]
+    """The reactions of guard.reactions that can do something about it."""
+    routine: bool = False
+    """An FP16 overflow that the loss scale answers."""
+
+
+def not_finite(health: StepHealth) -> Trouble | None:
+    """A loss or a gradient that is inf or nan.
+
+    While nothing finite comes in at the smallest scale no step is applied, so neither another skip nor a smaller
+    learning rate changes anything. A loss that is itself not finite is never routine: the scale comes in after it.
+    """
+    if health.finite and math.isfinite(health.loss) and math.isfinite(health.grad_norm):
+        return None
+    what = f"the step is not finite (loss {health.loss:.4g}, gradient norm {health.grad_norm:.4g})"
+    if health.scale_at_minimum:
+        return Trouble(
+            f"gradients overflow at the smallest loss scale (precision.loss_scale.minimum): {what}",
+            "FP16 cannot hold this model's gradients, so use precision.compute=bf16 or lower the learning rate",
+            ("promote", "rollback"),
+        )
+    if health.overflow_is_routine and math.isfinite(health.loss):
+        advice = "nothing to do unless it keeps happening"
+        return Trouble(f"FP16 overflow that the loss scale answers: {what}", advice, _ANY, routine=True)
+    advice = f"look at the nonfinite events of step {health.step} in events.jsonl for the rank, module and tensor"
+    return Trouble(what, advice, _ANY)
+
+
+def spike(health: StepHealth, losses: RobustWindow, log_norms: RobustWindow, sigmas: float) -> Trouble | None:
+    """A loss or gradient norm more than `sigmas` robust standard deviations above its median; sigmas 0 finds none."""
+    if not sigmas:
+        return None
+    for name, value, measured, window in (
+        ("loss", health.loss, health.loss, losses),
+        ("gradient norm", health.grad_norm, log_norm(health.grad_norm), log_norms),
+    ):
+        score = window.score(measured)
+        if score is not None and score > sigmas:
+            center = window.median or 0.0
+            usual = center if window is losses else math.exp(center)
+            return Trouble(
+                f"the {name} {value:.4g} is {score:.1f} robust standard deviations above its median {usual:.4g} "
+                f"over {len(window)} healthy steps (guard.spike_sigmas = {sigmas:g})",
+                f"look at the batch of step {health.step}, and lower the learning rate if spikes keep coming",
+                _ANY,
+            )
+    return None
+
+
+def wrong_update(health: StepHealth, low: float | None, high: float | None) -> Trouble | None:
+    """An update-to-weight ratio outside [low, high]; None is no bound.
+
+    Skipping the next step does not undo an update that was too large, and a smaller learning rate makes one that was
+    too small no larger.
+    """
+    ratio = health.update_ratio
+    if ratio is None:
+        return None
+    what = f"the last update was {ratio:.3g} of the weights' norm"
+    if high is not None and not ratio <= high:
+        advice = "look at the learning rate, the warm-up and optimizer.betas"
+        return Trouble(f"{what} (guard.max_update_ratio = {high:g})", advice, ("cut_lr", "rollback"))
+    if low is not None and not ratio >= low:
+        advice = "look at the learning rate and at the share of gradients that underflow"
+        return Trouble(f"{what} (guard.min_update_ratio = {low:g})", advice, ("promote",))
+    return None
+
+
+def too_many_skips(skips: int, limit: int, last: Trouble | None) -> Trouble:
+    """Skipping that has become a habit. last: what is wrong with the present step, if that looks healthy None."""
+    cause = last.what if last else "the optimizer refused steps that looked healthy"
+    look_at = last.look_at if last and not last.routine else "lower the learning rate or look at the data"
+    return Trouble(
+        f"{skips} steps in a row were skipped (guard.max_consecutive_skips = {limit}), the last one because: {cause}",
+        look_at,
+        ("promote", "rollback"),
+    )
+
+
+def log_norm(norm: float) -> float:
+    """Logarithm of a gradient norm; that of the smallest normal number for 0."""
+    return math.log(max(norm, sys.float_info.min))

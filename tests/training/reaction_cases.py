@@ -1,0 +1,114 @@
+"""What runs inside the processes of the tests of attribution, reactions and the manifest path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precision.observe import Observation, verify
+from tests.training.small_run import batch_of, engine_of, masters_of, resolve
+from training.attribution import attribute
+from training.distributed import Place
+
+HIT = "model.layers.1.mlp.down_proj"
+
+
+def attributed(place: Place, *, stage: int, compute: str, kind: str, rank: int, checkpointing: str) -> dict[str, Any]:
+    """What attribution says of a fault on one rank, and whether the run goes on unharmed afterwards."""
+    module = "" if kind == "nan_loss" else f", module: {HIT}"
+    resolved = resolve(
+        place,
+        stage=stage,
+        compute=compute,
+        micro=2,
+        overrides=[
+            f"faults=[{{kind: {kind}, step: 2, rank: {rank}{module}}}]",
+            "model.config.attention_dropout=0.1",
+            "precision.loss_scale.initial=256",
+            f"model.activation_checkpointing={'none' if checkpointing == 'none' else 'full'}",
+            f"model.checkpointing_reentrant={'true' if checkpointing == 'reentrant' else 'false'}",
+        ],
+    )
+    with engine_of(place, resolved) as engine:
+        found, masters, losses = [], [], []
+        torch.manual_seed(place.rank)
+        for step in range(1, 4):
+            batch = batch_of(place, 2, seed=step)
+            health = engine.health(engine.forward_backward(batch, step=step))
+            if not health.finite:
+                found = attribute(engine, batch, step=step)
+            engine.step(health, 0.001)
+            losses.append(health.loss)
+            masters.append(masters_of(engine))
+        changed = any(not torch.equal(masters[1][name], masters[0][name]) for name in masters[0])
+        return {
+            "found": [(r, f.module, f.tensor, f.kind, f.count) for r, f in found],
+            "changed": changed,
+            "losses": losses,
+            "scale": engine.loss_scale,
+        }
+
+
+def clean_losses(place: Place, *, stage: int, compute: str) -> list[float]:
+    """The losses of the same three steps without a fault, the second one refused."""
+    overrides = ["model.config.attention_dropout=0.1", "precision.loss_scale.initial=256"]
+    resolved = resolve(place, stage=stage, compute=compute, micro=2, overrides=overrides)
+    with engine_of(place, resolved) as engine:
+        losses = []
+        torch.manual_seed(place.rank)
+        for step in range(1, 4):
+            health = engine.health(engine.forward_backward(batch_of(place, 2, seed=step), step=step))
+            engine.step(health, 0.001, apply=step != 2)
+            losses.append(health.loss)
+    return losses
+
+
+def manifest_steps(place: Place, *, stage: int, folder: str, manifest: dict, overrides: list[str]) -> dict[str, Any]:
+    """Six steps under a manifest, the dtypes that were really computed in, and a change between two steps."""
+    path = Path(folder) / f"manifest-{place.rank}.json"
+    path.write_text(json.dumps(manifest))
+    resolved = resolve(
+        place,
+        stage=stage,
+        compute="fp32",
+        overrides=["precision.path=manifest", f"precision.manifest={path}", *overrides],
+    )
+    rows = []
+    with engine_of(place, resolved) as engine:
+        for step in range(1, 7):
+            health = engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
+            update = engine.step(health, 0.001)
+            rows.append((health.loss, health.grad_norm, update.loss_scale, update.applied))
+        with Observation(engine.model) as seen:
+            engine.forward_backward(batch_of(place, 4, seed=9), step=9)
+        verify(seen, engine.regions.dtypes, may_idle=engine.regions.may_idle)
+        engine.discard_quietly()
+        changed = next(iter(name for name in engine.regions.dtypes if name.endswith("down_proj")))
+        engine.regions.set(changed, "fp32", "a test")
+        with Observation(engine.model) as after:
+            engine.forward_backward(batch_of(place, 4, seed=9), step=9)
+        engine.discard_quietly()
+        return {
+            "rows": rows,
+            "share": seen.flop_share(),
+            "computed": (seen.computed[changed], after.computed[changed]),
+            "masters": {str(value.dtype) for value in masters_of(engine).values()},
+        }
+
+
+def manifest_steps_plain(place: Place, *, stage: int, folder: str, manifest: dict) -> list[float]:
+    """The losses of six steps under a manifest."""
+    path = Path(folder) / f"plain-{place.rank}.json"
+    path.write_text(json.dumps(manifest))
+    overrides = ["precision.path=manifest", f"precision.manifest={path}"]
+    resolved = resolve(place, stage=stage, compute="fp32", overrides=overrides)
+    losses = []
+    with engine_of(place, resolved) as engine:
+        for step in range(1, 7):
+            health = engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
+            engine.step(health, 0.001)
+            losses.append(health.loss)
+    return losses

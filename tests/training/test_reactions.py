@@ -1,0 +1,87 @@
+"""Attribution and the manifest path on two real processes, at every ZeRO stage."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.training import engine_cases, reaction_cases
+from tests.training.reaction_cases import HIT
+
+SHARDED = [(stage, compute) for stage in (1, 2, 3) for compute in ("fp32", "bf16", "fp16")]
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), *SHARDED])
+@pytest.mark.parametrize("kind", ["nan_activation", "inf_gradient", "nan_loss"])
+def test_the_cause_is_named_by_rank_module_and_tensor_and_the_run_goes_on(pair, stage, compute, kind):
+    rank = stage % 2
+    arguments = {"stage": stage, "compute": compute, "kind": kind, "rank": rank}
+    expected = {
+        "nan_activation": (rank, HIT, "activation", "nan", 1),
+        "inf_gradient": (rank, f"{HIT}.weight", "gradient", "inf", 1),
+        "nan_loss": (rank, "loss", "loss", "nan", 1),
+    }[kind]
+    clean = pair.run(reaction_cases.clean_losses, stage=stage, compute=compute)
+    for index, result in enumerate(pair.run(reaction_cases.attributed, checkpointing="none", **arguments)):
+        assert result["found"][0] == expected
+        assert {found[0] for found in result["found"]} == {rank}
+        assert not result["changed"]
+        assert result["losses"][0] == clean[index][0]
+        # The random numbers of the second run are given back: the next step draws what it would have drawn.
+        if compute != "fp16":
+            assert result["losses"][2] == clean[index][2]
+        if compute == "fp16":
+            assert result["scale"] == 256.0 or result["scale"] == 128.0
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "hooks"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_cause_is_found_behind_recomputed_activations(pair, stage, checkpointing):
+    arguments = {"stage": stage, "compute": "bf16", "kind": "nan_activation", "rank": 1}
+    for result in pair.run(reaction_cases.attributed, checkpointing=checkpointing, **arguments):
+        assert result["found"][0] == (1, HIT, "activation", "nan", 1)
+
+
+MIXED = {
+    "default": "bf16",
+    "rules": [
+        {"match": "*.q_proj", "compute": "fp16", "reason": "mantissa"},
+        {"match": "*.gate_proj", "compute": "fp32", "reason": "an island"},
+    ],
+}
+FP16 = {
+    "default": "fp16",
+    "rules": [
+        {"match": "*.mlp.*", "compute": "bf16", "reason": "range"},
+        {"match": "lm_head", "compute": "fp32", "reason": "logits"},
+    ],
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("manifest", [MIXED, FP16], ids=["bf16 ambient", "fp16 ambient"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_mixed_manifest_follows_fp32(pair, tmp_path, stage, manifest, checkpointing):
+    overrides = ["precision.loss_scale.initial=256", "precision.loss_scale.window=2"]
+    expected = pair.run(engine_cases.norms_over_steps, stage=2, compute="fp32", steps=6, overrides=[])[0]
+    overrides.append(f"model.activation_checkpointing={checkpointing}")
+    arguments = {"stage": stage, "folder": str(tmp_path), "manifest": manifest, "overrides": overrides}
+    for result in pair.run(reaction_cases.manifest_steps, **arguments):
+        for (loss, norm, _, applied), reference in zip(result["rows"], expected, strict=True):
+            assert applied
+            assert loss == pytest.approx(reference["loss"], rel=2e-2)
+            assert norm == pytest.approx(reference["grad_norm"], rel=3e-2)
+        assert result["rows"][-1][2] > 256.0  # the scale grew
+        assert set(result["share"]) == {"fp32", "bf16", "fp16"}
+        assert math.isclose(sum(result["share"].values()), 1.0)
+        assert result["computed"] == ({"bf16"}, {"fp32"})
+        assert result["masters"] == {"torch.float32"}
+
+
+def test_a_manifest_of_fp32_is_fp32(pair, tmp_path):
+    expected = pair.run(engine_cases.norms_over_steps, stage=2, compute="fp32", steps=6, overrides=[])[0]
+    for stage in (0, 1, 2, 3):
+        arguments = {"stage": stage, "folder": str(tmp_path), "manifest": {"default": "fp32", "rules": []}}
+        for result in pair.run(reaction_cases.manifest_steps_plain, **arguments):
+            assert result == pytest.approx([row["loss"] for row in expected], abs=1e-6)

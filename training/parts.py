@@ -1,0 +1,32 @@
+"""The named collaborators of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from config.command_line import Resolved
+from data.loader import Batch, Batches
+from precision.guard import Guard
+from tracking.record import Record
+from training.checkpoint import Checkpoints
+from training.engine import Engine
+from training.preemption import Preemption
+from training.recovery import Promotions
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The named collaborators of a run, built once."""
+
+    resolved: Resolved
+    engine: Engine
+    batches: Batches
+    validation: Callable[[], Iterable[Batch]]
+    guard: Guard
+    promotions: Promotions
+    checkpoints: Checkpoints
+    preemption: Preemption
+    record: Record
+    first_step: int
+    """Steps attempted before this session."""

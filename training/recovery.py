@@ -1,0 +1,97 @@
+"""Act on the guard's verdict. The step itself has been discarded already: masters and moments are what they were.
+
+SKIP and CUT_LR need nothing more (the guard holds the factor on the learning rate). PROMOTE moves the blamed modules to
+a wider dtype, on probation. ROLLBACK goes back to the last good checkpoint and leaves out the batches since, twice as
+many each time, so that it cannot go in circles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from precision.guard import Guard, rollback_skip
+from precision.nonfinite import Finding
+from precision.regions import Regions
+from training.progress import Progress
+
+if TYPE_CHECKING:
+    from training.parts import Parts
+
+_WIDTH = {"fp16": 0, "bf16": 1, "fp32": 2}
+Causes = Sequence[tuple[int, Finding]]
+
+
+class Promotions:
+    """The modules that were promoted, by the step that made them suspect, with the dtype to go back to."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, dict[str, str]] = {}
+
+    def state_dict(self, regions: Regions | None) -> dict[str, Any]:
+        """Plain types, for a checkpoint: the promotions and every region's present dtype."""
+        return {
+            "by_step": [[step, dict(modules)] for step, modules in self.by_step.items()],
+            "regions": regions.state_dict() if regions is not None else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], regions: Regions | None) -> None:
+        """The inverse of `state_dict`: also puts the regions back into the dtypes they had."""
+        self.by_step = {int(step): dict(modules) for step, modules in state["by_step"]}
+        if regions is not None and state["regions"] is not None:
+            regions.load_state_dict(state["regions"])
+
+
+def promotable(regions: Regions | None, causes: Causes, *, to: str) -> list[str]:
+    """The precision regions that the causes blame and that are narrower than `to`.
+
+    Without a cause (an overflow that no rank could place) every FP16 region is suspect.
+    """
+    if regions is None:
+        return []
+    narrower = [name for name, compute in regions.dtypes.items() if _WIDTH[compute] < _WIDTH[to]]
+    if not causes:
+        return [name for name in narrower if regions.dtypes[name] == "fp16"]
+    blamed = {finding.module for _, finding in causes}
+    return [name for name in narrower if any(_related(name, module) for module in blamed)]
+
+
+def promote(regions: Regions, promotions: Promotions, modules: Sequence[str], *, to: str, step: int) -> None:
+    """Move `modules` to `to`, remembering where they were."""
+    promotions.by_step[step] = {name: regions.dtypes[name] for name in modules}
+    for name in modules:
+        regions.set(name, to, f"promoted after step {step}")
+
+
+def demote_due(regions: Regions | None, promotions: Promotions, guard: Guard) -> dict[str, str]:
+    """Take back the promotions that have been through their probation; what was changed, module to dtype."""
+    changed: dict[str, str] = {}
+    for step in guard.take_due_demotions():
+        for name, compute in promotions.by_step.pop(step, {}).items():
+            if regions is not None:
+                regions.set(name, compute, f"clean since the promotion after step {step}")
+                changed[name] = compute
+    return changed
+
+
+def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, str]:
+    """Return to the last good checkpoint and skip the batches that broke the run; where it is now, and the path.
+
+    Raises RuntimeError when there is no checkpoint (the guard asks first).
+    """
+    path = parts.checkpoints.find("auto")
+    if path is None:
+        raise RuntimeError("no checkpoint to go back to")
+    restored, state = parts.checkpoints.load(path, parts.engine)
+    parts.guard.roll_back(state["guard"])
+    parts.promotions.load_state_dict(state["promotions"], parts.engine.regions)
+    left_out = rollback_skip(parts.guard.used["rollback"], max(progress.position - restored.position, 1))
+    restored = replace(restored, position=restored.position + left_out)
+    parts.batches.restore(restored.position)
+    return restored, str(path)
+
+
+def _related(region: str, module: str) -> bool:
+    """Whether a finding in `module` (a module or a parameter's full name) concerns the region."""
+    return region == module or module.startswith(f"{region}.") or region.startswith(f"{module}.")
