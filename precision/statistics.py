@@ -1,0 +1,234 @@
+"""Measurements of one step's numbers: how large they are, what a 16-bit format loses of them, what the optimizer does.
+
+Nothing here waits for the device: everything stays a tensor until `to_plain`, which copies all of it in one go. Nothing
+runs unless it is called, and an `ActivationMeter` has hooks only while it is entered.
+
+What a format loses. A format stores magnitudes from its smallest normal number with full precision, those below it
+(subnormals) with fewer and fewer bits, and rounds to zero whatever lies under half of its smallest subnormal, a tie
+going to the even neighbour, zero (IEEE 754-2019, sections 3.3, 3.4, 4.3.1; for BF16 the 8 exponent bits of binary32 and
+7 stored bits of significand, Intel 2018, "BFLOAT16 Hardware Numerics Definition").
+
+|          | smallest normal     | smallest subnormal  | rounds to zero       |
+| float16  | 2^-14  = 6.10e-05   | 2^-24  = 5.96e-08   | up to 2^-25          |
+| bfloat16 | 2^-126 = 1.18e-38   | 2^-133 = 9.18e-41   | up to 2^-134         |
+| float32  | 2^-126 = 1.18e-38   | 2^-149 = 1.40e-45   | up to 2^-150         |
+
+Gradients have to be measured before they are rounded: in FP32, or in 16 bits of a wider range, times the loss scale.
+A BF16 or FP32 gradient shows in `underflow_share(gradient * scale, torch.float16)` what FP16 would do to it. FTZ, which
+some devices use for BF16, zeroes all subnormals: then `below_normal` is the share that is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from precision.findings import tensors_of
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+class Underflow(NamedTuple):
+    """Shares of a tensor's values, each a () float32 tensor in [0, 1]; 0 for a tensor without values that are not 0."""
+
+    below_normal: torch.Tensor
+    """Of the finite non-zero values, those smaller than the smallest normal number: kept with fewer bits, or lost."""
+    flushed: torch.Tensor
+    """Of the finite non-zero values, those that round to zero."""
+
+
+class GradientStatistics(NamedTuple):
+    """Of one module's gradients together; each a () float32 tensor."""
+
+    norm: torch.Tensor
+    """L2 norm, in gradient units."""
+    maximum: torch.Tensor
+    """Largest magnitude, in gradient units; nan if any value is nan."""
+    below_normal: torch.Tensor
+    flushed: torch.Tensor
+
+
+class Agreement(NamedTuple):
+    """How a gradient compares with a reference; each a () float64 tensor."""
+
+    cosine: torch.Tensor
+    """Of the angle between them, in [-1, 1]; 1 if both are zero, 0 if one is."""
+    sign_agreement: torch.Tensor
+    """Share of values with the same sign (+, - or zero)."""
+    relative_error: torch.Tensor
+    """||gradient - reference|| / ||reference||; 0 if both are zero, inf if only the reference is."""
+
+
+class Drift(NamedTuple):
+    """How far 16-bit parameters are from their rounded masters, relative to the masters; each a () float64 tensor."""
+
+    maximum: torch.Tensor
+    """Largest |parameter - rounded master| / |rounded master|."""
+    rms: torch.Tensor
+    """Root of the mean square of the same. Both are 0 in a healthy run: the parameter is the rounded master."""
+
+
+def underflow_share(values: torch.Tensor, dtype: torch.dtype) -> Underflow:
+    """What rounding `values` (any shape, floating) to `dtype` would lose. inf and nan do not underflow."""
+    info = torch.finfo(dtype)
+    # In FP64, where neither limit is subnormal: a device may flush those.
+    magnitude = values.detach().double().abs()
+    nonzero = (magnitude > 0) & magnitude.isfinite()
+    total = nonzero.sum().clamp(min=1)
+    below = nonzero & (magnitude < info.smallest_normal)
+    flushed = nonzero & (magnitude <= info.smallest_normal * info.eps / 2)
+    return Underflow((below.sum() / total).float(), (flushed.sum() / total).float())
+
+
+def gradient_statistics(gradients: Named, dtype: torch.dtype, *, scale: float = 1.0) -> dict[str, GradientStatistics]:
+    """Per module: norm, largest value and underflow in `dtype` of its own parameters' gradients.
+
+    gradients: (full parameter name, gradient in gradient units), FP32 or wider than `dtype`. scale: the loss scale that
+    the backward pass in `dtype` would multiply them by. The module is the parameter's name without its last part.
+    """
+    grouped: dict[str, list[torch.Tensor]] = {}
+    for name, gradient in gradients:
+        grouped.setdefault(name.rpartition(".")[0], []).append(gradient.detach().reshape(-1))
+    result = {}
+    for module, parts in grouped.items():
+        values = torch.cat([part.double() for part in parts])
+        lost = underflow_share(values * scale, dtype)
+        maximum = values.abs().amax() if values.numel() else values.new_zeros(())
+        result[module] = GradientStatistics(values.norm().float(), maximum.float(), *lost)
+    return result
+
+
+def compare_gradients(gradients: Named, reference: Named) -> dict[str, Agreement]:
+    """Cosine, sign agreement and relative error of each gradient against the one of the same name.
+
+    Computed in FP64. Raises KeyError if a name has no reference, ValueError if their shapes differ.
+    """
+    references = dict(reference)
+    result = {}
+    for name, gradient in gradients:
+        if gradient.shape != references[name].shape:
+            raise ValueError(f"{name}: shape {tuple(gradient.shape)}, reference {tuple(references[name].shape)}")
+        mine, other = gradient.detach().double().reshape(-1), references[name].detach().double().reshape(-1)
+        norms, difference = mine.norm() * other.norm(), (mine - other).norm()
+        both_zero = (mine.norm() + other.norm()) == 0
+        cosine = torch.where(norms == 0, both_zero.double(), (mine @ other) / norms)
+        error = torch.where(both_zero, torch.zeros_like(difference), difference / other.norm())
+        result[name] = Agreement(cosine.clamp(-1, 1), (mine.sign() == other.sign()).double().mean(), error)
+    return result
+
+
+def master_drift(master: torch.Tensor, parameter: torch.Tensor) -> Drift:
+    """How far a 16-bit parameter is from its FP32 master, rounded to the parameter's dtype. Same shape, not empty."""
+    rounded = master.detach().to(parameter.dtype).double()
+    difference = (parameter.detach().double() - rounded).abs()
+    relative = torch.where(difference == 0, difference, difference / rounded.abs())
+    return Drift(relative.amax(), relative.square().mean().sqrt())
+
+
+def update_ratio(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """||after - before|| / ||before|| of two snapshots of a weight, () float64: near 1e-3 in healthy training.
+
+    0 for a weight that did not move, inf for one that moved away from zero.
+    """
+    moved = (after.detach().double() - before.detach().double()).norm()
+    return torch.where(moved == 0, moved, moved / before.detach().double().norm())
+
+
+def update_ratio_of(update: torch.Tensor, weight: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
+    """The same from the optimizer's direction: lr * ||update|| / ||weight||, () float64."""
+    moved = (update.detach().double() * lr).norm()
+    return torch.where(moved == 0, moved, moved / weight.detach().double().norm())
+
+
+class Exponents(NamedTuple):
+    """Histogram of magnitudes by power of two."""
+
+    lowest: int
+    counts: torch.Tensor
+    """(bins,) int64: counts[i] values x with 2^(lowest + i) <= |x| < 2^(lowest + i + 1); the ends take the rest."""
+    zeros: torch.Tensor
+    """() int64."""
+    nonfinite: torch.Tensor
+    """() int64."""
+
+
+def exponent_histogram(values: torch.Tensor, *, lowest: int = -150, highest: int = 128) -> Exponents:
+    """Counts per power of two, from torch.frexp. The defaults span every number of FP32, BF16 and FP16."""
+    flat = values.detach().double().reshape(-1)
+    usable = flat.isfinite() & (flat != 0)
+    # frexp gives x = m 2^e with 1/2 <= |m| < 1, so 2^(e-1) <= |x| < 2^e.
+    exponent = torch.frexp(torch.where(usable, flat, 1.0)).exponent.long() - 1
+    index = (exponent - lowest).clamp(0, highest - lowest)
+    counts = torch.zeros(highest - lowest + 1, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, index, usable.long())
+    return Exponents(lowest, counts, (flat == 0).sum(), (~flat.isfinite()).sum())
+
+
+class ActivationMeter:
+    """Context manager: the largest magnitude that each module hands out while it is entered.
+
+    `maxima`: module name (class name for the whole model) to a () float32 tensor, over all calls inside; nan if any
+    value is nan. A recomputation by activation checkpointing sees the same values again and changes nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+        self._handles: list[Any] = []
+        self.maxima: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> ActivationMeter:
+        self._handles = [module.register_forward_hook(self._measure, prepend=True) for module in self._names]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @torch.no_grad()
+    def _measure(self, module: nn.Module, args: tuple, output: Any) -> None:
+        name = self._names[module]
+        for tensor in tensors_of(output):
+            if tensor.is_floating_point() and tensor.numel():
+                largest = tensor.detach().abs().amax().float()
+                known = self.maxima.get(name)
+                self.maxima[name] = largest if known is None else torch.maximum(known, largest)
+
+
+def to_plain(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with Python numbers for tensors and dicts for named tuples, after one copy from each device.
+
+    measured: mappings and named tuples, nested, of () or (n,) tensors and plain values.
+    """
+    pending: list[torch.Tensor] = []
+    _walk(measured, lambda tensor: pending.append(tensor.detach().double().reshape(-1)))
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(pending):
+        by_device.setdefault(tensor.device, []).append(index)
+    numbers: dict[int, list[float]] = {}
+    for indices in by_device.values():
+        copied = torch.cat([pending[index] for index in indices]).tolist()
+        for index in indices:
+            numbers[index], copied = copied[: pending[index].numel()], copied[pending[index].numel() :]
+    order = iter(range(len(pending)))
+
+    def plain(tensor: torch.Tensor) -> Any:
+        found = numbers[next(order)]
+        if not tensor.is_floating_point():
+            found = [int(number) for number in found]
+        return found if tensor.dim() else found[0]
+
+    return _walk(measured, plain)
+
+
+def _walk(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _walk(item, change) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {key: _walk(item, change) for key, item in value._asdict().items()}
+    return value

@@ -1,0 +1,77 @@
+"""What counts as agreeing with FP32: how large rounding errors may get before they are a bug.
+
+A test that says `rtol=1e-2` says nothing about why. Here a tolerance is derived from the arithmetic that was done.
+
+Every operation in a format with unit roundoff u is exact up to a factor (1 + d), |d| <= u (Higham 2002, "Accuracy and
+Stability of Numerical Algorithms", 2nd ed., section 2.2), as long as nothing over- or underflows. n of them in a row,
+as in a sum or a dot product of n terms, give at worst the factor gamma_n = n u / (1 - n u) (section 3.1). That bound is
+sharp only if all errors conspire, and says nothing from n u = 1 on: 256 terms in BF16. Treated as independent random
+variables of mean zero, the errors stay under about confidence * sqrt(n) * u with a probability that `confidence` sets
+(Higham and Mary 2019, "A New Approach to Probabilistic Rounding Error Analysis", SIAM J. Sci. Comput. 41(5), theorem
+2.4). Either bound is relative to the sum of the magnitudes, not to the sum: cancellation makes the relative error of
+the result itself as large as it likes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+CONFIDENCE = 4.0
+"""lambda of Higham and Mary: a bound fails with probability at most 2 exp(-lambda^2 (1 - u)^2 / 2), here 7e-4."""
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """u: the largest relative error of rounding a real number to nearest, half of torch.finfo(dtype).eps.
+
+    2^-53 for float64, 2^-24 for float32, 2^-11 for float16, 2^-8 for bfloat16.
+    """
+    return torch.finfo(dtype).eps / 2
+
+
+def worst_case(terms: int, dtype: torch.dtype) -> float:
+    """gamma_n = n u / (1 - n u): no n roundings in a row are worse (Higham 2002, lemma 3.1). inf from n u = 1 on."""
+    error = terms * unit_roundoff(dtype)
+    return error / (1 - error) if error < 1 else math.inf
+
+
+def expected(terms: int, dtype: torch.dtype, *, confidence: float = CONFIDENCE) -> float:
+    """exp(lambda sqrt(n) u + n u^2 / (1 - u)) - 1: what n independent roundings reach (Higham and Mary 2019, 2.4).
+
+    Holds for one result with probability 1 - 2 exp(-lambda^2 (1 - u)^2 / 2), so widen `confidence` for many results.
+    """
+    u = unit_roundoff(dtype)
+    exponent = confidence * math.sqrt(terms) * u + terms * u * u / (1 - u)
+    return math.expm1(exponent) if exponent < 700 else math.inf
+
+
+def tolerance(terms: int, dtype: torch.dtype, *, confidence: float = CONFIDENCE) -> float:
+    """The tighter of both bounds, relative to the sum of the terms' magnitudes. terms: roundings, at least 1."""
+    return min(worst_case(terms, dtype), expected(terms, dtype, confidence=confidence))
+
+
+def agrees(
+    values: torch.Tensor,
+    reference: torch.Tensor,
+    dtype: torch.dtype,
+    terms: int = 1,
+    *,
+    magnitude: torch.Tensor | float | None = None,
+    confidence: float = CONFIDENCE,
+) -> bool:
+    """Whether `values`, computed in `dtype` with `terms` roundings in a row, are rounding errors away from `reference`.
+
+    values: any shape and dtype. reference: the same shape, in a wider format. magnitude: what errors are relative to,
+    broadcastable to the shape: for sums and dot products the sum of |terms|; |reference| when left out. A result in the
+    subnormal range of `dtype` may also be off by half its smallest subnormal. nan, inf and a result that overflowed
+    never agree with a finite reference; where the reference is nan or inf, `values` has to be the same.
+    """
+    exact, got = reference.double(), values.double()
+    scale = exact.abs() if magnitude is None else torch.as_tensor(magnitude, dtype=torch.float64, device=exact.device)
+    info = torch.finfo(dtype)
+    smallest_subnormal = info.smallest_normal * info.eps
+    bound = tolerance(terms, dtype, confidence=confidence) * scale + smallest_subnormal / 2
+    close = (got - exact).abs() <= bound
+    same = (got == exact) | (got.isnan() & exact.isnan())
+    return bool(torch.where(exact.isfinite(), close & got.isfinite(), same).all())

@@ -1,0 +1,190 @@
+"""Statistics against pure-Python oracles, tolerances against the arithmetic they bound."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+from torch import nn
+
+from precision import statistics, tolerance
+
+HALF = torch.float16, torch.bfloat16
+
+
+def spread(count: int, low: int, high: int, seed: int = 0) -> torch.Tensor:
+    """Random float64 values with magnitudes from 2^low to 2^high, either sign."""
+    generator = torch.Generator().manual_seed(seed)
+    exponent = torch.rand(count, generator=generator, dtype=torch.float64) * (high - low) + low
+    return torch.exp2(exponent) * torch.randint(0, 2, (count,), generator=generator).mul(2).sub(1)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-30, -10), (-140, -120), (-155, -120)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_underflow_is_what_rounding_really_does(dtype, low, high):
+    values = spread(4000, low, high)
+    values[:100] = 0
+    values[100:102] = torch.tensor([math.inf, math.nan])
+    lost = statistics.underflow_share(values, dtype)
+    # Rounded once, by hand for float16 (struct rounds double to half) and by torch otherwise.
+    if dtype == torch.float16:
+        zero = [
+            x for x in values.tolist() if x and math.isfinite(x) and struct.unpack("e", struct.pack("e", x))[0] == 0
+        ]
+        flushed = len(zero)
+    else:
+        flushed = int(((values.to(dtype) == 0) & (values != 0)).sum())
+    below = sum(1 for x in values.tolist() if 0 < abs(x) < torch.finfo(dtype).smallest_normal)
+    assert float(lost.flushed) == pytest.approx(flushed / 3898, abs=1e-6)
+    assert float(lost.below_normal) == pytest.approx(below / 3898, abs=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tie"), [(torch.float16, 2.0**-25), (torch.bfloat16, 2.0**-134)])
+def test_the_documented_limits_are_the_limits(dtype, tie):
+    for value, gone in ((tie, 1.0), (tie * 1.01, 0.0)):
+        values = torch.tensor([value, -value], dtype=torch.float64)
+        assert float(statistics.underflow_share(values, dtype).flushed) == gone
+        assert bool((values.to(dtype) == 0).all()) is bool(gone)
+    empty = statistics.underflow_share(torch.zeros(3), dtype)
+    assert (float(empty.below_normal), float(empty.flushed)) == (0.0, 0.0)
+
+
+def test_gradients_are_measured_per_module_and_at_the_loss_scale():
+    named = [("a.b.weight", torch.tensor([[3.0, -1e-9]])), ("a.b.bias", torch.tensor([4.0])), ("c", torch.ones(2))]
+    measured = statistics.to_plain(statistics.gradient_statistics(named, torch.float16))
+    assert measured["a.b"] == pytest.approx({"norm": 5.0, "maximum": 4.0, "below_normal": 1 / 3, "flushed": 1 / 3})
+    assert measured[""]["norm"] == pytest.approx(math.sqrt(2))
+    scaled = statistics.to_plain(statistics.gradient_statistics(named, torch.float16, scale=65536.0))["a.b"]
+    assert (scaled["norm"], scaled["flushed"]) == (5.0, 0.0) and scaled["below_normal"] == 0.0
+    spoiled = statistics.gradient_statistics([("a.w", torch.tensor([1.0, math.nan]))], torch.float16)["a"]
+    assert math.isnan(spoiled.maximum) and math.isnan(spoiled.norm)
+
+
+def test_gradients_are_compared_as_plain_python_does():
+    mine, other = spread(200, -5, 5, seed=1), spread(200, -5, 5, seed=2)
+    other[:3] = mine[:3] = 0
+    measured = statistics.to_plain(statistics.compare_gradients([("w", mine)], [("w", other), ("unused", other)]))["w"]
+    a, b = mine.tolist(), other.tolist()
+    norms = [math.sqrt(sum(x * x for x in values)) for values in (a, b)]
+    assert measured["cosine"] == pytest.approx(sum(x * y for x, y in zip(a, b, strict=True)) / norms[0] / norms[1])
+    same = sum((x > 0) - (x < 0) == (y > 0) - (y < 0) for x, y in zip(a, b, strict=True))
+    assert measured["sign_agreement"] == pytest.approx(same / 200)
+    error = math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True))) / norms[1]
+    assert measured["relative_error"] == pytest.approx(error)
+
+
+def test_comparisons_with_zero_and_wrong_shapes():
+    one, zero = torch.ones(2), torch.zeros(2)
+    compare = lambda a, b: tuple(map(float, statistics.compare_gradients([("w", a)], [("w", b)])["w"]))  # noqa: E731
+    assert compare(zero, zero) == (1.0, 1.0, 0.0)
+    assert compare(one, zero) == (0.0, 0.0, math.inf)
+    assert compare(zero, one) == (0.0, 0.0, 1.0)
+    assert compare(-3 * one, one) == pytest.approx((-1.0, 0.0, 4.0))
+    with pytest.raises(ValueError, match="w: shape"):
+        compare(one, torch.ones(3))
+    with pytest.raises(KeyError):
+        statistics.compare_gradients([("w", one)], [])
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_parameter_drifts_only_if_it_is_not_the_rounded_master(dtype):
+    master = spread(1000, -8, 0).float()
+    parameter = master.to(dtype)
+    assert statistics.to_plain({"d": statistics.master_drift(master, parameter)})["d"] == {"maximum": 0.0, "rms": 0.0}
+    parameter[5] *= 2
+    drift = statistics.master_drift(master, parameter)
+    assert float(drift.maximum) == 1.0
+    assert float(drift.rms) == pytest.approx(math.sqrt(1 / 1000))
+
+
+def test_update_ratios_of_snapshots_and_of_the_optimizer_agree():
+    weight, update = spread(100, -3, 3), spread(100, -3, 3, seed=4)
+    expected = 1e-3 * math.dist(update.tolist(), [0.0] * 100) / math.dist(weight.tolist(), [0.0] * 100)
+    assert float(statistics.update_ratio_of(update, weight, 1e-3)) == pytest.approx(expected)
+    assert float(statistics.update_ratio(weight - 1e-3 * update, weight)) == pytest.approx(expected)
+    assert float(statistics.update_ratio(weight, weight)) == 0
+    assert float(statistics.update_ratio(weight, 0 * weight)) == math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_exponents_are_counted_as_log2_does(dtype):
+    values = torch.cat([spread(500, -20, 12).to(dtype), torch.tensor([0.0, 1.0, -2.0, math.inf, math.nan]).to(dtype)])
+    values = torch.cat([values, torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal]).to(dtype)])
+    histogram = statistics.exponent_histogram(values)
+    expected: dict[int, int] = {}
+    for x in values.double().tolist():
+        if x and math.isfinite(x):
+            power = math.frexp(x)[1] - 1
+            expected[power] = expected.get(power, 0) + 1
+    counted = {histogram.lowest + i: n for i, n in enumerate(histogram.counts.tolist()) if n}
+    assert counted == expected
+    assert (int(histogram.zeros), int(histogram.nonfinite)) == (1, 2)
+    clipped = statistics.exponent_histogram(values, lowest=-2, highest=2)
+    assert len(clipped.counts) == 5 and int(clipped.counts.sum()) == sum(expected.values())
+
+
+def test_the_meter_sees_every_call_and_leaves_nothing_behind():
+    layer = nn.Linear(1, 1, bias=False)
+    model = nn.Sequential(layer, layer, nn.ReLU())
+    nn.init.constant_(layer.weight, -3.0)
+    with statistics.ActivationMeter(model) as meter:
+        model(torch.tensor([[1.0]]))
+        model(torch.tensor([[0.5]]))
+    model(torch.tensor([[100.0]]))
+    assert statistics.to_plain(meter.maxima) == {"0": 9.0, "2": 9.0, "Sequential": 9.0}
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_plain_numbers_keep_their_shape_and_type():
+    tensors = {"a": {"b": torch.tensor(2), "c": torch.tensor([1.5, 2.5])}, "d": torch.tensor(math.inf), "e": "text"}
+    plain = statistics.to_plain(tensors)
+    assert plain == {"a": {"b": 2, "c": [1.5, 2.5]}, "d": math.inf, "e": "text"}
+    assert type(plain["a"]["b"]) is int
+    assert statistics.to_plain({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.float64, 53), (torch.float32, 24), (torch.float16, 11), (torch.bfloat16, 8)]
+)
+def test_the_unit_roundoff_is_the_largest_rounding_error(dtype, bits):
+    u = tolerance.unit_roundoff(dtype)
+    assert u == 2.0**-bits
+    one = torch.tensor(1.0, dtype=dtype)
+    assert one + u == one and one + 2 * u != one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("terms", [4, 64, 1024])
+def test_sums_stay_within_the_tolerance_and_come_near_it(dtype, terms):
+    """Summed one after the other, rounded every time: 200 sums."""
+    generator = torch.Generator().manual_seed(terms)
+    rows = torch.randn(200, terms, generator=generator).to(dtype)
+    total = torch.zeros(200, dtype=dtype)
+    for column in rows.unbind(1):
+        total = total + column
+    exact, magnitude = rows.double().sum(1), rows.double().abs().sum(1)
+    assert tolerance.agrees(total, exact, dtype, terms, magnitude=magnitude)
+    assert not tolerance.agrees(total, exact, dtype, terms, magnitude=magnitude / 1000), "the bound says nothing"
+
+
+def test_bounds_are_ordered_and_known():
+    assert tolerance.worst_case(256, torch.bfloat16) == math.inf
+    assert tolerance.expected(256, torch.bfloat16) == pytest.approx(
+        math.expm1(4 * 16 / 256 + 256 / 65536 / (1 - 1 / 256))
+    )
+    assert tolerance.tolerance(1, torch.float16) == tolerance.worst_case(1, torch.float16) == pytest.approx(1 / 2047)
+    assert tolerance.tolerance(10**6, torch.float32) == tolerance.expected(10**6, torch.float32)
+    assert tolerance.expected(10**12, torch.bfloat16) == math.inf
+
+
+def test_what_does_not_agree():
+    reference = torch.tensor([1.0, math.inf, math.nan], dtype=torch.float64)
+    assert tolerance.agrees(reference.half(), reference, torch.float16)
+    for place, value in ((0, 1.002), (0, math.nan), (0, math.inf), (1, -math.inf), (1, 65504.0), (2, 1.0)):
+        wrong = reference.clone()
+        wrong[place] = value
+        assert not tolerance.agrees(wrong, reference, torch.float16), (place, value)
+    assert tolerance.agrees(torch.tensor(0.0), torch.tensor(2.0**-25, dtype=torch.float64), torch.float16)
+    assert not tolerance.agrees(torch.tensor(0.0), torch.tensor(2.0**-23, dtype=torch.float64), torch.float16)
