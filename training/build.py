@@ -52,7 +52,7 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
     checkpoints = Checkpoints(
         run_dir.checkpoints,
         keep=config.checkpoint.keep,
-        identity=_identity(resolved, corpus, model_config, engine),
+        identity=identity(resolved, corpus, model_config, engine),
         place=place,
     )
     seed_everything(config.run.seed + place.rank)
@@ -207,7 +207,7 @@ def _accelerator(place: Place) -> dict[str, Any]:
     }
 
 
-def _identity(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, engine: Engine) -> dict[str, Any]:
+def identity(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, engine: Engine) -> dict[str, Any]:
     """What two runs must share for one to go on from the other's checkpoint."""
     config = resolved.config
     return {

@@ -157,6 +157,11 @@ def newest(folder: Path) -> Path | None:
     return next((c for c in candidates if is_whole(c)), None)
 
 
+def newest_before(folder: Path, step: int) -> Path | None:
+    """The whole checkpoint of the highest step below `step`; None if there is none."""
+    return next((c for c in _by_step(folder) if int(c.name[5:]) < step and is_whole(c)), None)
+
+
 def is_whole(path: Path) -> bool:
     """Whether every file that state.json records is there with its size."""
     try:

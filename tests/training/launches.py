@@ -81,6 +81,12 @@ def finish(arguments: Sequence[str], *, exit_code: int = 0, seconds: float = 240
     return output
 
 
+def replay(folder: Path, name: str, step: int, *, exit_code: int = 0) -> str:
+    """`python -m training.replay` of a job's step; what it printed."""
+    run = str(folder / "runs" / name)
+    return finish(["python", "-m", "training.replay", run, "--step", str(step)], exit_code=exit_code)
+
+
 def events(folder: Path, name: str, kind: str) -> list[dict]:
     """The events of one kind in a job's run folder."""
     return [event for event in read_events(folder / "runs" / name / "events.jsonl") if event["event"] == kind]

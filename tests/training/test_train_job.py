@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 
 import pytest
 
-from tests.training.launches import command, events, finish, start
+from tests.training.launches import command, events, finish, replay, start
 
 WHAT_MUST_REPEAT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
 
@@ -120,6 +121,29 @@ def test_a_rollback_leaves_the_offending_batch_out_and_the_run_ends_well(folder)
     named = events(folder, "rolled", "nonfinite")[0]
     assert (named["rank"], named["module"], named["tensor"], named["kind"]) == (0, "loss", "loss", "nan")
     assert steps[4]["lr"] == steps[2]["lr"]
+    before = sorted((folder / "runs" / "rolled").rglob("*"))
+    output = replay(folder, "rolled", 4)
+    assert output.count("as recorded") == 4 and "recorded:" not in output
+    assert "cause: rank 0, loss: 1 nan in its loss" in output
+    assert output.splitlines()[-1] == "reproduced"
+    assert sorted((folder / "runs" / "rolled").rglob("*")) == before
+
+
+def test_a_replay_goes_on_from_the_nearest_checkpoint_on_as_many_processes(folder, unbroken):
+    output = replay(folder, "unbroken", 6)
+    assert "checkpoints/step-4, 2 steps to go" in output
+    assert output.count("as recorded") == 2
+    assert "no such step; its events end at step 6" in replay(folder, "unbroken", 60, exit_code=2)
+
+
+def test_a_replay_says_which_step_came_out_differently(folder, unbroken):
+    copy = folder / "runs" / "doctored"
+    shutil.copytree(folder / "runs" / "unbroken", copy)
+    lines = (copy / "events.jsonl").read_text().splitlines()
+    doctored = [line.replace('"grad_norm":', '"grad_norm":1') if '"step":5' in line else line for line in lines]
+    (copy / "events.jsonl").write_text("\n".join(doctored) + "\n")
+    output = replay(folder, "doctored", 6, exit_code=1)
+    assert "recorded: grad_norm" in output and "not reproduced" in output
 
 
 def test_a_cut_of_the_learning_rate_lasts_as_long_as_configured(folder, unbroken):

@@ -1,0 +1,185 @@
+"""Run a step of a finished, crashed or running job again, and say what was wrong with it.
+
+    python -m training.replay runs/NAME --step N
+
+Restores the nearest checkpoint before step N (or starts from the seed), walks to N on the samples that the run took,
+holds every step against what the run recorded, and prints the causes found at N. On a CPU the numbers repeat bit for
+bit. Nothing is written into the run folder. Exit code 0: reproduced; 3: some step came out differently; 2: it cannot be
+done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from config.command_line import CONFIG_ERROR, Resolved, read_command_line
+from config.errors import UserError
+from tracking.jsonl import read_events
+from tracking.run_dir import RunDir
+
+REPRODUCED, DIFFERENT = 0, 3
+_COMPARED = ("loss", "grad_norm", "loss_scale", "lr", "applied", "sample_ids_sha256")
+
+
+class Collector:
+    """A sink that keeps events in memory."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def write(self, event: dict[str, Any]) -> None:
+        """Keep one event."""
+        self.events.append(event)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """The events of one kind so far."""
+        return [event for event in self.events if event["event"] == kind]
+
+
+def attempt_to_replay(events: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    """The `step` events of the attempt that reached `step`, from the run's first step on.
+
+    A run that rolled back or was resumed attempts a step more than once; of those the one with an incident is meant, or
+    else the last. Raises UserError when the run never attempted the step.
+    """
+    reached = [i for i, event in enumerate(events) if event["event"] == "step" and event["step"] == step]
+    if not reached:
+        raise UserError(f"--step {step}: the run has no such step; its events end at step {_last_step(events)}")
+    bad = [i for i in reached if any(e["event"] == "incident" and e["step"] == step for e in events[i : i + 30])]
+    index = (bad or reached)[-1]
+    chain: list[dict[str, Any]] = []
+    for event in reversed(events[: index + 1]):
+        wanted = chain[-1]["step"] - 1 if chain else step
+        if event["event"] == "step" and event["step"] == wanted:
+            chain.append(event)
+    return chain[::-1]
+
+
+def replay(run_dir: RunDir, resolved: Resolved, recorded: list[dict[str, Any]], say: Any) -> int:
+    """Walk to the last of `recorded` and report; a collective over the run's processes."""
+    from data.loader import Batches
+    from data.prepare import prepare
+    from modeling.build import model_config
+    from precision.guard import Guard
+    from tracking.record import Record
+    from training import distributed
+    from training.attempt import attempt
+    from training.build import build_engine, identity, seed_everything
+    from training.checkpoint import Checkpoints, newest_before
+    from training.parts import Parts
+    from training.preemption import Preemption
+    from training.progress import Progress
+    from training.recovery import Promotions
+
+    config, target = resolved.config, recorded[-1]["step"]
+    corpus = prepare(config.data, progress=False)
+    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+    place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
+    try:
+        engine = build_engine(resolved, shape, place)
+        checkpoints = Checkpoints(
+            run_dir.checkpoints, keep=1, identity=identity(resolved, corpus, shape, engine), place=place
+        )
+        seed_everything(config.run.seed + place.rank)
+        collector, guard, promotions, progress = Collector(), Guard(config.guard), Promotions(), Progress()
+        found = place.from_main(newest_before(run_dir.checkpoints, target) if place.is_main else None)
+        if found is not None:
+            progress, state = checkpoints.load(found, engine)
+            guard.load_state_dict(state["guard"])
+            promotions.load_state_dict(state["promotions"], engine.regions)
+        say(f"from {found or 'the seed'}, {target - progress.step} steps to go")
+        parts = Parts(
+            resolved=resolved,
+            engine=engine,
+            batches=Batches(
+                corpus.train,
+                sequence_length=config.data.sequence_length,
+                seed=config.run.seed,
+                global_size=resolved.batch.global_size,
+                micro_size=resolved.batch.micro_size,
+                rank=place.rank,
+                world_size=place.world_size,
+            ),
+            validation=list,
+            guard=guard,
+            promotions=promotions,
+            checkpoints=checkpoints,
+            preemption=Preemption(),
+            record=Record([collector]),
+            first_step=progress.step,
+        )
+        same = True
+        for expected in recorded[progress.step :]:
+            progress = replace(progress, position=expected["position"])
+            parts.batches.restore(progress.position)
+            progress, _, _ = attempt(parts, progress)
+            same &= _compare(collector.of_kind("step")[-1], expected, say)
+        for cause in [event for event in collector.of_kind("nonfinite") if event["step"] == target]:
+            say(_describe(cause))
+        parts.batches.close()
+    finally:
+        distributed.stop()
+    say("reproduced" if same else "not reproduced: see the steps marked above")
+    return REPRODUCED if same else DIFFERENT
+
+
+def _compare(now: dict[str, Any], then: dict[str, Any], say: Any) -> bool:
+    """Say how a step came out against the record; NaN equals NaN."""
+    different = [key for key in _COMPARED if repr(now[key]) != repr(then[key])]
+    verdict = "as recorded" if not different else "recorded: " + ", ".join(f"{k} {then[k]!r}" for k in different)
+    say(
+        f"step {now['step']}: loss {now['loss']!r}, grad norm {now['grad_norm']!r}, applied {now['applied']}; {verdict}"
+    )
+    return not different
+
+
+def _describe(cause: dict[str, Any]) -> str:
+    largest = f", largest finite value {cause['largest_finite']:.4g}" if cause["largest_finite"] is not None else ""
+    return (
+        f"cause: rank {cause['rank']}, {cause['module']}: {cause['count']} {cause['kind']} in its {cause['tensor']}"
+        f"{largest} (micro-batch {cause['micro_batch']}; {cause['seen']})"
+    )
+
+
+def _last_step(events: list[dict[str, Any]]) -> int:
+    return max((event["step"] for event in events if event["event"] == "step"), default=0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Start the run's number of processes where this is none of them, and replay."""
+    parser = argparse.ArgumentParser(prog="python -m training.replay", description=__doc__)
+    parser.add_argument("run", type=Path, help="run folder, such as runs/demo")
+    parser.add_argument("--step", type=int, required=True, help="attempted step, counted from 1")
+    options = parser.parse_args(arguments)
+    speaks = os.environ.get("RANK", "0") == "0"
+    try:
+        run_dir = RunDir(options.run)
+        recorded = attempt_to_replay(list(read_events(run_dir.events)), options.step)
+        processes = int(json.loads(run_dir.environment.read_text())["world_size"])
+        if "RANK" not in os.environ and processes > 1:
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+            again = ["-m", "training.replay", str(options.run), "--step", str(options.step)]
+            os.execv(sys.executable, [sys.executable, *launch, *again])
+        resolved = read_command_line(["--config", str(run_dir.config)])
+        return replay(run_dir, resolved, recorded, print if speaks else _silent)
+    except UserError as error:
+        if speaks:
+            print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+
+
+def _silent(text: str) -> None:
+    """Ranks other than 0 have nothing to say."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
