@@ -252,6 +252,18 @@ class TrackingSection:
 
 
 @dataclass(frozen=True)
+class TelemetrySection:
+    """What the numbers of each module look like, measured now and then into events.jsonl and wandb."""
+
+    every_steps: int = limit(0, at_least=0)
+    """[steps] Gradient norm, maximum and underflow and largest activation of each module, distance of parameters from
+    their masters, size of the update; every so many steps. Reads gradients whole, module by module. 0: never."""
+    probe: bool = False
+    """[true or false] On those steps also run the micro-batches in FP32 and compare gradients: cosine, sign agreement
+    and relative error by parameter. One more pass, and an FP32 copy of the gradients in host memory on every rank."""
+
+
+@dataclass(frozen=True)
 class GuardSection:
     """When a step is not healthy, and what is done about it. The defaults change nothing about a healthy run."""
 
@@ -344,6 +356,8 @@ class Config:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     """[section]"""
     tracking: TrackingSection = field(default_factory=TrackingSection)
+    """[section]"""
+    telemetry: TelemetrySection = field(default_factory=TelemetrySection)
     """[section]"""
     guard: GuardSection = field(default_factory=GuardSection)
     """[section]"""

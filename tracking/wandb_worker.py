@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,10 +48,25 @@ def chart_values(event: Event) -> dict[str, Any]:
         values = {f"train/{name}": event[name] for name in _STEP_FIELDS} | {"train/applied": int(event["applied"])}
     elif kind in _OWN_CHARTS:
         values = {f"{kind}/{name}": value for name, value in event.items() if name not in COMMON_FIELDS}
+    elif kind == "telemetry":
+        values = dict(_flatten(event))
     else:
         values = {f"session/{kind}": 1}
     kept = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
     return kept | {"step": event["step"], "tokens": event["tokens"]}
+
+
+def _flatten(event: Event) -> Iterator[tuple[str, Any]]:
+    """`telemetry/<measure>/<module>` for each number of a telemetry event."""
+    yield "telemetry/update_ratio", event["update_ratio"]
+    for name, value in (event["drift"] or {}).items():
+        yield f"telemetry/drift/{name}", value
+    for name, value in event["activation_max"].items():
+        yield f"telemetry/activation_max/{name}", value
+    for group in ("gradients", "probe"):
+        for module, measures in event[group].items():
+            for measure, value in measures.items():
+                yield f"telemetry/{group}_{measure}/{module}", value
 
 
 class Follower:

@@ -20,17 +20,20 @@ from training.progress import Progress
 from training.record_step import record_causes, record_incident, record_step
 from training.recovery import Causes, demote_due, promotable, promote, roll_back
 from training.schedule import learning_rate
+from training.telemetry import Telemetry
 
 
 def attempt(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, bool]:
     """One optimizer step: where the run is afterwards, what the guard said, and whether someone asked to stop."""
     started, engine, guard = time.perf_counter(), parts.engine, parts.guard
     batch = parts.batches.next_step()
-    watch = _watch(parts, progress)
-    with watch or nullcontext():
+    watch, telemetry = _watch(parts, progress), _due_telemetry(parts, progress)
+    with watch or nullcontext(), telemetry.watching(batch) if telemetry else nullcontext():
         outcome = engine.forward_backward(batch, step=batch.position + 1)
     health = engine.health(outcome, preempted_here=parts.preemption.requested_here)
     causes = _causes(parts, health, batch)
+    measured = telemetry.finish() if telemetry and health.finite else None
+    engine.measure_update = measured is not None
     seen = _seen_by_guard(parts, progress, health, causes)
     judgement = guard.judge(seen)
     update = engine.step(health, _learning_rate(parts, progress), apply=judgement.verdict is Verdict.STEP)
@@ -40,6 +43,9 @@ def attempt(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, bool
     record_causes(parts.record, progress, causes)
     if watch is not None:
         _verify_precision(parts, progress, watch)
+    if measured is not None:
+        where = {"step": progress.step, "tokens": progress.tokens}
+        parts.record.event("telemetry", **where, **measured, update_ratio=engine.update_ratio)
     if update.applied and progress.applied == 1:
         read_ledger(engine, reduce=parts.resolved.config.precision.reduce)  # the moments exist now
     if judgement.verdict is not Verdict.STEP and not judgement.routine:
@@ -55,6 +61,11 @@ def _watch(parts: Parts, progress: Progress) -> Observation | None:
     every = parts.resolved.config.precision.verify_every_steps
     due = progress.step == parts.first_step or (every and progress.step % every == 0)
     return Observation(parts.engine.model) if due else None
+
+
+def _due_telemetry(parts: Parts, progress: Progress) -> Telemetry | None:
+    every = parts.resolved.config.telemetry.every_steps
+    return parts.telemetry if every and (progress.step + 1) % every == 0 else None
 
 
 def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> None:

@@ -38,6 +38,7 @@ from training.parts import Parts
 from training.preemption import Preemption
 from training.progress import Progress
 from training.recovery import Promotions
+from training.telemetry import Telemetry
 
 
 def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, place: Place) -> tuple[Parts, Progress]:
@@ -82,6 +83,7 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
         promotions=promotions,
         checkpoints=checkpoints,
         preemption=Preemption(),
+        telemetry=Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None,
         record=record,
         first_step=progress.step,
     )

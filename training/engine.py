@@ -63,8 +63,10 @@ class Engine:
         self.regions = _regions(model, resolved, stage=self.stage)
         """Precision regions of the manifest path; None on the cast path."""
         guard = resolved.config.guard
-        wanted = guard.min_update_ratio is not None or guard.max_update_ratio is not None
-        self._meter = UpdateMeter(self.deepspeed.optimizer, stage=self.stage, place=place) if wanted else None
+        self._always_measure = guard.min_update_ratio is not None or guard.max_update_ratio is not None
+        self._meter = UpdateMeter(self.deepspeed.optimizer, stage=self.stage, place=place)
+        self.measure_update = False
+        """Whether the coming step is to measure `update_ratio`, which copies the masters."""
         self.update_ratio: float | None = None
         """Norm of the last update over that of the weights; None when not measured, or when no step was applied."""
         self._scale_section = resolved.config.precision.loss_scale
@@ -147,12 +149,13 @@ class Engine:
         applied = apply and finite
         self.update_ratio = None
         if applied:
-            if self._meter is not None:
+            measure = self._always_measure or self.measure_update
+            if measure:
                 self._meter.start()
             self.gradients.apply(self._norm)
             if self.stage > 0 and not self.deepspeed.was_step_applied():
                 raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
-            if self._meter is not None:
+            if measure:
                 self.update_ratio = self._meter.ratio()
         elif finite:
             self.discard_quietly()

@@ -13,6 +13,7 @@ from training.checkpoint import Checkpoints
 from training.engine import Engine
 from training.preemption import Preemption
 from training.recovery import Promotions
+from training.telemetry import Telemetry
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Parts:
     promotions: Promotions
     checkpoints: Checkpoints
     preemption: Preemption
+    telemetry: Telemetry | None
     record: Record
     first_step: int
     """Steps attempted before this session."""

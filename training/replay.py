@@ -114,6 +114,7 @@ def replay(run_dir: RunDir, resolved: Resolved, recorded: list[dict[str, Any]], 
             promotions=promotions,
             checkpoints=checkpoints,
             preemption=Preemption(),
+            telemetry=None,
             record=Record([collector]),
             first_step=progress.step,
         )

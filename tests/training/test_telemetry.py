@@ -1,0 +1,49 @@
+"""Telemetry on two real processes: the right numbers, and no trace in the training."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training import telemetry_cases
+
+ALL = [(0, "fp32"), *[(stage, compute) for stage in (1, 2, 3) for compute in ("fp32", "bf16", "fp16")]]
+
+
+@pytest.mark.parametrize(("stage", "compute"), ALL)
+def test_what_is_measured_is_right_and_changes_nothing(pair, stage, compute):
+    probe = (stage, compute) != (0, "fp32") and stage != 3
+    for result in pair.run(telemetry_cases.measured, stage=stage, compute=compute, probe=probe):
+        assert result["unchanged"]
+        found = result["telemetry"]
+        tolerance = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 4e-2}[compute]
+        assert found["gradients"].keys() == result["reference"].keys()
+        for module, norm in result["reference"].items():
+            assert found["gradients"][module]["norm"] == pytest.approx(norm, rel=tolerance), module
+        assert found["activation_max"]["lm_head"] > 0
+        assert result["update_ratio"][0] == pytest.approx(result["update_ratio"][1], rel=1e-6)
+        if compute == "fp32":
+            assert found["drift"] is None
+        else:
+            assert found["drift"] == {"maximum": 0.0, "rms": 0.0}
+        if probe:
+            for name, agreement in found["probe"].items():
+                assert agreement["cosine"] > 1 - tolerance, name
+                assert agreement["relative_error"] < 3 * tolerance, name
+                assert (agreement["relative_error"] > 1e-6) is (compute != "fp32"), name
+
+
+def test_the_probe_on_the_manifest_path_sees_the_rounding_of_each_region(pair, tmp_path):
+    rule = {"match": "*.layers.1.*", "compute": "bf16", "reason": "a test"}
+    manifest = {"default": "fp32", "rules": [rule]}
+    for stage in (0, 1, 2, 3):
+        arguments = {"stage": stage, "compute": "fp32", "probe": True, "folder": str(tmp_path), "manifest": manifest}
+        for result in pair.run(telemetry_cases.measured, **arguments):
+            assert result["unchanged"]
+            errors = {name: agreement["relative_error"] for name, agreement in result["telemetry"]["probe"].items()}
+            assert errors["model.layers.1.mlp.up_proj.weight"] > 1e-3
+            assert all(error < 5e-2 for error in errors.values())
+
+
+def test_a_probe_that_cannot_be_is_refused(pair):
+    for result in pair.run(telemetry_cases.measured, stage=3, compute="bf16", probe=True):
+        assert result["refused"].startswith("telemetry.probe = true: at ZeRO-3")

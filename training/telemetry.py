@@ -1,0 +1,141 @@
+"""Precision telemetry: every so many steps, what the numbers of each module look like. Off unless asked for.
+
+Gradients are read whole, one module at a time, between backward and step; activations are watched in the forward pass
+of that step. The probe runs the step's micro-batches once more in FP32 from the masters and says how far the gradients
+of the real pass are from that: cosine and sign agreement by parameter. It costs one more pass and an FP32 copy of the
+gradients in host memory on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import groupby
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+from config.errors import UserError
+from data.loader import Batch
+from modeling.loss import label_loss_sum
+from precision.regions import DTYPES
+from precision.statistics import (
+    ActivationMeter,
+    Agreement,
+    compare_gradients,
+    gradient_statistics,
+    master_drift,
+    to_plain,
+)
+from training.engine import Engine
+from training.generators import generators, restore_generators
+
+
+class Telemetry:
+    """Measures one step at a time. Every method is a collective; `finish` gives the same plain numbers on all ranks."""
+
+    def __init__(self, engine: Engine, *, probe: bool) -> None:
+        """Raises UserError when the probe is asked for where the masters cannot be run: the cast path at ZeRO-3."""
+        if probe and engine.regions is None and engine.stage == 3:
+            raise UserError(
+                "telemetry.probe = true: at ZeRO-3 the FP32 pass needs precision.path = manifest, whose parameters are "
+                "the masters; use it, or ZeRO-2, or telemetry.probe=false"
+            )
+        self._engine = engine
+        self._probe = probe
+        self._reference: dict[str, torch.Tensor] = {}
+        self._meter: ActivationMeter | None = None
+
+    @contextmanager
+    def watching(self, batch: Batch) -> Iterator[None]:
+        """Around the forward and backward passes of the step to measure; the probe runs before them."""
+        if self._probe:
+            self._reference = self._fp32_gradients(batch)
+        with ActivationMeter(self._engine.model) as self._meter:
+            yield
+
+    def finish(self) -> dict[str, Any]:
+        """To be called between backward and step: the fields of a `telemetry` event."""
+        engine = self._engine
+        modules: dict[str, Any] = {}
+        agreement: dict[str, Agreement] = {}
+        for module, group in groupby(engine.model.named_parameters(), key=lambda item: item[0].rpartition(".")[0]):
+            gradients = [(name, self._gradient(parameter)) for name, parameter in group]
+            whole = [(name, gradient) for name, gradient in gradients if gradient is not None]
+            modules |= gradient_statistics(whole, self._dtype(module), scale=engine.loss_scale)
+            if self._reference:
+                agreement |= compare_gradients(whole, [(name, self._reference[name]) for name, _ in whole])
+        assert self._meter is not None
+        plain = to_plain({"gradients": modules, "activation_max": self._meter.maxima, "probe": agreement})
+        by_rank = engine.place.gather_objects(plain["activation_max"])  # each rank saw its own samples
+        plain["activation_max"] = {name: max(seen[name] for seen in by_rank) for name in by_rank[0]}
+        self._reference, self._meter = {}, None
+        return {**plain, "drift": self._drift()}
+
+    def _dtype(self, module: str) -> torch.dtype:
+        """The dtype in which the module's gradients are made."""
+        regions = self._engine.regions
+        return DTYPES[regions.dtypes.get(module, "fp32") if regions is not None else self._engine.compute]
+
+    def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """The whole reduced gradient, unscaled, FP32."""
+        gradient = parameter.grad if self._engine.stage == 0 else safe_get_full_grad(parameter)
+        return None if gradient is None else gradient.detach().float() / self._engine.loss_scale
+
+    def _drift(self) -> dict[str, float] | None:
+        """Largest and RMS relative distance of 16-bit parameters from their rounded masters; None in FP32."""
+        engine = self._engine
+        if engine.compute == "fp32":
+            return None
+        largest, squares, count = 0.0, 0.0, 0
+        for parameter in engine.model.parameters():
+            master = safe_get_full_fp32_param(parameter)
+            with deepspeed.zero.GatheredParameters([parameter]) if engine.stage == 3 else nullcontext():
+                drift = master_drift(master.view(parameter.shape), parameter.data)
+                largest = max(largest, float(drift.maximum))
+                squares += float(drift.rms) ** 2 * parameter.numel()
+                count += parameter.numel()
+        return {"maximum": largest, "rms": math.sqrt(squares / max(count, 1))}
+
+    def _fp32_gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Gradients of the step's mean loss in FP32, by name, averaged over ranks, with the step's random numbers."""
+        engine, device = self._engine, self._engine.place.device
+        before = generators(device)
+        found = self._through_regions(batch) if engine.regions is not None else self._through_masters(batch)
+        restore_generators(before, device)
+        return found
+
+    def _through_regions(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """On the manifest path: the same modules, every region in FP32."""
+        engine, regions = self._engine, self._engine.regions
+        assert regions is not None
+        was = dict(regions.dtypes)
+        for name in was:
+            regions.set(name, "fp32", "telemetry probe")
+        engine.forward_backward(batch, step=0)
+        pairs = [(name, self._gradient(parameter)) for name, parameter in engine.model.named_parameters()]
+        engine.discard_quietly()
+        for name, compute in was.items():
+            regions.set(name, compute, "telemetry probe")
+        return {name: gradient.cpu() for name, gradient in pairs if gradient is not None}
+
+    def _through_masters(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """On the cast path: the module called with the masters in place of its 16-bit parameters."""
+        engine, device = self._engine, self._engine.place.device
+        masters = {
+            name: safe_get_full_fp32_param(parameter).detach().clone().view(parameter.shape).requires_grad_()
+            for name, parameter in engine.model.named_parameters()
+        }
+        tokens = engine.place.sum(torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device))
+        for input_ids, labels in zip(batch.input_ids, batch.labels, strict=True):
+            options = {"input_ids": input_ids.to(device), "use_cache": False}
+            logits = torch.func.functional_call(engine.model, masters, args=(), kwargs=options).logits
+            (label_loss_sum(logits, labels.to(device)) / tokens.clamp(min=1).float()).backward()
+        found = {}
+        for name, master in masters.items():
+            gradient = torch.zeros_like(master) if master.grad is None else master.grad
+            found[name] = engine.place.sum(gradient).detach().cpu()
+        return found
