@@ -30,7 +30,12 @@ def attempt(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, bool
     watch, telemetry = _watch(parts, progress), _due_telemetry(parts, progress)
     with watch or nullcontext(), telemetry.watching(batch) if telemetry else nullcontext():
         outcome = engine.forward_backward(batch, step=batch.position + 1)
-    health = engine.health(outcome, preempted_here=parts.preemption.requested_here)
+    health = engine.health(
+        outcome,
+        preempted_here=parts.preemption.requested_here,
+        applied=progress.applied,
+        skipped=progress.skipped,
+    )
     causes = _causes(parts, health, batch)
     measured = telemetry.finish() if telemetry and health.finite else None
     engine.measure_update = measured is not None

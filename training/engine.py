@@ -121,14 +121,24 @@ class Engine:
             loss_sum += micro_loss.detach().double()
         return Outcome(loss_sum, label_tokens)
 
-    def health(self, outcome: Outcome, *, preempted_here: bool = False) -> Health:
-        """One small gather, so that every rank sees and decides the same. The only device sync of its own in a step."""
+    def health(self, outcome: Outcome, *, preempted_here: bool = False, applied: int = 0, skipped: int = 0) -> Health:
+        """One small gather, so that every rank sees and decides the same. The only device sync of its own in a step.
+
+        applied, skipped: this rank's counters. Raises RanksDisagree, with the ranks' names, when norm, scale or
+        counters are not the same everywhere.
+        """
         self._norm = self.gradients.norm()
-        here = [float(peak_memory_bytes(self.place.device)), float(preempted_here), self.loss_scale]
+        memory = float(peak_memory_bytes(self.place.device))
+        here = [memory, float(preempted_here), self.loss_scale, float(applied), float(skipped)]
         mine = torch.stack([outcome.loss_sum, outcome.label_tokens, self._norm.double()])
         rows = self.place.gather(torch.cat([mine, mine.new_tensor(here)])).tolist()
         require_equal("the gradient norm", [row[2] for row in rows])
-        require_equal("the loss scale", [row[5] for row in rows])
+        for column, what in (
+            (5, "the loss scale"),
+            (6, "the count of applied steps"),
+            (7, "the count of skipped steps"),
+        ):
+            require_equal(what, [row[column] for row in rows])
         return Health(
             loss=sum(row[0] for row in rows) / rows[0][1],
             grad_norm=rows[0][2] / self.loss_scale,

@@ -12,6 +12,7 @@ from precision.observe import Observation, verify
 from tests.training.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
 from training.distributed import Place
+from training.health import RanksDisagree
 
 HIT = "model.layers.1.mlp.down_proj"
 
@@ -97,6 +98,21 @@ def manifest_steps(place: Place, *, stage: int, folder: str, manifest: dict, ove
             "computed": (seen.computed[changed], after.computed[changed]),
             "masters": {str(value.dtype) for value in masters_of(engine).values()},
         }
+
+
+def disagreement(place: Place, *, stage: int, what: str) -> str:
+    """What stops the run when rank 1 holds another loss scale, or has counted otherwise."""
+    resolved = resolve(place, stage=stage, compute="fp16", overrides=["precision.loss_scale.initial=256"])
+    with engine_of(place, resolved) as engine:
+        odd = place.rank == 1
+        if what == "scale" and odd:
+            engine.deepspeed.optimizer.loss_scaler.cur_scale = 128.0
+        outcome = engine.forward_backward(batch_of(place, 4, seed=1), step=1)
+        try:
+            engine.health(outcome, applied=7 + (odd and what == "count"), skipped=0)
+        except RanksDisagree as error:
+            return str(error)
+    return ""
 
 
 def manifest_steps_plain(place: Place, *, stage: int, folder: str, manifest: dict) -> list[float]:

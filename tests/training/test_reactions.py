@@ -79,6 +79,16 @@ def test_a_mixed_manifest_follows_fp32(pair, tmp_path, stage, manifest, checkpoi
         assert result["masters"] == {"torch.float32"}
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_that_disagree_stop_the_run_and_are_named(pair, stage):
+    for message in pair.run(reaction_cases.disagreement, stage=stage, what="scale"):
+        assert message == "the loss scale differs between ranks: rank 0 has 256.0, rank 1 has 128.0"
+    for message in pair.run(reaction_cases.disagreement, stage=stage, what="count"):
+        assert message == "the count of applied steps differs between ranks: rank 0 has 7.0, rank 1 has 8.0"
+    for message in pair.run(reaction_cases.disagreement, stage=stage, what="nothing"):
+        assert message == ""
+
+
 def test_a_manifest_of_fp32_is_fp32(pair, tmp_path):
     expected = pair.run(engine_cases.norms_over_steps, stage=2, compute="fp32", steps=6, overrides=[])[0]
     for stage in (0, 1, 2, 3):

@@ -174,6 +174,35 @@ def test_the_blamed_module_is_promoted_and_the_checkpoint_remembers_it(folder):
     assert (before, after) == ("bf16", "fp32")
 
 
+FP16 = ["deepspeed.config=ds_configs/zero1_fp16.json", "precision.compute=fp16"]
+
+
+def test_an_overflow_at_the_smallest_scale_is_a_verdict_with_a_diagnosis(folder):
+    scale = ["precision.loss_scale.initial=4", "precision.loss_scale.minimum=2", "precision.loss_scale.hysteresis=1"]
+    faults = "faults=[" + ", ".join(f"{{kind: inf_gradient, step: {step}}}" for step in (2, 3)) + "]"
+    output = finish(command("python", folder, "smallest", *FP16, *scale, faults, "guard.reactions=[skip]"), exit_code=3)
+    assert "stopped  after step 3: gradients overflow at the smallest loss scale" in output.splitlines()[-1]
+    changes = [(event["from"], event["to"], event["reason"]) for event in events(folder, "smallest", "scale")]
+    assert changes == [(4.0, 2.0, "overflow")]
+    assert {"lr", "momentum_norm"} <= events(folder, "smallest", "scale")[0].keys()
+    blamed = [event["module"] for event in events(folder, "smallest", "nonfinite")]
+    assert blamed == ["model.embed_tokens.weight"] * 2
+    assert (folder / "runs" / "smallest" / "checkpoints" / "step-3" / "state.json").is_file()
+
+
+def test_an_overflow_that_persists_falls_back_by_itself(folder):
+    manifest = folder / "fp16.json"
+    manifest.write_text(json.dumps({"default": "fp16", "rules": []}))
+    module = "model.layers.0.mlp.up_proj"
+    faults = [f"{{kind: inf_gradient, step: {step}, module: {module}}}" for step in (2, 3)]
+    overrides = ["precision.path=manifest", f"precision.manifest={manifest}", f"faults=[{', '.join(faults)}]"]
+    plan = ["guard.reactions=[skip, promote, abort]", "guard.max_consecutive_skips=2", "guard.promote_to=bf16"]
+    finish(command("python", folder, "fell_back", *overrides, *plan))
+    incident = events(folder, "fell_back", "incident")
+    assert [(event["verdict"], event["step"], event["modules"]) for event in incident] == [("PROMOTE", 3, [module])]
+    assert [event["applied"] for event in events(folder, "fell_back", "step")] == [True, False, False, True, True, True]
+
+
 def test_a_spike_is_skipped_when_asked_for(folder):
     overrides = ["faults=[{kind: loss_spike, step: 18}]", "guard.spike_sigmas=6", "guard.spike_window=16"]
     finish(command("python", folder, "spiked", "run.steps=20", *overrides))
