@@ -155,7 +155,11 @@ class Exponents(NamedTuple):
     """() int64."""
 
 
-def exponent_histogram(values: torch.Tensor, *, lowest: int = -150, highest: int = 128) -> Exponents:
+LOWEST_EXPONENT = -150
+"""Below the smallest FP32 subnormal: no FP32 value lies under it."""
+
+
+def exponent_histogram(values: torch.Tensor, *, lowest: int = LOWEST_EXPONENT, highest: int = 128) -> Exponents:
     """Counts per power of two, from torch.frexp. The defaults span every number of FP32, BF16 and FP16."""
     flat = values.detach().double().reshape(-1)
     usable = flat.isfinite() & (flat != 0)

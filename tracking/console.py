@@ -62,10 +62,11 @@ class ConsoleSink:
             atexit.unregister(self.close)
 
     def _on_run_start(self, event: Event) -> None:
-        self._fp16 = event["compute"] == "fp16"
+        computes = sorted(set((event.get("regions") or {}).values())) or [event["compute"]]
+        self._fp16 = "fp16" in computes
         resumed = f", resumed from {event['resumed_from']}" if event["resumed_from"] else ""
         self.say(
-            f"training {event['parameters']:,} parameters in {event['compute']}, ZeRO-{event['zero_stage']}, "
+            f"training {event['parameters']:,} parameters in {' and '.join(computes)}, ZeRO-{event['zero_stage']}, "
             f"{event['world_size']} process{'' if event['world_size'] == 1 else 'es'}{resumed}"
         )
         if self._console.is_terminal:
@@ -137,8 +138,8 @@ class ConsoleSink:
 
     def _on_nonfinite(self, event: Event) -> None:
         self.say(
-            f"step {event['step']}: {event['count']} {event['kind']} in the {event['tensor']} of {event['module']} "
-            f"on rank {event['rank']}"
+            f"step {event['step']}: {event['count']} {event['kind']} in the {event['tensor']}"
+            f"{'' if event['tensor'] == 'loss' else ' of ' + event['module']} on rank {event['rank']}"
         )
 
     def _on_incident(self, event: Event) -> None:

@@ -45,7 +45,7 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     # In which dtypes the forward pass's matmuls really computed: their share of its matmul FLOPs.
     "precision": ("flop_share",),
     # What the numbers of each module looked like, by module or parameter name.
-    "telemetry": ("gradients", "activation_max", "probe", "drift", "update_ratio"),
+    "telemetry": ("gradients", "activation_max", "probe", "drift", "update_ratio", "gradient_exponents"),
     # A fault that the config asked for struck: for tests and game days.
     "fault": ("kind", "rank", "module"),
     # Written by the record itself: a sink was lost, or events were.

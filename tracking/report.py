@@ -64,7 +64,9 @@ def summary_table(run_dir: RunDir) -> Table:
 
 def results(summary: Summary) -> list[tuple[str, str]]:
     """What came out, as (measure, value) rows; a measure that does not apply is left out."""
-    best = f"best {_number(summary.best_loss)} at step {summary.best_loss_step}"
+    best = "never finite"
+    if summary.best_loss_step is not None:
+        best = f"best {_number(summary.best_loss)} at step {summary.best_loss_step}"
     rows = [
         ("training loss (nats)", f"{_number(summary.first_loss)} -> {_number(summary.last_loss)} ({best})"),
         ("losses that were not finite", str(summary.nonfinite_losses) if summary.nonfinite_losses else ""),

@@ -56,6 +56,19 @@ def chart_values(event: Event) -> dict[str, Any]:
     return kept | {"step": event["step"], "tokens": event["tokens"]}
 
 
+def histograms(event: Event) -> dict[str, Any]:
+    """The gradient values of a telemetry event by power of two, as a wandb histogram."""
+    exponents = event.get("gradient_exponents")
+    if not exponents or not exponents["counts"]:
+        return {}
+    import numpy as np
+    import wandb
+
+    counts = np.array(exponents["counts"])
+    histogram = wandb.Histogram(np_histogram=(counts, exponents["lowest"] + np.arange(len(counts) + 1)))
+    return {"telemetry/log2_gradient": histogram}
+
+
 def _flatten(event: Event) -> Iterator[tuple[str, Any]]:
     """`telemetry/<measure>/<module>` for each number of a telemetry event."""
     yield "telemetry/update_ratio", event["update_ratio"]
@@ -144,7 +157,7 @@ def follow(run: Any, job: dict[str, Any]) -> None:
             if event["event"] == "run_end":
                 exit_code = event["exit_code"]
             if event["event"] != "step" or event["step"] % job["log_every_steps"] == 0 or not event["applied"]:
-                run.log(chart_values(event), step=number)
+                run.log(chart_values(event) | histograms(event), step=number)
     run.finish(exit_code=1 if exit_code is None else exit_code)
 
 

@@ -28,7 +28,7 @@ from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from training import distributed
 from training.attempt import attempt
-from training.build import build_engine, seed_everything
+from training.build import batch_shape, build_engine, seed_everything
 from training.checkpoint import Checkpoints
 from training.parts import Parts
 from training.preemption import Preemption
@@ -89,15 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts = Parts(
             resolved=resolved,
             engine=build_engine(resolved, shape, place),
-            batches=Batches(
-                corpus.train,
-                sequence_length=config.data.sequence_length,
-                seed=config.run.seed,
-                global_size=resolved.batch.global_size,
-                micro_size=resolved.batch.micro_size,
-                rank=place.rank,
-                world_size=place.world_size,
-            ),
+            batches=Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved)),
             validation=list,
             guard=Guard(config.guard),
             promotions=Promotions(),

@@ -64,13 +64,7 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
         progress, state = checkpoints.load(found, engine)
         guard.load_state_dict(state["guard"])
         promotions.load_state_dict(state["promotions"], engine.regions)
-    shape = {
-        "sequence_length": config.data.sequence_length,
-        "global_size": resolved.batch.global_size,
-        "micro_size": resolved.batch.micro_size,
-        "rank": place.rank,
-        "world_size": place.world_size,
-    }
+    shape = batch_shape(resolved)
     batches = Batches(corpus.train, seed=config.run.seed, **shape)
     batches.restore(progress.position)
     record = _open_record(resolved, corpus, engine, run_dir, place)
@@ -123,6 +117,17 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, place: Plac
         model, config.model.activation_checkpointing, reentrant=config.model.checkpointing_reentrant
     )
     return Engine(model, resolved, place)
+
+
+def batch_shape(resolved: Resolved) -> dict[str, int]:
+    """How this rank's batches are cut: arguments of the data loader."""
+    return {
+        "sequence_length": resolved.config.data.sequence_length,
+        "global_size": resolved.batch.global_size,
+        "micro_size": resolved.batch.micro_size,
+        "rank": resolved.rank,
+        "world_size": resolved.world_size,
+    }
 
 
 def open_run_dir(resolved: Resolved, place: Place) -> RunDir:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,13 +77,15 @@ def start(*, rank: int, world_size: int, local_rank: int, timeout_minutes: float
             raise RuntimeError("MASTER_PORT is not set: start several processes with a launcher")
         os.environ["MASTER_PORT"] = str(_free_port())
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
-    logger.setLevel(logging.WARNING)  # DeepSpeed's start-up notes would bury ours
+    # DeepSpeed's start-up notes would bury ours, and it calls every step that is discarded an overflow.
+    logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*deprecated.*", module="torch.distributed.c10d_logger")
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         _share_cores()
-        if rank == 0 and not _is_built("deepspeed_shm_comm"):
-            print("building DeepSpeed's shared-memory op, once on a machine, about a minute", flush=True)
+        _use_own_ninja()
+        if rank == 0:
+            _tell_about_the_build("deepspeed_shm_comm")
     accelerator.set_device(local_rank)
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=timeout_minutes))
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
@@ -122,10 +125,21 @@ def _share_cores() -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
 
 
-def _is_built(op: str) -> bool:
-    """Whether torch's cache of compiled extensions has this op."""
+def _use_own_ninja() -> None:
+    """Put this environment's programs first: another ninja would find every op out of date and build it again."""
+    programs = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", "").split(os.pathsep)
+    if path[0] != programs:
+        os.environ["PATH"] = os.pathsep.join([programs, *path])
+
+
+def _tell_about_the_build(op: str) -> None:
+    """Say what is about to take a minute, or would wait for ever: a killed build leaves its lock behind."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
-    return any(folder.glob(f"**/{op}.so"))
+    for lock in folder.glob(f"**/{op}/lock"):
+        print(f"waiting for {lock}: another process builds {op}; if none does, remove that file", flush=True)
+    if not any(folder.glob(f"**/{op}.so")):
+        print("building DeepSpeed's shared-memory op, once on a machine, about a minute", flush=True)
 
 
 def _free_port() -> int:

@@ -16,12 +16,17 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config.command_line import CONFIG_ERROR, Resolved, read_command_line
 from config.errors import UserError
 from tracking.jsonl import read_events
 from tracking.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from training.distributed import Place
+    from training.parts import Parts
+    from training.progress import Progress
 
 REPRODUCED, DIFFERENT = 0, 3
 _COMPARED = ("loss", "grad_norm", "loss_scale", "lr", "applied", "sample_ids_sha256")
@@ -66,58 +71,14 @@ def attempt_to_replay(events: list[dict[str, Any]], step: int) -> list[dict[str,
 
 def replay(run_dir: RunDir, resolved: Resolved, recorded: list[dict[str, Any]], say: Any) -> int:
     """Walk to the last of `recorded` and report; a collective over the run's processes."""
-    from data.loader import Batches
-    from data.prepare import prepare
-    from modeling.build import model_config
-    from precision.guard import Guard
-    from tracking.record import Record
     from training import distributed
     from training.attempt import attempt
-    from training.build import build_engine, identity, seed_everything
-    from training.checkpoint import Checkpoints, newest_before
-    from training.parts import Parts
-    from training.preemption import Preemption
-    from training.progress import Progress
-    from training.recovery import Promotions
 
-    config, target = resolved.config, recorded[-1]["step"]
-    corpus = prepare(config.data, progress=False)
-    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+    target, collector = recorded[-1]["step"], Collector()
     place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
     try:
-        engine = build_engine(resolved, shape, place)
-        checkpoints = Checkpoints(
-            run_dir.checkpoints, keep=1, identity=identity(resolved, corpus, shape, engine), place=place
-        )
-        seed_everything(config.run.seed + place.rank)
-        collector, guard, promotions, progress = Collector(), Guard(config.guard), Promotions(), Progress()
-        found = place.from_main(newest_before(run_dir.checkpoints, target) if place.is_main else None)
-        if found is not None:
-            progress, state = checkpoints.load(found, engine)
-            guard.load_state_dict(state["guard"])
-            promotions.load_state_dict(state["promotions"], engine.regions)
+        parts, progress, found = _restore(run_dir, resolved, place, target, collector)
         say(f"from {found or 'the seed'}, {target - progress.step} steps to go")
-        parts = Parts(
-            resolved=resolved,
-            engine=engine,
-            batches=Batches(
-                corpus.train,
-                sequence_length=config.data.sequence_length,
-                seed=config.run.seed,
-                global_size=resolved.batch.global_size,
-                micro_size=resolved.batch.micro_size,
-                rank=place.rank,
-                world_size=place.world_size,
-            ),
-            validation=list,
-            guard=guard,
-            promotions=promotions,
-            checkpoints=checkpoints,
-            preemption=Preemption(),
-            telemetry=None,
-            record=Record([collector]),
-            first_step=progress.step,
-        )
         same = True
         for expected in recorded[progress.step :]:
             progress = replace(progress, position=expected["position"])
@@ -131,6 +92,52 @@ def replay(run_dir: RunDir, resolved: Resolved, recorded: list[dict[str, Any]], 
         distributed.stop()
     say("reproduced" if same else "not reproduced: see the steps marked above")
     return REPRODUCED if same else DIFFERENT
+
+
+def _restore(
+    run_dir: RunDir, resolved: Resolved, place: Place, target: int, collector: Collector
+) -> tuple[Parts, Progress, Path | None]:
+    """The run's parts as they were at the nearest checkpoint before `target`, recording into `collector` only."""
+    from data.loader import Batches
+    from data.prepare import prepare
+    from modeling.build import model_config
+    from precision.guard import Guard
+    from tracking.record import Record
+    from training.build import batch_shape, build_engine, identity, seed_everything
+    from training.checkpoint import Checkpoints, newest_before
+    from training.parts import Parts
+    from training.preemption import Preemption
+    from training.progress import Progress
+    from training.recovery import Promotions
+
+    config = resolved.config
+    corpus = prepare(config.data, progress=False)
+    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+    engine = build_engine(resolved, shape, place)
+    checkpoints = Checkpoints(
+        run_dir.checkpoints, keep=1, identity=identity(resolved, corpus, shape, engine), place=place
+    )
+    seed_everything(config.run.seed + place.rank)
+    parts = Parts(
+        resolved=resolved,
+        engine=engine,
+        batches=Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved)),
+        validation=list,
+        guard=Guard(config.guard),
+        promotions=Promotions(),
+        checkpoints=checkpoints,
+        preemption=Preemption(),
+        telemetry=None,
+        record=Record([collector]),
+        first_step=0,
+    )
+    progress = Progress()
+    found = place.from_main(newest_before(run_dir.checkpoints, target) if place.is_main else None)
+    if found is not None:
+        progress, state = checkpoints.load(found, engine)
+        parts.guard.load_state_dict(state["guard"])
+        parts.promotions.load_state_dict(state["promotions"], engine.regions)
+    return replace(parts, first_step=progress.step), progress, found
 
 
 def _compare(now: dict[str, Any], then: dict[str, Any], say: Any) -> bool:
@@ -160,6 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m training.replay", description=__doc__)
     parser.add_argument("run", type=Path, help="run folder, such as runs/demo")
     parser.add_argument("--step", type=int, required=True, help="attempted step, counted from 1")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     options = parser.parse_args(arguments)
     speaks = os.environ.get("RANK", "0") == "0"
     try:

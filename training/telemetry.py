@@ -23,9 +23,11 @@ from data.loader import Batch
 from modeling.loss import label_loss_sum
 from precision.regions import DTYPES
 from precision.statistics import (
+    LOWEST_EXPONENT,
     ActivationMeter,
     Agreement,
     compare_gradients,
+    exponent_histogram,
     gradient_statistics,
     master_drift,
     to_plain,
@@ -62,10 +64,12 @@ class Telemetry:
         engine = self._engine
         modules: dict[str, Any] = {}
         agreement: dict[str, Agreement] = {}
+        exponents: torch.Tensor | int = 0
         for module, group in groupby(engine.model.named_parameters(), key=lambda item: item[0].rpartition(".")[0]):
             gradients = [(name, self._gradient(parameter)) for name, parameter in group]
             whole = [(name, gradient) for name, gradient in gradients if gradient is not None]
             modules |= gradient_statistics(whole, self._dtype(module), scale=engine.loss_scale)
+            exponents = sum((exponent_histogram(gradient).counts for _, gradient in whole), exponents)
             if self._reference:
                 agreement |= compare_gradients(whole, [(name, self._reference[name]) for name, _ in whole])
         assert self._meter is not None
@@ -73,7 +77,7 @@ class Telemetry:
         by_rank = engine.place.gather_objects(plain["activation_max"])  # each rank saw its own samples
         plain["activation_max"] = {name: max(seen[name] for seen in by_rank) for name in by_rank[0]}
         self._reference, self._meter = {}, None
-        return {**plain, "drift": self._drift()}
+        return {**plain, "drift": self._drift(), "gradient_exponents": _trimmed(exponents)}
 
     def _dtype(self, module: str) -> torch.dtype:
         """The dtype in which the module's gradients are made."""
@@ -139,3 +143,12 @@ class Telemetry:
             gradient = torch.zeros_like(master) if master.grad is None else master.grad
             found[name] = engine.place.sum(gradient).detach().cpu()
         return found
+
+
+def _trimmed(counts: torch.Tensor | int) -> dict[str, Any]:
+    """{lowest exponent, counts by power of two} without the empty ends; empty counts where there is no gradient."""
+    numbers = counts.tolist() if isinstance(counts, torch.Tensor) else []
+    used = [index for index, count in enumerate(numbers) if count]
+    if not used:
+        return {"lowest": 0, "counts": []}
+    return {"lowest": LOWEST_EXPONENT + used[0], "counts": numbers[used[0] : used[-1] + 1]}

@@ -20,6 +20,8 @@ def test_what_is_measured_is_right_and_changes_nothing(pair, stage, compute):
         for module, norm in result["reference"].items():
             assert found["gradients"][module]["norm"] == pytest.approx(norm, rel=tolerance), module
         assert found["activation_max"]["lm_head"] > 0
+        counts, lowest = found["gradient_exponents"]["counts"], found["gradient_exponents"]["lowest"]
+        assert counts[0] > 0 and counts[-1] > 0 and -60 < lowest < 0 and sum(counts) > 5000
         assert result["update_ratio"][0] == pytest.approx(result["update_ratio"][1], rel=1e-6)
         if compute == "fp32":
             assert found["drift"] is None
