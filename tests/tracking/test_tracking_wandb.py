@@ -17,7 +17,7 @@ from tracking.jsonl import JsonlSink, encode
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from tracking.wandb_sink import WandbSink, run_id
-from tracking.wandb_worker import Follower, chart_values
+from tracking.wandb_worker import Follower, chart_values, histograms
 
 
 def _sink(run_dir: RunDir, mode: str = "offline", **changes: Any) -> WandbSink:
@@ -177,6 +177,27 @@ def test_charts_keep_what_is_not_finite_and_leave_out_what_was_not_recorded() ->
     scale = {"from": 4.0, "to": 2.0, "reason": "overflow", "consecutive_overflows": 1, "lr": 1.0, "momentum_norm": None}
     values = chart_values({"event": "scale", **common, **scale})
     assert values["scale/from"] == 4.0 and values["scale/reason"] == "overflow" and "scale/momentum_norm" not in values
+
+
+def test_telemetry_becomes_a_chart_a_measure_and_module_and_a_histogram() -> None:
+    event = {
+        "event": "telemetry",
+        "step": 5,
+        "tokens": 50,
+        "time": 1.0,
+        "gradients": {"lm_head": {"norm": 0.5, "flushed": 0.25}},
+        "activation_max": {"lm_head": 7.0},
+        "probe": {"lm_head.weight": {"cosine": 0.99}},
+        "drift": {"maximum": 0.0, "rms": 0.0},
+        "update_ratio": 0.001,
+        "gradient_exponents": {"lowest": -30, "counts": [1, 4, 2]},
+    }
+    values = chart_values(event)
+    assert values["telemetry/gradients_flushed/lm_head"] == 0.25 and values["telemetry/activation_max/lm_head"] == 7.0
+    assert values["telemetry/probe_cosine/lm_head.weight"] == 0.99 and values["telemetry/update_ratio"] == 0.001
+    drawn = histograms(event)["telemetry/log2_gradient"]
+    assert list(drawn.histogram) == [1, 4, 2] and list(drawn.bins) == [-30, -29, -28, -27]
+    assert histograms({"event": "step"}) == {}
 
 
 def test_the_follower_takes_whole_lines_and_skips_earlier_sessions(tmp_path: Path) -> None:
