@@ -49,7 +49,9 @@ def test_flops_of_llama_by_hand(attention: str) -> None:
     model = llama(attention)
     with Observation(model) as seen:
         model(IDS)
-    assert seen.flops["fp32"] == 2 * per_layer + 2 * tokens * hidden * 61
+    by_hand = 2 * per_layer + 2 * tokens * hidden * 61
+    # transformers before 5.20 or so also multiplies positions and frequencies as matrices, a ten-thousandth of all.
+    assert by_hand <= seen.flops["fp32"] <= 1.001 * by_hand
     assert seen.computed["model.layers.1.self_attn"] == {"fp32"}
 
 
