@@ -240,7 +240,8 @@ class Engine:
         return label_loss_sum(logits, labels.to(device, non_blocking=True))
 
     def _install_scaler(self, state: dict[str, Any] | None) -> None:
-        if self.compute != "fp16" and not (self.regions is not None and self.regions.uses("fp16")):
+        needed = self.compute == "fp16" or (self.regions is not None and self.regions.uses("fp16"))
+        if not needed and self._scaler is None:  # one that was needed once stays, also when its regions were promoted
             return
         self._scaler = LossScaler(self._scale_section)
         if state is not None:

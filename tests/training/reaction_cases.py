@@ -100,6 +100,20 @@ def manifest_steps(place: Place, *, stage: int, folder: str, manifest: dict, ove
         }
 
 
+def poisoned_parameter(place: Place, *, stage: int, compute: str) -> list[tuple]:
+    """What attribution says of a weight that was bad before the step, on every rank that holds it."""
+    with engine_of(place, resolve(place, stage=stage, compute=compute, micro=2)) as engine:
+        parameter = dict(engine.model.named_parameters())[f"{HIT}.weight"]
+        held = getattr(parameter, "ds_tensor", parameter)
+        if stage < 3 or place.rank == 1:
+            held.data.view(-1)[0] = float("nan")
+        batch = batch_of(place, 2, seed=1)
+        health = engine.health(engine.forward_backward(batch, step=1))
+        found = attribute(engine, batch, step=1)
+        engine.step(health, 0.001)
+        return [(r, f.module, f.tensor, f.kind, f.count) for r, f in found]
+
+
 def disagreement(place: Place, *, stage: int, what: str) -> str:
     """What stops the run when rank 1 holds another loss scale, or has counted otherwise."""
     resolved = resolve(place, stage=stage, compute="fp16", overrides=["precision.loss_scale.initial=256"])

@@ -43,6 +43,15 @@ def test_the_cause_is_found_behind_recomputed_activations(pair, stage, checkpoin
         assert result["found"][0] == (1, HIT, "activation", "nan", 1)
 
 
+@pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp32")])
+def test_a_weight_that_was_bad_before_the_step_is_named(pair, stage, compute):
+    for found in pair.run(reaction_cases.poisoned_parameter, stage=stage, compute=compute):
+        named = [entry for entry in found if entry[2] == "parameter"]
+        ranks = [1] if stage == 3 else [0, 1]
+        assert named == [(rank, f"{HIT}.weight", "parameter", "nan", 1) for rank in ranks]
+        assert found[0] == named[0]
+
+
 MIXED = {
     "default": "bf16",
     "rules": [

@@ -172,6 +172,13 @@ def test_the_blamed_module_is_promoted_and_the_checkpoint_remembers_it(folder):
         event["regions"]["model.layers.1.mlp.up_proj"] for event in events(folder, "promoted", "run_start")
     )
     assert (before, after) == ("bf16", "fp32")
+    on_probation = [*overrides, "run.steps=8", "guard.probation_steps=3"]
+    finish(command("python", folder, "demoted", *on_probation))
+    taken_back = [event for event in events(folder, "demoted", "note") if "taken back" in event["text"]]
+    assert [event["step"] for event in taken_back] == [6]  # refused at 3, clean at 4, 5 and 6
+    finish(command("python", folder, "demoted", *on_probation, "run.steps=9"))
+    regions = [event["regions"]["model.layers.1.mlp.up_proj"] for event in events(folder, "demoted", "run_start")]
+    assert regions == ["bf16", "bf16"]
 
 
 FP16 = ["deepspeed.config=ds_configs/zero1_fp16.json", "precision.compute=fp16"]
