@@ -4,8 +4,8 @@
 
 Restores the nearest checkpoint before step N (or starts from the seed), walks to N on the samples that the run took,
 holds every step against what the run recorded, and prints the causes found at N. On a CPU the numbers repeat bit for
-bit. Nothing is written into the run folder. Exit code 0: reproduced; 3: some step came out differently; 2: it cannot be
-done.
+bit. Nothing is written into the run folder. Exit code 0: reproduced; 3: some step came out differently (1 for a run of
+several processes, whose launcher turns every failure into 1); 2: it cannot be done.
 """
 
 from __future__ import annotations
