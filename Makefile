@@ -9,7 +9,7 @@ PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup demo test check clean
+.PHONY: help setup demo test check parity matrix clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -27,6 +27,12 @@ demo: setup  ## Train a small Llama on real text and leave runs/demo
 
 test: setup  ## Run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
+	$(BIN)/python -m training.parity --config config/recipes/demo.yaml $(ARGS)
+
+matrix: setup  ## Verify every combination of ZeRO stage and precision: docs/precision-matrix.md
+	$(BIN)/python -m training.matrix --out docs/precision-matrix.md $(ARGS)
 
 check: setup  ## Lint, formatting and types
 	$(BIN)/ruff check .

@@ -58,14 +58,14 @@ class Resolved:
         return self.command if self.config.run.resume == "auto" else f"{self.command} run.resume=auto"
 
 
-def read_command_line(argv: Sequence[str]) -> Resolved:
+def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Resolved:
     """The run that `argv` (without the program's name) and the launcher's environment describe.
 
     Raises:
         SystemExit: 2 after one line on stderr (rank 0 only) when the user must fix something;
             0 after `--help` and `--show-config`.
     """
-    rank = os.environ.get("RANK", "0")
+    rank = environment.get("RANK", "0")
     speaks = not rank.isdecimal() or int(rank) == 0
     try:
         if "--help" in argv or "-h" in argv:
@@ -73,7 +73,7 @@ def read_command_line(argv: Sequence[str]) -> Resolved:
                 sys.stdout.write(help_text.render())
             raise SystemExit(0)
         options = _parse(argv)
-        resolved = resolve_run(options, os.environ)
+        resolved = resolve_run(options, environment)
     except UserError as error:
         if speaks:
             sys.stderr.write(f"error: {error}\n")

@@ -1,7 +1,7 @@
 """Merges the run config into a DeepSpeed JSON: every "auto" resolved, nothing said twice that could disagree.
 
 The run config owns batch, clipping, precision and loss scale; the JSON owns how ZeRO shards and moves memory. A number
-that both give must be the same in both. What DeepSpeed 0.19.8 is known to compute wrongly is refused here.
+that both give must be the same in both. What config/combinations.py does not verify is refused here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from config.batch import BatchPlan, plan_batch
+from config.combinations import Combination, refuse_combination, refuse_settings
 from config.deepspeed_document import check_document, leaves, offload, zero_stage
 from config.errors import UserError
 from config.load import show
@@ -35,33 +36,6 @@ class _Owned(NamedTuple):
     owner: str
 
 
-class _Wrong(NamedTuple):
-    """A combination that DeepSpeed 0.19.8 computes wrongly or cannot do."""
-
-    compute: str
-    stage: int
-    reason: str
-    instead: str
-
-
-WRONG_COMBINATIONS = (
-    _Wrong(
-        "fp16",
-        0,
-        "DeepSpeed 0.19.8 never scales the loss there but divides the gradients by the scale, so updates drown in eps"
-        " (measured: loss 5.778 after 12 steps where FP32 has 4.111)",
-        "use ZeRO-1: ds_configs/zero1_fp16.json",
-    ),
-    _Wrong(
-        "bf16",
-        0,
-        "DeepSpeed 0.19.8 steps Adam once while it starts, so the first updates are too small (measured: loss 4.7544"
-        " after a step where FP32 has 4.7236 and ZeRO-1 4.7254), and it sums micro-batches in BF16",
-        "use ZeRO-1: ds_configs/zero1_bf16.json",
-    ),
-)
-
-
 def resolve(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:
     """The DeepSpeed JSON of this run: `document` with every "auto" replaced and every owned value filled in.
 
@@ -73,13 +47,21 @@ def resolve(config: Config, path: Path, document: dict[str, Any], *, world_size:
 
     Raises:
         UserError: an unknown or refused key, a wrong kind of value, a disagreement with the run config, an "auto"
-            that nothing decides, or a combination that is known to be wrong.
+            that nothing decides, or a combination or setting that is not verified.
     """
     check_document(path, document)
+    compute, stage = compute_dtype(config, path, document), zero_stage(document)
+    if config.precision.path == "cast":  # what a manifest computes in is known when the model is
+        refuse_combination(str(path), Combination("cast", compute, stage, offload(document)))
+    refuse_settings(str(path), dict(leaves(document)), stage)
+    return complete(config, path, document, world_size=world_size)
+
+
+def complete(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:
+    """What `resolve` gives, also for a combination that it refuses: the precision matrix measures those too."""
     resolved = copy.deepcopy(document)
     compute, stage = compute_dtype(config, path, document), zero_stage(document)
     batch = plan_batch(config.batch.global_size, config.batch.micro_size, world_size, where=str(path))
-    _refuse_wrong(path, compute, stage)
     for section in ("bf16", "fp16"):
         if section in resolved and section != compute:
             del resolved[section]
@@ -199,9 +181,3 @@ def _settle(resolved: dict[str, Any], key: str, owned: _Owned, path: Path) -> No
             f"{path}: {key} = {show(given)} disagrees with the run config, where {owned.owner} gives "
             f'{show(owned.value)}; write "auto" in the JSON, or make them the same'
         )
-
-
-def _refuse_wrong(path: Path, compute: str, stage: int) -> None:
-    for wrong in WRONG_COMBINATIONS:
-        if (compute, stage) == (wrong.compute, wrong.stage):
-            raise UserError(f"{path}: {compute.upper()} with ZeRO-{stage} is refused: {wrong.reason}; {wrong.instead}")

@@ -320,6 +320,70 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class ParitySection:
+    """What counts as agreeing with the FP32 twin; read by `python -m training.parity`."""
+
+    seeds: int = limit(1, at_least=1)
+    """[runs] Pairs of runs, at run.seed, run.seed + 1 and so on. From 2 on a validation delta that FP32 runs also show
+    among each other, from seed to seed, is no failure."""
+    points: int = limit(3, at_least=1)
+    """[points] Places of the trajectory at which single steps are compared: the start, then evenly spaced."""
+    validation_delta: float = limit(0.005, above=0.0)
+    """[fraction] Largest distance of the last validation loss from FP32's."""
+    loss_gap: float = limit(0.02, above=0.0)
+    """[fraction] Largest distance of the running median of the training loss from FP32's, anywhere on the curve."""
+    grad_norm_ratio: float = limit(1.1, above=1.0)
+    """[factor] Largest median ratio of gradient norms, either way."""
+    skipped_share: float = limit(0.05, at_least=0.0, at_most=1.0)
+    """[fraction] Largest share of skipped steps. FP16 skips a few while its loss scale settles."""
+    nonfinite_events: int = limit(0, at_least=0)
+    """[events] Non-finite values allowed, those of overflows that the loss scale answers aside."""
+    restored_share: float = limit(1.0, at_least=0.0, at_most=1.0)
+    """[fraction] Share of the compared points that must restore from their checkpoint and repeat the recorded loss."""
+    module_error: float = limit(0.02, above=0.0)
+    """[fraction] Largest relative error of a module's output against FP32 on the same inputs: its own error."""
+    gradient_error: float = limit(0.15, above=0.0)
+    """[fraction] Largest relative error of a module's weight gradients from the same masters and batch."""
+    gradient_cosine: float = limit(0.99, at_least=-1.0, at_most=1.0)
+    """[cosine] Smallest cosine of a module's weight gradients with FP32's."""
+    sign_agreement: float = limit(0.9, at_least=0.0, at_most=1.0)
+    """[fraction] Smallest share of a module's weight gradients that have FP32's sign."""
+    update_error: float = limit(0.001, above=0.0)
+    """[fraction] Largest relative error of a module's update against AdamW in FP64 on the gradient that was reduced."""
+    weight_drift: float = limit(0.0, at_least=0.0)
+    """[fraction] Largest relative distance of a 16-bit weight from its rounded master."""
+    price_per_device_hour: float = limit(0.0, at_least=0.0)
+    """[money] Price of one device for one hour, for the cost of a million tokens; 0 leaves it out."""
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One lasting defect planted on purpose, to see that the parity gate finds it."""
+
+    kind: Literal[
+        "fp16_norm",
+        "coarse_output",
+        "flushed_gradient",
+        "wrong_unscaling",
+        "skipped_accumulation",
+        "lost_reduction",
+        "stale_weight",
+        "unclipped_update",
+        "silent_skip",
+    ]
+    """[choice] fp16_norm: a norm works in FP16 on `factor` times its input. coarse_output: a module's output is rounded
+    to 3 bits of mantissa. flushed_gradient: the smaller half of a module's gradients is zero, as FP16 leaves it without
+    enough of a loss scale. wrong_unscaling: gradients are divided by `factor` too much.
+    skipped_accumulation: the first micro-batch's gradients are lost. lost_reduction: another rank's gradients of a
+    module are lost. stale_weight: a module computes with weights that no longer follow their masters.
+    unclipped_update: clipping is reported, not done. silent_skip: every other step is reported as applied, and is not."""
+    module: str | None = None
+    """[module name] Module that has the defect; not read by kinds that hit the whole step."""
+    factor: float = limit(2.0, above=0.0)
+    """[factor] What wrong_unscaling and fp16_norm multiply by."""
+
+
+@dataclass(frozen=True)
 class GenerateSection:
     """The text sample at the end of a run."""
 
@@ -363,5 +427,9 @@ class Config:
     """[section]"""
     generate: GenerateSection = field(default_factory=GenerateSection)
     """[section]"""
+    parity: ParitySection = field(default_factory=ParitySection)
+    """[section]"""
     faults: tuple[Fault, ...] = ()
     """[list] Faults to inject, each {kind, step, rank, module}. For tests; empty in real runs."""
+    defects: tuple[Defect, ...] = ()
+    """[list] Defects to plant, each {kind, module, factor}. For tests of the parity gate; empty in real runs."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _INK, _FAINT, _ACCENT, _ALARM = "#1f4e79", "#a9c1d9", "#d1660f", "#c00000"
 _SMOOTH_FROM = 100  # steps from which on a running median is drawn over the raw curve
 _MANY_SKIPS = 200  # marks beyond this number would hide the curves
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 12,
     "axes.titlesize": 13,
     "axes.titleweight": "bold",
@@ -45,7 +45,7 @@ def plot_run(events: Path, png: Path) -> Path:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12, 7.5), dpi=130, layout="constrained")
         axes = figure.subplots(2, 2, sharex=True)
         figure.suptitle(_title(events.resolve().parent.name, starts[-1], steps), fontsize=14)

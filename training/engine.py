@@ -21,12 +21,13 @@ import deepspeed
 import torch
 from transformers import PreTrainedModel
 
+from config.combinations import Combination, refuse_combination
 from config.command_line import REPOSITORY, Resolved
-from config.errors import UserError
 from data.loader import Batch
 from modeling.loss import label_loss_sum
 from precision.manifest import load_manifest
 from precision.regions import Regions
+from training.defects import Defects
 from training.distributed import Place, allow_slow_fp16
 from training.faults import Faults
 from training.generators import generators
@@ -49,6 +50,7 @@ class Engine:
         self.clipping = optimizer_section.gradient_clipping
         self.slow_fp16 = self.compute == "fp16" and allow_slow_fp16()
         self.faults = Faults(resolved.config.faults, rank=place.rank, model=model)
+        self._defects = Defects(resolved.config.defects, rank=place.rank, model=model)
         self.deepspeed, *_ = deepspeed.initialize(
             model=model,
             optimizer=build_optimizer(
@@ -57,6 +59,8 @@ class Engine:
             config=resolved.deepspeed,
         )
         self.gradients = ReducedGradients(self.deepspeed, stage=self.stage)
+        if self._defects.unclipped:
+            self.gradients.stop_clipping()
         self.generators_before = generators(place.device)
         """States of the random generators at the start of the newest step, to run it again exactly."""
         self._norm = torch.zeros((), device=place.device)
@@ -117,7 +121,8 @@ class Engine:
                     micro_loss = self.faults.spoil_loss(step, micro_loss)
                 if on_loss is not None:
                     on_loss(micro_loss)
-                self.deepspeed.backward(micro_loss * weight.to(micro_loss.dtype), scale_wrt_gas=False)
+                share = (weight * self._defects.weight(index)).to(micro_loss.dtype)
+                self.deepspeed.backward(micro_loss * share, scale_wrt_gas=False)
             loss_sum += micro_loss.detach().double()
         return Outcome(loss_sum, label_tokens)
 
@@ -162,9 +167,7 @@ class Engine:
             measure = self._always_measure or self.measure_update
             if measure:
                 self._meter.start()
-            self.gradients.apply(self._norm)
-            if self.stage > 0 and not self.deepspeed.was_step_applied():
-                raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
+            self._apply()
             if measure:
                 self.update_ratio = self._meter.ratio()
         elif finite:
@@ -180,6 +183,16 @@ class Engine:
             loss_scale=scale,
             scale_change=change,
         )
+
+    def _apply(self) -> None:
+        if self._defects.swallows_step():
+            self.discard_quietly()
+            return
+        self._defects.before_step()
+        self.gradients.apply(self._norm)
+        self._defects.after_step()
+        if self.stage > 0 and not self.deepspeed.was_step_applied():
+            raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
 
     def discard_quietly(self) -> None:
         """Drop the gradients without a word to the loss scale."""
@@ -216,6 +229,8 @@ class Engine:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder / tag}")
         for group, setting in zip(self.deepspeed.optimizer.param_groups, settings, strict=True):
             group.update(setting)
+        if hasattr(self.deepspeed.optimizer, "clip_grad"):  # ZeRO-1 and 2 took the saved run's
+            self.deepspeed.optimizer.clip_grad = self.clipping
         self._install_scaler(scaler_state)
 
     def momentum_norm(self) -> float:
@@ -250,14 +265,13 @@ class Engine:
 
 
 def _regions(model: PreTrainedModel, resolved: Resolved, *, stage: int) -> Regions | None:
-    """The precision regions of the manifest path. Raises UserError for FP16 where DeepSpeed does not scale the loss."""
+    """The precision regions of the manifest path. Raises UserError where their dtypes are refused."""
     precision = resolved.config.precision
     if precision.path != "manifest" or precision.manifest is None:
         return None
     regions = Regions(model, load_manifest(REPOSITORY / precision.manifest))
-    if stage == 0 and regions.uses("fp16"):
-        raise UserError(
-            f"precision.manifest = {precision.manifest}: FP16 regions need a loss scale, which DeepSpeed does not "
-            "apply without ZeRO; use ZeRO-1: ds_configs/zero1_fp32.json"
-        )
+    sixteen_bit = [compute for compute in ("bf16", "fp16") if regions.uses(compute)]
+    kind = "mixed" if len(sixteen_bit) == 2 else (sixteen_bit or ["fp32"])[0]
+    path = "manifest" if sixteen_bit else "cast"
+    refuse_combination(f"precision.manifest = {precision.manifest}", Combination(path, kind, stage, resolved.offload))
     return regions

@@ -58,6 +58,12 @@ class ReducedGradients:
         # DeepSpeed writes -1 for a norm that is not finite.
         return torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
 
+    def stop_clipping(self) -> None:
+        """Leave gradients as they are from now on; for the defect that is planted to be found."""
+        self._engine._config.gradient_clipping = 0.0
+        if self._stage:
+            self._engine.optimizer.clip_grad = 0.0
+
     def apply(self, norm: torch.Tensor) -> None:
         """Run the optimizer step; `norm` is what `norm()` gave and has to be finite."""
         self._answer = norm

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 from config.errors import UserError
 from data.loader import Batch
@@ -34,6 +32,7 @@ from precision.statistics import (
 )
 from training.engine import Engine
 from training.generators import generators, restore_generators
+from training.whole_tensors import shape_of, whole_gradient, whole_master, whole_weight
 
 
 class Telemetry:
@@ -66,7 +65,7 @@ class Telemetry:
         agreement: dict[str, Agreement] = {}
         exponents: torch.Tensor | int = 0
         for module, group in groupby(engine.model.named_parameters(), key=lambda item: item[0].rpartition(".")[0]):
-            gradients = [(name, self._gradient(parameter)) for name, parameter in group]
+            gradients = [(name, whole_gradient(engine, parameter)) for name, parameter in group]
             whole = [(name, gradient) for name, gradient in gradients if gradient is not None]
             modules |= gradient_statistics(whole, self._dtype(module), scale=engine.loss_scale)
             exponents = sum((exponent_histogram(gradient).counts for _, gradient in whole), exponents)
@@ -84,11 +83,6 @@ class Telemetry:
         regions = self._engine.regions
         return DTYPES[regions.dtypes.get(module, "fp32") if regions is not None else self._engine.compute]
 
-    def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """The whole reduced gradient, unscaled, FP32."""
-        gradient = parameter.grad if self._engine.stage == 0 else safe_get_full_grad(parameter)
-        return None if gradient is None else gradient.detach().float() / self._engine.loss_scale
-
     def _drift(self) -> dict[str, float] | None:
         """Largest and RMS relative distance of 16-bit parameters from their rounded masters; None in FP32."""
         engine = self._engine
@@ -96,12 +90,10 @@ class Telemetry:
             return None
         largest, squares, count = 0.0, 0.0, 0
         for parameter in engine.model.parameters():
-            master = safe_get_full_fp32_param(parameter)
-            with deepspeed.zero.GatheredParameters([parameter]) if engine.stage == 3 else nullcontext():
-                drift = master_drift(master.view(parameter.shape), parameter.data)
-                largest = max(largest, float(drift.maximum))
-                squares += float(drift.rms) ** 2 * parameter.numel()
-                count += parameter.numel()
+            drift = master_drift(whole_master(engine, parameter), whole_weight(engine, parameter))
+            largest = max(largest, float(drift.maximum))
+            squares += float(drift.rms) ** 2 * shape_of(parameter).numel()
+            count += shape_of(parameter).numel()
         return {"maximum": largest, "rms": math.sqrt(squares / max(count, 1))}
 
     def _fp32_gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -120,7 +112,7 @@ class Telemetry:
         for name in was:
             regions.set(name, "fp32", "telemetry probe")
         engine.forward_backward(batch, step=0)
-        pairs = [(name, self._gradient(parameter)) for name, parameter in engine.model.named_parameters()]
+        pairs = [(name, whole_gradient(engine, parameter)) for name, parameter in engine.model.named_parameters()]
         engine.discard_quietly()
         for name, compute in was.items():
             regions.set(name, compute, "telemetry probe")
@@ -130,7 +122,7 @@ class Telemetry:
         """On the cast path: the module called with the masters in place of its 16-bit parameters."""
         engine, device = self._engine, self._engine.place.device
         masters = {
-            name: safe_get_full_fp32_param(parameter).detach().clone().view(parameter.shape).requires_grad_()
+            name: whole_master(engine, parameter).requires_grad_()
             for name, parameter in engine.model.named_parameters()
         }
         tokens = engine.place.sum(torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device))

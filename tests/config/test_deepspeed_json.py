@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from config.deepspeed_document import offload, read_document, zero_stage
-from config.deepspeed_json import WRONG_COMBINATIONS, resolve
+from config.deepspeed_json import resolve
 from config.deepspeed_keys import REFUSED, SECTIONS
 from config.errors import UserError
 from config.load import load_config
@@ -259,13 +259,6 @@ def test_the_dtype_of_both_places_must_agree(make: Any) -> None:
     both_open = document(bf16={"enabled": "auto"}, fp16={"enabled": "auto", "loss_scale": "auto"})
     assert "fp16" in resolve(make("precision.compute=fp16"), HERE, both_open, world_size=2)
     assert not {"fp16", "bf16"} & resolve(make("precision.compute=fp32"), HERE, both_open, world_size=2).keys()
-
-
-def test_what_a_refusal_proposes_resolves(make: Any) -> None:
-    for wrong in WRONG_COMBINATIONS:
-        name = next(word.strip("(),") for word in wrong.instead.split() if "ds_configs/" in word)
-        path = FOLDER / Path(name).name
-        resolve(make(), path, read_document(path), world_size=2)
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))

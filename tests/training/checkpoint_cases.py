@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from config.errors import UserError
-from tests.training.small_run import batch_of, engine_of, masters_of, resolve
+from modeling.build import model_config
+from tests.training.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, resolve
 from training.checkpoint import Checkpoints
 from training.distributed import Place
 from training.progress import Progress
+from training.reference import Reference
+from training.step_parity import StepParity
 
 OVERFLOWING = [
     "precision.loss_scale.initial=256",
@@ -49,6 +52,24 @@ def trajectory(place: Place, *, stage: int, compute: str, folder: str, first: in
             "progress": progress,
             "saved": saved,
         }
+
+
+def clipping_after_load(place: Place, *, stage: int, compute: str, folder: str) -> list[dict[str, Any]]:
+    """Steps measured against AdamW by hand, on a checkpoint that was saved with another clipping norm."""
+    for clipping in ("1.0", "0.01"):
+        overrides = [f"optimizer.gradient_clipping={clipping}", "precision.loss_scale.initial=256"]
+        resolved = resolve(place, stage=stage, compute=compute, overrides=overrides)
+        shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+        with engine_of(place, resolved) as engine:
+            checkpoints = Checkpoints(Path(folder), keep=2, identity={}, place=place)
+            found = checkpoints.find("auto")
+            progress = checkpoints.load(found, engine)[0] if found else Progress()
+            parity = StepParity(engine, Reference(resolved, shape, place), resolved)
+            rows = [parity.step(batch_of(place, 4, seed=seed), applied=progress.applied + seed) for seed in range(2)]
+            for row in rows:
+                progress = progress.after(tokens=128, applied=row["applied"])
+            checkpoints.save(engine, progress, {})
+    return rows
 
 
 def load_with_identity(place: Place, *, folder: str, identity: dict[str, Any]) -> str:

@@ -1,0 +1,277 @@
+"""Which combinations of precision, ZeRO and offload train as FP32 does, and which are refused or repaired, and why.
+
+One table: the config refuses from it, the precision matrix (`python -m training.matrix`) measures every row of it, and
+docs/precision-matrix.md is written from both. A combination that the matrix has no cells for is refused as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from config.errors import UserError
+
+COMPUTES = {"cast": ("fp32", "bf16", "fp16"), "manifest": ("bf16", "fp16", "mixed")}
+"""Path to its dtypes; mixed is a manifest that names both BF16 and FP16."""
+OFFLOADS = {
+    0: ("none",),
+    1: ("none", "optimizer"),
+    2: ("none", "optimizer"),
+    3: ("none", "optimizer", "param", "optimizer+param"),
+}
+"""ZeRO stage to what it can keep in host memory."""
+STAGES = tuple(OFFLOADS)
+_SHARDED = (1, 2, 3)
+
+
+class Combination(NamedTuple):
+    """What decides whether a run's numerics are right, beside the settings."""
+
+    path: str
+    """cast or manifest."""
+    compute: str
+    """fp32, bf16, fp16 or mixed."""
+    stage: int
+    """ZeRO stage."""
+    offload: str = "none"
+    """none, optimizer, param or optimizer+param."""
+
+    def __str__(self) -> str:
+        offload = "" if self.offload == "none" else f", {self.offload} on the CPU"
+        manifest = "" if self.path == "cast" else " manifest"
+        return f"{self.compute.upper()}{manifest}, ZeRO-{self.stage}{offload}"
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """What DeepSpeed 0.19.8 computes wrongly by itself, and what Mantissa does about it."""
+
+    path: str
+    computes: tuple[str, ...]
+    stages: tuple[int, ...]
+    clipping: bool | None
+    """Only with clipping that bites at every step, only without clipping, or both."""
+    problem: str
+    instead: str
+    """What to use instead, where it is refused. Empty: Mantissa repairs it."""
+
+    @property
+    def refused(self) -> bool:
+        """Refused by the config; else repaired by the engine."""
+        return bool(self.instead)
+
+    def covers(self, combination: Combination, *, clipping: bool | None = None) -> bool:
+        """Whether the combination has the problem. clipping: None asks about any."""
+        return (
+            combination.path == self.path
+            and combination.compute in self.computes
+            and combination.stage in self.stages
+            and (clipping is None or self.clipping in (None, clipping))
+        )
+
+
+UPSTREAM = (
+    Upstream(
+        "cast",
+        ("fp16",),
+        (0,),
+        None,
+        "DeepSpeed 0.19.8 never scales the loss there but divides the gradients by the scale, so updates drown in eps"
+        " (measured: loss 5.778 after 12 steps where FP32 has 4.111)",
+        "use ZeRO-1: ds_configs/zero1_fp16.json",
+    ),
+    Upstream(
+        "cast",
+        ("bf16",),
+        (0,),
+        None,
+        "DeepSpeed 0.19.8 steps Adam once while it starts, so the first updates are too small (measured: loss 4.7544"
+        " after a step where FP32 has 4.7236 and ZeRO-1 4.7254), and it sums micro-batches in BF16",
+        "use ZeRO-1: ds_configs/zero1_bf16.json",
+    ),
+    Upstream(
+        "manifest",
+        ("fp16", "mixed"),
+        (0,),
+        None,
+        "FP16 regions need a loss scale, which DeepSpeed does not apply without ZeRO",
+        "use ZeRO-1: ds_configs/zero1_fp32.json",
+    ),
+    Upstream(
+        "cast",
+        ("fp32",),
+        (0,),
+        None,
+        "DeepSpeed 0.19.8 reports no gradient norm there, and applies gradients that are not finite",
+        "",
+    ),
+    Upstream(
+        "cast",
+        ("fp16",),
+        (1, 2),
+        False,
+        "on a step where the loss scale grows DeepSpeed 0.19.8 divides the gradients by the new scale, so an update"
+        " that is not clipped sees half its gradient",
+        "",
+    ),
+    Upstream(
+        "cast",
+        ("fp16",),
+        (3,),
+        None,
+        "on a step where the loss scale grows DeepSpeed 0.19.8 divides the gradients by the new scale: an update that"
+        " is not clipped sees half its gradient, and half the gradient norm is reported",
+        "",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Another value of a setting than all other cells have: measured by cells of its own, or refused."""
+
+    key: str
+    """Dotted key of the DeepSpeed JSON, or of the run config."""
+    base: Any
+    """What the rest of the matrix has; also what a missing key means."""
+    other: Any
+    """The value that is measured or refused; where it is None, every value but `base` is refused."""
+    stages: tuple[int, ...] = _SHARDED
+    """ZeRO stages; the setting does nothing on others, unless another row says so."""
+    computes: tuple[str, ...] = ("fp32", "bf16", "fp16", "mixed")
+    """Dtypes that are measured: mixed on the manifest path, the others on the cast path."""
+    in_json: bool = True
+    """A key of the DeepSpeed JSON; else of the run config."""
+    refused: str = ""
+    """Why it is refused. Empty: it is measured and agrees with FP32."""
+
+    @property
+    def combinations(self) -> tuple[Combination, ...]:
+        """Where it is measured."""
+        if self.refused:
+            return ()
+        paths = {compute: "manifest" if compute == "mixed" else "cast" for compute in self.computes}
+        found = (Combination(path, compute, stage) for compute, path in paths.items() for stage in self.stages)
+        return tuple(combination for combination in found if refusal(combination) is None)
+
+    def refuses(self, value: Any, stage: int) -> bool:
+        """Whether a value of the JSON is refused by this row."""
+        if not self.refused or stage not in self.stages or value in (self.base, "auto"):
+            return False
+        return self.other is None or value == self.other
+
+    def __str__(self) -> str:
+        return f"{self.key} = {_word(self.other)}" if self.other is not None else f"{self.key} not {_word(self.base)}"
+
+
+_ZERO = "zero_optimization."
+_SIXTEEN = ("bf16", "fp16")
+_SCALED = ("fp16", "mixed")
+_NO_NVME = "offload to NVMe is not in the precision matrix, which has run on no machine with it; use cpu"
+_WRONG_MASTERS = (
+    "DeepSpeed 0.19.8 then reads masters back from the wrong places: before the first step safe_get_full_fp32_param"
+    " gives other values than the weights (measured: off by up to 0.1; loss and gradient norm are right), and telemetry"
+    " reads them so; remove it"
+)
+_ASSERTS = "DeepSpeed 0.19.8 stops there with an AssertionError while zero_optimization.reduce_scatter is on; remove it"
+
+SETTINGS = (
+    Setting("precision.reduce", "fp32", "compute", computes=_SIXTEEN, in_json=False),
+    Setting("precision.loss_scale.policy", "deepspeed", "adaptive", computes=_SCALED, in_json=False),
+    Setting("precision.loss_scale.policy", "deepspeed", "static", computes=_SCALED, in_json=False),
+    Setting("model.activation_checkpointing", "none", "selective", stages=STAGES, in_json=False),
+    Setting(_ZERO + "overlap_comm", False, True),
+    Setting(_ZERO + "reduce_scatter", True, False),
+    Setting(_ZERO + "contiguous_gradients", True, False),
+    Setting(_ZERO + "use_multi_rank_bucket_allreduce", True, False, stages=(1, 2)),
+    Setting(_ZERO + "allgather_partitions", True, False, stages=(1, 2)),
+    Setting(_ZERO + "parameter_alignment", False, True, stages=(1, 2)),
+    Setting(_ZERO + "stage3_use_all_reduce_for_fetch_params", False, True, stages=(3,)),
+    Setting(_ZERO + "stage3_allgather_sequential", False, True, stages=(3,)),
+    Setting(_ZERO + "memory_efficient_linear", True, False, stages=(3,)),
+    Setting("bf16.immediate_grad_update", False, True, computes=("bf16",)),
+    Setting("prescale_gradients", False, True, stages=(0, 1)),
+    Setting("gradient_predivide_factor", 1.0, 2.0, stages=(0, 1)),
+    Setting("prescale_gradients", False, True, stages=(2, 3), refused=_ASSERTS),
+    Setting("gradient_predivide_factor", 1.0, None, stages=(2, 3), refused=_ASSERTS),
+    Setting(_ZERO + "round_robin_gradients", False, True, stages=(1, 2), refused=_WRONG_MASTERS),
+    Setting(_ZERO + "offload_optimizer.device", "none", "nvme", refused=_NO_NVME),
+    Setting(_ZERO + "offload_param.device", "none", "nvme", refused=_NO_NVME),
+    Setting(
+        _ZERO + "offload_optimizer.ratio",
+        1.0,
+        None,
+        refused="it splits the optimizer between the device and DeepSpeedCPUAdam, which the precision matrix does not"
+        " measure; remove it",
+    ),
+    Setting(
+        _ZERO + "offload_optimizer.super_offload",
+        False,
+        True,
+        refused="it is another optimizer step, for machines that the precision matrix has not run on; remove it",
+    ),
+    Setting(
+        _ZERO + "zero_hpz_partition_size",
+        1,
+        None,
+        stages=(3,),
+        refused="a second copy of the weights in each node is not in the precision matrix, which runs on one node;"
+        " remove it",
+    ),
+    Setting(
+        _ZERO + "stage3_module_granularity_threshold",
+        0,
+        None,
+        stages=(3,),
+        refused="the precision matrix could not measure it: on a CPU DeepSpeed 0.19.8 stops in zero_grad with 'unknown"
+        " parameter type'; remove it",
+    ),
+)
+"""Settings that touch the numbers. Sizes, prefetching and logging are not among them; see training/matrix_cells.py."""
+
+
+def combinations() -> Iterator[Combination]:
+    """Every combination that the precision matrix has cells for."""
+    for path, computes in COMPUTES.items():
+        for compute in computes:
+            for stage, offloads in OFFLOADS.items():
+                for offload in offloads:
+                    yield Combination(path, compute, stage, offload)
+
+
+def refusal(combination: Combination) -> Upstream | None:
+    """The row of the table that refuses the combination."""
+    return next((row for row in UPSTREAM if row.refused and row.covers(combination)), None)
+
+
+def refuse_combination(where: str, combination: Combination) -> None:
+    """Raises UserError for a combination that is known to be wrong, or that the matrix does not measure.
+
+    where: the file or key to name. A manifest without any 16-bit dtype is FP32 on the cast path.
+    """
+    row = refusal(combination)
+    if row is not None:
+        manifest = " regions" if combination.path == "manifest" else ""
+        stage = f"{combination.compute.upper()}{manifest} with ZeRO-{combination.stage}"
+        raise UserError(f"{where}: {stage} is refused: {row.problem}; {row.instead}")
+    if combination not in set(combinations()):
+        raise UserError(
+            f"{where}: {combination} is refused: docs/precision-matrix.md has no row for it; use one of its"
+        )
+
+
+def refuse_settings(where: str, values: dict[str, Any], stage: int) -> None:
+    """Raises UserError for a setting of a DeepSpeed JSON that the matrix does not verify.
+
+    where: the file. values: dotted key to value of the whole JSON.
+    """
+    for row in SETTINGS:
+        if row.in_json and row.key in values and row.refuses(values[row.key], stage):
+            setting = f"{row.key} = {_word(values[row.key])}"
+            raise UserError(f"{where}: {setting} is refused at ZeRO-{stage}: {row.refused}")
+
+
+def _word(value: Any) -> str:
+    """A value as YAML and JSON write it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,208 @@
+"""The judgement of parity: which measurements pass, and which module, step or seed a failure names."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import pytest
+
+from config.schema import ParitySection
+from precision.parity import (
+    Check,
+    Trajectory,
+    Walk,
+    first_departure,
+    first_parting,
+    judge_steps,
+    judge_trajectories,
+    running_median,
+)
+
+BOUNDS = ParitySection()
+
+
+def run(
+    *, steps: int = 100, factor: float = 1.0, seed: int = 0, validation: float | None = 4.0, **changes: Any
+) -> Trajectory:
+    """A falling, noisy loss curve, `factor` times what FP32's is."""
+    noise = random.Random(seed)
+    losses = [factor * (7.0 * 0.99**step + noise.uniform(-0.05, 0.05)) for step in range(steps)]
+    norms = [noise.uniform(0.5, 1.5) for _ in range(steps)]
+    fields = {"steps": range(1, steps + 1), "losses": losses, "grad_norms": norms, "skipped": 0, "nonfinite": 0}
+    return Trajectory(**{**fields, "validation": validation, **changes})  # type: ignore[arg-type]
+
+
+def trajectories(mine: Trajectory | list[Trajectory], other: Trajectory | list[Trajectory]) -> dict[str, Check]:
+    runs = [[run] if isinstance(run, Trajectory) else run for run in (mine, other)]
+    return {check.name: check for check in judge_trajectories(*runs, BOUNDS)}
+
+
+def step(number: int = 1, **changes: Any) -> dict[str, Any]:
+    """A healthy measured step of two modules."""
+    agreement = {"relative_error": 0.01, "cosine": 0.9999, "sign_agreement": 0.99}
+    fields = {
+        "step": number,
+        "loss": 4.0,
+        "applied": True,
+        "grad_norm": 1.0,
+        "own_grad_norm": 1.0,
+        "reference_grad_norm": 1.0,
+        "order": ["a", "b"],
+        "own_error": {"a": 0.003, "b": 0.002},
+        "parameters": {"a.weight": agreement, "b.weight": agreement},
+        "reference_norms": {"a.weight": 0.8, "b.weight": 0.6},
+        "update_error": {"a.weight": 0.0, "b.weight": 0.0},
+        "drift": {"a.weight": 0.0, "b.weight": 0.0},
+    }
+    return {**fields, **changes}
+
+
+def walked(*steps: dict[str, Any], **changes: Any) -> dict[str, Check]:
+    walk = Walk(0, True, steps, recorded_loss=4.0)
+    return {check.name: check for check in judge_steps([replace(walk, **changes)], BOUNDS)}
+
+
+def failed(checks: dict[str, Check]) -> set[str]:
+    return {name for name, check in checks.items() if not check.passed}
+
+
+def test_a_run_agrees_with_itself_and_with_one_that_is_a_little_off() -> None:
+    assert not failed(trajectories(run(), run()))
+    assert not failed(trajectories(run(factor=1.01, validation=4.019), run()))
+
+
+@pytest.mark.parametrize(
+    ("mine", "name"),
+    [
+        (run(validation=4.021), "validation_delta"),
+        (run(validation=3.979), "validation_delta"),  # better than FP32 is another model too
+        (run(factor=1.03), "loss_gap"),
+        (run(grad_norms=[2.0] * 100), "grad_norm_ratio"),
+        (run(skipped=6), "skipped_share"),
+        (run(nonfinite=1), "nonfinite_events"),
+        (run(validation=None), "validation_delta"),
+        (run(validation=math.nan), "validation_delta"),
+    ],
+)
+def test_each_bound_of_a_trajectory_is_held(mine: Trajectory, name: str) -> None:
+    assert failed(trajectories(mine, run())) == {name}
+
+
+def test_a_loss_that_becomes_nan_is_no_parity() -> None:
+    losses = [*run().losses[:90], *[math.nan] * 10]
+    assert "loss_gap" in failed(trajectories(run(losses=losses), run()))
+
+
+def test_a_single_odd_step_is_not_a_departure_but_a_lasting_one_is() -> None:
+    losses = list(run().losses)
+    losses[50] *= 3
+    assert first_departure(run(losses=losses), run(), BOUNDS.loss_gap) is None
+    late = [loss * (1.0 if index < 60 else 1.05) for index, loss in enumerate(run().losses)]
+    departure = first_departure(run(losses=late), run(), BOUNDS.loss_gap)
+    assert departure is not None
+    assert 58 <= departure <= 64
+
+
+def test_running_median_against_its_definition() -> None:
+    noise = random.Random(1)
+    values = [noise.choice([noise.random(), math.nan, math.inf]) for _ in range(200)]
+    found = running_median(values)
+    for centre in range(200):
+        window = [value for value in values[max(0, centre - 5) : centre + 6] if math.isfinite(value)]
+        assert found[centre] == (median(window) if window else pytest.approx(math.nan, nan_ok=True))
+
+
+def test_with_seeds_a_delta_is_held_against_the_spread_of_fp32() -> None:
+    """1% is more than the bound. It is no news where FP32 runs differ by 2% among themselves; elsewhere it is."""
+    spread = [run(validation=value) for value in (3.92, 4.0, 4.08)]
+    tight = [run(validation=value) for value in (3.999, 4.0, 4.001)]
+    for twins, verdict in ((spread, set()), (tight, {"validation_delta"})):
+        mine = [replace(twin, validation=(twin.validation or 0) * 1.01) for twin in twins]
+        checks = trajectories(mine, twins)
+        assert failed(checks) == verdict
+        assert checks["validation_delta"].measured == pytest.approx(0.01)
+        assert "from seed to seed" in checks["validation_delta"].note
+
+
+def test_a_healthy_step_passes_every_check() -> None:
+    assert not failed(walked(step(1), step(2)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"own_error": {"a": 0.003, "b": 0.05}}, "module_error"),
+        ({"own_error": {"a": 0.003, "b": math.inf}}, "module_error"),
+        ({"own_error": {"a": 0.003, "b": math.nan}}, "module_error"),
+        ({"update_error": {"a.weight": 0.0, "b.weight": 0.01}}, "update_error"),
+        ({"drift": {"a.weight": 0.0, "b.weight": 1e-9}}, "weight_drift"),
+    ],
+)
+def test_the_module_beyond_a_bound_is_named(changes: dict[str, Any], name: str) -> None:
+    checks = walked(step(1), step(2, **changes))
+    assert failed(checks) == {name}
+    assert checks[name].modules == ("b",)
+    assert checks[name].where == "b at step 2"
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "name"),
+    [
+        ("relative_error", 0.3, "gradient_error"),
+        ("relative_error", math.inf, "gradient_error"),
+        ("cosine", 0.9, "gradient_cosine"),
+        ("sign_agreement", 0.5, "sign_agreement"),
+    ],
+)
+def test_gradients_are_held_to_each_of_their_bounds(what: str, value: float, name: str) -> None:
+    good = step()["parameters"]["a.weight"]
+    checks = walked(step(parameters={"a.weight": good, "b.weight": {**good, what: value}}))
+    assert failed(checks) == {name}
+    assert checks[name].modules == ("b",)
+
+
+def test_gradients_that_are_rounding_noise_are_not_judged() -> None:
+    good = step()["parameters"]["a.weight"]
+    noise = {"relative_error": 5.0, "cosine": -0.3, "sign_agreement": 0.4}
+    parameters = {"a.weight": good, "b.bias": noise}
+    assert not failed(walked(step(parameters=parameters, reference_norms={"a.weight": 1.0, "b.bias": 1e-6})))
+    assert failed(walked(step(parameters=parameters, reference_norms={"a.weight": 1.0, "b.bias": 1e-2})))
+
+
+def test_gradients_of_a_skipped_step_are_not_judged_but_its_outputs_are() -> None:
+    bad = {"relative_error": math.inf, "cosine": math.nan, "sign_agreement": 0.0}
+    skipped = step(1, applied=False, parameters={"a.weight": bad, "b.weight": bad}, update_error={})
+    assert not failed(walked(skipped, step(2)))
+    assert failed(walked({**skipped, "own_error": {"a": 0.003, "b": math.inf}}, step(2))) == {"module_error"}
+
+
+def test_a_point_without_an_applied_step_fails() -> None:
+    assert "applied_points" in failed(walked(step(1, applied=False, update_error={})))
+
+
+def test_gradients_that_are_all_half_as_large_say_so() -> None:
+    bad = {"relative_error": 0.5, "cosine": 1.0, "sign_agreement": 1.0}
+    half = step(parameters={"a.weight": bad, "b.weight": bad}, grad_norm=0.5, own_grad_norm=0.5)
+    check = walked(half)["gradient_error"]
+    assert check.note == "all 2 modules; the whole gradient's norm is 0.500 of FP32's"
+
+
+def test_a_reported_norm_that_is_not_the_gradients_fails() -> None:
+    assert failed(walked(step(grad_norm=2.0))) == {"grad_norm_error"}
+
+
+def test_a_point_has_to_come_back_as_it_was() -> None:
+    assert failed(walked(step(), recorded_loss=4.001)) == {"restored_share"}
+    assert not failed(walked(step(), recorded_loss=4.0 + 1e-6))
+    checks = walked(restored=False, why="a flipped byte")
+    assert "a flipped byte" in checks["restored_share"].note
+
+
+def test_the_first_parting_is_the_first_in_execution_of_the_first_step() -> None:
+    bad = step(2, own_error={"a": 0.5, "b": 0.9})
+    assert first_parting([Walk(0, True, [step(1), bad])], BOUNDS) == {"step": 2, "module": "a", "own_error": 0.5}
+    assert first_parting([Walk(0, True, [step(1)])], BOUNDS) is None

@@ -1,0 +1,261 @@
+"""The page about a parity run, written from the content of its `parity.json` alone: `parity.md` and two pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tracking.plots import STYLE
+from tracking.run_dir import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_FP32, _MINE, _BOUND = "#7f7f7f", "#1f4e79", "#c00000"
+_COLOURS = ("#1f4e79", "#d1660f", "#2e7d32", "#7b3fa0", "#00838f", "#a15c00")
+_WORDS = {
+    "finished_runs": "runs that reached their last step",
+    "validation_delta": "validation loss, distance from FP32",
+    "loss_gap": "training loss, largest distance of running medians",
+    "grad_norm_ratio": "gradient norm over FP32's, median",
+    "skipped_share": "skipped steps",
+    "nonfinite_events": "non-finite values not answered by the loss scale",
+    "module_error": "a module's own error, on the inputs it got",
+    "gradient_error": "weight gradients, relative error",
+    "gradient_cosine": "weight gradients, cosine",
+    "sign_agreement": "weight gradients, equal signs",
+    "update_error": "update against AdamW on its own gradient",
+    "grad_norm_error": "reported gradient norm against the gradient's",
+    "weight_drift": "weights against their rounded masters",
+    "applied_points": "points with an applied step",
+    "restored_share": "points restored with the recorded loss",
+}
+_SHARES = frozenset({"finished_runs", "validation_delta", "loss_gap", "skipped_share", "restored_share"})
+_UNITS = {
+    "step_seconds": ("step time", "s"),
+    "tokens_per_second": ("throughput", "tokens/s"),
+    "memory_bytes": ("peak memory of the largest rank", "bytes"),
+    "energy_joules": ("energy, start-up included", "J"),
+    "cost_per_million_tokens": ("cost of a million tokens", ""),
+}
+
+
+def write_report(folder: Path, found: dict[str, Any]) -> Path:
+    """Write `parity.md`, `trajectories.png` and `steps.png` into `folder`; returns the page's path.
+
+    found: the content of parity.json, in which values that are not finite are words.
+    """
+    _draw(folder / "trajectories.png", lambda axes: _draw_trajectories(axes, found))
+    pictures = "![loss of both runs, and how far they are apart](trajectories.png)\n"
+    if any(walk["steps"] for walk in found["walks"]):
+        _draw(folder / "steps.png", lambda axes: _draw_steps(axes, found))
+        pictures += "\n![error of each module in its output and its gradients](steps.png)\n"
+    parts = [
+        f"# Parity of {found['conditions']['compute']} with FP32: {found['verdict']}\n",
+        "\n".join(verdict_lines(found)) + "\n",
+        "## Checks\n\n" + _checks(found["checks"]),
+        pictures,
+        "## Where they part\n\n" + _parting(found),
+        "## What it bought\n\n" + _bought(found["bought"]),
+        "## Conditions\n\n" + _conditions(found["conditions"]),
+    ]
+    page = folder / "parity.md"
+    write_atomically(page, "\n".join(parts).encode())
+    return page
+
+
+def verdict_lines(found: dict[str, Any]) -> list[str]:
+    """The verdict in words: whether the hypothesis held, and each failed check with the modules it names."""
+    held = "held" if not found["failed"] else "did not hold"
+    lines = [f'**{found["verdict"]}**: "{found["conditions"]["hypothesis"]}" {held}.']
+    for check in found["checks"]:
+        if not check["passed"]:
+            names = ", ".join(check["modules"]) or check["where"]
+            lines.append(
+                f"- {check['name']}: {_value(check, 'measured')}, bound {_value(check, 'bound')}"
+                + (f"; {names}" if names else "")
+                + (f" ({check['note']})" if check["note"] else "")
+            )
+    return lines
+
+
+def _checks(checks: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        (
+            _WORDS.get(check["name"], check["name"]) + f" (`{check['name']}`)",
+            _value(check, "measured"),
+            ("at least " if check["at_least"] else "at most ") + _value(check, "bound"),
+            "yes" if check["passed"] else "**no**",
+            check["where"] + (f"; {check['note']}" if check["note"] and check["passed"] else ""),
+        )
+        for check in checks
+    ]
+    return _table(("what", "measured", "bound", "holds", "worst at"), rows)
+
+
+def _parting(found: dict[str, Any]) -> str:
+    step, module = found["first_departure"], found["first_parting"]
+    lines = [
+        f"The running medians of the loss are further apart than the bound from step {step} on."
+        if step is not None
+        else "The running medians of the loss stay within the bound from the first step to the last."
+    ]
+    if module is not None:
+        lines.append(
+            f"In a single step `{module['module']}` is the first module, in the order of execution, whose own output "
+            f"is off by more than the bound: {_number(module['own_error'])} at step {module['step']}."
+        )
+    else:
+        lines.append("No module's own output is off by more than the bound in any step compared.")
+    return " ".join(lines) + "\n"
+
+
+def _bought(bought: dict[str, Any]) -> str:
+    rows = []
+    for name, values in bought.items():
+        words, unit = _UNITS[name]
+        ratio = values["ratio"]
+        rows.append(
+            (
+                words,
+                *(_quantity(values[run], unit) for run in ("candidate", "fp32")),
+                "not reported here" if ratio is None else f"{ratio:.2f}x",
+            )
+        )
+    return _table(("what", "this run", "FP32", "ratio"), rows)
+
+
+def _conditions(conditions: dict[str, Any]) -> str:
+    environment = conditions["environment"]
+    versions = environment.get("versions") or {}
+    cpu, accelerator = environment.get("cpu") or {}, environment.get("accelerator") or {}
+    device = accelerator.get("device", "unknown")
+    if device == "cpu":
+        device = f"{cpu.get('model')}, {cpu.get('usable_cores')} cores"
+    batch = f"{conditions['global_batch']} sequences of {conditions['sequence_length']} tokens"
+    rows = [
+        ("model", f"{conditions['model']}, {conditions['parameters']:,} parameters"),
+        ("data fingerprint", f"`{conditions['data']}`"),
+        ("global batch", f"{batch}, accumulation {conditions['accumulation']}"),
+        ("steps, seeds", f"{conditions['steps']}, {conditions['seeds']}"),
+        ("ZeRO stage, offload", f"{conditions['zero_stage']}, {conditions['offload']}"),
+        ("processes", str(conditions["processes"])),
+        ("hardware", str(device)),
+        (
+            "versions",
+            ", ".join(
+                f"{name} {versions[name]}"
+                for name in ("python", "torch", "deepspeed", "transformers")
+                if name in versions
+            ),
+        ),
+        ("command", f"`{conditions['command']}`"),
+    ]
+    return _table(("", ""), rows)
+
+
+def _draw(path: Path, draw: Any) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(12, 4.6), dpi=120, layout="constrained")
+        draw(figure.subplots(1, 2))
+        aside = path.with_name(f".{path.name}.partial")
+        figure.savefig(aside, format="png")
+        aside.replace(path)
+
+
+def _draw_trajectories(axes: Sequence[Axes], found: dict[str, Any]) -> None:
+    bounds = {check["name"]: check["bound"] for check in found["checks"]}
+    runs = found["trajectories"]
+    for index, (mine, other) in enumerate(zip(runs["candidate"], runs["fp32"], strict=True)):
+        axes[0].plot(
+            other["steps"], _floats(other["losses"]), color=_FP32, linewidth=2.4, label=None if index else "FP32"
+        )
+        axes[0].plot(
+            mine["steps"], _floats(mine["losses"]), color=_MINE, linewidth=0.9, label=None if index else "this run"
+        )
+        theirs = dict(zip(other["steps"], _floats(other["losses"]), strict=True))
+        gaps = [
+            (step, (loss - theirs[step]) / theirs[step])
+            for step, loss in zip(mine["steps"], _floats(mine["losses"]), strict=True)
+            if step in theirs
+        ]
+        axes[1].plot(
+            [step for step, _ in gaps], [gap for _, gap in gaps], color=_COLOURS[index % len(_COLOURS)], linewidth=0.9
+        )
+    for sign in (1, -1):
+        axes[1].axhline(sign * bounds["loss_gap"], color=_BOUND, linestyle="--", linewidth=1.2)
+    axes[0].set_title("Training loss (nats per token)")
+    axes[0].legend(loc="upper right")
+    axes[1].set_title("Distance of each loss from FP32's")
+    axes[1].yaxis.set_major_formatter(lambda value, _: f"{value:+.1%}")
+    for axis in axes:
+        axis.set_xlabel("optimizer step")
+
+
+def _draw_steps(axes: Sequence[Axes], found: dict[str, Any]) -> None:
+    bounds = {check["name"]: check["bound"] for check in found["checks"]}
+    firsts = [(walk["point"], walk["steps"][-1]) for walk in found["walks"] if walk["steps"]]
+    order = firsts[0][1]["order"]
+    for index, (_, step) in enumerate(firsts):
+        colour, label = _COLOURS[index % len(_COLOURS)], f"step {step['step']}"
+        own = [_float(step["own_error"][name]) for name in order]
+        axes[0].plot(range(len(order)), own, "o", color=colour, markersize=4, label=label)
+        names = list(step["parameters"])
+        errors = [_float(step["parameters"][name]["relative_error"]) for name in names]
+        axes[1].plot(range(len(names)), errors, "o", color=colour, markersize=4, label=label)
+    _mark_worst(axes[0], order, firsts[-1][1]["own_error"])
+    axes[0].set_title("Own error of each module's output")
+    axes[0].set_xlabel("module, in the order of execution")
+    axes[1].set_title("Relative error of each weight's gradient")
+    axes[1].set_xlabel("parameter, first layer to last")
+    for axis, bound in ((axes[0], "module_error"), (axes[1], "gradient_error")):
+        axis.axhline(bounds[bound], color=_BOUND, linestyle="--", linewidth=1.2, label="bound")
+        axis.set_yscale("symlog", linthresh=1e-5)
+        axis.set_ylim(bottom=0)
+        axis.legend(loc="best")
+
+
+def _mark_worst(axis: Axes, order: Sequence[str], errors: dict[str, Any]) -> None:
+    name = max(order, key=lambda item: _float(errors[item]))
+    value = _float(errors[name])
+    if math.isfinite(value) and value > 0:
+        axis.annotate(name, (order.index(name), value), textcoords="offset points", xytext=(4, 6), fontsize=9)
+
+
+def _value(check: dict[str, Any], which: str) -> str:
+    value = _float(check[which])
+    if not math.isfinite(value):
+        return "not measured" if math.isnan(value) else "not finite"
+    if check["name"] in _SHARES:
+        return f"{value:.2%}"
+    return _number(value)
+
+
+def _number(value: Any) -> str:
+    number = _float(value)
+    return f"{number:.3g}" if abs(number) < 0.01 else f"{number:.4g}"
+
+
+def _quantity(value: float | None, unit: str) -> str:
+    if value is None:
+        return "not reported here"
+    return f"{value / 1e9:.2f} GB" if unit == "bytes" else f"{value:,.4g} {unit}".strip()
+
+
+def _float(value: Any) -> float:
+    return float(value)  # "inf" and "nan" are words in JSON
+
+
+def _floats(values: Iterable[Any]) -> list[float]:
+    return [_float(value) for value in values]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    lines += [f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    return "\n".join(lines) + "\n"

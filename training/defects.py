@@ -1,0 +1,126 @@
+"""Lasting defects planted on purpose, as `defects:` asks for: what the parity gate has to find.
+
+Each is a defect that trainers have had: a norm in too narrow a format, gradients divided once too often, micro-batches
+or ranks lost on the way, weights that no longer follow their masters, an update that is not the one reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from config.errors import UserError
+from config.schema import Defect
+
+_OF_A_MODULE = ("fp16_norm", "coarse_output", "flushed_gradient", "lost_reduction", "stale_weight")
+
+
+class Defects:
+    """The defects of one rank's engine. Costs nothing where none is planted."""
+
+    def __init__(self, defects: Sequence[Defect], *, rank: int, model: torch.nn.Module) -> None:
+        """Raises UserError when a defect names a module that does not exist, or has to name one and does not."""
+        self._kinds = {defect.kind: defect for defect in defects}
+        self._steps = 0
+        self._stale: list[tuple[torch.nn.Parameter, list[torch.Tensor]]] = []
+        self._stale_of: torch.nn.Module | None = None
+        for defect in defects:
+            if defect.kind in _OF_A_MODULE:
+                self._plant(defect, _module(defect, model), rank)
+
+    @property
+    def unclipped(self) -> bool:
+        """Whether clipping is to be reported and left out."""
+        return "unclipped_update" in self._kinds
+
+    def weight(self, micro_batch: int) -> float:
+        """Factor on the loss of a micro-batch, which its gradients are multiplied by."""
+        if micro_batch == 0 and "skipped_accumulation" in self._kinds:
+            return 0.0
+        wrong = self._kinds.get("wrong_unscaling")
+        return 1.0 / wrong.factor if wrong else 1.0
+
+    def swallows_step(self) -> bool:
+        """Whether the coming update is lost without a word."""
+        self._steps += 1
+        return "silent_skip" in self._kinds and self._steps % 2 == 0
+
+    def before_step(self) -> None:
+        """Remember the weights that the step must not change."""
+        if self._stale_of is not None:
+            self._stale = [(p, [held.detach().clone() for held in _held(p)]) for p in self._stale_of.parameters()]
+
+    def after_step(self) -> None:
+        """Put them back."""
+        for parameter, old in self._stale:
+            for held, before in zip(_held(parameter), old, strict=True):
+                held.copy_(before)
+
+    def _plant(self, defect: Defect, module: torch.nn.Module, rank: int) -> None:
+        if defect.kind == "fp16_norm":
+            module.forward = _fp16_norm(module, defect.factor)
+        elif defect.kind == "coarse_output":
+            # First of all hooks, so that whoever watches the module sees what its callers see.
+            module.register_forward_hook(lambda module, inputs, output: _straight_through(output), prepend=True)
+        elif defect.kind == "flushed_gradient":
+            for parameter in module.parameters():
+                parameter.register_hook(flushed)
+        elif defect.kind == "lost_reduction" and rank > 0:
+            for parameter in module.parameters():
+                parameter.register_hook(torch.zeros_like)
+        elif defect.kind == "stale_weight":
+            self._stale_of = module
+
+
+def coarse(values: torch.Tensor) -> torch.Tensor:
+    """`values` rounded to 3 stored bits of mantissa, as FP8 E4M3 has, without its narrow range."""
+    mantissa, exponent = torch.frexp(values.float())  # 1/2 <= |mantissa| < 1
+    return torch.ldexp(torch.round(mantissa * 16) / 16, exponent).to(values.dtype)
+
+
+def flushed(values: torch.Tensor) -> torch.Tensor:
+    """`values` with zeros for those below their median magnitude."""
+    return torch.where(values.abs() < values.abs().median(), 0.0, values)
+
+
+def _straight_through(output: Any) -> Any:
+    first = output if isinstance(output, torch.Tensor) else output[0]
+    rounded = first + (coarse(first.detach()) - first.detach())
+    return rounded if isinstance(output, torch.Tensor) else (rounded, *output[1:])
+
+
+def _fp16_norm(module: torch.nn.Module, factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A norm that squares in FP16. It knows no difference between x and factor x, except that FP16 ends at 65504."""
+    centred = getattr(module, "bias", None) is not None
+
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        large = (hidden_states.float() * factor).half()
+        if centred:
+            large = large - large.mean(-1, keepdim=True)
+        # float() of the mean: the sum has overflowed by then, rsqrt itself is not the defect
+        normed = large.float() * torch.rsqrt(large.pow(2).mean(-1, keepdim=True).float() + 1e-6)
+        weight: Any = module.weight
+        normed = normed * weight.float()
+        if centred:
+            bias: Any = module.bias
+            normed = normed + bias.float()
+        return normed.to(hidden_states.dtype)
+
+    return forward
+
+
+def _held(parameter: Any) -> list[torch.Tensor]:
+    """What this rank holds of the weight that the module computes with; at ZeRO-3 small ones also stay whole."""
+    partition = [parameter.ds_tensor.data] if hasattr(parameter, "ds_tensor") else []
+    return [*partition, parameter.data] if parameter.numel() else partition
+
+
+def _module(defect: Defect, model: torch.nn.Module) -> torch.nn.Module:
+    if defect.module is None:
+        raise UserError(f"defects: kind = {defect.kind}: it needs a module; name one")
+    for name, module in model.named_modules():
+        if name == defect.module:
+            return module
+    raise UserError(f"defects: module = {defect.module}: the model has no such module")

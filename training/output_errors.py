@@ -1,0 +1,130 @@
+"""How far each module's output is from FP32: by its own doing, and with what it inherited.
+
+Watched on the first micro-batch of a step, in its forward pass. The *own error* is measured where it arises: the FP32
+module is called on the candidate's inputs, widened, and both outputs are compared at once, so nothing is stored. The
+*output error* needs FP32's outputs from its own pass; of each at most SAMPLE values, evenly spread, are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from precision.findings import tensors_of
+from precision.manifest import find_regions
+from training.distributed import Place
+
+SAMPLE = 65536
+"""Values of an output that are kept for the output error, at most."""
+
+
+class OutputErrors:
+    """One step's outputs of the modules that two models share: a reference in FP32 and a candidate."""
+
+    def __init__(self, reference: torch.nn.Module, candidate: torch.nn.Module, *, place: Place) -> None:
+        regions = find_regions(reference)
+        self._reference = dict(reference.named_modules())
+        self._candidate = {
+            name: module
+            for name, module in candidate.named_modules()
+            if name in regions or (name and next(module.children(), None) is None)
+        }
+        self._place = place
+        self._outputs: dict[str, torch.Tensor] = {}
+        self._own: dict[str, torch.Tensor] = {}
+        self._built_up: dict[str, torch.Tensor] = {}
+        self._cannot: dict[str, str] = {}
+
+    @contextmanager
+    def of_reference(self) -> Iterator[None]:
+        """Around the reference's pass, which comes first."""
+        with self._hooks(self._reference, self._keep):
+            yield
+
+    @contextmanager
+    def of_candidate(self) -> Iterator[None]:
+        """Around the candidate's pass."""
+        with self._hooks(self._candidate, self._compare):
+            yield
+
+    def measured(self) -> dict[str, Any]:
+        """{"order", "own_error", "output_error", "not_measured"}; relative L2 errors over all ranks. A collective.
+
+        order: modules in the order of execution. inf where a value is not finite or only the reference is zero.
+        """
+        order = [name for name in self._own if name in self._built_up]
+        squares = torch.stack([torch.cat([self._own[name], self._built_up[name]]) for name in order])
+        rows = self._place.sum(squares).tolist()
+        return {
+            "order": order,
+            "own_error": {name: _ratio(*row[:2]) for name, row in zip(order, rows, strict=True)},
+            "output_error": {name: _ratio(*row[2:]) for name, row in zip(order, rows, strict=True)},
+            "not_measured": self._cannot,
+        }
+
+    @contextmanager
+    def _hooks(self, modules: dict[str, torch.nn.Module], look: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name in self._candidate:
+
+                def seen(module: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                    look(name, args, kwargs, _first(output))
+
+                handle = modules[name].register_forward_hook(seen, with_kwargs=True)
+                stack.callback(handle.remove)
+            yield
+
+    @torch.no_grad()
+    def _keep(self, name: str, args: Any, kwargs: Any, output: torch.Tensor | None) -> None:
+        if output is not None and name not in self._outputs:  # not the other micro-batches, not a recomputation
+            self._outputs[name] = _sampled(output).float().clone()
+
+    @torch.no_grad()
+    def _compare(self, name: str, args: Any, kwargs: Any, output: torch.Tensor | None) -> None:
+        if output is None or name in self._own or name in self._cannot:
+            return
+        module = self._reference[name]
+        try:
+            with torch.autocast(output.device.type, enabled=False):
+                exact = _first(module(*_widened(args), **_widened(kwargs)))
+        except Exception as error:  # a module that takes what cannot be widened is left out, by name
+            self._cannot[name] = " ".join(str(error).split())[:200]
+            return
+        if exact is None or exact.shape != output.shape or name not in self._outputs:
+            self._cannot[name] = "its outputs cannot be compared"
+            return
+        self._own[name] = _squares(output, exact)
+        self._built_up[name] = _squares(_sampled(output), self._outputs[name])
+
+
+def _squares(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """(2,) float64: sums of squares of the error and of the reference."""
+    values, reference = values.double(), reference.double()
+    return torch.stack([(values - reference).square().sum(), reference.square().sum()])
+
+
+def _ratio(error: float, size: float) -> float:
+    if error != error or error == float("inf"):
+        return float("inf")
+    return (error / size) ** 0.5 if size else (0.0 if error == 0 else float("inf"))
+
+
+def _first(output: Any) -> torch.Tensor | None:
+    """The first floating tensor of a module's output."""
+    return next((tensor for tensor in tensors_of(output) if tensor.is_floating_point()), None)
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)]
+
+
+def _widened(tree: Any) -> Any:
+    def widen(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tree_map(widen, tree)

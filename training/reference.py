@@ -1,0 +1,110 @@
+"""The same model in plain torch and FP32, whole, without DeepSpeed: what half precision is measured against.
+
+It shares with the engine the Hugging Face architecture, the loss and nothing else: not the engine's accumulation, its
+reduction, its scaling or its optimizer. Each rank holds the whole model with its gradients, 8 bytes a parameter, and
+the activations of a micro-batch (under the run's own activation checkpointing).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from config.command_line import Resolved
+from config.schema import OptimizerSection
+from data.loader import Batch
+from modeling.activation_checkpointing import apply_activation_checkpointing
+from modeling.build import build_model
+from modeling.loss import label_loss_sum
+from modeling.parameter_groups import parameter_groups
+from training.distributed import Place
+
+
+class Reference:
+    """One FP32 copy of the model, to be loaded with masters."""
+
+    def __init__(self, resolved: Resolved, shape: PretrainedConfig, place: Place) -> None:
+        section = resolved.config.model
+        self.model: PreTrainedModel = build_model(
+            section, shape, seed=resolved.config.run.seed, gather=lambda _: nullcontext(True)
+        )
+        apply_activation_checkpointing(
+            self.model, section.activation_checkpointing, reentrant=section.checkpointing_reentrant
+        )
+        torch.nn.Module.to(self.model, place.device)
+        self._place = place
+        self._decay = {
+            id(parameter): group["weight_decay"]
+            for group in parameter_groups(self.model, weight_decay=resolved.config.optimizer.weight_decay)
+            for parameter in group["params"]
+        }
+
+    @torch.no_grad()
+    def load(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Take over the weights. masters: by the name in `named_parameters`, whole."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(masters[name])
+
+    def weight_decay(self, name: str) -> float:
+        """The decay that the optimizer owes this parameter."""
+        return float(self._decay.get(id(self.model.get_parameter(name)), 0.0))
+
+    def loss_and_gradients(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+        """Mean loss over the global batch in nats, and its gradients by name, FP32. A collective."""
+        device = self._place.device
+        self.model.zero_grad()
+        totals = torch.tensor([0.0, float(batch.label_tokens)], dtype=torch.float64, device=device)
+        tokens = self._place.sum(totals.clone())[1].clamp_(min=1.0)
+        for input_ids, labels in zip(batch.input_ids, batch.labels, strict=True):
+            logits = self.model(input_ids=input_ids.to(device), use_cache=False).logits
+            loss = label_loss_sum(logits, labels.to(device))
+            (loss / tokens.to(loss.dtype)).backward()
+            totals[0] += loss.detach().double()
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            found[name] = self._place.sum(gradient.detach())
+        return float(self._place.sum(totals)[0] / tokens), found
+
+
+def adamw_update(
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: tuple[torch.Tensor, torch.Tensor],
+    *,
+    section: OptimizerSection,
+    weight_decay: float,
+    lr: float,
+    step: int,
+) -> torch.Tensor:
+    """By how much AdamW changes `master`, FP64 (Loshchilov and Hutter 2019, algorithm 2; schedule inside `lr`).
+
+    gradient: unscaled and clipped. moments: the first and the second before the step. step: from 1. All of one shape.
+    """
+    first, second = (moment.double() for moment in moments)
+    beta1, beta2 = section.betas
+    g, w = gradient.double(), master.double()
+    first = beta1 * first + (1 - beta1) * g
+    second = beta2 * second + (1 - beta2) * g.square()
+    corrected = first / (1 - beta1**step)
+    spread = second.div(1 - beta2**step).sqrt().add(section.eps)
+    return -lr * (weight_decay * w + corrected / spread)
+
+
+def clip_coefficient(norm: float, largest: float) -> float:
+    """Factor on the gradient so that its norm is at most `largest`; 1 where 0 says not to clip."""
+    return largest / (norm + 1e-6) if 0 < largest < norm else 1.0
+
+
+def has_dropout(config: Any) -> bool:
+    """Whether the architecture's config drops anything out at random in training."""
+    values: dict[str, Any] = config.to_dict()
+    return any(
+        ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float) and math.isfinite(value) and value > 0
+        for key, value in values.items()
+    )
