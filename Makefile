@@ -9,7 +9,7 @@ PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup demo test check parity matrix clean
+.PHONY: help setup demo test check parity parity-defects matrix envelope clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -31,8 +31,14 @@ test: setup  ## Run all tests
 parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
 	$(BIN)/python -m training.parity --config config/recipes/demo.yaml $(ARGS)
 
+parity-defects: setup  ## See that the parity gate finds every planted defect: runs/parity-defects
+	$(BIN)/python -m training.parity_defects batch.micro_size=2 $(ARGS)
+
 matrix: setup  ## Verify every combination of ZeRO stage and precision: docs/precision-matrix.md
 	$(BIN)/python -m training.matrix --out docs/precision-matrix.md $(ARGS)
+
+envelope: setup  ## Largest stable learning rate by depth, batch and precision: runs/envelope
+	$(BIN)/python -m training.envelope $(ARGS)
 
 check: setup  ## Lint, formatting and types
 	$(BIN)/ruff check .

@@ -65,10 +65,11 @@ def launch(program: Sequence[str], *, processes: int, log: Path, launcher: Seque
 
 
 def last_words(log: Path) -> str:
-    """The line of a failed job's log that says why: the last one that names an error, else the last one."""
+    """The line of a failed job's log that says why: our own error line, else the last that names one, else the last."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    telling = [line for line in lines if line.startswith("error:") or "Error:" in line]
-    return (telling or lines or ["it printed nothing"])[-1][:400]
+    ours = [line for line in lines if line.startswith("error:")]
+    raised = [line for line in lines if "Error:" in line and "ChildFailedError" not in line]  # torchrun's own comes last
+    return (ours or raised or lines or ["it printed nothing"])[-1][:400]
 
 
 def _torchrun(program: Sequence[str], processes: int) -> list[str]:

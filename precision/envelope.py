@@ -1,0 +1,237 @@
+"""How large a learning rate a setting bears: when a run has failed, when it is within parity with FP32, and the search.
+
+A setting is a depth, a global batch and a precision (with a loss-scale policy for FP16). A trial is one short run of a
+setting at one peak learning rate. Three questions are answered about trials, all on plain numbers:
+
+- Has it failed by itself (`Watch`)? It has when a step is not finite (an FP16 overflow that the loss scale answers is
+  no such step), when too many steps in a row are skipped, or when the running median of its loss is more than RISE
+  above the lowest it has been, the first loss included. FP32 is stable where this does not happen.
+- Is it within parity (`parity_failure`)? Where FP32 is stable at the same setting and rate, the running median of its
+  training loss has to stay within `loss_gap` of FP32's at every step, and its last validation loss within
+  `validation_delta`.
+- Which is the largest rate (`climb`)? Rates are tried from the smallest up until two in a row fail. The largest rate is
+  the last one below the first failure: everything tried up to it passed. A larger rate that passed between failures is
+  luck, and is reported as such.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from precision.parity import Trajectory, first_departure
+
+RISE = 0.1
+"""[fraction] A running median this far above the lowest one so far is a divergence. The loss of a batch swings by a few
+per cent from step to step; its running median does not come near this in a run that learns."""
+CONTROL = "control"
+"""The precision that is none: FP32 again, at a learning rate NUDGE larger. Runs part by themselves at large rates, and
+where this one is not within parity with FP32, a 16-bit run that is not either says nothing about its precision."""
+NUDGE = 2.0**-8
+"""[fraction] BF16's unit roundoff."""
+PATIENCE = 2
+"""[rates] Failures in a row that end the search."""
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """One place of the envelope, but for the learning rate."""
+
+    depth: int
+    """[layers]"""
+    batch: int
+    """[sequences] In one optimizer step over all ranks."""
+    precision: str
+    """fp32, control, bf16 or fp16"""
+    policy: str | None = None
+    """Loss-scale policy of FP16."""
+
+    @property
+    def label(self) -> str:
+        """Precision and policy as one word."""
+        return f"{self.precision}/{self.policy}" if self.policy else self.precision
+
+    @property
+    def compute(self) -> str:
+        """Dtype of forward and backward."""
+        return "fp32" if self.precision == CONTROL else self.precision
+
+    @property
+    def reference(self) -> Setting:
+        """The same place in FP32."""
+        return Setting(self.depth, self.batch, "fp32")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one short run came to."""
+
+    losses: tuple[float, ...]
+    """[nats] Mean loss of each attempted step; shorter than planned when the run failed."""
+    validation_loss: float | None
+    """[nats] After the last step; None when the run failed or nothing is held out."""
+    skipped: int
+    """[steps] Steps that did not change the weights."""
+    failed_step: int | None = None
+    """[step] Attempted step, from 1, at which the run failed by itself."""
+    why: str | None = None
+    """What the failure was."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What counts as parity; the keys of the same name in the config's `parity:` section."""
+
+    loss_gap: float
+    """[fraction] Of the running median of the training loss, at every step."""
+    validation_delta: float
+    """[fraction] Of the last validation loss."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rate is not in the envelope."""
+
+    step: int
+    """[step] Divergence step: the first step at which it showed."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One rate of a setting."""
+
+    rate: float
+    failure: Failure | None
+    skipped: int
+    """[steps]"""
+    steps: int
+    """[steps] Attempted."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is known about a setting."""
+
+    setting: Setting
+    tried: tuple[Tried, ...]
+    """By ascending rate."""
+
+    @property
+    def largest(self) -> float | None:
+        """The largest rate below the first failure; None when the smallest fails already, or none was tried."""
+        held = None
+        for item in self.tried:
+            if item.failure:
+                break
+            held = item.rate
+        return held
+
+    @property
+    def lucky(self) -> list[float]:
+        """Rates that passed above one that failed."""
+        failed = [item.rate for item in self.tried if item.failure]
+        return [item.rate for item in self.tried if failed and not item.failure and item.rate > failed[0]]
+
+
+def window_of(steps: int) -> int:
+    """[steps] Length of the running median for runs of so many steps: an eighth of them, at least 5."""
+    return max(5, steps // 8)
+
+
+class Watch:
+    """Sees a run step by step and says when it has failed."""
+
+    def __init__(self, *, window: int, most_skips: int) -> None:
+        """window: steps of the running median. most_skips: skipped steps in a row that are too many."""
+        self._window, self._most_skips = window, most_skips
+        self._losses: list[float] = []
+        self._lowest = math.inf
+        self._skips = 0
+
+    def see(self, loss: float, *, grad_norm: float, routine: bool, applied: bool) -> str | None:
+        """Why the run has failed at this step; None while it has not.
+
+        loss: [nats]. grad_norm: of the unscaled gradient. routine: an overflow of this step could be answered by a
+        smaller loss scale. applied: whether the weights changed.
+        """
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if not math.isfinite(grad_norm) and not routine:
+            return "the gradient is not finite"
+        self._skips = 0 if applied else self._skips + 1
+        if self._skips >= self._most_skips:
+            return f"{self._skips} steps in a row were skipped"
+        self._losses.append(loss)
+        center = median(self._losses[-self._window :])
+        self._lowest = min(self._lowest, center)
+        if center > (1 + RISE) * self._lowest:
+            return f"the running median of the loss rose from {self._lowest:.3f} to {center:.3f}"
+        return None
+
+
+def parity_failure(trial: Trial, reference: Trial, bounds: Bounds) -> Failure | None:
+    """Why `trial` is not within parity with `reference`, the stable FP32 trial of the same place and rate.
+
+    Both have to be of the same number of planned steps. The validation loss is judged where both have one.
+    """
+    if trial.failed_step is not None:
+        return Failure(trial.failed_step, trial.why or "it failed")
+    departure = first_departure(_trajectory(trial), _trajectory(reference), bounds.loss_gap)
+    if departure is not None:
+        return Failure(departure, f"the running median of the loss is more than {bounds.loss_gap:.2%} from FP32's")
+    if trial.validation_loss is not None and reference.validation_loss is not None:
+        delta = abs(trial.validation_loss - reference.validation_loss) / abs(reference.validation_loss)
+        if not delta <= bounds.validation_delta:
+            return Failure(len(trial.losses), f"the validation loss is {delta:.2%} from FP32's")
+    return None
+
+
+def _trajectory(trial: Trial) -> Trajectory:
+    steps, losses = range(1, len(trial.losses) + 1), trial.losses
+    return Trajectory(steps, losses, (), skipped=trial.skipped, nonfinite=0, validation=trial.validation_loss)
+
+
+def climb(rates: Sequence[float], failure_at: Callable[[float], Tried]) -> tuple[Tried, ...]:
+    """Try ascending `rates` from the smallest up, until PATIENCE of them in a row fail."""
+    tried: list[Tried] = []
+    for rate in rates:
+        tried.append(failure_at(rate))
+        if len(tried) >= PATIENCE and all(item.failure for item in tried[-PATIENCE:]):
+            break
+    return tuple(tried)
+
+
+def explore(
+    settings: Sequence[Setting],
+    rates: Sequence[float],
+    bounds: Bounds,
+    run: Callable[[Setting, float], Trial],
+) -> Iterator[Cell]:
+    """The cells of every setting, FP32's own first at each place; `run` makes or remembers a trial.
+
+    settings: what is asked for; FP32 is added where it is missing. rates: ascending. Any other setting is tried at the
+    rates up to FP32's largest only, since above it there is nothing to agree with.
+    """
+    for place in dict.fromkeys(setting.reference for setting in settings):
+
+        def alone(rate: float, place: Setting = place) -> Tried:
+            trial = run(place, rate)
+            failed = Failure(trial.failed_step, trial.why or "it failed") if trial.failed_step is not None else None
+            return Tried(rate, failed, trial.skipped, len(trial.losses))
+
+        yardstick = Cell(place, climb(rates, alone))
+        yield yardstick
+        stable = [rate for rate in rates if yardstick.largest is not None and rate <= yardstick.largest]
+        for setting in settings:
+            if setting.reference != place or setting == place:
+                continue
+
+            def beside_fp32(rate: float, setting: Setting = setting) -> Tried:
+                trial = run(setting, rate)
+                failed = parity_failure(trial, run(setting.reference, rate), bounds)
+                return Tried(rate, failed, trial.skipped, len(trial.losses))
+
+            yield Cell(setting, climb(stable, beside_fp32))

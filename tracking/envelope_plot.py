@@ -1,0 +1,161 @@
+"""The stability envelope for people: a heat map, and a page with its tables and the conditions it holds under.
+
+Both are drawn from rows, one for each depth, global batch and precision, as `training.envelope` writes them into
+envelope.json:
+
+    depth [layers], batch [sequences], label (precision, with the loss-scale policy), largest (learning rate or None),
+    fp32, control (largest rates of these at the same place, or None), lucky (rates that passed above one that failed),
+    tried (by rate: rate, step and why of its failure or None, skipped [steps], steps [attempted])
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = Mapping[str, Any]
+
+_NOTHING = "#d9d9d9"
+_STYLE: dict[Any, Any] = {"font.size": 12, "axes.titlesize": 13, "axes.titleweight": "bold"}
+
+
+def draw_envelope(rows: Sequence[Row], rates: Sequence[float], png: Path, *, title: str) -> Path:
+    """One panel for each label: the largest rate by depth and batch, the part of FP32's, and where the next one failed.
+
+    rates: all that were to be tried, ascending; they span the colours. Returns `png`.
+    """
+    import matplotlib
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    depths, batches = (sorted({row[key] for row in rows}) for key in ("depth", "batch"))
+    norm = LogNorm(min(rates), max(max(rates), 2 * min(rates)))
+    colours = matplotlib.colormaps["viridis"].copy()
+    with matplotlib.rc_context(_STYLE):
+        width = max(9.0, 2.0 + len(labels) * (0.3 + 1.3 * len(batches)))
+        figure = Figure(figsize=(width, 2.4 + 1.05 * len(depths)), dpi=130, layout="constrained")
+        panels = figure.subplots(1, len(labels), squeeze=False, sharey=True)[0]
+        for axis, label in zip(panels, labels, strict=True):
+            mine = [row for row in rows if row["label"] == label]
+            _draw_panel(axis, mine, depths, batches, lambda rate: colours(norm(rate)))
+            axis.set_title(label)
+            axis.set_xlabel("global batch (sequences)")
+        panels[0].set_ylabel("depth (layers)")
+        figure.suptitle(title, fontsize=14)
+        figure.colorbar(ScalarMappable(norm, colours), ax=list(panels), label="largest learning rate", shrink=0.9)
+        png.parent.mkdir(parents=True, exist_ok=True)
+        aside = png.with_name(f".{png.name}.{os.getpid()}.partial")
+        figure.savefig(aside, format="png")
+        aside.replace(png)
+    return png
+
+
+def _draw_panel(axis: Axes, rows: Sequence[Row], depths: Sequence[int], batches: Sequence[int], colour: Any) -> None:
+    for row in rows:
+        x, y = batches.index(row["batch"]), depths.index(row["depth"])
+        face = _NOTHING if row["largest"] is None else colour(row["largest"])
+        axis.fill([x - 0.5, x + 0.5, x + 0.5, x - 0.5], [y - 0.5, y - 0.5, y + 0.5, y + 0.5], color=face, linewidth=0)
+        dark = row["largest"] is not None and sum(face[:3]) < 1.3
+        text: dict[str, Any] = {"color": "white" if dark else "black", "ha": "center", "va": "center"}
+        axis.text(x, y + 0.14, _rate(row["largest"]), fontsize=13, fontweight="bold", **text)
+        axis.text(x, y - 0.2, _small_print(row), fontsize=8.5, **text)
+    axis.set_xlim(-0.5, len(batches) - 0.5)
+    axis.set_ylim(-0.5, len(depths) - 0.5)
+    axis.set_xticks(range(len(batches)), [str(batch) for batch in batches])
+    axis.set_yticks(range(len(depths)), [str(depth) for depth in depths])
+    axis.tick_params(length=0)
+
+
+def _small_print(row: Row) -> str:
+    failed = first_failure(row)
+    yardstick = "control" if row["control"] and row["label"] != "control" else "fp32"
+    against = "the control's" if yardstick == "control" else "FP32's"
+    lines = [] if row["label"] == "fp32" or row["largest"] is None else [f"{_part(row, yardstick)} of {against}"]
+    if failed:
+        lines.append(f"{failed['rate']:g} fails at step {failed['step']}")
+    return "\n".join(lines)
+
+
+def envelope_page(
+    rows: Sequence[Row], rates: Sequence[float], conditions: Mapping[str, str], meaning: str, *, picture: str
+) -> str:
+    """The page in Markdown. conditions: what to its value. meaning: what passing means here. picture: its file name."""
+    largest = [
+        f"| {row['label']} | {row['depth']} | {row['batch']} | {_rate(row['largest'])} | {_part(row, 'fp32')} | "
+        f"{_part(row, 'control')} | {_skips(row)} | {_first(row)} |"
+        for row in rows
+    ]
+    failures = [
+        f"| {row['label']} | {row['depth']} | {row['batch']} | {item['rate']:g} | {item['step']} | {item['why']} | "
+        f"{item['skipped']} of {item['steps']} |"
+        for row in rows
+        for item in row["tried"]
+        if item["why"]
+    ]
+    lucky = [
+        f"- {row['label']}, {row['depth']} layers, batch {row['batch']}: {_listed(row['lucky'])}"
+        for row in rows
+        if row["lucky"]
+    ]
+    parts = [
+        "# Stability envelope",
+        meaning,
+        f"Learning rates tried, from the smallest up until two in a row fail: {_listed(rates)}.",
+        f"![largest learning rate by depth and batch]({picture})",
+        "## Largest learning rate",
+        "| precision | depth | batch | largest rate | of FP32's | of the control's | skipped there | next rate |\n"
+        "|---|---|---|---|---|---|---|---|\n" + "\n".join(largest),
+        "## Rates that fail",
+        "| precision | depth | batch | rate | divergence step | why | skipped |\n|---|---|---|---|---|---|---|\n"
+        + "\n".join(failures)
+        if failures
+        else "None of the rates that were tried.",
+        *(["Passed above a rate that failed, which is luck and not counted:\n\n" + "\n".join(lucky)] if lucky else []),
+        "## Conditions",
+        "| what | value |\n|---|---|\n"
+        + "\n".join(f"| {what} | {_cell(value)} |" for what, value in conditions.items()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def first_failure(row: Row) -> Mapping[str, Any] | None:
+    """The smallest rate that failed."""
+    return next((item for item in row["tried"] if item["why"]), None)
+
+
+def _first(row: Row) -> str:
+    failed = first_failure(row)
+    if failed:
+        return f"{failed['rate']:g} fails at step {failed['step']}"
+    if not row["tried"]:
+        return "none tried: FP32 fails at all"
+    return "all tried passed" if row["label"] == "fp32" else "FP32 fails next"
+
+
+def _skips(row: Row) -> str:
+    at = next((item for item in row["tried"] if item["rate"] == row["largest"]), None)
+    return f"{at['skipped']} of {at['steps']}" if at else ""
+
+
+def _part(row: Row, yardstick: str) -> str:
+    return "" if row["largest"] is None or not row[yardstick] else f"{row['largest'] / row[yardstick]:.3g}"
+
+
+def _listed(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in rates)
+
+
+def _cell(text: str) -> str:
+    """Text that does not end a table's cell."""
+    return text.replace("|", "\\|")
+
+
+def _rate(rate: float | None) -> str:
+    return "none" if rate is None else f"{rate:g}"
