@@ -1,0 +1,195 @@
+"""The cells of the precision matrix: which runs are made, and the run config and DeepSpeed JSON of each.
+
+The model is tiny, so buckets and ZeRO-3's limits are made small as well: as in a large model, gradients go through
+several buckets, matrices are partitioned and norms are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config.combinations import SETTINGS, Combination, Setting, combinations
+from config.command_line import REPOSITORY, Resolved, resolve_run
+from config.deepspeed_document import read_document
+from config.deepspeed_json import complete
+from config.load import load_config
+from precision.tolerance import tolerance
+
+VOCABULARY, SEQUENCE = 64, 16
+"""[tokens]"""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "mixed": torch.bfloat16}
+"""The coarsest dtype of a run."""
+ROUNDINGS = 16
+"""Roundings in a row between a batch and its loss: in each of two blocks norm, projection, scores, attention, output,
+norm, MLP in, MLP out."""
+CLIPPING = 0.4
+"""[norm] Below the gradient norm of every step of the reference."""
+ACCUMULATIONS = (1, 4)
+"""[micro-batches]"""
+CHECKPOINTINGS = ("none", "full")
+
+# eps is large beside Adam's sqrt(v), about 0.01 here: the update then answers to the size of the gradient. With the
+# usual 1e-8 it is little more than its sign, which hides a halved gradient and turns rounding noise into whole steps.
+_RUN = """
+model:
+  architecture: llama
+  config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2,
+    num_key_value_heads: 2, tie_word_embeddings: true}
+data: {sequence_length: 16}
+optimizer: {learning_rate: 0.02, weight_decay: 0.1, betas: [0.9, 0.95], eps: 0.01}
+precision: {loss_scale: {initial: 256, window: 2}}
+run: {seed: 0, steps: 100}
+"""
+_SMALL = {"reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
+_SMALL_ZERO3 = {
+    "reduce_bucket_size": 4096,
+    "stage3_prefetch_bucket_size": 4096,
+    "stage3_param_persistence_threshold": 1000,
+    "sub_group_size": 8192,
+}
+_MANIFESTS: dict[str, dict[str, Any] | Path] = {
+    "bf16": REPOSITORY / "config/manifests/bf16.json",
+    "fp16": {"default": "fp16", "rules": []},
+    "mixed": REPOSITORY / "config/manifests/llama_mixed.json",
+}
+
+
+def global_size(world_size: int) -> int:
+    """[sequences] A step's batch: four micro-batches on every rank, and at least 8."""
+    return max(8, 4 * world_size)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the matrix."""
+
+    combination: Combination
+    accumulation: int = 1
+    """[micro-batches]"""
+    clipping: bool = False
+    checkpointing: str = "none"
+    setting: Setting | None = None
+    """A setting that differs from what Mantissa's own JSONs say."""
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the parameters, which the DeepSpeed JSON names: fp32, bf16 or fp16."""
+        return "fp32" if self.combination.path == "manifest" else self.combination.compute
+
+    @property
+    def bound(self) -> float:
+        """Largest relative error of the loss, the gradient norm and the masters with which it is verified."""
+        return tolerance(ROUNDINGS, DTYPES[self.combination.compute])
+
+    @property
+    def name(self) -> str:
+        """Unique, and stable from one matrix to the next."""
+        parts = [str(self.combination), f"accumulation {self.accumulation}"]
+        parts += [f"clipping {'on' if self.clipping else 'off'}", f"checkpointing {self.checkpointing}"]
+        return ", ".join([*parts, str(self.setting)] if self.setting else parts)
+
+    def prepare(self, folder: Path) -> tuple[list[str], Path]:
+        """Write the run config and DeepSpeed JSON into `folder`: the overrides, and the run config's path."""
+        combination, world_size = self.combination, int(os.environ["WORLD_SIZE"])
+        document = read_document(REPOSITORY / f"ds_configs/zero{combination.stage}_{self.dtype}.json")
+        zero = document["zero_optimization"]
+        zero |= {0: {}, 3: _SMALL_ZERO3}.get(combination.stage, _SMALL)
+        for part in combination.offload.split("+"):
+            if part != "none":
+                zero[f"offload_{part}"] = {"device": "cpu", "pin_memory": True}
+        overrides = [
+            f"deepspeed.config={folder / 'deepspeed.json'}",
+            f"batch.global_size={global_size(world_size)}",
+            f"batch.micro_size={global_size(world_size) // world_size // self.accumulation}",
+            f"optimizer.gradient_clipping={CLIPPING if self.clipping else 0}",
+            f"model.activation_checkpointing={self.checkpointing}",
+        ]
+        if combination.path == "manifest":
+            manifest = _MANIFESTS[combination.compute]
+            if isinstance(manifest, dict):
+                (folder / "manifest.json").write_text(json.dumps(manifest))
+                manifest = folder / "manifest.json"
+            overrides += ["precision.path=manifest", f"precision.manifest={manifest}"]
+        if self.setting:
+            overrides += self._set(document)
+        (folder / "deepspeed.json").write_text(json.dumps(document))
+        (folder / "run.yaml").write_text(_RUN)
+        return overrides, folder / "run.yaml"
+
+    def resolve(self, folder: Path) -> Resolved:
+        """The run as the command line would resolve it. Raises UserError where the config refuses it."""
+        overrides, path = self.prepare(folder)
+        given = {"config": str(path), "overrides": overrides, "deepspeed_config": None, "local_rank": None}
+        return resolve_run(argparse.Namespace(**given), os.environ)
+
+    def refused_too(self, folder: Path) -> dict[str, Any]:
+        """The DeepSpeed JSON alone, also of a combination that the config refuses: for bare DeepSpeed."""
+        overrides, path = self.prepare(folder)
+        json_path, world_size = folder / "deepspeed.json", int(os.environ["WORLD_SIZE"])
+        document = complete(
+            load_config(path, overrides, None), json_path, read_document(json_path), world_size=world_size
+        )
+        if self.combination.stage == 0 and self.dtype != "fp32":
+            del document["data_types"]  # without ZeRO DeepSpeed cannot accumulate in another dtype than it computes in
+        return document
+
+    def _set(self, document: dict[str, Any]) -> list[str]:
+        """Put the setting into `document`, or give the override that sets it."""
+        assert self.setting is not None
+        if not self.setting.in_json:
+            return [f"{self.setting.key}={self.setting.other}"]
+        *parents, key = self.setting.key.split(".")
+        section = document
+        for parent in parents:
+            section = section[parent]
+        section[key] = self.setting.other
+        return []
+
+
+def all_cells() -> Iterator[Cell]:
+    """The full matrix: every combination crossed with accumulation, clipping and checkpointing, then the settings.
+
+    A setting is measured with 4 micro-batches and without clipping, where gradients are summed and their size shows.
+    """
+    for combination in combinations():
+        for accumulation in ACCUMULATIONS:
+            for clipping in (False, True):
+                for checkpointing in CHECKPOINTINGS:
+                    yield Cell(combination, accumulation, clipping, checkpointing)
+    for setting in SETTINGS:
+        for combination in setting.combinations:
+            yield Cell(combination, accumulation=4, setting=setting)
+
+
+def covering(cells: Sequence[Cell]) -> list[Cell]:
+    """A small part of `cells` in which every pair of values that occurs in any cell occurs too: greedily chosen."""
+    left = set().union(*(pairs(cell) for cell in cells))
+    chosen = []
+    while left:
+        best = max(cells, key=lambda cell: len(pairs(cell) & left))
+        chosen.append(best)
+        left -= pairs(best)
+    return chosen
+
+
+def pairs(cell: Cell) -> frozenset[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Every pair of (dimension, value) of a cell without a setting."""
+    combination = cell.combination
+    values = {
+        "precision": (combination.path, combination.compute),
+        "stage": combination.stage,
+        "offload": combination.offload,
+        "accumulation": cell.accumulation,
+        "clipping": cell.clipping,
+        "checkpointing": cell.checkpointing,
+    }
+    return frozenset(itertools.combinations(values.items(), 2))
