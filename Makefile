@@ -9,7 +9,7 @@ PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup demo test check parity parity-defects matrix envelope clean
+.PHONY: help setup demo test check parity parity-defects analyze matrix envelope clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -33,6 +33,9 @@ parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
 
 parity-defects: setup  ## See that the parity gate finds every planted defect: runs/parity-defects
 	$(BIN)/python -m training.parity_defects batch.micro_size=2 $(ARGS)
+
+analyze: setup  ## Measure the demo's modules and propose a precision manifest: runs/manifest.json
+	$(BIN)/python -m training.analyze --config config/recipes/demo.yaml --out runs/manifest.json $(ARGS)
 
 matrix: setup  ## Verify every combination of ZeRO stage and precision: docs/precision-matrix.md
 	$(BIN)/python -m training.matrix --out docs/precision-matrix.md $(ARGS)

@@ -1,0 +1,238 @@
+"""How large the numbers of every region are: exponent histograms by kind of tensor, added up piece by piece.
+
+Four kinds, because a region computing in 16 bits rounds four kinds of tensors to them: *activations*, the operands that
+are no weights and the results of its matmuls; *gradients*, what arrives at its outputs and what it hands on to its
+inputs; *weights*; and *weight_gradients*, of one micro-batch on one rank before anything is summed, as the backward
+pass makes them. Gradients are unscaled as long as the loss is.
+
+`OperandMeter` sees the operands below autograd and autocast, as `precision.observe` does, so the queries, keys and
+values of a fused attention kernel are its own and not guessed. `GradientMeter` hooks tensors: an input that several
+modules read (q, k and v projections) has one gradient, the sum of theirs, which each of them is booked with. What is
+inside an attention module is booked with it too, because the gradients of its kernel are those of its projections.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from precision.findings import tensors_of
+from precision.manifest import RegionKind
+from precision.observe import Observation
+from precision.statistics import LOWEST_EXPONENT, exponent_histogram
+
+KINDS = ("activations", "gradients", "weights", "weight_gradients")
+_BINS = 128 - LOWEST_EXPONENT + 1
+_ZEROS, _NONFINITE = _BINS, _BINS + 1
+_PIECE = 1 << 20
+"""Values looked at in one go, because the histogram works in FP64: 8 MiB a copy."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The magnitudes of one region and kind."""
+
+    lowest: int
+    """Exponent of the first count."""
+    counts: tuple[int, ...]
+    """counts[i] values x with 2^(lowest + i) <= |x| < 2^(lowest + i + 1); no empty ends."""
+    zeros: int
+    nonfinite: int
+    maximum: float
+    """Largest finite magnitude; 0 if there is none."""
+
+    @property
+    def values(self) -> int:
+        """Finite values that are not zero."""
+        return sum(self.counts)
+
+    def share_below(self, exponent: int) -> float:
+        """Of the finite non-zero values, those below 2^exponent."""
+        return sum(self.counts[: max(exponent - self.lowest, 0)]) / max(self.values, 1)
+
+    def quantile(self, share: float) -> int:
+        """Exponent of the power of two in which the value lies that `share` of the non-zero values do not exceed."""
+        wanted, seen = share * self.values, 0
+        for index, count in enumerate(self.counts):
+            seen += count
+            if seen >= wanted and count:
+                return self.lowest + index
+        return self.lowest + max(len(self.counts) - 1, 0)
+
+
+NOTHING = Spread(0, (), 0, 0, 0.0)
+"""The spread of no values at all."""
+
+
+def merged(spreads: Iterable[Spread]) -> Spread:
+    """All values of several spreads in one."""
+    parts = list(spreads)
+    counts: dict[int, int] = defaultdict(int)
+    for part in parts:
+        for index, count in enumerate(part.counts):
+            counts[part.lowest + index] += count
+    low, high = min(counts, default=0), max(counts, default=-1)
+    return Spread(
+        low,
+        tuple(counts[exponent] for exponent in range(low, high + 1)),
+        sum(part.zeros for part in parts),
+        sum(part.nonfinite for part in parts),
+        max((part.maximum for part in parts), default=0.0),
+    )
+
+
+class Ranges:
+    """Histograms of every region and kind, on the device: nothing waits for it until `spreads`.
+
+    `counts`: (regions, kinds, bins + 2) int64, the last two being zeros and values that are not finite. `maxima`:
+    (regions, kinds) float64. Both have the same shape on every rank, whatever it has seen, so they can be reduced:
+    counts by a sum, maxima by a maximum.
+    """
+
+    def __init__(self, names: Iterable[str], device: torch.device) -> None:
+        self._rows = {name: row for row, name in enumerate(names)}
+        shape = (len(self._rows), len(KINDS))
+        self.counts = torch.zeros(*shape, _BINS + 2, dtype=torch.int64, device=device)
+        self.maxima = torch.zeros(shape, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, name: str, kind: str, values: torch.Tensor) -> None:
+        """Count a tensor of any shape and floating dtype; others are passed over."""
+        if not values.is_floating_point() or not values.numel():
+            return
+        where = self._rows[name], KINDS.index(kind)
+        for piece in values.detach().reshape(-1).split(_PIECE):
+            found = exponent_histogram(piece)
+            self.counts[where][:_BINS] += found.counts
+            self.counts[where][_ZEROS] += found.zeros
+            self.counts[where][_NONFINITE] += found.nonfinite
+            largest = torch.where(piece.isfinite(), piece, 0.0).abs().amax().double()
+            self.maxima[where] = torch.maximum(self.maxima[where], largest)
+
+    def spreads(self) -> dict[str, dict[str, Spread]]:
+        """Region to kind to its spread; kinds without a value are left out."""
+        counts, maxima = self.counts.tolist(), self.maxima.tolist()
+        found: dict[str, dict[str, Spread]] = {}
+        for name, row in self._rows.items():
+            found[name] = {}
+            for column, kind in enumerate(KINDS):
+                numbers = counts[row][column]
+                used = [index for index in range(_BINS) if numbers[index]]
+                if any(numbers):
+                    low, high = (used[0], used[-1] + 1) if used else (0, 0)
+                    trimmed = tuple(numbers[low:high])
+                    rest = numbers[_ZEROS], numbers[_NONFINITE], maxima[row][column]
+                    found[name][kind] = Spread(LOWEST_EXPONENT + low, trimmed, *rest)
+        return found
+
+
+class OperandMeter(Observation):
+    """Context manager around forward passes: activations and weights of every region, and its matmul FLOPs.
+
+    Run it without gradients: a recomputation by activation checkpointing would be counted again. `region_flops`: module
+    name to forward FLOPs, as in `precision.observe`, of regions and of whatever else multiplies matrices.
+    """
+
+    def __init__(self, model: torch.nn.Module, kinds: Mapping[str, RegionKind], ranges: Ranges) -> None:
+        super().__init__(model)
+        self.region_flops: dict[str, int] = defaultdict(int)
+        self._ranges, self._kinds = ranges, kinds
+        self._regions = {name: module for name, module in model.named_modules() if name in kinds}
+        self._weighed: set[str] = set()
+
+    def __enter__(self) -> OperandMeter:
+        super().__enter__()
+        for name, module in self._regions.items():
+            # Before the forward pass: there ZeRO-3 has gathered the weights and not yet let go of them.
+            self._exit.callback(module.register_forward_pre_hook(self._weigh(name)).remove)
+            if self._kinds[name] == "norm":
+                self._exit.callback(module.register_forward_hook(self._norm(name)).remove)
+        return self
+
+    def _weigh(self, name: str) -> Callable[..., None]:
+        def weigh(module: torch.nn.Module, args: Any) -> None:
+            if name not in self._weighed:
+                self._weighed.add(name)
+                for weight in module.parameters(recurse=False):
+                    self._ranges.add(name, "weights", weight)
+
+        return weigh
+
+    def _norm(self, name: str) -> Callable[..., None]:
+        def measure(module: torch.nn.Module, args: Any, output: Any) -> None:
+            for tensor in tensors_of((args, output)):
+                self._ranges.add(name, "activations", tensor)
+
+        return measure
+
+    def _see(self, func: Any, name: str, args: tuple, output: Any) -> None:
+        before = sum(self.flops.values())
+        super()._see(func, name, args, output)
+        multiplied = sum(self.flops.values()) - before
+        if not multiplied:
+            return
+        where = self._running[-1]
+        self.region_flops[where] += multiplied
+        if where in self._regions:
+            own = {weight.untyped_storage().data_ptr() for weight in self._regions[where].parameters(recurse=False)}
+            # After three arguments come masks; after a fused attention kernel's first result, its bookkeeping.
+            for tensor in (*tensors_of(args[:3]), next(tensors_of(output))):
+                if tensor.untyped_storage().data_ptr() not in own:
+                    self._ranges.add(where, "activations", tensor)
+
+
+class GradientMeter:
+    """Context manager around forward and backward passes: gradients and weight gradients of every region.
+
+    With activation checkpointing of either kind each gradient is seen once: only the tensors that the backward pass
+    goes through have one.
+    """
+
+    def __init__(self, model: torch.nn.Module, kinds: Mapping[str, RegionKind], ranges: Ranges) -> None:
+        self._ranges = ranges
+        self._handles: list[Any] = []
+        self._regions = {name: module for name, module in model.named_modules() if name in kinds}
+        self._kinds = kinds
+
+    def __enter__(self) -> GradientMeter:
+        readers: dict[torch.nn.Parameter, list[str]] = defaultdict(list)
+        for name, module in self._regions.items():
+            self._handles.append(module.register_forward_hook(self._watch(name), with_kwargs=True))
+            for weight in module.parameters(recurse=False):
+                readers[weight].append(name)
+        for weight, names in readers.items():
+            if weight.requires_grad:
+                self._handles.append(weight.register_hook(self._book(names, "weight_gradients")))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _watch(self, name: str) -> Callable[..., None]:
+        names = [name, *self._attention_around(name)]
+
+        def watch(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            for tensor in tensors_of((args, kwargs, output)):
+                if tensor.requires_grad and tensor.is_floating_point():
+                    tensor.register_hook(self._book(names, "gradients"))
+
+        return watch
+
+    def _attention_around(self, name: str) -> list[str]:
+        parents = [name.rpartition(".")[0]]
+        while parents[-1]:
+            parents.append(parents[-1].rpartition(".")[0])
+        return [parent for parent in parents if self._kinds.get(parent) == "attention"]
+
+    def _book(self, names: list[str], kind: str) -> Callable[[torch.Tensor], None]:
+        def book(gradient: torch.Tensor) -> None:
+            for name in names:
+                self._ranges.add(name, kind, gradient)
+
+        return book
