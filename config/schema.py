@@ -326,6 +326,9 @@ class ParitySection:
     seeds: int = limit(1, at_least=1)
     """[runs] Pairs of runs, at run.seed, run.seed + 1 and so on. From 2 on a validation delta that FP32 runs also show
     among each other, from seed to seed, is no failure."""
+    controls: int = limit(0, at_least=0)
+    """[runs] FP32 runs at a learning rate 2^-8 larger, 2^-8 smaller, 2^-7 larger and so on. As far as these part from
+    the twin, runs part whatever they are computed in: twice their root mean square distance is no failure."""
     points: int = limit(3, at_least=1)
     """[points] Places of the trajectory at which single steps are compared: the start, then evenly spaced."""
     validation_delta: float = limit(0.005, above=0.0)

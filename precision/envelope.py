@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from precision.parity import Trajectory, first_departure
+from precision.trajectories import Trajectory, first_departure
 
 RISE = 0.1
 """[fraction] A running median this far above the lowest one so far is a divergence. The loss of a batch swings by a few
@@ -29,8 +29,6 @@ per cent from step to step; its running median does not come near this in a run 
 CONTROL = "control"
 """The precision that is none: FP32 again, at a learning rate NUDGE larger. Runs part by themselves at large rates, and
 where this one is not within parity with FP32, a 16-bit run that is not either says nothing about its precision."""
-NUDGE = 2.0**-8
-"""[fraction] BF16's unit roundoff."""
 PATIENCE = 2
 """[rates] Failures in a row that end the search."""
 

@@ -1,10 +1,8 @@
-"""Does half precision train the same model? Pure judgement of what was measured, against the config's `parity:` bounds.
+"""Single steps judged: does half precision compute what FP32 does, and if not, which module does not?
 
-Two kinds of evidence. *Step parity* compares single steps from the same masters on the same micro-batches: it is sharp,
-because nothing has had time to grow apart, and it names modules. *Trajectory parity* compares whole runs: it is what
-the user cares about, and blunt, because two healthy runs part as well. Rounding differences grow until the runs are
-as far apart as any two; so with several seeds a validation delta is held against the spread that FP32 runs show among
-themselves.
+Steps are compared from the same masters on the same micro-batches: nothing has had time to grow apart, so this is the
+sharp half of the evidence, and it names modules. The other half, whole runs, is in `precision.trajectories`. Pure: what
+is judged was measured by `training.step_parity`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median, stdev
+from statistics import median
 from typing import Any
 
 from config.schema import ParitySection
@@ -41,21 +39,6 @@ class Check:
     modules: tuple[str, ...] = ()
     """Modules beyond the bound, worst first, at most MOST_NAMED."""
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """One run, as its events tell it."""
-
-    steps: Sequence[int]
-    losses: Sequence[float]
-    """Raw training loss of each step, in nats."""
-    grad_norms: Sequence[float]
-    skipped: int
-    nonfinite: int
-    """Non-finite values, those of overflows aside that the loss scale answered."""
-    validation: float | None
-    """Last validation loss, in nats."""
 
 
 @dataclass(frozen=True)
@@ -133,84 +116,6 @@ def first_parting(walks: Sequence[Walk], bounds: ParitySection) -> dict[str, Any
                 if not step["own_error"][name] <= bounds.module_error:
                     return {"step": step["step"], "module": name, "own_error": step["own_error"][name]}
     return None
-
-
-def judge_trajectories(
-    candidate: Sequence[Trajectory], twin: Sequence[Trajectory], bounds: ParitySection
-) -> list[Check]:
-    """The checks of whole runs; both sequences by seed."""
-    pairs = list(zip(candidate, twin, strict=True))
-    steps = sum(len(run.steps) for run in candidate)
-    gap, where = max((_loss_gap(mine, other) for mine, other in pairs), key=lambda found: found[0])
-    ratio = median(_norm_ratio(mine, other) for mine, other in pairs)
-    skipped = sum(run.skipped for run in candidate) / max(steps, 1)
-    nonfinite = sum(run.nonfinite for run in candidate)
-    larger = max(ratio, 1 / ratio) if ratio > 0 else math.inf
-    return [
-        _validation(pairs, bounds),
-        Check("loss_gap", gap, bounds.loss_gap, gap <= bounds.loss_gap, where=where),
-        Check("grad_norm_ratio", ratio, bounds.grad_norm_ratio, larger <= bounds.grad_norm_ratio),
-        Check("skipped_share", skipped, bounds.skipped_share, skipped <= bounds.skipped_share),
-        Check("nonfinite_events", nonfinite, bounds.nonfinite_events, nonfinite <= bounds.nonfinite_events),
-    ]
-
-
-def first_departure(mine: Trajectory, other: Trajectory, gap: float) -> int | None:
-    """First step at which the running medians of the loss are further apart than `gap`; None if they never are."""
-    return next((step for step, distance in _gaps(mine, other) if not distance <= gap), None)
-
-
-def running_median(values: Sequence[float]) -> list[float]:
-    """Median of the finite values in a centred window: a twentieth of the run, at least 5; nan where none is finite."""
-    half = max(5, len(values) // 20) // 2
-    found = []
-    for centre in range(len(values)):
-        window = [value for value in values[max(0, centre - half) : centre + half + 1] if math.isfinite(value)]
-        found.append(median(window) if window else math.nan)
-    return found
-
-
-def _validation(pairs: list[tuple[Trajectory, Trajectory]], bounds: ParitySection) -> Check:
-    """The mean delta against the bound, or against two standard errors of the FP32 runs' own mean if that is more."""
-    both = [(mine.validation, other.validation) for mine, other in pairs]
-    if any(mine is None or other is None for mine, other in both):
-        note = "no validation loss was recorded; set evaluate.every_steps"
-        return Check("validation_delta", math.nan, bounds.validation_delta, False, note=note)
-    deltas = [(mine - other) / other for mine, other in both if mine is not None and other is not None]
-    reference = [other for _, other in both if other is not None]
-    allowed, note = bounds.validation_delta, ""
-    if len(reference) > 1:
-        spread = stdev(reference) / fmean(reference)
-        allowed = max(allowed, 2 * spread * math.sqrt(2 / len(reference)))
-        each = ", ".join(f"{delta:+.3%}" for delta in deltas)
-        note = f"FP32 from seed to seed: standard deviation {spread:.3%}; deltas {each}"
-    delta = fmean(deltas)
-    return Check("validation_delta", delta, allowed, abs(delta) <= allowed, note=note)
-
-
-def _gaps(mine: Trajectory, other: Trajectory) -> list[tuple[int, float]]:
-    """(step, relative distance of the running medians of the loss) over the steps that both have."""
-    theirs = dict(zip(other.steps, running_median(other.losses), strict=True))
-    own = zip(mine.steps, running_median(mine.losses), strict=True)
-    return [(step, abs(loss - theirs[step]) / theirs[step]) for step, loss in own if step in theirs]
-
-
-def _loss_gap(mine: Trajectory, other: Trajectory) -> tuple[float, str]:
-    gaps = _gaps(mine, other)
-    if not gaps:
-        return math.inf, "the runs have no step in common"
-    step, worst = max(gaps, key=lambda item: math.inf if math.isnan(item[1]) else item[1])
-    return (math.inf if math.isnan(worst) else worst), f"step {step}"
-
-
-def _norm_ratio(mine: Trajectory, other: Trajectory) -> float:
-    theirs = dict(zip(other.steps, other.grad_norms, strict=True))
-    ratios = [
-        norm / theirs[step]
-        for step, norm in zip(mine.steps, mine.grad_norms, strict=True)
-        if math.isfinite(norm) and theirs.get(step, 0.0) > 0
-    ]
-    return median(ratios) if ratios else math.inf
 
 
 def _over(

@@ -11,7 +11,8 @@ from typing import Any
 from config.command_line import Resolved
 from config.schema import LossScaleSection
 from data.prepare import prepare
-from precision.envelope import CONTROL, NUDGE, RISE, Bounds, Cell, Setting, Trial, explore, window_of
+from precision.envelope import CONTROL, RISE, Bounds, Cell, Setting, Trial, explore, window_of
+from precision.trajectories import NUDGE
 from tracking.envelope_plot import draw_envelope, envelope_page
 from tracking.environment import environment, redact_arguments
 from tracking.jsonl import read_events

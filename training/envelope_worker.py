@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from config.command_line import CONFIG_ERROR, Resolved, resolve_run
 from config.errors import UserError
 from config.load import to_dict
-from precision.envelope import CONTROL, NUDGE, Bounds, Setting, Trial, Watch, explore, window_of
+from precision.envelope import CONTROL, Bounds, Setting, Trial, Watch, explore, window_of
+from precision.trajectories import NUDGE
 from tracking.environment import environment
 from tracking.jsonl import JsonlSink, read_events
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from config.command_line import CONFIG_ERROR
 from config.errors import UserError
-from precision.parity import Check, Trajectory, first_departure, first_parting, judge_steps, judge_trajectories
+from precision.parity import Check, first_parting, judge_steps
+from precision.trajectories import Trajectory, first_departure, judge_trajectories
 from tracking.jsonl import encode
 from tracking.parity_report import verdict_lines, write_report
 from tracking.summary import read_inputs
@@ -38,6 +39,7 @@ def gate(chosen: Plan, say: Say = print, *, twins: Sequence[Run] | None = None) 
     seeds = [chosen.resolved.config.run.seed + index for index in range(bounds.seeds)]
     if twins is None:
         twins = [train_twin(chosen, seed, say) for seed in seeds]
+    controls = [train_twin(chosen, seeds[0], say, control=index) for index in range(bounds.controls)]
     candidates = [train_candidate(chosen, seed, say) for seed in seeds]
     say(f"single steps after steps {', '.join(map(str, chosen.points))}")
     walks = walk_steps(chosen, candidates[0])
@@ -46,7 +48,7 @@ def gate(chosen: Plan, say: Say = print, *, twins: Sequence[Run] | None = None) 
     share = 1 - len(unfinished) / len(candidates)
     checks = [
         Check("finished_runs", share, 1.0, not unfinished, at_least=True, note="; ".join(unfinished)),
-        *judge_trajectories(mine, theirs, bounds),
+        *judge_trajectories(mine, theirs, bounds, [trajectory(run) for run in controls]),
         *judge_steps(walks, bounds),
     ]
     failed = [check.name for check in checks if not check.passed]

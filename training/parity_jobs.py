@@ -12,7 +12,8 @@ from pathlib import Path
 from config.command_line import Resolved, read_command_line
 from config.deepspeed_document import read_document
 from config.errors import UserError
-from precision.parity import Trajectory, Walk
+from precision.parity import Walk
+from precision.trajectories import Trajectory, control_factor
 from tracking.jsonl import read_events, surviving
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, summarise
@@ -89,8 +90,11 @@ def plan(
     return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher))
 
 
-def train_twin(chosen: Plan, seed: int, say: Say) -> Run:
-    """The same job in FP32. Raises UserError when it does not reach its end: then there is nothing to compare with."""
+def train_twin(chosen: Plan, seed: int, say: Say, *, control: int | None = None) -> Run:
+    """The same job in FP32; with its learning rate nudged if it is the control of that index.
+
+    Raises UserError when it does not reach its end: then there is nothing to compare with.
+    """
     document = read_document(chosen.resolved.deepspeed_path)
     for section in ("bf16", "fp16", "torch_autocast"):
         document.pop(section, None)
@@ -106,7 +110,11 @@ def train_twin(chosen: Plan, seed: int, say: Say) -> Run:
         "faults=[]",
         "defects=[]",
     ]
-    run = _train(chosen, f"fp32-seed-{seed}", seed, overrides, say)
+    name = f"fp32-seed-{seed}"
+    if control is not None:
+        rate = chosen.resolved.config.optimizer.learning_rate * control_factor(control)
+        name, overrides = f"fp32-control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
+    run = _train(chosen, name, seed, overrides, say)
     if not run.finished:
         raise UserError(f"the FP32 twin did not reach its end: {run.last_words}; see {_log(chosen, run.folder.name)}")
     return run

@@ -11,16 +11,8 @@ from typing import Any
 import pytest
 
 from config.schema import ParitySection
-from precision.parity import (
-    Check,
-    Trajectory,
-    Walk,
-    first_departure,
-    first_parting,
-    judge_steps,
-    judge_trajectories,
-    running_median,
-)
+from precision.parity import Check, Walk, first_parting, judge_steps
+from precision.trajectories import Trajectory, control_factor, first_departure, judge_trajectories, running_median
 
 BOUNDS = ParitySection()
 
@@ -126,6 +118,28 @@ def test_with_seeds_a_delta_is_held_against_the_spread_of_fp32() -> None:
         assert failed(checks) == verdict
         assert checks["validation_delta"].measured == pytest.approx(0.01)
         assert "from seed to seed" in checks["validation_delta"].note
+
+
+def test_distances_that_controls_have_too_are_no_failure() -> None:
+    mine = run(factor=1.03, validation=4.04)
+    far = [run(factor=factor, validation=value) for factor, value in ((1.02, 4.03), (0.98, 3.97))]
+    near = [run(factor=1.001, validation=4.004), run(factor=0.999, validation=3.996)]
+    for controls, verdict in (
+        (far, set()),
+        (near, {"loss_gap", "validation_delta"}),
+        ([], {"loss_gap", "validation_delta"}),
+    ):
+        checks = {check.name: check for check in judge_trajectories([mine], [run()], BOUNDS, controls)}
+        assert failed(checks) == verdict
+    assert checks["validation_delta"].bound == BOUNDS.validation_delta
+    bound = next(
+        check.bound for check in judge_trajectories([mine], [run()], BOUNDS, far) if check.name == "validation_delta"
+    )
+    assert bound == pytest.approx(2 * 0.0075)  # twice the root mean square of +0.75% and -0.75%
+
+
+def test_controls_lie_on_both_sides_ever_further_away() -> None:
+    assert [control_factor(index) - 1 for index in range(4)] == [2**-8, -(2**-8), 2**-7, -(2**-7)]
 
 
 def test_a_healthy_step_passes_every_check() -> None:
