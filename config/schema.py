@@ -379,7 +379,7 @@ class Defect:
     enough of a loss scale. wrong_unscaling: gradients are divided by `factor` too much.
     skipped_accumulation: the first micro-batch's gradients are lost. lost_reduction: another rank's gradients of a
     module are lost. stale_weight: a module computes with weights that no longer follow their masters.
-    unclipped_update: clipping is reported, not done. silent_skip: every other step is reported as applied, and is not."""
+    unclipped_update: clipping is reported, not done. silent_skip: every other step is lost and reported as applied."""
     module: str | None = None
     """[module name] Module that has the defect; not read by kinds that hit the whole step."""
     factor: float = limit(2.0, above=0.0)

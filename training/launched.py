@@ -68,7 +68,8 @@ def last_words(log: Path) -> str:
     """The line of a failed job's log that says why: our own error line, else the last that names one, else the last."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("error:")]
-    raised = [line for line in lines if "Error:" in line and "ChildFailedError" not in line]  # torchrun's own comes last
+    # torchrun's own error comes last and says nothing
+    raised = [line for line in lines if "Error:" in line and "ChildFailedError" not in line]
     return (ours or raised or lines or ["it printed nothing"])[-1][:400]
 
 
