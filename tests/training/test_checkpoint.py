@@ -40,7 +40,6 @@ def test_the_clipping_of_the_config_holds_after_a_load(pair, tmp_path, stage, co
             assert max(row["update_error"].values()) < 1e-3
 
 
-
 @pytest.fixture
 def saved(pair, tmp_path):
     """A folder with checkpoints of steps 1 and 2."""
