@@ -9,7 +9,7 @@ PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup demo test check parity parity-defects analyze matrix envelope clean
+.PHONY: help setup demo test check parity parity-defects analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -42,6 +42,9 @@ matrix: setup  ## Verify every combination of ZeRO stage and precision: docs/pre
 
 envelope: setup  ## Largest stable learning rate by depth, batch and precision: runs/envelope
 	$(BIN)/python -m training.envelope $(ARGS)
+
+chaos: setup  ## Kill saves at every phase, many times
+	$(BIN)/python -m pytest tests/training/chaos_long.py -s $(ARGS)
 
 check: setup  ## Lint, formatting and types
 	$(BIN)/ruff check .

@@ -38,6 +38,9 @@ class RunSection:
     """[path] Folder that holds the run folders."""
     steps: int = limit(100, at_least=1)
     """[steps] Optimizer steps to attempt in all, those of earlier sessions of a resumed run included."""
+    max_minutes: float | None = limit(None, above=0.0)
+    """[minutes] Time from the first step of a session after which the run saves and ends with exit code 75, to be gone
+    on with, as on SIGTERM. null: no limit."""
     seed: int = limit(0, at_least=0)
     """[integer] Seed of the initial weights, of the data order and of dropout."""
     resume: str = "auto"
@@ -237,6 +240,12 @@ class CheckpointSection:
     """[steps] Save after every so many steps and at the end; 0 only at the end."""
     keep: int = limit(2, at_least=1)
     """[checkpoints] How many of the newest checkpoints stay on disk."""
+    max_failures: int = limit(3, at_least=1)
+    """[saves] Failed saves in a row (a full disk, say) after which training stops with exit code 74; until then it goes
+    on and tries again when the next save is due. When the last save of a run fails it ends with that code too."""
+    verify_after_save: bool = False
+    """[true or false] Read each checkpoint back from disk and compare hashes, in the background; one that is not what
+    was written is set aside."""
 
 
 @dataclass(frozen=True)

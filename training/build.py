@@ -55,6 +55,7 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
         keep=config.checkpoint.keep,
         identity=identity(resolved, corpus, model_config, engine),
         place=place,
+        verify_after_save=config.checkpoint.verify_after_save,
     )
     seed_everything(config.run.seed + place.rank)
     _check_validation(resolved, corpus)
@@ -76,12 +77,14 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
         guard=guard,
         promotions=promotions,
         checkpoints=checkpoints,
-        preemption=Preemption(),
+        preemption=Preemption(config.run.max_minutes),
         telemetry=Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None,
         record=record,
         first_step=progress.step,
     )
     _record_start(parts, progress, found)
+    for line in checkpoints.settle():
+        record.note(line)
     return parts, progress
 
 

@@ -12,10 +12,10 @@ from data.tokenizer import load_tokenizer
 from modeling.generate import sample_text
 from tracking.report import summary_table, write_report
 from tracking.run_dir import RunDir
-from training.loop import DIVERGED, DONE, PREEMPTED, Ending
+from training.loop import DIVERGED, DONE, PREEMPTED, UNSAVED, Ending
 from training.parts import Parts
 
-_STATUS = {DONE: "done", DIVERGED: "aborted", PREEMPTED: "preempted"}
+_STATUS = {DONE: "done", DIVERGED: "aborted", UNSAVED: "aborted", PREEMPTED: "preempted"}
 
 
 def finish(parts: Parts, corpus: Corpus, ending: Ending) -> None:

@@ -1,18 +1,36 @@
-"""Notice that this process was asked to stop, so that the run can save first."""
+"""Notice that this process was asked to stop, or that its time is up, so that the run can save first."""
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from types import FrameType
 
 
 class Preemption:
-    """Turns SIGTERM and SIGUSR1 into a flag. The ranks agree on it in the health gather of each step."""
+    """Turns SIGTERM, SIGUSR1 and a time limit into a flag. The ranks agree on it in each step's health gather."""
 
-    def __init__(self) -> None:
-        self.requested_here = False
+    def __init__(self, max_minutes: float | None = None) -> None:
+        """max_minutes: from now; None is no limit. A rank whose clock runs out first stops all of them."""
+        self._signalled = False
+        self._ends = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._note)
 
+    @property
+    def requested_here(self) -> bool:
+        """Whether this rank has to stop after the present step."""
+        return self._signalled or self._time_is_up
+
+    @property
+    def reason(self) -> str:
+        """Why the run stops, as far as this rank knows."""
+        return "run.max_minutes is up" if self._time_is_up else "asked to stop by SIGTERM or SIGUSR1"
+
+    @property
+    def _time_is_up(self) -> bool:
+        return time.monotonic() >= self._ends
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested_here = True
+        self._signalled = True

@@ -110,7 +110,10 @@ def record_evaluation(record: Record, progress: Progress, loss: float) -> None:
 
 
 def record_checkpoint(record: Record, progress: Progress, saved: Saved) -> None:
-    """The `checkpoint` event. The save is synchronous: the loop stalls for all of it."""
+    """The `checkpoint` event. The save is synchronous: the loop stalls for all of it.
+
+    verified: false, because nothing has been read back yet; where that is asked for, a `note` says what came of it.
+    """
     record.event(
         "checkpoint",
         step=progress.step,

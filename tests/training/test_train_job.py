@@ -92,6 +92,17 @@ def test_sigterm_saves_and_asks_for_a_restart(folder, unbroken):
     assert events(folder, "preempted", "run_end")[-1]["status"] == "preempted"
 
 
+def test_a_run_whose_time_is_up_saves_and_asks_for_a_restart(folder):
+    """Every rank looks at its own clock; the first whose time is up stops all of them after the same step."""
+    overrides = ["run.steps=100000", "run.max_minutes=0.05", "checkpoint.every_steps=0", "evaluate.every_steps=0"]
+    output = finish(command("python", folder, "timed", *overrides), exit_code=75)
+    last = trace(folder, "timed")[-1]["step"]
+    assert (folder / "runs" / "timed" / "checkpoints" / "LATEST").read_text() == f"step-{last}\n"
+    end = events(folder, "timed", "run_end")[-1]
+    assert (end["status"], end["reason"]) == ("preempted", "run.max_minutes is up")
+    assert "run.max_minutes is up" in output
+
+
 def test_a_run_that_only_skips_stops_with_a_diagnosis_and_a_checkpoint(folder):
     faults = "faults=[{kind: nan_gradient, step: 2}, {kind: inf_gradient, step: 3}]"
     output = finish(

@@ -1,0 +1,30 @@
+"""train.py, told to die: the first argument is PHASE:RANK:COUNT:STEP, the rest is train.py's own command line.
+
+It dies as that rank comes to that phase for the COUNT-th time in the save of that step or of a later one.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import train
+from tests.training.chaos import Kill, KilledCheckpoints
+from training import build
+
+
+def main(arguments: list[str]) -> int:
+    """Run the job."""
+    phase, rank, count, step = arguments[0].split(":")
+
+    class Told(KilledCheckpoints):
+        def save(self, engine: Any, progress: Any, state: Any) -> Any:
+            self.kill = Kill(phase, int(rank), int(count)) if progress.step >= int(step) else None
+            return super().save(engine, progress, state)
+
+    build.Checkpoints = Told  # type: ignore[misc]
+    return train.main(arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
