@@ -39,6 +39,7 @@ from training.preemption import Preemption
 from training.progress import Progress
 from training.recovery import Promotions
 from training.telemetry import Telemetry
+from training.weights_start import start_from_weights
 
 
 def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, place: Place) -> tuple[Parts, Progress]:
@@ -119,7 +120,10 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, place: Plac
     apply_activation_checkpointing(
         model, config.model.activation_checkpointing, reentrant=config.model.checkpointing_reentrant
     )
-    return Engine(model, resolved, place)
+    engine = Engine(model, resolved, place)
+    if config.model.name_or_path is not None:
+        start_from_weights(engine, config.model.name_or_path)
+    return engine
 
 
 def batch_shape(resolved: Resolved) -> dict[str, int]:

@@ -1,0 +1,103 @@
+"""The README.md of an exported model: what it is, how it was trained and in which precision, and how to check it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LONGEST_MANIFEST = 60
+"""[lines] A precision manifest that is longer is left to mantissa.json."""
+
+
+def model_card(facts: Mapping[str, Any]) -> str:
+    """Markdown with the hub's front matter. facts: the content of the export's `mantissa.json`.
+
+    A number that was not recorded is left out; nothing is made up for it.
+    """
+    model, sections = facts["model"], []
+    sections.append(_front_matter(facts))
+    sections.append(
+        f"# {facts['run']}\n\n{model['class']} with {model['parameters']:,} parameters, "
+        f"{facts['export']['dtype']}, from step {facts['training']['step']} of the run `{facts['run']}`."
+    )
+    if model["base"]:
+        sections.append(f"The run started from the weights of `{model['base']}`.")
+    sections.append(f"```python\n{_EXAMPLE}```")
+    sections.append(_section("Training", facts["training"]))
+    sections.append(_section("Data", facts["data"]))
+    sections.append(_precision(facts["precision"]))
+    sections.append(_parity(facts["parity"]))
+    sections.append(_section("Made with", {**facts["versions"], **facts["hardware"]}))
+    sections.append(_export(facts["export"]))
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+_EXAMPLE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+"""
+
+
+def _front_matter(facts: Mapping[str, Any]) -> str:
+    lines = [
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        f"tags: [mantissa, {facts['model']['type']}]",
+    ]
+    if facts["model"]["base"]:
+        lines.append(f"base_model: {json.dumps(facts['model']['base'])}")
+    return "\n".join(["---", *lines, "---"])
+
+
+def _precision(precision: Mapping[str, Any]) -> str:
+    manifest = precision.get("manifest")
+    text = _section("Precision", {key: value for key, value in precision.items() if key != "manifest"})
+    if manifest is None:
+        return text
+    written = json.dumps(manifest, indent=1)
+    if len(written.splitlines()) > LONGEST_MANIFEST:
+        return text + "\n\nThe precision manifest is in `mantissa.json`."
+    return f"{text}\n\nThe precision manifest:\n\n```json\n{written}\n```"
+
+
+def _parity(parity: Mapping[str, Any] | None) -> str:
+    if parity is None:
+        return "## Agreement with FP32\n\nNo parity report was given to this export."
+    lines = [*parity["lines"], "", "Measured by `python -m training.parity`."]
+    lines += [f"Not the same conditions as this run: {difference}." for difference in parity["differences"]]
+    rows = [
+        (check["name"], _text(check["measured"]), _text(check["bound"]), "yes" if check["passed"] else "**no**")
+        for check in parity["checks"]
+    ]
+    table = _table(("check", "measured", "bound", "passed"), rows)
+    return "## Agreement with FP32\n\n" + "\n".join(lines) + f"\n\n{table}"
+
+
+def _export(export: Mapping[str, Any]) -> str:
+    rows = [(f"`{name}`", f"`{digest}`") for name, digest in export["files"].items()]
+    return (
+        "## Files\n\n"
+        f"{export['compared']}\n\n`sha256sum -c SHA256SUMS` checks all files.\n\n{_table(('file', 'sha256'), rows)}"
+    )
+
+
+def _section(title: str, facts: Mapping[str, Any]) -> str:
+    rows = [(name, _text(value)) for name, value in facts.items() if value is not None]
+    return f"## {title}\n\n{_table(('', ''), rows)}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return " ".join(str(value).split())

@@ -1,0 +1,112 @@
+"""A run that starts from a Hugging Face folder starts from exactly its weights, masters included.
+
+DeepSpeed makes the masters from the computing weights, which are rounded: a BF16 run that starts from an FP32 folder
+would lose the lower 16 bits of every weight (measured on normal weights: a median relative distance of 1.4e-3). So the
+masters are refreshed from the folder. Then, on every start from weights, each master rounded to the computing dtype has
+to be equal to the computing weight. Where it is not, the first step would put back what the stale master holds.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from deepspeed.utils import safe_set_full_fp32_param
+from safetensors import safe_open
+
+from modeling.disk_names import names_of_the_same
+from training.engine import Engine
+from training.ledger import PrecisionError
+from training.whole_tensors import shape_of, whole_master, whole_weight
+
+
+class StaleMaster(PrecisionError):
+    """A master and the weight computed with are not the same number; a step would undo what was loaded."""
+
+
+def start_from_weights(engine: Engine, name_or_path: str) -> int:
+    """Refresh the masters from a folder of safetensors, then require that all are fresh; how many were refreshed.
+
+    A hub id, or a folder in another format, is not read again: its masters are the rounded weights. A collective.
+    Raises StaleMaster.
+    """
+    folder = Path(name_or_path).expanduser()
+    refreshed = refresh_masters(engine, folder) if engine.place.from_main(folder.is_dir()) else 0
+    require_fresh_masters(engine)
+    return refreshed
+
+
+@torch.no_grad()
+def refresh_masters(engine: Engine, folder: Path) -> int:
+    """Give every master the value that the folder's files have for it, unrounded; how many were found there.
+
+    Parameters that the files have in another shape, in pieces or transposed keep their masters. Raises StaleMaster, on
+    every rank, when the model computes with other weights than the folder's. A collective; holds one whole parameter at
+    a time.
+    """
+    problems: list[str] = []
+    where = engine.place.from_main(_find(engine, folder) if engine.place.is_main else None)
+    with ExitStack() as stack:
+        names = sorted({file for file, _ in where.values()})
+        files = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in names}
+        for name, parameter in engine.model.named_parameters():
+            if name not in where:
+                continue
+            file, key = where[name]
+            value = files[file].get_tensor(key).to(device=engine.place.device, dtype=torch.float32)
+            problems += _difference(name, whole_weight(engine, parameter), value, f"{folder} has")
+            if parameter.requires_grad and engine.stage > 0:
+                safe_set_full_fp32_param(parameter, value)
+    _agree(engine, problems)
+    return len(where)
+
+
+@torch.no_grad()
+def require_fresh_masters(engine: Engine) -> None:
+    """Hold cast(master) == weight for every parameter that trains, bit for bit.
+
+    A collective; holds one whole parameter at a time. Raises StaleMaster naming the first one, on every rank.
+    """
+    problems: list[str] = []
+    for name, parameter in engine.model.named_parameters():
+        if parameter.requires_grad:
+            weight, master = whole_weight(engine, parameter), whole_master(engine, parameter)
+            problems += _difference(name, weight, master, "its master has")
+    _agree(engine, problems)
+
+
+def _find(engine: Engine, folder: Path) -> dict[str, tuple[str, str]]:
+    """Parameter -> file of the folder and name in it, for those that lie there whole."""
+    shapes: dict[str, tuple[str, torch.Size]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in list(file.keys()):
+                shapes[key] = path.name, torch.Size(file.get_slice(key).get_shape())
+    found = {}
+    for name, parameter in engine.model.named_parameters():
+        shape = shape_of(parameter)
+        for key in names_of_the_same(engine.model, name, shape):
+            if key in shapes and shapes[key][1] == shape:
+                found[name] = shapes[key][0], key
+    return found
+
+
+def _difference(name: str, weight: torch.Tensor, other: torch.Tensor, whose: str) -> list[str]:
+    """One line when `other`, rounded to the weight's dtype, is not the weight."""
+    differ = (other.to(weight.dtype) != weight).flatten()
+    if not bool(differ.any()):
+        return []
+    first = int(differ.int().argmax())
+    mine, theirs = float(weight.flatten()[first]), float(other.flatten()[first])
+    return [
+        f"{name}: {int(differ.sum()):,} of {weight.numel():,} weights are not what they should be at the start: the "
+        f"model computes with {mine:.9g} at index {first}, {whose} {theirs:.9g}"
+    ]
+
+
+def _agree(engine: Engine, problems: list[str]) -> None:
+    """Raise the first problem of the first rank that has one, on every rank."""
+    first = next((text for text in engine.place.gather_objects(problems[:1]) if text), None)
+    if first:
+        raise StaleMaster(first[0])
