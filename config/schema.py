@@ -240,12 +240,21 @@ class CheckpointSection:
     """[steps] Save after every so many steps and at the end; 0 only at the end."""
     keep: int = limit(2, at_least=1)
     """[checkpoints] How many of the newest checkpoints stay on disk."""
+    keep_every: int = limit(0, at_least=0)
+    """[steps] Checkpoints whose step is a multiple of this stay as well; 0: none for that reason."""
+    keep_best: int = limit(0, at_least=0)
+    """[checkpoints] How many of those with the lowest validation loss stay as well; of those that were saved at a step
+    at which evaluate.every_steps was due."""
+    background: Literal["auto", "always", "never"] = "auto"
+    """[choice] always: training waits for a copy to host memory, of the size of the rank's files, and the writing goes
+    on behind. never: it waits until the checkpoint is on disk. auto: never where offload fills host memory already,
+    else always."""
     max_failures: int = limit(3, at_least=1)
     """[saves] Failed saves in a row (a full disk, say) after which training stops with exit code 74; until then it goes
     on and tries again when the next save is due. When the last save of a run fails it ends with that code too."""
     verify_after_save: bool = False
-    """[true or false] Read each checkpoint back from disk and compare hashes, in the background; one that is not what
-    was written is set aside."""
+    """[true or false] Read each checkpoint back from disk and compare hashes before it counts as saved; one that is not
+    what was written is set aside. In the background as well."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from training.schedule import learning_rate
 from training.telemetry import Telemetry
 
 
-def attempt(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, bool]:
-    """One optimizer step: where the run is afterwards, what the guard said, and whether someone asked to stop."""
+def attempt(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, Health]:
+    """One optimizer step: where the run is afterwards, what the guard said, and what all ranks saw."""
     started, engine, guard = time.perf_counter(), parts.engine, parts.guard
     batch = parts.batches.next_step()
     watch, telemetry = _watch(parts, progress), _due_telemetry(parts, progress)
@@ -33,6 +33,7 @@ def attempt(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, bool
     health = engine.health(
         outcome,
         preempted_here=parts.preemption.requested_here,
+        save_ended_here=parts.checkpoints.save_ended,
         applied=progress.applied,
         skipped=progress.skipped,
     )
@@ -58,7 +59,7 @@ def attempt(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, bool
     demoted = demote_due(engine.regions, parts.promotions, guard)
     if demoted:
         parts.record.note(f"promotions taken back after their probation: {demoted}")
-    return progress, judgement, health.preempted
+    return progress, judgement, health
 
 
 def _watch(parts: Parts, progress: Progress) -> Observation | None:

@@ -29,7 +29,7 @@ from tracking.record import Record
 from training import distributed
 from training.attempt import attempt
 from training.build import batch_shape, build_engine, seed_everything
-from training.checkpoint import Checkpoints
+from training.checkpoint import Checkpoints, Retention
 from training.parts import Parts
 from training.preemption import Preemption
 from training.progress import Progress
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             validation=list,
             guard=Guard(config.guard),
             promotions=Promotions(),
-            checkpoints=Checkpoints(Path(folder), keep=1, identity={}, place=place),
+            checkpoints=Checkpoints(Path(folder), keep=Retention(1), identity={}, place=place),
             preemption=Preemption(),
             telemetry=None,
             record=Record([JsonlSink(Path(folder) / "events.jsonl")]) if place.is_main else Record.silent(),

@@ -30,7 +30,7 @@ from tracking.jsonl import JsonlSink
 from tracking.record import Record, Sink
 from tracking.run_dir import RunDir
 from tracking.wandb_sink import WandbSink
-from training.checkpoint import Checkpoints
+from training.checkpoint import Checkpoints, Retention
 from training.distributed import Place
 from training.engine import Engine
 from training.ledger import as_plain, read_ledger
@@ -53,9 +53,10 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
     engine = build_engine(resolved, model_config, place)
     checkpoints = Checkpoints(
         run_dir.checkpoints,
-        keep=config.checkpoint.keep,
+        keep=Retention(config.checkpoint.keep, every=config.checkpoint.keep_every, best=config.checkpoint.keep_best),
         identity=identity(resolved, corpus, model_config, engine),
         place=place,
+        background=_saves_behind(resolved),
         verify_after_save=config.checkpoint.verify_after_save,
     )
     seed_everything(config.run.seed + place.rank)
@@ -87,6 +88,11 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
     for line in checkpoints.settle():
         record.note(line)
     return parts, progress
+
+
+def _saves_behind(resolved: Resolved) -> bool:
+    background = resolved.config.checkpoint.background
+    return background == "always" or (background == "auto" and resolved.offload == "none")
 
 
 def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:

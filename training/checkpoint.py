@@ -8,17 +8,16 @@
     checkpoints/LATEST   name of the newest one
 
 A checkpoint is written in a hidden folder beside, each file hashed while it is written, flushed to disk and published
-by one rename, so a kill at any moment leaves the previous one in place. `python -m training.checkpoint --help` looks at
-them from outside; docs/checkpoints.md describes them for other tools.
+by one rename, so a kill at any moment leaves the previous one in place. Training goes on meanwhile.
+`python -m training.checkpoint --help` looks at them from outside; docs/checkpoints.md describes them for other tools.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+import math
 import sys
 import time
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +33,6 @@ from training.checkpoint_manifest import (
     MANIFEST,
     STATE,
     Damaged,
-    Written,
     candidates,
     check_hashes,
     flaw,
@@ -44,91 +42,115 @@ from training.checkpoint_manifest import (
     read_state,
     share,
 )
-from training.checkpoint_readback import ReadBack
+from training.checkpoint_retention import Retention, being_read
+from training.checkpoint_save import Order, Save, Saved, SaveFailed, on_main
 from training.generators import generators, restore_generators
 from training.progress import Progress
 
 if TYPE_CHECKING:
+    from training.checkpoint_writer import Files
     from training.distributed import Place
     from training.engine import Engine
 
-__all__ = ["Checkpoints", "SaveFailed", "Saved", "is_whole", "newest", "newest_before", "read_state"]
+__all__ = ["Checkpoints", "Retention", "SaveFailed", "Saved", "is_whole", "newest", "newest_before", "read_state"]
 
 TAG = "deepspeed"
-
-
-class SaveFailed(OSError):
-    """A checkpoint could not be written; raised on every rank alike. One line: the rank, the file and the reason."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What a save did."""
-
-    path: Path
-    seconds: float
-    bytes: int
 
 
 class Checkpoints:
     """The checkpoints folder of one run. Every method is a collective."""
 
     def __init__(
-        self, folder: Path, *, keep: int, identity: dict[str, Any], place: Place, verify_after_save: bool = False
+        self,
+        folder: Path,
+        *,
+        keep: Retention,
+        identity: dict[str, Any],
+        place: Place,
+        background: bool = True,
+        verify_after_save: bool = False,
     ) -> None:
         """identity: what a checkpoint must share with the run that loads it, as plain types by name.
-        verify_after_save: read each checkpoint back in the background; `settle` tells what came of it."""
+        background: copy what is saved to host memory and write it behind training, instead of holding training up.
+        verify_after_save: read each checkpoint back from the disk before it counts as saved.
+        """
         self.folder, self.keep, self.identity, self.place = folder, keep, identity, place
-        self.verify_after_save = verify_after_save
+        self.background, self.verify_after_save = background, verify_after_save
         self.any_saved = False
-        """Whether there is a checkpoint to go back to."""
+        """Whether there is a checkpoint to go back to, one that is being written included."""
         self.failures = 0
         """Saves that failed since the last one that did not."""
+        self.last_failure = ""
+        """Why the newest of them failed, in one line."""
+        self._save: Save | None = None
+        self._ended: list[Saved | SaveFailed] = []
+        self._beside: Place | None = None
         self._untold: list[str] = []
         self._sound: set[Path] = set()
-        self._read_back: ReadBack | None = None
+
+    def start_save(
+        self, engine: Engine, progress: Progress, state: dict[str, Any], validation_loss: float | None = None
+    ) -> None:
+        """Take what is to be saved, and write, publish and retain behind training; `outcomes` tells what came of it.
+
+        A save that is under way is waited for first. state: plain types, given back by `load`. validation_loss: nats,
+        of exactly these weights.
+        """
+        self._conclude()
+        started = time.perf_counter()
+        self.reached("begin")
+        final, partial = self.folder / f"step-{progress.step}", commit.partial_of(self.folder, progress.step)
+        try:
+            on_main(self.place, lambda: commit.begin(self.folder, progress.step), final)
+        except SaveFailed as failure:
+            self._note_outcome(failure)
+            return
+        self._sound.discard(final)
+        files = self._take(partial, engine, progress, state)
+        if self._beside is None:
+            self._beside = self.place.beside()
+        order = Order(
+            final=final,
+            partial=partial,
+            step=progress.step,
+            tokens=progress.tokens,
+            manifest=self._manifest(engine, progress, validation_loss),
+            retention=self.keep,
+            verify=self.verify_after_save,
+            started=started,
+        )
+        self._save = Save(order, files, self._beside, self.reached)
+        self.any_saved = True  # not when it has ended: what the guard may do would depend on how fast a disk is
+        if not self.background:
+            self._save.wait_until_published()
+        self._save.stall_seconds = time.perf_counter() - started
+
+    @property
+    def save_ended(self) -> bool:
+        """Whether this rank's part of a save has come to its end since `outcomes` was last asked."""
+        return self._save is not None and self._save.ended
+
+    def outcomes(self) -> list[Saved | SaveFailed]:
+        """What came of the saves since this was last asked; one that is under way is waited for."""
+        self._conclude()
+        ended, self._ended = self._ended, []
+        return ended
 
     def save(self, engine: Engine, progress: Progress, state: dict[str, Any]) -> Saved:
-        """Write, publish, and drop all but the newest `keep`.
+        """The same as `start_save`, waited for.
 
         Raises SaveFailed on every rank when any of them cannot write; what was published before is untouched.
         """
-        started = time.perf_counter()
-        final, partial = self.folder / f"step-{progress.step}", commit.partial_of(self.folder, progress.step)
-        try:
-            self.reached("begin")
-            self._on_main(lambda: commit.begin(self.folder, progress.step), partial)
-            files = self._write(partial, engine, progress, state)
-            size = self._on_main(lambda: self._publish(partial, final, engine, progress, files), final)
-        except SaveFailed as failure:
-            self.failures += 1
-            if self.place.is_main:
-                shutil.rmtree(partial, ignore_errors=True)
-            self._tell(f"{failure}; the checkpoints before it are as they were")
-            raise
-        self.any_saved, self.failures = True, 0
-        self._sound.discard(final)
-        if self.verify_after_save:
-            self._read_back = ReadBack(final, rank=self.place.rank, files=files)
-        return Saved(final, time.perf_counter() - started, size)
+        self.start_save(engine, progress, state)
+        outcome = self.outcomes()[-1]
+        if isinstance(outcome, SaveFailed):
+            raise outcome
+        return outcome
 
     def settle(self) -> list[str]:
-        """What there is to record, a line each: checkpoints that `find` passed over, and what came of reading the last
-        save back, which is waited for. One that does not read back as it was written is set aside and never chosen.
-        """
+        """What there is to record of the checkpoints that `find` passed over, a line each."""
         lines, self._untold = self._untold, []
-        if self._read_back is None:
-            return lines
-        path, problem, read = self._read_back.wait()
-        self._read_back = None
-        problems = self.place.gather_objects((problem, read))
-        found = next((text for text, _ in problems if text), None)
-        if found is None:
-            self._sound.add(path)
-            return [*lines, f"checkpoint {path} read back: all hashes agree ({sum(n for _, n in problems):,} bytes)"]
-        self.any_saved = bool(self._on_main(lambda: self._condemn(path), path))
-        self.failures += 1
-        return [*lines, self._tell(f"checkpoint {path} is not what was written and is set aside: {found}")]
+        return lines
 
     def find(self, resume: str) -> Path | None:
         """The checkpoint that `run.resume` asks for, or None to start anew. The same answer on every rank.
@@ -136,6 +158,7 @@ class Checkpoints:
         Files are hashed, a share on each rank. One that is damaged or of another run is passed over, with a line that
         says why, where `run.resume` leaves a choice. Raises UserError when none of those that are there can be used.
         """
+        self._conclude()
         if resume == "never":
             return None
         refused: list[str] = []
@@ -170,8 +193,10 @@ class Checkpoints:
         other = other_parameters(state["parameters"], parameter_shapes(engine.model))
         if other is not None:
             raise UserError(f"{path}: {other}")
-        engine.load(path, TAG, state["scaler"])
-        restore_generators(torch.load(path / f"rng-rank-{self.place.rank}.pt", weights_only=True), self.place.device)
+        with being_read(path):
+            engine.load(path, TAG, state["scaler"])
+            rng = torch.load(path / f"rng-rank-{self.place.rank}.pt", weights_only=True)
+        restore_generators(rng, self.place.device)
         return Progress.from_state_dict(state["progress"]), state["reactions"]
 
     def reached(self, phase: str) -> None:
@@ -202,13 +227,11 @@ class Checkpoints:
             self._sound.add(path)
         return other, False
 
-    def _write(
-        self, partial: Path, engine: Engine, progress: Progress, reactions: dict[str, Any]
-    ) -> dict[str, Written]:
-        """Every rank's files, on disk. Raises SaveFailed."""
+    def _take(self, partial: Path, engine: Engine, progress: Progress, reactions: dict[str, Any]) -> Files:
+        """Every file of this rank: a copy that waits to be written, or, where nothing is copied, on disk already."""
         from training.checkpoint_writer import Files
 
-        files = Files(partial, rank=self.place.rank, reached=self.reached)
+        files = Files(partial, rank=self.place.rank, reached=self.reached, copied=self.background)
         with files.written_by(engine.deepspeed):
             engine.save(partial, TAG)
         files.save(generators(self.place.device), partial / f"rng-rank-{self.place.rank}.pt")
@@ -221,19 +244,12 @@ class Checkpoints:
                 "parameters": parameter_shapes(engine.model),
             }
             files.save_text(json.dumps(state, indent=1) + "\n", partial / STATE)
-        self.reached("written")
-        everyone = self.place.gather_objects((files.written, files.error))
-        for _, error in everyone:
-            if error is not None:
-                raise SaveFailed(f"checkpoint {partial.with_name(f'step-{progress.step}')} was not saved: {error}")
-        return {name: file for written, _ in everyone for name, file in sorted(written.items())}
+        return files
 
-    def _publish(
-        self, partial: Path, final: Path, engine: Engine, progress: Progress, files: dict[str, Written]
-    ) -> int:
-        commit.take_in(partial, files)
-        regions = engine.regions.dtypes if engine.regions is not None else None
-        manifest = {
+    def _manifest(self, engine: Engine, progress: Progress, validation_loss: float | None) -> dict[str, Any]:
+        regions = dict(engine.regions.dtypes) if engine.regions is not None else None
+        finite = validation_loss is None or math.isfinite(validation_loss)
+        return {
             "format": FORMAT,
             "step": progress.step,
             "written": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -241,34 +257,26 @@ class Checkpoints:
             "zero_stage": engine.stage,
             "precision": {"compute": engine.compute, "regions": regions},
             "data": {"position": progress.position, "tokens": progress.tokens},
+            "validation_loss": validation_loss if finite else str(validation_loss),
             "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},
-            "files": {name: file.as_plain() for name, file in files.items()},
         }
-        size = commit.seal_folder(partial, manifest, self.reached)
-        commit.publish(partial, final, self.reached)
-        commit.retain(self.folder, final, self.keep, self.reached)
-        self.reached("done")
-        return size + sum(file.bytes for file in files.values())
 
-    def _condemn(self, path: Path) -> bool:
-        commit.set_aside(path)
-        previous = newest(self.folder)
-        if previous is not None:
-            commit.name_latest(previous)
-        return previous is not None
+    def _conclude(self) -> None:
+        """Take in what came of the save under way, if there is one. All ranks come here at the same point."""
+        if self._save is not None:
+            save, self._save = self._save, None
+            self._note_outcome(save.outcome())
 
-    def _on_main(self, act: Any, path: Path) -> Any:
-        """What `act` gives on the main process, on every rank; raises SaveFailed on all when it meets an OSError."""
-        value, error = None, None
-        if self.place.is_main:
-            try:
-                value = act()
-            except OSError as problem:
-                error = f"checkpoint {path} was not saved: {problem}"
-        value, error = self.place.from_main((value, error))
-        if error is not None:
-            raise SaveFailed(error)
-        return value
+    def _note_outcome(self, outcome: Saved | SaveFailed) -> None:
+        self._ended.append(outcome)
+        if isinstance(outcome, Saved):
+            self.failures = 0
+            if outcome.verified:
+                self._sound.add(outcome.path)
+            return
+        self.failures, self.last_failure = self.failures + 1, str(outcome)
+        self.any_saved = bool(self.place.from_main(newest(self.folder) is not None if self.place.is_main else None))
+        self._tell(f"{outcome}; the checkpoints before it are as they were")
 
     def _tell(self, text: str) -> str:
         if self.place.is_main:

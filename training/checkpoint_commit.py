@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint_manifest import MANIFEST, Written, by_step, file_sha256, is_whole, sealed
+from training.checkpoint_manifest import MANIFEST, Written, file_sha256, is_whole, sealed
+from training.checkpoint_retention import is_being_read
 
 Reached = Callable[[str], None]
 
@@ -86,17 +87,10 @@ def name_latest(final: Path, reached: Reached = lambda phase: None) -> None:
     reached("named")
 
 
-def retain(folder: Path, final: Path, keep: int, reached: Reached = lambda phase: None) -> None:
-    """Delete all but the newest `keep` checkpoints up to `final`, which stays whatever `keep` is.
-
-    Later ones are of a past that the run went back behind; they are replaced when it comes there.
-    """
-    for old in [path for path in by_step(folder) if _step(path) <= _step(final)][keep:]:
-        drop(old, reached)
-
-
 def drop(path: Path, reached: Reached = lambda phase: None) -> None:
-    """Delete a checkpoint so that no half of it is ever seen. What cannot be deleted stays."""
+    """Delete a checkpoint so that no half of it is ever seen. What is being read or cannot be deleted stays."""
+    if is_being_read(path):
+        return
     hidden = path.with_name(f".{path.name}.dropped")
     try:
         path.rename(hidden)
@@ -150,7 +144,3 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _step(path: Path) -> int:
-    return int(path.name[5:])

@@ -71,7 +71,7 @@ def tensors_of(value: Any) -> Tensors:
 
     Tensors inside other objects are not seen.
     """
-    return {name: (str(leaf.dtype).removeprefix("torch."), list(leaf.shape)) for name, leaf in _walk(value, ())}
+    return {name: (str(leaf.dtype).removeprefix("torch."), list(leaf.shape)) for name, leaf in leaves(value)}
 
 
 def tensors_in(path: Path) -> Tensors:
@@ -172,12 +172,13 @@ class _Shell:
         return id(self)
 
 
-def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every tensor inside nested dictionaries, lists and tuples, with its name."""
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
-            yield from _walk(item, (*path, str(key)))
+            yield from leaves(item, (*path, str(key)))
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
-            yield from _walk(item, (*path, str(index)))
+            yield from leaves(item, (*path, str(index)))
     elif isinstance(value, _Tensor) or hasattr(value, "data_ptr"):
         yield "/".join(path), value

@@ -33,6 +33,7 @@ from training.checkpoint_manifest import (
     read_manifest,
     read_state,
 )
+from training.checkpoint_retention import being_read, validation_loss
 
 WHOLE, WRONG_USE, DAMAGED = 0, 2, 3
 
@@ -65,7 +66,8 @@ def verify(given: argparse.Namespace, say: Say) -> int:
     """Hash every file and compare its tensors with the manifest."""
     paths, worst = _checkpoints(given.path), WHOLE
     for path in paths:
-        found = flaw(path, lambda manifest, path=path: _check_everything(path, manifest))  # type: ignore[misc]
+        with being_read(path):
+            found = flaw(path, lambda manifest, path=path: _check_everything(path, manifest))  # type: ignore[misc]
         if found is None:
             manifest = read_manifest(path)
             say(f"{path}: whole; {_size(manifest)} in {len(manifest['files'])} files, {_count(manifest)} tensors")
@@ -86,7 +88,9 @@ def list_run(given: argparse.Namespace, say: Say) -> int:
             continue
         manifest = read_manifest(path)
         where = f"{manifest['world_size']} ranks, ZeRO-{manifest['zero_stage']}, {manifest['precision']['compute']}"
-        say(f"{path.name:<14} {manifest['written']}  {_size(manifest):>10}  {where}{mark}")
+        loss = validation_loss(path)
+        evaluated = f", validation loss {loss:.4f}" if loss is not None else ""
+        say(f"{path.name:<14} {manifest['written']}  {_size(manifest):>10}  {where}{evaluated}{mark}")
     for path in sorted([*folder.glob(".step-*"), *folder.glob("step-*.damaged*")]):
         said = "set aside as damaged" if ".damaged" in path.name else "under way, or left over from a kill"
         say(f"{path.name:<14} {said}")

@@ -1,7 +1,8 @@
 """Write one rank's files of a checkpoint: hashed as they are written, on disk before anyone counts on them.
 
 DeepSpeed's own writer is put aside for the time of a save. It writes through torch.save without flushing, and when one
-rank's disk is full that rank raises while the others wait at a barrier. Here a rank that fails says so afterwards.
+rank's disk is full that rank raises while the others wait at a barrier. Here a rank that fails says so afterwards, and
+what is to be written can be copied first, so that training goes on while it is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from training.checkpoint_inventory import tensors_of
-from training.checkpoint_manifest import Written
+from training.checkpoint_manifest import Tensors, Written
+from training.host_copy import host_copy
 
 _WORTH_A_THREAD = 1 << 20
 
@@ -81,13 +83,16 @@ class HashedFile(io.RawIOBase):
 class Files(CheckpointEngine):
     """This rank's files of one checkpoint. Never raises for a disk: `error` says what went wrong, in one line."""
 
-    def __init__(self, folder: Path, *, rank: int, reached: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, *, rank: int, reached: Callable[[str], None], copied: bool) -> None:
+        """copied: keep copies in host memory and write nothing before `write_all`; else write at once."""
         super().__init__()
         self.name = "Mantissa"
         self.written: dict[str, Written] = {}
         """By path inside the checkpoint."""
         self.error: str | None = None
         self._folder, self._rank, self._reached = folder, rank, reached
+        self._copied = copied
+        self._waiting: list[Callable[[], None]] = []
 
     @contextmanager
     def written_by(self, engine: Any) -> Iterator[None]:
@@ -102,11 +107,17 @@ class Files(CheckpointEngine):
 
     def save(self, state_dict: Any, path: str | Path) -> None:
         """Write one file with torch.save."""
-        self._keep(Path(path), lambda file: torch.save(state_dict, cast(Any, file)), tensors_of(state_dict))
+        state = host_copy(state_dict) if self._copied else state_dict
+        self._keep(Path(path), lambda file: torch.save(state, cast(Any, file)), tensors_of(state))
 
     def save_text(self, text: str, path: Path) -> None:
         """Write one text file."""
         self._keep(path, lambda file: file.write(text.encode()), {})
+
+    def write_all(self) -> None:
+        """Write what waits, and let go of each copy when it is on disk."""
+        while self._waiting:
+            self._waiting.pop(0)()
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """For DeepSpeed."""
@@ -119,14 +130,20 @@ class Files(CheckpointEngine):
         """For DeepSpeed: nothing to prepare."""
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Not for reading."""
-        raise NotImplementedError
+        """Not for reading: DeepSpeed's own reader is back in its place before anything is loaded."""
+        raise NotImplementedError("these files are written only")
 
     def commit(self, info: Any) -> bool:
         """For DeepSpeed: publishing is not its business."""
         return True
 
-    def _keep(self, path: Path, write: Callable[[HashedFile], Any], tensors: Any) -> None:
+    def _keep(self, path: Path, write: Callable[[HashedFile], Any], tensors: Tensors) -> None:
+        if self._copied:
+            self._waiting.append(lambda: self._write(path, write, tensors))
+        else:
+            self._write(path, write, tensors)
+
+    def _write(self, path: Path, write: Callable[[HashedFile], Any], tensors: Tensors) -> None:
         if self.error is not None:
             return
         try:

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ class Place:
     world_size: int
     local_rank: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
+    """Whose collectives these are; None is the one that training uses."""
 
     @property
     def is_main(self) -> bool:
@@ -40,12 +42,12 @@ class Place:
     def from_main(self, value: Any) -> Any:
         """The main process's value, on every rank. A collective; plain Python objects only."""
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def wait_for_all(self) -> None:
         """Return when every rank has come here."""
-        dist.barrier()
+        dist.barrier(group=self.group)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """values: (n,) float64 on this rank's device -> (world_size, n), row r being rank r's values."""
@@ -56,13 +58,22 @@ class Place:
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's plain Python value, in rank order, on every rank. For rare things: it pickles."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """In-place sum over ranks."""
-        dist.all_reduce(values)
+        dist.all_reduce(values, group=self.group)
         return values
+
+    def beside(self) -> Place:
+        """The same processes on a gloo group of its own, whose collectives may go on beside training's, from a thread.
+
+        A rank may come to them hours after the others, when it has more to write. A collective.
+        """
+        return replace(
+            self, device=torch.device("cpu"), group=dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        )
 
 
 def start(*, rank: int, world_size: int, local_rank: int, timeout_minutes: float = 30.0) -> Place:

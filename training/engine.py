@@ -126,7 +126,15 @@ class Engine:
             loss_sum += micro_loss.detach().double()
         return Outcome(loss_sum, label_tokens)
 
-    def health(self, outcome: Outcome, *, preempted_here: bool = False, applied: int = 0, skipped: int = 0) -> Health:
+    def health(
+        self,
+        outcome: Outcome,
+        *,
+        preempted_here: bool = False,
+        save_ended_here: bool = False,
+        applied: int = 0,
+        skipped: int = 0,
+    ) -> Health:
         """One small gather, so that every rank sees and decides the same. The only device sync of its own in a step.
 
         applied, skipped: this rank's counters. Raises RanksDisagree, with the ranks' names, when norm, scale or
@@ -134,7 +142,7 @@ class Engine:
         """
         self._norm = self.gradients.norm()
         memory = float(peak_memory_bytes(self.place.device))
-        here = [memory, float(preempted_here), self.loss_scale, float(applied), float(skipped)]
+        here = [memory, float(preempted_here), self.loss_scale, float(applied), float(skipped), float(save_ended_here)]
         mine = torch.stack([outcome.loss_sum, outcome.label_tokens, self._norm.double()])
         rows = self.place.gather(torch.cat([mine, mine.new_tensor(here)])).tolist()
         require_equal("the gradient norm", [row[2] for row in rows])
@@ -149,6 +157,7 @@ class Engine:
             grad_norm=rows[0][2] / self.loss_scale,
             memory_bytes=int(max(row[3] for row in rows)),
             preempted=any(row[4] for row in rows),
+            save_ended=all(row[8] for row in rows),
         )
 
     def step(self, health: Health, lr: float, *, apply: bool = True) -> Update:

@@ -39,6 +39,7 @@ from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
 from training import export_facts
 from training.checkpoint_manifest import check_hashes, file_sha256, flaw
+from training.checkpoint_retention import being_read
 from training.export_read import SavedModel, open_saved_model
 from training.export_write import (
     Tensors,
@@ -262,7 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     try:
         source = find_source(options.checkpoint, run=options.run, tokenizer=options.tokenizer, parity=options.parity)
-        export(source, options.out, dtype=options.dtype, shard_size=options.shard_size, force=options.force)
+        with being_read(options.checkpoint):
+            export(source, options.out, dtype=options.dtype, shard_size=options.shard_size, force=options.force)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return CONFIG_ERROR

@@ -32,6 +32,8 @@ class Health:
     """Global norm of the unscaled gradient before clipping; inf when any value is not finite."""
     preempted: bool
     """Some rank was asked to stop."""
+    save_ended: bool
+    """A checkpoint that was being written has come to its end on every rank."""
 
     @property
     def loss_is_finite(self) -> bool:

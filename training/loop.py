@@ -31,58 +31,61 @@ def train(parts: Parts, progress: Progress) -> Ending:
 
     A checkpoint of where it ended is on disk, unless no step was made or the ending says that it could not be saved.
     """
-    ending = _until_it_ends(parts, progress)
-    failures = parts.checkpoints.failures
-    note_checkpoints(parts)
-    if parts.checkpoints.failures > failures and ending.exit_code in (DONE, PREEMPTED):
-        return Ending(ending.progress, UNSAVED, "the last checkpoint does not read back as it was written")
-    return ending
-
-
-def _until_it_ends(parts: Parts, progress: Progress) -> Ending:
-    config = parts.resolved.config
-    planned, saved_at = config.run.steps, progress.step
+    config, saves, problem = parts.resolved.config, parts.checkpoints, None
+    planned = config.run.steps
     while progress.step < planned:
-        progress, judgement, preempted = attempt(parts, progress)
+        progress, judgement, health = attempt(parts, progress)
+        if health.save_ended:
+            record_saves(parts)
         if judgement.verdict is Verdict.ABORT:
-            problem = save(parts, progress)
+            problem = save_now(parts, progress)
             return Ending(progress, DIVERGED, judgement.reason + (f"; {problem}" if problem else ""))
         if judgement.verdict is Verdict.ROLLBACK:
-            save(parts, progress)  # a crash must not give the used budget and the skipped batches back
-            saved_at = progress.step
+            save_now(parts, progress)  # a crash must not give the used budget and the skipped batches back
             continue
-        if preempted:
-            problem = save(parts, progress)
+        if health.preempted:
+            problem = save_now(parts, progress)
             return Ending(progress, UNSAVED if problem else PREEMPTED, problem or parts.preemption.reason)
+        validation_loss = None
         if _due(config.evaluate.every_steps, progress.step, planned):
-            record_evaluation(parts.record, progress, parts.engine.evaluate(parts.validation()))
-        if _due(config.checkpoint.every_steps, progress.step, planned):
-            problem = save(parts, progress)
-            if problem is None:
-                saved_at = progress.step
-            elif parts.checkpoints.failures >= config.checkpoint.max_failures:
-                return Ending(progress, UNSAVED, f"{parts.checkpoints.failures} saves in a row failed: {problem}")
-    problem = save(parts, progress) if progress.step != saved_at else None
+            validation_loss = parts.engine.evaluate(parts.validation())
+            record_evaluation(parts.record, progress, validation_loss)
+        if progress.step == planned:
+            problem = save_now(parts, progress, validation_loss)
+        elif _due(config.checkpoint.every_steps, progress.step, planned):
+            start_save(parts, progress, validation_loss)
+        if saves.failures >= config.checkpoint.max_failures:
+            return Ending(progress, UNSAVED, f"{saves.failures} saves in a row failed: {saves.last_failure}")
     return Ending(progress, UNSAVED if problem else DONE, problem or "")
 
 
-def save(parts: Parts, progress: Progress) -> str | None:
-    """Save a checkpoint and record it, or record why that failed and return it: training can go on without."""
-    note_checkpoints(parts)
+def start_save(parts: Parts, progress: Progress, validation_loss: float | None = None) -> None:
+    """Begin to save a checkpoint behind training. That it failed is no reason to stop: `max_failures` says when."""
     state = {"guard": parts.guard.state_dict(), "promotions": parts.promotions.state_dict(parts.engine.regions)}
-    try:
-        saved = parts.checkpoints.save(parts.engine, progress, state)
-    except SaveFailed as failure:
-        parts.record.note(str(failure))
-        return str(failure)
-    record_checkpoint(parts.record, progress, saved)
-    return None
+    parts.checkpoints.start_save(parts.engine, progress, state, validation_loss)
 
 
-def note_checkpoints(parts: Parts) -> None:
-    """Record which checkpoints were passed over, and what came of reading the last one back."""
+def save_now(parts: Parts, progress: Progress, validation_loss: float | None = None) -> str | None:
+    """Save a checkpoint and wait for it; why that failed, or None."""
+    start_save(parts, progress, validation_loss)
+    return record_saves(parts)
+
+
+def record_saves(parts: Parts) -> str | None:
+    """Record what came of saves, the one under way included, and which checkpoints were passed over.
+
+    Why the last of them failed, or None.
+    """
+    problem = None
     for line in parts.checkpoints.settle():
         parts.record.note(line)
+    for outcome in parts.checkpoints.outcomes():
+        problem = str(outcome) if isinstance(outcome, SaveFailed) else None
+        if isinstance(outcome, SaveFailed):
+            parts.record.note(str(outcome))
+        else:
+            record_checkpoint(parts.record, outcome)
+    return problem
 
 
 def _due(every: int, step: int, planned: int) -> bool:

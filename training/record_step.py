@@ -109,18 +109,15 @@ def record_evaluation(record: Record, progress: Progress, loss: float) -> None:
     record.event("eval", step=progress.step, tokens=progress.tokens, loss=loss, perplexity=perplexity)
 
 
-def record_checkpoint(record: Record, progress: Progress, saved: Saved) -> None:
-    """The `checkpoint` event. The save is synchronous: the loop stalls for all of it.
-
-    verified: false, because nothing has been read back yet; where that is asked for, a `note` says what came of it.
-    """
+def record_checkpoint(record: Record, saved: Saved) -> None:
+    """The `checkpoint` event, of the step that was saved: later ones may have been recorded before it."""
     record.event(
         "checkpoint",
-        step=progress.step,
-        tokens=progress.tokens,
+        step=saved.step,
+        tokens=saved.tokens,
         path=str(saved.path),
         seconds=saved.seconds,
-        stall_seconds=saved.seconds,
+        stall_seconds=saved.stall_seconds,
         bytes=saved.bytes,
-        verified=False,
+        verified=saved.verified,
     )

@@ -104,7 +104,7 @@ def _restore(
     from precision.guard import Guard
     from tracking.record import Record
     from training.build import batch_shape, build_engine, identity, seed_everything
-    from training.checkpoint import Checkpoints, newest_before
+    from training.checkpoint import Checkpoints, Retention, newest_before
     from training.parts import Parts
     from training.preemption import Preemption
     from training.progress import Progress
@@ -115,7 +115,7 @@ def _restore(
     shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
     engine = build_engine(resolved, shape, place)
     checkpoints = Checkpoints(
-        run_dir.checkpoints, keep=1, identity=identity(resolved, corpus, shape, engine), place=place
+        run_dir.checkpoints, keep=Retention(1), identity=identity(resolved, corpus, shape, engine), place=place
     )
     seed_everything(config.run.seed + place.rank)
     parts = Parts(

@@ -33,7 +33,7 @@ from precision.statistics import compare_gradients, master_drift, to_plain
 from tracking.run_dir import RunDir
 from training import distributed
 from training.build import batch_shape, build_engine, identity, seed_everything
-from training.checkpoint import Checkpoints
+from training.checkpoint import Checkpoints, Retention
 from training.engine import Engine
 from training.output_errors import OutputErrors
 from training.progress import Progress
@@ -171,7 +171,7 @@ def measure(run_dir: RunDir, resolved: Resolved, points: list[int], *, length: i
     try:
         engine = build_engine(resolved, shape, place)
         same = identity(resolved, corpus, shape, engine)
-        checkpoints = Checkpoints(run_dir.checkpoints, keep=1, identity=same, place=place)
+        checkpoints = Checkpoints(run_dir.checkpoints, keep=Retention(1), identity=same, place=place)
         seed_everything(config.run.seed + place.rank)
         steps = StepParity(engine, Reference(resolved, shape, place), resolved)
         batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved))

@@ -25,7 +25,7 @@ import torch
 
 from tests.training.small_run import ROOT, batch_of, engine_of, masters_of, resolve
 from training import distributed
-from training.checkpoint import Checkpoints
+from training.checkpoint import Checkpoints, Retention
 from training.progress import Progress
 
 ON_EVERY_RANK = ("begin", "write", "flush", "written")
@@ -176,7 +176,7 @@ def _work(
     try:
         place = distributed.start(rank=rank, world_size=2, local_rank=rank)
         with engine_of(place, resolve(place, stage=stage, compute=compute)) as engine:
-            checkpoints = KilledCheckpoints(folder, keep=KEEP, identity={"stage": stage}, place=place)
+            checkpoints = KilledCheckpoints(folder, keep=Retention(KEEP), identity={"stage": stage}, place=place)
             torch.manual_seed(rank)
             found, progress = checkpoints.find("auto"), Progress()
             if found is not None:

@@ -18,9 +18,9 @@ def main(arguments: list[str]) -> int:
     phase, rank, count, step = arguments[0].split(":")
 
     class Told(KilledCheckpoints):
-        def save(self, engine: Any, progress: Any, state: Any) -> Any:
+        def start_save(self, engine: Any, progress: Any, *further: Any) -> None:
             self.kill = Kill(phase, int(rank), int(count)) if progress.step >= int(step) else None
-            return super().save(engine, progress, state)
+            super().start_save(engine, progress, *further)
 
     build.Checkpoints = Told  # type: ignore[misc]
     return train.main(arguments[1:])

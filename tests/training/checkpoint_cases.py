@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from modeling.build import model_config
 from precision.guard import Guard
 from tests.training.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, resolve
 from tracking.record import Record
-from training.checkpoint import Checkpoints, SaveFailed
+from training.checkpoint import Checkpoints, Retention, Saved, SaveFailed
 from training.distributed import Place
 from training.loop import train
 from training.parts import Parts
@@ -41,7 +42,7 @@ def trajectory(place: Place, *, stage: int, compute: str, folder: str, first: in
     resolved = resolve(place, stage=stage, compute=compute, overrides=OVERFLOWING)
     rows = []
     with engine_of(place, resolved) as engine:
-        checkpoints = Checkpoints(Path(folder), keep=2, identity={"stage": stage}, place=place)
+        checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={"stage": stage}, place=place)
         torch.manual_seed(place.rank)
         progress = Progress()
         if first > 1:
@@ -72,7 +73,7 @@ def clipping_after_load(place: Place, *, stage: int, compute: str, folder: str) 
         resolved = resolve(place, stage=stage, compute=compute, overrides=overrides)
         shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
         with engine_of(place, resolved) as engine:
-            checkpoints = Checkpoints(Path(folder), keep=2, identity={}, place=place)
+            checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={}, place=place)
             found = checkpoints.find("auto")
             progress = checkpoints.load(found, engine)[0] if found else Progress()
             parity = StepParity(engine, Reference(resolved, shape, place), resolved)
@@ -86,7 +87,7 @@ def clipping_after_load(place: Place, *, stage: int, compute: str, folder: str) 
 def save_steps(place: Place, *, folder: str, stage: int, compute: str, steps: int, keep: int = 9) -> None:
     """A run of so many steps, a checkpoint after each."""
     with engine_of(place, resolve(place, stage=stage, compute=compute)) as engine:
-        checkpoints = Checkpoints(Path(folder), keep=keep, identity={"stage": stage}, place=place)
+        checkpoints = Checkpoints(Path(folder), keep=Retention(keep), identity={"stage": stage}, place=place)
         progress = Progress()
         for step in range(1, steps + 1):
             health = engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
@@ -96,7 +97,7 @@ def save_steps(place: Place, *, folder: str, stage: int, compute: str, steps: in
 
 def find(place: Place, *, folder: str, resume: str, identity: dict[str, Any] | None = None) -> tuple[str, list[str]]:
     """The name of what `find` chooses ("" for nothing) or the error's text, and what there is to record."""
-    checkpoints = Checkpoints(Path(folder), keep=2, identity=identity or {}, place=place)
+    checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity=identity or {}, place=place)
     try:
         found = checkpoints.find(resume)
     except UserError as error:
@@ -109,7 +110,7 @@ def load_into_another_model(place: Place, *, path: str) -> str:
     shape = "model.config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}"
     with engine_of(place, resolve(place, stage=2, compute="bf16", overrides=[shape])) as engine:
         try:
-            Checkpoints(Path(path).parent, keep=2, identity={}, place=place).load(Path(path), engine)
+            Checkpoints(Path(path).parent, keep=Retention(2), identity={}, place=place).load(Path(path), engine)
         except UserError as error:
             return str(error)
     return ""
@@ -122,7 +123,7 @@ def save_where_it_fails(place: Place, *, folder: str, limit: int | None = None) 
     """
     ballast = Path(folder).parent / "ballast"
     with engine_of(place, resolve(place, stage=2, compute="bf16")) as engine:
-        checkpoints = Checkpoints(Path(folder), keep=2, identity={}, place=place)
+        checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={}, place=place)
         checkpoints.save(engine, Progress(step=1), {})
         masters = masters_of(engine)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -162,7 +163,7 @@ def failing_save(place: Place, *, folder: str) -> str:
     """The error of a save of step 2."""
     with engine_of(place, resolve(place, stage=2, compute="bf16")) as engine:
         try:
-            Checkpoints(Path(folder), keep=2, identity={}, place=place).save(engine, Progress(step=2), {})
+            Checkpoints(Path(folder), keep=Retention(2), identity={}, place=place).save(engine, Progress(step=2), {})
         except SaveFailed as failure:
             return str(failure)
     return ""
@@ -177,13 +178,19 @@ def read_back(place: Place, *, folder: str, spoil: bool) -> dict[str, Any]:
                 flip(next((self.folder / "step-2" / "deepspeed").glob("*pp_rank_1*optim_states.pt")))
 
     with engine_of(place, resolve(place, stage=2, compute="bf16")) as engine:
-        checkpoints = Rotting(Path(folder), keep=2, identity={}, place=place, verify_after_save=True)
-        lines = []
+        checkpoints = Rotting(Path(folder), keep=Retention(2), identity={}, place=place, verify_after_save=True)
+        outcomes = []
         for step in (1, 2):
-            checkpoints.save(engine, Progress(step=step), {})
-            lines += checkpoints.settle()
+            checkpoints.start_save(engine, Progress(step=step), {})
+            outcomes += checkpoints.outcomes()
         found = checkpoints.find("auto")
-        return {"lines": lines, "found": found.name, "any": checkpoints.any_saved, "failures": checkpoints.failures}
+        return {
+            "verified": [isinstance(outcome, Saved) and outcome.verified for outcome in outcomes],
+            "last": str(outcomes[-1]),
+            "found": found.name,
+            "any": checkpoints.any_saved,
+            "failures": checkpoints.failures,
+        }
 
 
 def flushes_and_renames(place: Place, *, folder: str) -> list[tuple[str, ...]]:
@@ -209,7 +216,7 @@ def flushes_and_renames(place: Place, *, folder: str) -> list[tuple[str, ...]]:
         patch.setattr(os, "fsync", noted_fsync)
         patch.setattr(Path, "rename", noted(renamed))
         patch.setattr(Path, "replace", noted(replaced))
-        Checkpoints(Path(folder), keep=2, identity={}, place=place).save(engine, Progress(step=1), {})
+        Checkpoints(Path(folder), keep=Retention(2), identity={}, place=place).save(engine, Progress(step=1), {})
     return asked
 
 
@@ -220,14 +227,14 @@ def loop_with_failures(place: Place, *, folder: str, lasting: bool, last: bool =
     collected = Collector()
 
     class Tight(Checkpoints):
-        def save(self, engine: Any, progress: Progress, state: dict[str, Any]) -> Any:
+        def start_save(self, engine: Any, progress: Progress, *further: Any) -> None:
             free = resource.getrlimit(resource.RLIMIT_FSIZE)
             if progress.step in failing:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, free[1]))
-            try:
-                return super().save(engine, progress, state)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, free)
+            super().start_save(engine, progress, *further)
+            while not self.save_ended:
+                time.sleep(0.001)
+            resource.setrlimit(resource.RLIMIT_FSIZE, free)
 
     resolved = resolve(place, stage=1, compute="fp32", overrides=[*overrides, "evaluate.every_steps=0"])
     with engine_of(place, resolved) as engine:
@@ -238,7 +245,7 @@ def loop_with_failures(place: Place, *, folder: str, lasting: bool, last: bool =
             validation=list,
             guard=Guard(resolved.config.guard),
             promotions=Promotions(),
-            checkpoints=Tight(Path(folder), keep=3, identity={}, place=place),
+            checkpoints=Tight(Path(folder), keep=Retention(3), identity={}, place=place),
             preemption=Preemption(),
             telemetry=None,
             record=Record([collected]),

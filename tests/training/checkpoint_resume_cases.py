@@ -55,6 +55,7 @@ def job(place: Place, *, folder: str, name: str, overrides: list[str], passes: i
     except BrokeOff:
         return {"exit_code": None}
     finally:
+        parts.checkpoints.outcomes()  # a thread of a process that stops would stop with it
         handle.remove()
         parts.batches.close()
         parts.record.close()

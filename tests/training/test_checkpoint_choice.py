@@ -12,6 +12,7 @@ from tests.training.checkpoint_cases import flip
 from training import checkpoint_commit as commit
 from training.checkpoint import is_whole, newest, newest_before
 from training.checkpoint_manifest import MANIFEST, read_manifest, sealed
+from training.checkpoint_retention import Retention
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +161,8 @@ def test_leftovers_of_a_kill_are_cleaned_away(saved):
 
 
 def test_the_newest_are_kept_and_the_rest_dropped(saved):
-    commit.retain(saved, saved / "step-3", keep=2)
-    assert {path.name for path in saved.iterdir()} == {"LATEST", "step-2", "step-3"}
-    commit.retain(saved, saved / "step-2", keep=1)  # went back behind step 3, which is of another past
+    assert Retention(2).to_delete(saved, saved / "step-3") == [saved / "step-1"]
+    # went back behind step 3, which is of another past
+    assert Retention(1).to_delete(saved, saved / "step-2") == [saved / "step-1"]
+    commit.drop(saved / "step-1")
     assert {path.name for path in saved.iterdir()} == {"LATEST", "step-2", "step-3"}

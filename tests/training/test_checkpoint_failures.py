@@ -44,7 +44,7 @@ def test_a_folder_that_became_read_only_is_named(pair, small_disk):
     pair.run(checkpoint_cases.save_steps, folder=str(folder), stage=2, compute="bf16", steps=1)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     for error in pair.run(checkpoint_cases.failing_save, folder=str(folder)):
-        assert error.startswith(f"checkpoint {folder}/.step-2.partial was not saved: ")
+        assert error.startswith(f"checkpoint {folder}/step-2 was not saved: ")
         assert "Read-only file system" in error
     assert pair.run(checkpoint_cases.find, folder=str(folder), resume="auto") == [("step-1", [])] * 2
 
@@ -69,14 +69,14 @@ def test_everything_is_on_disk_before_a_name_points_at_it(solo, tmp_path):
 
 @pytest.mark.parametrize("lasting", [False, True])
 def test_training_goes_on_without_a_save_and_stops_when_they_keep_failing(solo, tmp_path, lasting):
-    """Saves fail at steps 2 and 4, or from step 2 on; the third failure in a row ends the run."""
+    """Saves fail at steps 2 and 4, or from step 2 on; the third failure in a row ends the run when it is known."""
     result = solo.run(checkpoint_cases.loop_with_failures, folder=str(tmp_path), lasting=lasting)[0]
     ending, notes, saved = result["ending"], result["notes"], result["saved"]
     assert [f"step-{step} was not saved" in note for step, note in zip((2, 4, 6), notes, strict=False)] == [True] * len(
         notes
     )
     if lasting:
-        assert (ending.exit_code, ending.progress.step, saved) == (74, 6, [])
+        assert (ending.exit_code, ending.progress.step, saved) == (74, 7, [])
         assert ending.reason.startswith("3 saves in a row failed: checkpoint ") and len(notes) == 3
     else:
         assert (ending.exit_code, ending.progress.step, saved) == (0, 9, ["step-6", "step-8", "step-9"])
@@ -91,7 +91,7 @@ def test_a_last_save_that_fails_is_an_exit_code(solo, tmp_path):
 
 
 def test_a_job_on_a_full_disk_goes_on_to_its_end_and_says_what_is_missing(small_disk, tmp_path):
-    """The disk has room for one checkpoint: those of steps 4 and 6 fail, and so does the last attempt."""
+    """The disk has room for one checkpoint: those of steps 4 and 6 fail."""
     output = finish(command("python", tmp_path, "full", f"run.dir={small_disk}"), exit_code=74)
     reason = f"checkpoint {small_disk}/full/checkpoints/step-6 was not saved: rank 0 cannot write "
     assert output.splitlines()[-1].startswith(f"stopped  after step 6: {reason}")
@@ -100,7 +100,7 @@ def test_a_job_on_a_full_disk_goes_on_to_its_end_and_says_what_is_missing(small_
     assert newest(small_disk / "full" / "checkpoints").name == "step-2"
     recorded = list(read_events(small_disk / "full" / "events.jsonl"))
     assert [event["step"] for event in recorded if event["event"] == "checkpoint"] == [2]
-    assert [event["step"] for event in recorded if event["event"] == "note"] == [4, 6, 6]
+    assert sum(event["event"] == "note" for event in recorded) == 2
     assert recorded[-1]["exit_code"] == 74
 
 
@@ -116,18 +116,16 @@ def check(results, folder):
         assert result["step"] == 3 and result["same"]
 
 
-def test_a_save_is_read_back_in_the_background(pair, tmp_path):
+def test_a_save_is_read_back(pair, tmp_path):
     for result in pair.run(checkpoint_cases.read_back, folder=str(tmp_path), spoil=False):
-        assert [line.split(" (")[0] for line in result["lines"]] == [
-            f"checkpoint {tmp_path}/step-{step} read back: all hashes agree" for step in (1, 2)
-        ]
-        assert (result["found"], result["failures"]) == ("step-2", 0)
+        assert (result["verified"], result["found"], result["failures"]) == ([True, True], "step-2", 0)
 
 
 def test_a_save_that_does_not_read_back_is_set_aside(pair, tmp_path):
     for result in pair.run(checkpoint_cases.read_back, folder=str(tmp_path), spoil=True):
         shard = "deepspeed/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-        assert f"step-2 is not what was written and is set aside: {shard} was written with" in result["lines"][1]
-        assert (result["found"], result["any"], result["failures"]) == ("step-1", True, 1)
+        assert f"step-2 is not what was written and is set aside: {shard} was written with" in result["last"]
+        assert (result["verified"], result["found"]) == ([True, False], "step-1")
+        assert (result["any"], result["failures"]) == (True, 1)
     assert {path.name for path in tmp_path.iterdir()} == {"LATEST", "step-1", "step-2.damaged"}
     assert (tmp_path / "LATEST").read_text() == "step-1\n"
