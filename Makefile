@@ -25,8 +25,8 @@ $(STAMP): requirements.txt
 demo: setup  ## Train a small Llama on real text and leave runs/demo
 	deepspeed --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
 
-test: setup  ## Run all tests
-	$(BIN)/python -m pytest $(ARGS)
+test: setup  ## Run all tests, two files at a time (ARGS="-n 0" for one)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
 	$(BIN)/python -m training.parity --config config/recipes/demo.yaml $(ARGS)
