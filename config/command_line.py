@@ -14,9 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from config import deepspeed_document, deepspeed_json, help_text
+from config.arguments import Arguments
 from config.batch import BatchPlan, plan_batch
 from config.deepspeed_json import Dtype
 from config.environment import Place, launch_command, read_place
@@ -159,15 +160,8 @@ def render_config(resolved: Resolved) -> str:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse that raises UserError instead of printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"command line: {message}; see train.py --help")
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="train.py", add_help=False, allow_abbrev=False)
+    parser = Arguments(prog="train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--deepspeed_config", "--deepspeed-config")
     parser.add_argument("--local_rank", "--local-rank", type=int)

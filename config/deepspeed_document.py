@@ -39,6 +39,11 @@ def read_document(path: Path) -> dict[str, Any]:
     return document
 
 
+def in_fp32(document: dict[str, Any]) -> dict[str, Any]:
+    """The document without its 16-bit sections: the same run in FP32."""
+    return {key: value for key, value in document.items() if key not in ("bf16", "fp16", "torch_autocast")}
+
+
 def check_document(path: Path, document: dict[str, Any]) -> None:
     """Every key known and not refused, every value of the right kind or "auto", the offload sections usable.
 

@@ -52,6 +52,11 @@ def read_place(environment: Mapping[str, str], local_rank_option: int | None) ->
     return place
 
 
+def as_launched(processes: int) -> dict[str, str]:
+    """What a launcher of so many processes on one machine tells the first of them."""
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+
+
 def launch_command(place: Place, environment: Mapping[str, str], arguments: Sequence[str]) -> str:
     """The command line that starts this run again, by the launcher that started it."""
     script = ["train.py", *arguments]

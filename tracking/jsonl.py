@@ -29,17 +29,17 @@ _TAIL_CHUNK = 1 << 16
 
 def encode(event: Event) -> bytes:
     """One line, newline included. Raises TypeError for a value that is no JSON type (a path is written as text)."""
-    return json.dumps(_finite(event), allow_nan=False, separators=(",", ":"), default=_text).encode() + b"\n"
+    return json.dumps(plain(event), allow_nan=False, separators=(",", ":"), default=_text).encode() + b"\n"
 
 
-def _finite(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """`value` with every float that is not finite, at any depth, as the string "inf", "-inf" or "nan"."""
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
@@ -50,7 +50,7 @@ def _text(value: Any) -> str:
 
 
 def _floats(value: Any) -> Any:
-    """The inverse of `_finite`; the fields in TEXT_FIELDS stay words."""
+    """The inverse of `plain`; the fields in TEXT_FIELDS stay words."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     if isinstance(value, list):

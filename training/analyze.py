@@ -23,18 +23,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from config.arguments import Arguments
 from config.command_line import CONFIG_ERROR, Resolved, read_command_line
-from config.deepspeed_document import read_document
+from config.deepspeed_document import in_fp32, read_document
+from config.environment import as_launched
 from config.errors import UserError
 from precision.manifest import load_manifest
 from precision.proposal import Limits, pattern_of
+from tracking.jsonl import plain
 from tracking.ranges_plot import plot_ranges
 from training.launched import default_processes, last_words, launch
 from training.parity import gate
 from training.parity_jobs import plan
 
 WRITTEN, CRASHED, REJECTED = 0, 1, 3
-_SIXTEEN_BIT_SECTIONS = ("bf16", "fp16", "torch_autocast")
 _NO_MANIFEST = {"default": "fp32", "rules": []}
 
 
@@ -158,7 +160,7 @@ def verdict(result: dict[str, Any]) -> list[str]:
 def _publish(out: Path, result: dict[str, Any]) -> int:
     """Write what there is to write, print the table and give the exit code."""
     reason = objection(result)
-    out.with_suffix(".analysis.json").write_text(json.dumps(_plain(result | {"objection": reason}), indent=1) + "\n")
+    out.with_suffix(".analysis.json").write_text(json.dumps(plain(result | {"objection": reason}), indent=1) + "\n")
     plot_ranges(result, out.with_suffix(".png"))
     target = out if reason is None else out.with_suffix(".rejected.json")
     manifest = result["proposal"]["manifest"]
@@ -195,30 +197,12 @@ def _on_the_manifest_path(manifest: Path, deepspeed: Path) -> list[str]:
 
 def _write_fp32_document(resolved: Resolved, folder: Path) -> None:
     """The run's DeepSpeed JSON without its 16-bit sections, as folder/deepspeed.json."""
-    document = read_document(resolved.deepspeed_path)
-    document = {key: value for key, value in document.items() if key not in _SIXTEEN_BIT_SECTIONS}
+    document = in_fp32(read_document(resolved.deepspeed_path))
     (folder / "deepspeed.json").write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _resolve(arguments: list[str], processes: int) -> Resolved:
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    return read_command_line(arguments, place)
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no inf and nan: they are written as text, as in a run's events."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise UserError(f"command line: {message}; see python -m training.analyze --help")
+    return read_command_line(arguments, as_launched(processes))
 
 
 def _count(text: str) -> int:
@@ -235,16 +219,17 @@ def _positive(text: str) -> int:
 
 def _share(text: str) -> float:
     try:
-        if 0 <= float(text) <= 1:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text} is not a share between 0 and 1")
+        share = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not a number; give a share between 0 and 1") from error
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share between 0 and 1")
+    return share
 
 
-def _options() -> _Parser:
+def _options() -> Arguments:
     defaults = Limits()
-    parser = _Parser(prog="python -m training.analyze", description=__doc__, allow_abbrev=False)
+    parser = Arguments(prog="python -m training.analyze", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, help="run config")
     parser.add_argument("--out", type=Path, required=True, help="manifest to write")
     parser.add_argument("--steps", type=_positive, default=30, help="FP32 training steps")

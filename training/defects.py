@@ -35,12 +35,12 @@ class Defects:
         """Whether clipping is to be reported and left out."""
         return "unclipped_update" in self._kinds
 
-    def weight(self, micro_batch: int) -> float:
-        """Factor on the loss of a micro-batch, which its gradients are multiplied by."""
+    def weighted(self, weight: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """The factor on the loss of a micro-batch, which its gradients are multiplied by: () as given, or spoilt."""
         if micro_batch == 0 and "skipped_accumulation" in self._kinds:
-            return 0.0
+            return weight * 0.0
         wrong = self._kinds.get("wrong_unscaling")
-        return 1.0 / wrong.factor if wrong else 1.0
+        return weight / wrong.factor if wrong else weight
 
     def swallows_step(self) -> bool:
         """Whether the coming update is lost without a word."""

@@ -121,7 +121,7 @@ class Engine:
                     micro_loss = self.faults.spoil_loss(step, micro_loss)
                 if on_loss is not None:
                     on_loss(micro_loss)
-                share = (weight * self._defects.weight(index)).to(micro_loss.dtype)
+                share = self._defects.weighted(weight, index).to(micro_loss.dtype)
                 self.deepspeed.backward(micro_loss * share, scale_wrt_gas=False)
             loss_sum += micro_loss.detach().double()
         return Outcome(loss_sum, label_tokens)

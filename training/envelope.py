@@ -19,19 +19,21 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from filelock import FileLock, Timeout
 
+from config.arguments import Arguments
 from config.command_line import CONFIG_ERROR, REPOSITORY, find_deepspeed_json
-from config.deepspeed_document import read_document, zero_stage
+from config.deepspeed_document import in_fp32, read_document, zero_stage
+from config.environment import as_launched
 from config.errors import UserError
 from config.load import load_config
 from config.schema import Config, LossScaleSection
 from data.prepare import prepare
 from precision.envelope import CONTROL, Bounds, Setting
 from training.envelope_report import Missing, explore_finished, write_results
-from training.envelope_worker import SPOKEN, Study, launched_environment
+from training.envelope_worker import SPOKEN, Study
 from training.launched import default_processes, last_words, launch
 
 NOTHING_STABLE = 3
@@ -56,16 +58,9 @@ _OPTION_OF = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse that raises UserError instead of printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"command line: {message}; see python -m training.envelope --help")
-
-
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError for what is wrong with it."""
-    parser = _Parser(prog="python -m training.envelope", description=__doc__, allow_abbrev=False)
+    parser = Arguments(prog="python -m training.envelope", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", help="run config; the demo recipe made small when left out")
     parser.add_argument("--out", type=Path, default=Path("runs/envelope"), help="folder of trials and results")
     parser.add_argument("--depths", default="2,4", help="[layers] list")
@@ -161,7 +156,7 @@ def make_study(options: argparse.Namespace) -> Study:
         bounds=Bounds(config.parity.loss_gap, config.parity.validation_delta),
     )
     for setting in dict.fromkeys([*settings, *(setting.reference for setting in settings)]):
-        study.resolve(setting, study.rates[0], launched_environment(options.processes))
+        study.resolve(setting, study.rates[0], as_launched(options.processes))
     return study
 
 
@@ -189,7 +184,7 @@ def check_data_and_model(study: Study, processes: int) -> None:
     from modeling.build import model_config
 
     for setting in {setting.depth: setting for setting in study.settings}.values():
-        config = study.resolve(setting, study.rates[0], launched_environment(processes)).config
+        config = study.resolve(setting, study.rates[0], as_launched(processes)).config
         corpus = prepare(config.data, progress=True)
         model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
 
@@ -197,7 +192,7 @@ def check_data_and_model(study: Study, processes: int) -> None:
 def write_documents(path: Path, folder: Path, precisions: set[str]) -> dict[str, str]:
     """The DeepSpeed JSON at `path` once for each precision, with that precision's section only; precision to path."""
     document = read_document(path)
-    rest = {key: value for key, value in document.items() if key not in ("bf16", "fp16")}
+    rest = in_fp32(document)
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}
     for precision in sorted(precisions):

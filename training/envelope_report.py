@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from config.command_line import Resolved
+from config.environment import as_launched
 from config.schema import LossScaleSection
 from data.prepare import prepare
 from precision.envelope import CONTROL, RISE, Bounds, Cell, Setting, Trial, explore, window_of
@@ -16,7 +17,7 @@ from precision.trajectories import NUDGE
 from tracking.envelope_plot import draw_envelope, envelope_page
 from tracking.environment import environment, redact_arguments
 from tracking.jsonl import read_events
-from training.envelope_worker import TRIALS, Study, device_name, launched_environment, read_trials, trial_key
+from training.envelope_worker import TRIALS, Study, device_name, read_trials, trial_key
 
 
 class Missing(LookupError):
@@ -28,7 +29,7 @@ def explore_finished(study: Study, processes: int) -> tuple[list[Cell], set[str]
 
     Raises Missing.
     """
-    launched = launched_environment(processes)
+    launched = as_launched(processes)
     data = study.resolve(study.settings[0], study.rates[0], launched).config.data
     fingerprint, device = prepare(data, progress=False).fingerprint, device_name()
     known = read_trials(Path(study.folder))
@@ -51,7 +52,7 @@ def write_results(study: Study, processes: int, *, command: Sequence[str]) -> li
     """
     folder = Path(study.folder)
     cells, used = explore_finished(study, processes)
-    first = study.resolve(study.settings[0], study.rates[0], launched_environment(processes))
+    first = study.resolve(study.settings[0], study.rates[0], as_launched(processes))
     fingerprint = prepare(first.config.data, progress=False).fingerprint
     rows = [_row(cell, cells) for cell in sorted(cells, key=lambda cell: _order(study, cell.setting))]
     others = len(read_trials(folder)) - len(used)
@@ -128,7 +129,7 @@ def _conditions(study: Study, first: Resolved, fingerprint: str) -> dict[str, st
     model = config.model.name_or_path or config.model.architecture
     shapes = [json.loads(text) for text in study.models.values()]
     shape = {key: value for key, value in shapes[0].items() if all(other.get(key) == value for other in shapes)}
-    launched = launched_environment(first.world_size)
+    launched = as_launched(first.world_size)
     scales = {
         str(item.policy): study.resolve(item, study.rates[0], launched).config.precision.loss_scale
         for item in study.settings

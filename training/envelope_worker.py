@@ -89,11 +89,6 @@ class Study:
         return resolve_run(options, environment)
 
 
-def launched_environment(processes: int) -> dict[str, str]:
-    """What a launcher of so many processes tells the first of them."""
-    return {"RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_RANK": "0"}
-
-
 def trial_key(resolved: Resolved, fingerprint: str, device: str) -> str:
     """Name of a trial: 20 hex digits over everything that decides its numbers, versions and device included."""
     config = to_dict(resolved.config)

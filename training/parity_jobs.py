@@ -7,10 +7,12 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from config.command_line import Resolved, read_command_line
-from config.deepspeed_document import read_document
+from config.deepspeed_document import in_fp32, read_document
+from config.environment import as_launched
 from config.errors import UserError
 from precision.parity import Walk
 from precision.trajectories import Trajectory, control_factor
@@ -61,7 +63,7 @@ class Run:
     last_words: str
     energy: float | None
 
-    @property
+    @cached_property
     def summary(self) -> Summary:
         """Its numbers."""
         return summarise(self.folder)
@@ -80,7 +82,7 @@ def plan(
     if steps is not None and steps < 1:
         raise UserError(f"--steps = {steps} is not 1 or more; leave it out to run all steps of the config")
     processes = processes or default_processes()
-    here = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes)}
+    here = as_launched(processes)
     arguments = ["--config", config, *overrides]
     whole = read_command_line(arguments, here).config
     if steps is not None:
@@ -95,9 +97,7 @@ def train_twin(chosen: Plan, seed: int, say: Say, *, control: int | None = None)
 
     Raises UserError when it does not reach its end: then there is nothing to compare with.
     """
-    document = read_document(chosen.resolved.deepspeed_path)
-    for section in ("bf16", "fp16", "torch_autocast"):
-        document.pop(section, None)
+    document = in_fp32(read_document(chosen.resolved.deepspeed_path))
     twin = chosen.folder / "fp32_twin.json"
     chosen.folder.mkdir(parents=True, exist_ok=True)
     twin.write_text(json.dumps(document, indent=2) + "\n")

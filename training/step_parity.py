@@ -177,16 +177,15 @@ def measure(run_dir: RunDir, resolved: Resolved, points: list[int], *, length: i
         batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved))
         found = []
         for point in points:
-            progress, restored = Progress(), point == 0
+            progress = Progress()
             if point:
                 folder = run_dir.checkpoints / f"step-{point}"
                 try:
                     progress, _ = checkpoints.load(folder, engine)
-                    restored = True
                 except Exception as error:  # a checkpoint that does not come back is a finding, not a crash
                     found.append({"point": point, "restored": False, "why": _line(error), "steps": []})
                     continue
-            found.append({"point": point, "restored": restored, "steps": walk(steps, batches, progress, length=length)})
+            found.append({"point": point, "restored": True, "steps": walk(steps, batches, progress, length=length)})
         batches.close()
     finally:
         distributed.stop()
