@@ -78,21 +78,14 @@ SECTIONS: dict[str, dict[str, str]] = {
         int="samples_log_interval",
         str="project workspace api_key experiment_name experiment_key mode",
     ),
-    "checkpoint": _keys(
-        str="tag_validation", bool="use_node_local_storage checkpoint_serialization", section="parallel_write writer"
-    ),
-    "checkpoint.parallel_write": _keys(bool="pipeline_stage"),
-    "checkpoint.writer": _keys(
-        str="type data_parallel",
-        bool="decoupled io_buffer_double show_statistics",
-        float="io_buffer_size io_multiplier",
-    ),
+    "checkpoint": _keys(str="tag_validation"),
     "timers": _keys(section="throughput"),
     "timers.throughput": _keys(bool="enabled synchronized"),
 }
 
 _REMOVED = "DeepSpeed 0.19.8 has removed it; remove it here"
 _RENAMED_GATHER = "its new name is stage3_gather_16bit_weights_on_model_save"
+_OWN_WRITER = "Mantissa writes checkpoints itself, hashed and flushed; remove it and use the checkpoint.* keys"
 _NOT_DRIVEN = "Mantissa does not drive it; remove it"
 _TRADES_PRECISION = "it changes the numerics behind the run config's back; remove it and use the precision.* keys"
 
@@ -130,6 +123,10 @@ REFUSED: dict[str, str] = {
     "zero_optimization.zeropp_loco_param": _REMOVED,
     "weight_quantization": _TRADES_PRECISION,
     "data_efficiency": "Mantissa's sampler decides which sample is trained when; remove it",
+    "checkpoint.writer": _OWN_WRITER,
+    "checkpoint.parallel_write": _OWN_WRITER,
+    "checkpoint.checkpoint_serialization": _OWN_WRITER,
+    "checkpoint.use_node_local_storage": "the nodes share the run folder, or checkpoint.dir; remove it",
     "checkpoint.load_universal": "run.resume decides how a checkpoint is loaded; remove it",
     "vocabulary_size": "the tokenizer decides it; remove it",
     "seq_parallel_communication_data_type": _NOT_DRIVEN,
