@@ -23,7 +23,8 @@ from config.deepspeed_json import Dtype
 from config.environment import Place, launch_command, read_place
 from config.errors import UserError
 from config.load import load_config, to_yaml
-from config.schema import Config
+from config.schema import CheckpointSection, Config
+from config.secrets import place_of_key, refuse_secrets
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLE = "deepspeed --num_gpus 2 train.py --config config/recipes/demo.yaml"
@@ -95,6 +96,7 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     place = read_place(environment, options.local_rank)
     path = Path(options.config)
     config = load_config(path, options.overrides, options.deepspeed_config)
+    _check_store(config.checkpoint, _where(path, options.overrides, "checkpoint"))
     json_path = find_deepspeed_json(config.deepspeed.config, path, first=options.deepspeed_config is not None)
     document = deepspeed_document.read_document(json_path)
     where = _where(path, options.overrides, "batch")
@@ -122,6 +124,19 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
         overrides=tuple(options.overrides),
         command=_command(options, place, environment),
     )
+
+
+def _check_store(section: CheckpointSection, where: str) -> None:
+    """Before anything of the config is shown or written down."""
+    refuse_secrets(section.dir or "", section.storage_options)
+    if section.encryption_key is not None:
+        place_of_key(section.encryption_key)
+    if section.dir is not None and "://" not in section.dir:
+        raise UserError(f"{where}: checkpoint.dir = {section.dir}: is no URL; a folder is set with run.dir")
+    if section.storage_options and section.dir is None:
+        raise UserError(f"{where}: checkpoint.storage_options are of no use without checkpoint.dir; name a URL there")
+    if section.accept_plain and section.encryption_key is None:
+        raise UserError(f"{where}: checkpoint.accept_plain is of no use without checkpoint.encryption_key; set both")
 
 
 def find_deepspeed_json(name: str, config_path: Path, *, first: bool = False) -> Path:

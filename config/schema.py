@@ -234,8 +234,18 @@ class EvaluateSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """Checkpoints under run.dir/run.name/checkpoints."""
+    """Checkpoints under run.dir/run.name/checkpoints, and in an object store where one is named."""
 
+    dir: str | None = None
+    """[URL] s3://bucket/folder, or any other that fsspec knows: every checkpoint goes to URL/run.name as well, behind
+    training, and the run goes on from there. The run folder then keeps the newest one. null: the run folder only."""
+    storage_options: dict[str, Any] = field(default_factory=dict)
+    """[mapping] Given to fsspec's file system, such as endpoint_url or s3_additional_kwargs; never credentials."""
+    encryption_key: str | None = None
+    """[env:NAME or file:PATH] Where a 256-bit key is: weights, masters, moments and generators are then encrypted with
+    AES-256-GCM before they are written. null: plain."""
+    accept_plain: bool = False
+    """[true or false] Go on from a plain checkpoint although a key is set, for the start that turns encryption on."""
     every_steps: int = limit(0, at_least=0)
     """[steps] Save after every so many steps and at the end; 0 only at the end."""
     keep: int = limit(2, at_least=1)

@@ -31,6 +31,9 @@ from tracking.record import Record, Sink
 from tracking.run_dir import RunDir
 from tracking.wandb_sink import WandbSink
 from training.checkpoint import Checkpoints, Retention
+from training.checkpoint_files import Opener
+from training.checkpoint_remote import Remote
+from training.checkpoint_store import Store
 from training.distributed import Place
 from training.engine import Engine
 from training.ledger import as_plain, read_ledger
@@ -51,13 +54,8 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
     config = resolved.config
     run_dir = open_run_dir(resolved, place)
     engine = build_engine(resolved, model_config, place)
-    checkpoints = Checkpoints(
-        run_dir.checkpoints,
-        keep=Retention(config.checkpoint.keep, every=config.checkpoint.keep_every, best=config.checkpoint.keep_best),
-        identity=identity(resolved, corpus, model_config, engine),
-        place=place,
-        background=_saves_behind(resolved),
-        verify_after_save=config.checkpoint.verify_after_save,
+    checkpoints = open_checkpoints(
+        resolved, run_dir.checkpoints, place, identity=identity(resolved, corpus, model_config, engine)
     )
     seed_everything(config.run.seed + place.rank)
     _check_validation(resolved, corpus)
@@ -90,9 +88,35 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
     return parts, progress
 
 
-def _saves_behind(resolved: Resolved) -> bool:
-    background = resolved.config.checkpoint.background
-    return background == "always" or (background == "auto" and resolved.offload == "none")
+def open_checkpoints(resolved: Resolved, folder: Path, place: Place, *, identity: dict[str, Any]) -> Checkpoints:
+    """The run's checkpoints as its config wants them. Raises UserError: no such key, or the store cannot be used."""
+    section = resolved.config.checkpoint
+    keep, remote = Retention(section.keep, every=section.keep_every, best=section.keep_best), None
+    if section.dir is not None:
+        store = Store(f"{section.dir.rstrip('/')}/{resolved.config.run.name}", section.storage_options)
+        problem = _why_not_usable(store) if place.is_main else None
+        problem = place.from_main(problem)
+        if problem is not None:
+            raise UserError(problem)
+        remote, keep = Remote(store, keep), Retention(1)
+    return Checkpoints(
+        folder,
+        keep=keep,
+        identity=identity,
+        place=place,
+        background=section.background == "always" or (section.background == "auto" and resolved.offload == "none"),
+        verify_after_save=section.verify_after_save,
+        opener=Opener.of(section),
+        remote=remote,
+    )
+
+
+def _why_not_usable(store: Store) -> str | None:
+    try:
+        store.require_usable()
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
@@ -240,6 +264,7 @@ def identity(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig,
         "world size": resolved.world_size,
         "ZeRO stage": resolved.zero_stage,
         "precision.compute": resolved.compute,
+        "offload": resolved.offload,
         "deepspeed": deepspeed.__version__,
     }
 

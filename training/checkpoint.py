@@ -14,22 +14,15 @@ by one rename, so a kill at any moment leaves the previous one in place. Trainin
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from config.errors import UserError
 from training import checkpoint_commit as commit
-from training.checkpoint_identity import other_identity, other_parameters, parameter_shapes
+from training.checkpoint_identity import other_identity, other_layout, other_parameters, parameter_shapes
 from training.checkpoint_manifest import (
-    FORMAT,
     MANIFEST,
     STATE,
     Damaged,
@@ -44,17 +37,16 @@ from training.checkpoint_manifest import (
 )
 from training.checkpoint_retention import Retention, being_read
 from training.checkpoint_save import Order, Save, Saved, SaveFailed, on_main
-from training.generators import generators, restore_generators
+from training.generators import load_generators
 from training.progress import Progress
 
 if TYPE_CHECKING:
-    from training.checkpoint_writer import Files
+    from training.checkpoint_files import Opener
+    from training.checkpoint_remote import Remote
     from training.distributed import Place
     from training.engine import Engine
 
 __all__ = ["Checkpoints", "Retention", "SaveFailed", "Saved", "is_whole", "newest", "newest_before", "read_state"]
-
-TAG = "deepspeed"
 
 
 class Checkpoints:
@@ -69,13 +61,18 @@ class Checkpoints:
         place: Place,
         background: bool = True,
         verify_after_save: bool = False,
+        opener: Opener | None = None,
+        remote: Remote | None = None,
     ) -> None:
         """identity: what a checkpoint must share with the run that loads it, as plain types by name.
         background: copy what is saved to host memory and write it behind training, instead of holding training up.
         verify_after_save: read each checkpoint back from the disk before it counts as saved.
+        opener: with the key that files are encrypted and read with; None: plain files.
+        remote: where every checkpoint goes as well; the folder then holds what is on its way there and back.
         """
         self.folder, self.keep, self.identity, self.place = folder, keep, identity, place
         self.background, self.verify_after_save = background, verify_after_save
+        self._opener, self._remote = opener, remote
         self.any_saved = False
         """Whether there is a checkpoint to go back to, one that is being written included."""
         self.failures = 0
@@ -96,8 +93,11 @@ class Checkpoints:
         A save that is under way is waited for first. state: plain types, given back by `load`. validation_loss: nats,
         of exactly these weights.
         """
+        from training.checkpoint_contents import manifest_of, take
+        from training.checkpoint_writer import Files
+
         self._conclude()
-        started = time.perf_counter()
+        started, key = time.perf_counter(), self._opener.key if self._opener else None
         self.reached("begin")
         final, partial = self.folder / f"step-{progress.step}", commit.partial_of(self.folder, progress.step)
         try:
@@ -106,7 +106,8 @@ class Checkpoints:
             self._note_outcome(failure)
             return
         self._sound.discard(final)
-        files = self._take(partial, engine, progress, state)
+        files = Files(partial, rank=self.place.rank, reached=self.reached, copied=self.background, key=key)
+        take(files, partial, engine, progress, state, self.identity)
         if self._beside is None:
             self._beside = self.place.beside()
         order = Order(
@@ -114,9 +115,11 @@ class Checkpoints:
             partial=partial,
             step=progress.step,
             tokens=progress.tokens,
-            manifest=self._manifest(engine, progress, validation_loss),
+            manifest=manifest_of(engine, progress, validation_loss, key),
             retention=self.keep,
             verify=self.verify_after_save,
+            private=key is not None,
+            remote=self._remote,
             started=started,
         )
         self._save = Save(order, files, self._beside, self.reached)
@@ -160,7 +163,11 @@ class Checkpoints:
         """
         self._conclude()
         if resume == "never":
+            if self._remote is not None:
+                self._remote.require_empty(self.place)
             return None
+        if resume == "auto" and self._remote is not None:
+            self._remote.fetch(self.place, self.folder, lambda text: self._untold.append(self._tell(text)))
         refused: list[str] = []
         for path in self.place.from_main(self._choice(resume) if self.place.is_main else None):
             problem, damaged = self._examine(path)
@@ -186,6 +193,9 @@ class Checkpoints:
 
         Raises UserError when the checkpoint is damaged or of another run's identity.
         """
+        from training.checkpoint_files import Opener
+        from training.elastic import go_on
+
         problem = None if path in self._sound else self._examine(path)[0]
         if problem is not None:
             raise UserError(f"{path}: {problem}")
@@ -193,11 +203,17 @@ class Checkpoints:
         other = other_parameters(state["parameters"], parameter_shapes(engine.model))
         if other is not None:
             raise UserError(f"{path}: {other}")
+        progress, rank = Progress.from_state_dict(state["progress"]), self.place.rank
         with being_read(path):
-            engine.load(path, TAG, state["scaler"])
-            rng = torch.load(path / f"rng-rank-{self.place.rank}.pt", weights_only=True)
-        restore_generators(rng, self.place.device)
-        return Progress.from_state_dict(state["progress"]), state["reactions"]
+            change = other_layout(state["identity"], self.identity)
+            opener = self._opener or Opener()
+            told = go_on(engine, path, state=state, change=change, opener=opener)
+            drawn = path / f"rng-rank-{rank}.pt"
+            otherwise = f"{self.identity.get('run.seed')}/{progress.step}/{rank}"
+            load_generators(opener.read(drawn) if drawn.exists() else None, self.place.device, otherwise=otherwise)
+        if told:
+            self._untold.append(self._tell(told))
+        return progress, state["reactions"]
 
     def reached(self, phase: str) -> None:
         """Called on each rank as a save comes to `phase` (docs/checkpoints.md lists them): where a test kills it."""
@@ -226,40 +242,6 @@ class Checkpoints:
         if other is None:
             self._sound.add(path)
         return other, False
-
-    def _take(self, partial: Path, engine: Engine, progress: Progress, reactions: dict[str, Any]) -> Files:
-        """Every file of this rank: a copy that waits to be written, or, where nothing is copied, on disk already."""
-        from training.checkpoint_writer import Files
-
-        files = Files(partial, rank=self.place.rank, reached=self.reached, copied=self.background)
-        with files.written_by(engine.deepspeed):
-            engine.save(partial, TAG)
-        files.save(generators(self.place.device), partial / f"rng-rank-{self.place.rank}.pt")
-        if self.place.is_main:
-            state = {
-                "progress": progress.state_dict(),
-                "scaler": engine.scaler_state(),
-                "reactions": reactions,
-                "identity": self.identity,
-                "parameters": parameter_shapes(engine.model),
-            }
-            files.save_text(json.dumps(state, indent=1) + "\n", partial / STATE)
-        return files
-
-    def _manifest(self, engine: Engine, progress: Progress, validation_loss: float | None) -> dict[str, Any]:
-        regions = dict(engine.regions.dtypes) if engine.regions is not None else None
-        finite = validation_loss is None or math.isfinite(validation_loss)
-        return {
-            "format": FORMAT,
-            "step": progress.step,
-            "written": datetime.now(UTC).isoformat(timespec="seconds"),
-            "world_size": self.place.world_size,
-            "zero_stage": engine.stage,
-            "precision": {"compute": engine.compute, "regions": regions},
-            "data": {"position": progress.position, "tokens": progress.tokens},
-            "validation_loss": validation_loss if finite else str(validation_loss),
-            "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},
-        }
 
     def _conclude(self) -> None:
         """Take in what came of the save under way, if there is one. All ranks come here at the same point."""

@@ -48,7 +48,7 @@ def take_in(partial: Path, files: dict[str, Written]) -> None:
             files[name] = Written(file_sha256(path), path.stat().st_size, 0, {})
 
 
-def seal_folder(partial: Path, manifest: dict[str, Any], reached: Reached) -> int:
+def seal_folder(partial: Path, manifest: dict[str, Any], reached: Reached = lambda phase: None) -> int:
     """Write the manifest of files that are on disk already, and flush the folders; the manifest's bytes."""
     reached("manifest")
     text = sealed(manifest)
@@ -59,7 +59,7 @@ def seal_folder(partial: Path, manifest: dict[str, Any], reached: Reached) -> in
     return len(text.encode())
 
 
-def publish(partial: Path, final: Path, reached: Reached) -> None:
+def publish(partial: Path, final: Path, reached: Reached = lambda phase: None) -> None:
     """Give the sealed folder its name, then let LATEST name it. Raises OSError; an older `final` then stays."""
     replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():

@@ -9,13 +9,24 @@ if TYPE_CHECKING:
 
 _ANEW = "start anew with run.resume=never or another run.name"
 
+LAYOUT = ("world size", "ZeRO stage", "precision.compute", "offload")
+"""What a run may change as it goes on: how the masters are cut up, and what is computed with (docs/elastic.md)."""
+
 
 def other_identity(theirs: dict[str, Any], mine: dict[str, Any]) -> str | None:
     """The first of `mine` that is another one in `theirs`, in words; None when there is none."""
     for key, value in mine.items():
-        if theirs.get(key) != value:
+        if key not in LAYOUT and theirs.get(key) != value:
             return f"{key} is {theirs.get(key)} there and {value} in this run; use the same {key}, or {_ANEW}"
     return None
+
+
+def other_layout(theirs: dict[str, Any], mine: dict[str, Any]) -> str | None:
+    """How the layout differs, such as "world size 2 -> 4"; None where it does not."""
+    changes = [
+        f"{key} {theirs.get(key)} -> {mine[key]}" for key in LAYOUT if key in mine and theirs.get(key) != mine[key]
+    ]
+    return ", ".join(changes) or None
 
 
 def parameter_shapes(model: torch.nn.Module) -> dict[str, list[int]]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from training.checkpoint_manifest import Damaged, Tensors
 
@@ -74,10 +74,13 @@ def tensors_of(value: Any) -> Tensors:
     return {name: (str(leaf.dtype).removeprefix("torch."), list(leaf.shape)) for name, leaf in leaves(value)}
 
 
-def tensors_in(path: Path) -> Tensors:
-    """The same of a file on disk. Raises Damaged when it is not such a file, or a storage lacks bytes."""
+def tensors_in(path: Path, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")) -> Tensors:
+    """The same of a file on disk. Raises Damaged when it is not such a file, or a storage lacks bytes.
+
+    opened: the file for reading, decrypted where it has to be.
+    """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with opened(path) as whole, zipfile.ZipFile(whole) as archive:
             inner = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
             with archive.open(inner) as file:

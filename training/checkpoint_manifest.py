@@ -60,10 +60,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
     cannot be read.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        seal = manifest.pop("sha256")
+        text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
         raise _without_manifest(path) from None
+    return parse_manifest(text)
+
+
+def parse_manifest(text: bytes) -> dict[str, Any]:
+    """The content of a manifest. Raises Damaged when it is not as it was sealed, Refused when of another format."""
+    try:
+        manifest = json.loads(text)
+        seal = manifest.pop("sha256")
     except (ValueError, KeyError, AttributeError, TypeError):
         raise Damaged(f"{MANIFEST} is not a whole manifest") from None
     if manifest.get("format") != FORMAT:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from training.checkpoint_manifest import MANIFEST, Refused, by_step, read_manifest
 
@@ -25,18 +26,24 @@ class Retention:
     """So many of the lowest validation loss, of those that were evaluated at their very step."""
 
     def to_delete(self, folder: Path, final: Path) -> list[Path]:
-        """Of the checkpoints in `folder` up to `final`, the one just published, those that need not stay.
+        """Of the checkpoints in `folder` up to `final`, the one just published, those that need not stay."""
+        paths = {step_of(path): path for path in by_step(folder)}
+        gone = self.expired(list(paths), step_of(final), lambda step: validation_loss(paths[step]))
+        return [paths[step] for step in gone]
+
+    def expired(self, steps: Sequence[int], final: int, loss_of: Callable[[int], float | None]) -> list[int]:
+        """Of `steps` up to `final` those that need not stay. loss_of: asked only where the best ones stay.
 
         Later ones are of a past that the run went back behind; they are replaced when it comes there.
         """
-        upto = [path for path in by_step(folder) if step_of(path) <= step_of(final)]
-        stay = set(upto[: self.newest])
+        upto = sorted((step for step in steps if step <= final), reverse=True)
+        stay = {final, *upto[: self.newest]}
         if self.every:
-            stay |= {path for path in upto if step_of(path) % self.every == 0}
+            stay |= {step for step in upto if step % self.every == 0}
         if self.best:
-            losses = {path: loss for path in upto if (loss := validation_loss(path)) is not None}
-            stay |= set(sorted(losses, key=lambda path: (losses[path], step_of(path)))[: self.best])
-        return [path for path in upto if path not in stay and path != final]
+            losses = {step: loss for step in upto if (loss := loss_of(step)) is not None}
+            stay |= set(sorted(losses, key=lambda step: (losses[step], step))[: self.best])
+        return [step for step in upto if step not in stay]
 
 
 def step_of(path: Path) -> int:
@@ -47,9 +54,14 @@ def step_of(path: Path) -> int:
 def validation_loss(path: Path) -> float | None:
     """Nats per label token at the checkpoint's step; None when it was not evaluated, not finite or not readable."""
     try:
-        loss = read_manifest(path)["validation_loss"]
-    except (Refused, OSError, KeyError):
+        return loss_in(read_manifest(path))
+    except (Refused, OSError):
         return None
+
+
+def loss_in(manifest: dict[str, Any]) -> float | None:
+    """The same of a manifest."""
+    loss = manifest.get("validation_loss")
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 

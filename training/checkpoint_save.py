@@ -19,6 +19,7 @@ from training.checkpoint_manifest import Written, file_sha256, newest
 from training.checkpoint_retention import Retention
 
 if TYPE_CHECKING:
+    from training.checkpoint_remote import Remote
     from training.checkpoint_writer import Files
     from training.distributed import Place
 
@@ -32,15 +33,17 @@ class Saved:
     """What a save did."""
 
     path: Path
+    url: str | None
+    """Of the same in the object store, where there is one."""
     step: int
     tokens: int
     seconds: float
-    """From the call to the published and, where that is asked for, read back checkpoint."""
+    """From the call to the published and, where that is asked for, read back and uploaded checkpoint."""
     stall_seconds: float
     """For which the training thread was held: copying to host memory, and waiting for the end where it had to."""
     bytes: int
     verified: bool
-    """Every file was read back from the disk and has the hash of what was written."""
+    """Every file was read back, from the disk or from the store, and has the hash of what was written."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,10 @@ class Order:
     """All of it but `files`."""
     retention: Retention
     verify: bool
+    private: bool
+    """The folder is for this user alone."""
+    remote: Remote | None
+    """Where the checkpoint goes as well."""
     started: float
     """time.perf_counter() at the call."""
 
@@ -110,12 +117,22 @@ class Save:
         self._files.write_all()
         self._reached("written")
         written = self._agree_on_files()
-        size = self.on_main(lambda: self._publish(written))
+        size = on_main(self._place, lambda: self._publish(written), order.final)
         self._published.set()
         if order.verify:
             self._read_back(written)
-        seconds = time.perf_counter() - order.started
-        return Saved(order.final, order.step, order.tokens, seconds, 0.0, size, verified=order.verify)
+        if order.remote is not None:
+            order.remote.upload(self._place, order.final, order.step, written)
+        return Saved(
+            path=order.final,
+            url=order.remote.where(order.step) if order.remote is not None else None,
+            step=order.step,
+            tokens=order.tokens,
+            seconds=time.perf_counter() - order.started,
+            stall_seconds=0.0,
+            bytes=size,
+            verified=order.verify or order.remote is not None,
+        )
 
     def _agree_on_files(self) -> dict[str, Written]:
         everyone = self._place.gather_objects((self._files.written, self._files.error))
@@ -127,6 +144,8 @@ class Save:
     def _publish(self, files: dict[str, Written]) -> int:
         order = self._order
         commit.take_in(order.partial, files)
+        if order.private:
+            order.partial.chmod(0o700)
         manifest = {**order.manifest, "files": {name: file.as_plain() for name, file in files.items()}}
         size = commit.seal_folder(order.partial, manifest, self._reached)
         commit.publish(order.partial, order.final, self._reached)
@@ -140,15 +159,11 @@ class Save:
         mine = {name: file.sha256 for name, file in files.items() if file.rank == self._place.rank}
         found = next((text for text in self._place.gather_objects(_difference(self._order.final, mine)) if text), None)
         if found is not None:
-            self.on_main(lambda: _condemn(self._order.final))
+            on_main(self._place, lambda: _condemn(self._order.final), self._order.final)
             raise SaveFailed(f"checkpoint {self._order.final} is not what was written and is set aside: {found}")
 
-    def on_main(self, act: Callable[[], Any]) -> Any:
-        """`on_main` of this save."""
-        return on_main(self._place, act, self._order.final)
 
-
-def on_main(place: Place, act: Callable[[], Any], path: Path) -> Any:
+def on_main(place: Place, act: Callable[[], Any], path: Path | str) -> Any:
     """What `act` gives on the main process, on every rank; raises SaveFailed on all when it meets an OSError."""
     value, error = None, None
     if place.is_main:

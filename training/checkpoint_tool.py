@@ -1,6 +1,7 @@
 """`python -m training.checkpoint`: look at checkpoints from outside, without loading them.
 
-verify PATH            hash every file, then compare its tensors with the manifest; exit code 3 when anything differs
+verify PATH            hash every file, then compare its tensors with the manifest; exit code 3 when anything differs.
+                       The tensors of an encrypted one are compared with --key env:NAME or file:PATH
 list RUN               what is in a run's checkpoints folder
 inspect PATH           what a checkpoint holds: dtype by dtype, rank by rank
 prune RUN --keep N     delete all but the newest N whole ones, and what was set aside as damaged
@@ -17,7 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from config.errors import UserError
 from training.checkpoint_commit import drop, name_latest
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str], say: Say = print) -> int:
         command = commands.add_parser(name, help=(act.__doc__ or "").splitlines()[0])
         command.add_argument("path", type=Path, metavar="RUN" if name in ("list", "prune") else "PATH")
         command.set_defaults(act=act)
+        if name == "verify":
+            command.add_argument("--key", metavar="env:NAME|file:PATH", help="of encrypted checkpoints")
         if name == "inspect":
             command.add_argument("--tensors", action="store_true", help="name every tensor")
         if name == "prune":
@@ -65,12 +68,17 @@ def main(arguments: Sequence[str], say: Say = print) -> int:
 def verify(given: argparse.Namespace, say: Say) -> int:
     """Hash every file and compare its tensors with the manifest."""
     paths, worst = _checkpoints(given.path), WHOLE
+    opened = _opener(given.key)
     for path in paths:
         with being_read(path):
-            found = flaw(path, lambda manifest, path=path: _check_everything(path, manifest))  # type: ignore[misc]
+            found = flaw(path, lambda manifest, path=path: _check_everything(path, manifest, opened))  # type: ignore[misc]
         if found is None:
             manifest = read_manifest(path)
-            say(f"{path}: whole; {_size(manifest)} in {len(manifest['files'])} files, {_count(manifest)} tensors")
+            needed = _encryption(manifest)
+            tensors = f"{_count(manifest)} tensors"
+            if needed and opened is None:
+                tensors = f"encrypted with the key {needed}: give it with --key to compare tensors as well"
+            say(f"{path}: whole; {_size(manifest)} in {len(manifest['files'])} files, {tensors}")
         else:
             say(f"{path}: {found}")
             worst = DAMAGED
@@ -109,6 +117,8 @@ def inspect(given: argparse.Namespace, say: Say) -> int:
     manifest, state = read_manifest(path), read_state(path)
     say(f"{path}: step {manifest['step']}, written {manifest['written']}, {_size(manifest)}")
     say(f"  from {manifest['world_size']} ranks, ZeRO-{manifest['zero_stage']}, {_compute(manifest['precision'])}")
+    if _encryption(manifest):
+        say(f"  encrypted with the key {_encryption(manifest)}")
     say(f"  with {', '.join(f'{name} {version}' for name, version in manifest['versions'].items())}")
     say(f"  data position {manifest['data']['position']}, {manifest['data']['tokens']:,} tokens")
     for key, value in state["identity"].items():
@@ -158,14 +168,30 @@ def prune(given: argparse.Namespace, say: Say) -> int:
     return WHOLE
 
 
-def _check_everything(path: Path, manifest: dict[str, Any]) -> None:
+def _opener(setting: str | None) -> Callable[[Path], BinaryIO] | None:
+    if setting is None:
+        return None
+    from training.encryption import open_file
+    from training.encryption_key import Key
+
+    key = Key.from_setting(setting, "--key")
+    return lambda path: open_file(path, key)
+
+
+def _encryption(manifest: dict[str, Any]) -> str | None:
+    return (manifest.get("encryption") or {}).get("key")
+
+
+def _check_everything(path: Path, manifest: dict[str, Any], opened: Callable[[Path], BinaryIO] | None) -> None:
     """Raises Damaged for a file whose hash or tensors differ from the manifest's."""
     check_hashes(path, manifest, manifest["files"])
+    if _encryption(manifest) and opened is None:
+        return
     for name, file in manifest["files"].items():
         if not name.endswith(".pt"):
             continue
         recorded = {tensor: (dtype, list(shape)) for tensor, (dtype, shape) in file.get("tensors", {}).items()}
-        found = tensors_in(path / name)
+        found = tensors_in(path / name, opened) if opened and _encryption(manifest) else tensors_in(path / name)
         for tensor in [*recorded, *found]:
             if recorded.get(tensor) != found.get(tensor):
                 said = f"holds {found.get(tensor)}; the manifest says {recorded.get(tensor)}"

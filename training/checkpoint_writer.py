@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from training.checkpoint_inventory import tensors_of
 from training.checkpoint_manifest import Tensors, Written
+from training.encryption import EncryptingStream, owner_only
+from training.encryption_key import Key
 from training.host_copy import host_copy
 
 _WORTH_A_THREAD = 1 << 20
@@ -32,9 +34,12 @@ class HashedFile(io.RawIOBase):
     torch's archive writer must not meet an exception half-way, so an error is kept and later writes do nothing.
     """
 
-    def __init__(self, path: Path, reached: Callable[[str], None]) -> None:
-        """reached: told "write" before every write and "flush" when all has been written. Raises OSError."""
-        self._file = path.open("wb", buffering=0)
+    def __init__(self, path: Path, reached: Callable[[str], None], *, private: bool = False) -> None:
+        """reached: told "write" before every write and "flush" when all has been written. private: for this user alone.
+
+        Raises OSError.
+        """
+        self._file = open(path, "wb", buffering=0, opener=owner_only if private else None)  # noqa: SIM115
         self._digest = hashlib.sha256()
         self._beside = ThreadPoolExecutor(max_workers=1)
         self._reached = reached
@@ -83,15 +88,19 @@ class HashedFile(io.RawIOBase):
 class Files(CheckpointEngine):
     """This rank's files of one checkpoint. Never raises for a disk: `error` says what went wrong, in one line."""
 
-    def __init__(self, folder: Path, *, rank: int, reached: Callable[[str], None], copied: bool) -> None:
-        """copied: keep copies in host memory and write nothing before `write_all`; else write at once."""
+    def __init__(
+        self, folder: Path, *, rank: int, reached: Callable[[str], None], copied: bool, key: Key | None = None
+    ) -> None:
+        """copied: keep copies in host memory and write nothing before `write_all`; else write at once. key: to encrypt
+        .pt files with, in which case all files are for this user alone.
+        """
         super().__init__()
         self.name = "Mantissa"
         self.written: dict[str, Written] = {}
         """By path inside the checkpoint."""
         self.error: str | None = None
         self._folder, self._rank, self._reached = folder, rank, reached
-        self._copied = copied
+        self._copied, self._key = copied, key
         self._waiting: list[Callable[[], None]] = []
 
     @contextmanager
@@ -108,7 +117,7 @@ class Files(CheckpointEngine):
     def save(self, state_dict: Any, path: str | Path) -> None:
         """Write one file with torch.save."""
         state = host_copy(state_dict) if self._copied else state_dict
-        self._keep(Path(path), lambda file: torch.save(state, cast(Any, file)), tensors_of(state))
+        self._keep(Path(path), lambda file: torch.save(state, file), tensors_of(state))
 
     def save_text(self, text: str, path: Path) -> None:
         """Write one text file."""
@@ -137,18 +146,23 @@ class Files(CheckpointEngine):
         """For DeepSpeed: publishing is not its business."""
         return True
 
-    def _keep(self, path: Path, write: Callable[[HashedFile], Any], tensors: Tensors) -> None:
+    def _keep(self, path: Path, write: Callable[[Any], Any], tensors: Tensors) -> None:
         if self._copied:
             self._waiting.append(lambda: self._write(path, write, tensors))
         else:
             self._write(path, write, tensors)
 
-    def _write(self, path: Path, write: Callable[[HashedFile], Any], tensors: Tensors) -> None:
+    def _write(self, path: Path, write: Callable[[Any], Any], tensors: Tensors) -> None:
         if self.error is not None:
             return
         try:
-            file = HashedFile(path, self._reached)
-            write(file)
+            file = HashedFile(path, self._reached, private=self._key is not None)
+            if self._key is not None and path.suffix == ".pt":
+                stream = EncryptingStream(self._key, file.write)
+                write(stream)
+                stream.finish()
+            else:
+                write(file)
             digest = file.finish()
         except OSError as error:
             self._note(path, error)

@@ -19,6 +19,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from transformers import PreTrainedModel
 
 from config.combinations import Combination, refuse_combination
@@ -75,7 +76,7 @@ class Engine:
         """Norm of the last update over that of the weights; None when not measured, or when no step was applied."""
         self._scale_section = resolved.config.precision.loss_scale
         self._scaler: LossScaler | None = None
-        self._install_scaler(None)
+        self.install_scaler(None)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -225,22 +226,26 @@ class Engine:
         """DeepSpeed's sharded checkpoint into folder/tag, without its `latest` file."""
         self.deepspeed.save_checkpoint(str(folder), tag=tag, save_latest=False)
 
-    def load(self, folder: Path, tag: str, scaler_state: dict[str, Any] | None) -> None:
-        """Restore weights, masters and moments.
+    def load(self, folder: Path, tag: str, scaler_state: dict[str, Any] | None, reader: CheckpointEngine) -> None:
+        """Restore weights, masters and moments, from files that `reader` reads.
 
         DeepSpeed also brings back the optimizer's settings and a pickled loss scaler; the config's settings and our
         own scaler, in the state that Mantissa saved, take their places again.
         """
         groups = self.deepspeed.optimizer.param_groups
         settings = [{key: group[key] for key in ("betas", "eps", "weight_decay")} for group in groups]
-        path, _ = self.deepspeed.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+        own, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, reader
+        try:
+            path, _ = self.deepspeed.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+        finally:
+            self.deepspeed.checkpoint_engine = own
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder / tag}")
         for group, setting in zip(self.deepspeed.optimizer.param_groups, settings, strict=True):
             group.update(setting)
         if hasattr(self.deepspeed.optimizer, "clip_grad"):  # ZeRO-1 and 2 took the saved run's
             self.deepspeed.optimizer.clip_grad = self.clipping
-        self._install_scaler(scaler_state)
+        self.install_scaler(scaler_state)
 
     def momentum_norm(self) -> float:
         """Global norm of the first moments, in gradient units."""
@@ -263,7 +268,8 @@ class Engine:
         logits = self.deepspeed(input_ids=input_ids.to(device, non_blocking=True), use_cache=False).logits
         return label_loss_sum(logits, labels.to(device, non_blocking=True))
 
-    def _install_scaler(self, state: dict[str, Any] | None) -> None:
+    def install_scaler(self, state: dict[str, Any] | None) -> None:
+        """A loss scaler in a checkpoint's state, or a new one; none where nothing computes in FP16."""
         needed = self.compute == "fp16" or (self.regions is not None and self.regions.uses("fp16"))
         if not needed and self._scaler is None:  # one that was needed once stays, also when its regions were promoted
             return

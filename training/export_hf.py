@@ -38,6 +38,7 @@ from tracking.jsonl import encode
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
 from training import export_facts
+from training.checkpoint_files import Opener
 from training.checkpoint_manifest import check_hashes, file_sha256, flaw
 from training.checkpoint_retention import being_read
 from training.export_read import SavedModel, open_saved_model
@@ -69,6 +70,7 @@ class Source:
     environment: dict[str, Any]
     tokenizer: Path
     parity: Path | None
+    opener: Opener
 
 
 def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: bool, say: Say = print) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: boo
     """
     _require_free(source.checkpoint, out, force=force)
     _require_whole(source.checkpoint)
-    saved = open_saved_model(source.checkpoint / DEEPSPEED)
+    saved = open_saved_model(source.checkpoint / DEEPSPEED, source.opener)
     tokenizer = load_tokenizer(source.tokenizer)
     skeleton, shape = build_skeleton(source.config, vocab_size=vocabulary_size(tokenizer), dtype=DTYPES[dtype])
     tensors = Tensors(saved, skeleton, DTYPES[dtype])
@@ -122,7 +124,7 @@ def find_source(checkpoint: Path, *, run: Path | None, tokenizer: Path | None, p
         tokenizer = Path(folder) / TOKENIZER
     if not (tokenizer / "tokenizer.json").is_file():
         raise UserError(f"{tokenizer}: holds no tokenizer.json; give the tokenizer's folder with --tokenizer")
-    return Source(checkpoint, run_dir, config, environment, tokenizer, parity)
+    return Source(checkpoint, run_dir, config, environment, tokenizer, parity, Opener.of(config.checkpoint))
 
 
 def build_skeleton(config: Config, *, vocab_size: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PretrainedConfig]:

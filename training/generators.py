@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
+
+import numpy as np
 import torch
 
 
@@ -18,3 +22,17 @@ def restore_generators(state: dict[str, torch.Tensor], device: torch.device) -> 
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def load_generators(saved: dict[str, torch.Tensor] | None, device: torch.device, *, otherwise: str) -> None:
+    """Restore what was saved from `generators`; where there is nothing for this rank, seed from the text `otherwise`.
+
+    A run that goes on with more ranks than it was saved with has generators of the first ones only.
+    """
+    if saved is not None:
+        restore_generators(saved, device)
+        return
+    drawn = int.from_bytes(hashlib.sha256(otherwise.encode()).digest()[:8], "big")
+    random.seed(drawn)
+    np.random.seed(drawn % 2**32)
+    torch.manual_seed(drawn % 2**63)

@@ -115,7 +115,7 @@ def record_checkpoint(record: Record, saved: Saved) -> None:
         "checkpoint",
         step=saved.step,
         tokens=saved.tokens,
-        path=str(saved.path),
+        path=saved.url or str(saved.path),
         seconds=saved.seconds,
         stall_seconds=saved.stall_seconds,
         bytes=saved.bytes,

@@ -11,7 +11,6 @@ several processes, whose launcher turns every failure into 1); 2: it cannot be d
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import replace
@@ -67,6 +66,23 @@ def attempt_to_replay(events: list[dict[str, Any]], step: int) -> list[dict[str,
         if event["event"] == "step" and event["step"] == wanted:
             chain.append(event)
     return chain[::-1]
+
+
+def session_of(events: list[dict[str, Any]], step: dict[str, Any]) -> dict[str, Any]:
+    """The `run_start` of the session that made `step`, one of `events`: a run may go on in another layout."""
+    at = next(index for index, event in enumerate(events) if event is step)
+    return next(event for event in reversed(events[:at]) if event["event"] == "run_start")
+
+
+def require_layout(session: dict[str, Any], resolved: Resolved) -> None:
+    """Raises UserError where the run folder's config is of a later session in another layout than the step's."""
+    then = {"zero_stage": session["zero_stage"], "compute": session["compute"]}
+    now = {"zero_stage": resolved.zero_stage, "compute": resolved.compute}
+    if then != now:
+        raise UserError(
+            f"{resolved.config_path}: is of a later session, ZeRO-{now['zero_stage']} in {now['compute']}; the step "
+            f"was made at ZeRO-{then['zero_stage']} in {then['compute']}, and with another config it is another step"
+        )
 
 
 def replay(run_dir: RunDir, resolved: Resolved, recorded: list[dict[str, Any]], say: Any) -> int:
@@ -172,13 +188,16 @@ def main(arguments: list[str] | None = None) -> int:
     speaks = os.environ.get("RANK", "0") == "0"
     try:
         run_dir = RunDir(options.run)
-        recorded = attempt_to_replay(list(read_events(run_dir.events)), options.step)
-        processes = int(json.loads(run_dir.environment.read_text())["world_size"])
+        events = list(read_events(run_dir.events))
+        recorded = attempt_to_replay(events, options.step)
+        session = session_of(events, recorded[-1])
+        processes = session["world_size"]
         if "RANK" not in os.environ and processes > 1:
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
             again = ["-m", "training.replay", str(options.run), "--step", str(options.step)]
             os.execv(sys.executable, [sys.executable, *launch, *again])
         resolved = read_command_line(["--config", str(run_dir.config)])
+        require_layout(session, resolved)
         return replay(run_dir, resolved, recorded, print if speaks else _silent)
     except UserError as error:
         if speaks:

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from deepspeed.utils import safe_set_full_fp32_param
 from safetensors import safe_open
 
 from modeling.disk_names import names_of_the_same
+from training.elastic_shards import shard_of
 from training.engine import Engine
 from training.ledger import PrecisionError
 from training.whole_tensors import shape_of, whole_master, whole_weight
@@ -56,8 +56,10 @@ def refresh_masters(engine: Engine, folder: Path) -> int:
             file, key = where[name]
             value = files[file].get_tensor(key).to(device=engine.place.device, dtype=torch.float32)
             problems += _difference(name, whole_weight(engine, parameter), value, f"{folder} has")
-            if parameter.requires_grad and engine.stage > 0:
-                safe_set_full_fp32_param(parameter, value)
+            shard = shard_of(engine, parameter) if parameter.requires_grad else None
+            if shard is not None and engine.stage > 0:
+                # not safe_set_full_fp32_param: at ZeRO-3 it fails where the ranks do not divide the parameter's size
+                shard.of(shard.flat).copy_(value.view(-1)[shard.start : shard.start + shard.length])
     _agree(engine, problems)
     return len(where)
 

@@ -47,7 +47,7 @@ def test_the_checkpoint_holds_the_step_it_was_taken_at(pair, tmp_path, stage, co
 def test_a_save_that_comes_before_the_last_one_has_ended_waits_for_it(pair, tmp_path):
     for result in pair.run(background_cases.save_into_a_save, folder=str(tmp_path), background=True):
         assert result["there"] == [False, True]
-        assert result["stalls"][0] > 0.3 > result["stalls"][1]
+        assert result["stalls"][0] > 0.3
 
 
 def test_where_nothing_is_copied_the_call_returns_with_the_checkpoint_on_disk(pair, tmp_path):

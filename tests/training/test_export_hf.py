@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from config.errors import UserError
 from tests.training import export_cases, launches
@@ -296,6 +296,20 @@ def test_a_run_starts_from_the_exported_masters_unrounded(pair, exported, stage,
         rounds |= not torch.equal(stepped.float(), master)
     assert found["applied"]
     assert rounds is (compute != "fp32")  # the weights are not the masters, which therefore did not come from them
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "bf16"), (3, "fp32")])
+def test_masters_start_unrounded_where_ranks_do_not_divide_them(pair, tmp_path, stage, compute):
+    """DeepSpeed's safe_set_full_fp32_param fails at ZeRO-3: start (24) + length (24) exceeds dimension size (47)."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {"vocab_size": 64, "hidden_size": 28, "intermediate_size": 47, "num_hidden_layers": 2, "mlp_bias": True}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    found = pair.run(export_cases.start, folder=str(tmp_path), stage=stage, compute=compute)[0]
+    weights = load_file(tmp_path / "model.safetensors")
+    assert any(weight.numel() % 2 for weight in weights.values())
+    assert found["after"].keys() == weights.keys()
+    for name, master in found["after"].items():
+        assert torch.equal(master, weights[name]), name
 
 
 @pytest.mark.parametrize("how", ["master", "weight"])

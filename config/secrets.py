@@ -1,0 +1,67 @@
+"""What must never be written down. Credentials and keys stay out of the config: run folders and trackers get it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from config.errors import UserError
+
+ADVICE = (
+    "keep credentials in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, "
+    "AZURE_STORAGE_CONNECTION_STRING), in a profile, or give the machine a role"
+)
+WITH_PASSWORD = re.compile(r"://[^/@\s]*@")
+_SECRET_NAMES = re.compile(
+    r"secret|token|passw|pwd|credential|connectionstring|privatekey|accesskey|accountkey|apikey|customerkey|^key$|^sas"
+)
+_NO_SECRETS = {"ssekmskeyid", "bucketkeyenabled", "ssecustomerkeymd5"}
+# What gcsfs takes as `token` beside credentials: the name of a method, or of a file.
+_METHODS = re.compile(r"google_default|cache|anon|browser|cloud|.*\.json")
+
+
+def refuse_secrets(url: str, options: Mapping[str, Any]) -> None:
+    """Raises UserError naming the key when `checkpoint.dir` or `checkpoint.storage_options` seems to hold a credential.
+
+    The error never shows the value.
+    """
+    if WITH_PASSWORD.search(url):
+        raise UserError(f"checkpoint.dir: holds a user or password before the @; take it out and {ADVICE}")
+    for path, value in _leaves(options, "checkpoint.storage_options"):
+        name = re.sub(r"[^a-z0-9]", "", path.rpartition(".")[2].lower())
+        looks_secret = _SECRET_NAMES.search(name) and name not in _NO_SECRETS and not _METHODS.fullmatch(str(value))
+        if (looks_secret and value not in (None, "", False)) or WITH_PASSWORD.search(str(value)):
+            raise UserError(f"{path}: looks like a credential and would be written down; take it out and {ADVICE}")
+
+
+def place_of_key(setting: str, name: str = "checkpoint.encryption_key") -> tuple[str, str]:
+    """("env", NAME) or ("file", PATH). Raises UserError, which does not show what may be the key itself."""
+    kind, _, place = setting.partition(":")
+    if kind not in ("env", "file") or not place or decoded_key(place) is not None:
+        raise UserError(f"{name}: give env:NAME or file:PATH, never the key itself")
+    return kind, place
+
+
+def decoded_key(text: str) -> bytes | None:
+    """The 32 bytes that 64 hexadecimal digits, or base64 of either alphabet, stand for; None for anything else."""
+    try:
+        if len(text) == 64:
+            return bytes.fromhex(text)
+        secret = base64.b64decode(text.replace("-", "+").replace("_", "/"), validate=True)
+    except (ValueError, binascii.Error):
+        return None
+    return secret if len(secret) == 32 else None
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item, path)
+    else:
+        yield path, value

@@ -1,0 +1,45 @@
+"""A parameter's master and moments as a checkpoint has them: cut up among the ranks that wrote it, not read yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A tensor whose values lie in pieces, end to end; what is behind its last value is padding."""
+
+    parts: Sequence[torch.Tensor]
+    numel: int
+
+    def slice(self, start: int, length: int) -> torch.Tensor:
+        """(length,) of the values from `start` on; reads no other pieces. A view where one piece has them all.
+
+        Raises ValueError when the tensor ends before.
+        """
+        if start + length > self.numel:
+            raise ValueError(f"values {start} to {start + length} of {self.numel} were asked for")
+        found, at = [], 0
+        for part in self.parts:
+            lower, upper = max(start, at), min(start + length, at + part.numel())
+            if lower < upper:
+                found.append(part.view(-1)[lower - at : upper - at])
+            at += part.numel()
+        if len(found) == 1:
+            return found[0]
+        return torch.cat(found) if found else torch.empty(0)
+
+
+@dataclass(frozen=True)
+class Adam:
+    """What the optimizer remembers of one parameter."""
+
+    exp_avg: Pieces
+    """First moment, FP32, in gradient units."""
+    exp_avg_sq: Pieces
+    """Second moment, FP32, in squared gradient units."""
+    step: int
+    """Updates so far, for the bias correction."""

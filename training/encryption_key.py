@@ -1,0 +1,74 @@
+"""The key of encrypted checkpoints: where it comes from, and how it stays out of everything that is written down."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from config.errors import UserError
+from config.secrets import decoded_key, place_of_key
+
+
+class Key:
+    """A 256-bit key. It is in no text that this class gives."""
+
+    def __init__(self, secret: bytes) -> None:
+        """Raises ValueError unless there are 32 bytes."""
+        if len(secret) != 32:
+            raise ValueError(f"a key has 32 bytes, not {len(secret)}")
+        self._secret = secret
+
+    @classmethod
+    def from_setting(cls, setting: str, name: str = "checkpoint.encryption_key") -> Key:
+        """The key that "env:NAME" or "file:PATH" holds, as 64 hexadecimal digits or base64.
+
+        name: of the setting, for errors. Raises UserError, which never shows what the setting or the place holds when
+        that may be the key.
+        """
+        kind, place = place_of_key(setting, name)
+        text = _from_environment(place, name) if kind == "env" else _from_file(Path(place).expanduser(), name)
+        secret = decoded_key(text.strip())
+        if secret is None:
+            raise UserError(f"{name} = {setting}: holds no 256-bit key; make one with `openssl rand -hex 32`")
+        return cls(secret)
+
+    @property
+    def id(self) -> str:
+        """Tells keys apart and does not give them away: the first 8 bytes of the SHA-256, in hexadecimal."""
+        return hashlib.sha256(self._secret).hexdigest()[:16]
+
+    def cipher(self, header: bytes) -> tuple[AESGCM, bytes]:
+        """Of the file with this header: its cipher and the first 7 bytes of its nonces."""
+        derived = HKDF(algorithm=hashes.SHA256(), length=39, salt=header[20:], info=header[:20]).derive(self._secret)
+        return AESGCM(derived[:32]), derived[32:]
+
+    def __repr__(self) -> str:
+        return f"Key({self.id})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a key is not pickled; give its setting to the other process")
+
+
+def _from_environment(name: str, setting: str) -> str:
+    if not os.environ.get(name):
+        raise UserError(f"{setting} = env:{name}: there is no such variable in the environment of this process")
+    return os.environ[name]
+
+
+def _from_file(path: Path, setting: str) -> str:
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(1024)
+    except OSError as error:
+        raise UserError(f"{setting} = file:{path}: cannot be read: {error.strerror or error}") from error
+    if stat.S_IMODE(mode) & 0o027:
+        raise UserError(f"{setting} = file:{path}: others may read or change it; run `chmod 600 {path}`")
+    return text.decode(errors="replace")

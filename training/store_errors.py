@@ -1,0 +1,146 @@
+"""Which errors of an object store pass by themselves, what to say of the others, and no secret in either.
+
+Stores speak through many libraries (botocore, aiohttp, gcsfs, adlfs), none of which has to be installed, so an error is
+judged by what those agree on: an HTTP status, S3's error code, the names of the transport's exceptions.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from config.secrets import ADVICE, WITH_PASSWORD
+
+_PASSING_CODES = {
+    "InternalError",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+    "RequestLimitExceeded",
+    "RequestTimeout",
+    "OperationAborted",
+    "IncompleteBody",
+    "BadDigest",
+    "NoSuchUpload",
+    "XAmzContentSHA256Mismatch",
+    "XAmzContentChecksumMismatch",
+}
+_PASSING_NUMBERS = {
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EPIPE,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETRESET,
+    errno.ENETUNREACH,
+    errno.ETIMEDOUT,
+}
+# Of botocore, aiohttp, urllib3, requests and azure-core; a base class covers those that derive from it.
+_TRANSPORT = {
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "ConnectionClosedError",
+    "ConnectionError",
+    "FSTimeoutError",
+    "HTTPClientError",
+    "IncompleteRead",
+    "IncompleteReadError",
+    "ProtocolError",
+    "ResponseParserError",
+    "ResponseStreamingError",
+    "ServiceRequestError",
+    "ServiceResponseError",
+    "TimeoutError",
+    "gaierror",
+}
+_NETWORK = "check the network and checkpoint.storage_options.endpoint_url"
+_WHAT_TO_DO = {
+    401: f"check the credentials: {ADVICE}",
+    403: "check that these credentials may read, write, list and delete there, and use the key named for encryption",
+    "NoSuchBucket": "make the bucket, or correct checkpoint.dir",
+    "NoCredentialsError": ADVICE,
+    "ProfileNotFound": "check AWS_PROFILE and storage_options.profile",
+    "EndpointConnectionError": _NETWORK,
+    "ConnectTimeoutError": _NETWORK,
+    "ClientConnectorError": _NETWORK,
+    "gaierror": _NETWORK,
+    "PermissionError": "check that these credentials may read, write, list and delete there",
+}
+_IN_ENVIRONMENT = re.compile(r"SECRET|TOKEN|PASSW|KEY|CONNECTION_STRING|CREDENTIAL")
+
+
+class StoreError(OSError):
+    """The store did not do what it was asked, and asking again did not help. One line: the URL, what, what to do."""
+
+
+def passes(error: BaseException) -> bool:
+    """Whether the same request may well succeed a little later: 5xx, throttling, a time-out, a cut connection."""
+    for cause in _causes(error):
+        status, code = _status(cause), _code(cause)
+        if code in _PASSING_CODES or _TRANSPORT & {kind.__name__ for kind in type(cause).__mro__}:
+            return True
+        if status is not None:
+            return status in (408, 425, 429) or (status >= 500 and status != 501)
+    return any(isinstance(cause, OSError) and cause.errno in _PASSING_NUMBERS for cause in _causes(error))
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether the object is not there, while its bucket is."""
+    return isinstance(error, FileNotFoundError) and not any(_code(cause) == "NoSuchBucket" for cause in _causes(error))
+
+
+def told(error: BaseException) -> str:
+    """The error in one line without credentials, and what can be done about it."""
+    text = next((said for cause in _causes(error) if (said := str(cause))), type(error).__name__)
+    code = next((str(code) for cause in _causes(error) if (code := _code(cause))), "")
+    if code and not code.isdigit() and code not in text:
+        text = f"{code}: {text}"
+    signs = [sign for cause in _causes(error) for sign in (_code(cause), _status(cause), type(cause).__name__)]
+    advice = next((_WHAT_TO_DO[sign] for sign in signs if sign in _WHAT_TO_DO), None)
+    line = without_secrets(" ".join(text.split()))[:300]
+    return f"{line}; {advice}" if advice else line
+
+
+def without_secrets(text: str) -> str:
+    """`text` without values of the environment that are credentials, and without the query of any URL."""
+    for name, value in os.environ.items():
+        if len(value) >= 6 and _IN_ENVIRONMENT.search(name):
+            text = text.replace(value, f"<{name}>")
+    return re.sub(r"(https?://[^\s?\"']*)\?[^\s\"']*", r"\1", WITH_PASSWORD.sub("://", text))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _response(error: BaseException) -> Mapping[str, Any]:
+    response = getattr(error, "response", None)
+    return response if isinstance(response, Mapping) else {}
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status, as botocore, aiohttp (status), azure-core (status_code) or gcsfs (code) has it."""
+    found = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    for name in ("status", "status_code", "code"):
+        found = found if found is not None else getattr(error, name, None)
+    try:
+        return int(found) if found is not None and 300 <= int(found) < 600 else None
+    except (TypeError, ValueError):
+        return None
+
+
+def _code(error: BaseException) -> str | None:
+    code = _response(error).get("Error", {}).get("Code")
+    return str(code) if code else None
