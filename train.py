@@ -35,16 +35,19 @@ def run(resolved: Resolved) -> int:
     corpus = prepare(config.data, progress=resolved.rank == 0)
     shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
 
-    from training import distributed
+    from training import distributed, lost_rank
     from training.build import build
     from training.finish import finish
     from training.loop import train
 
-    place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
+    place = distributed.join(resolved)
     try:
-        parts, progress = build(resolved, corpus, shape, place)
-        ending = train(parts, progress)
-        finish(parts, corpus, ending)
+        with lost_rank.watched(place):
+            parts, progress = build(resolved, corpus, shape, place)
+            ending = train(parts, progress)
+            finish(parts, corpus, ending)
+    except lost_rank.LostRank:
+        return lost_rank.LOST
     finally:
         distributed.stop()
     return ending.exit_code

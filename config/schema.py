@@ -41,6 +41,8 @@ class RunSection:
     max_minutes: float | None = limit(None, above=0.0)
     """[minutes] Time from the first step of a session after which the run saves and ends with exit code 75, to be gone
     on with, as on SIGTERM. null: no limit."""
+    timeout_minutes: float = limit(30.0, above=0.0)
+    """[minutes] How long a collective waits for a rank before the run ends, naming it."""
     seed: int = limit(0, at_least=0)
     """[integer] Seed of the initial weights, of the data order and of dropout."""
     resume: str = "auto"

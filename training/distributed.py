@@ -22,6 +22,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
+from config.command_line import Resolved
+
 
 @dataclass(frozen=True)
 class Place:
@@ -76,6 +78,14 @@ class Place:
         )
 
 
+def join(resolved: Resolved) -> Place:
+    """Join the process group of a run, as its config and the launcher's environment say. Raises as `start` does."""
+    minutes = resolved.config.run.timeout_minutes
+    return start(
+        rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank, timeout_minutes=minutes
+    )
+
+
 def start(*, rank: int, world_size: int, local_rank: int, timeout_minutes: float = 30.0) -> Place:
     """Join the process group and take this rank's device.
 
@@ -98,7 +108,10 @@ def start(*, rank: int, world_size: int, local_rank: int, timeout_minutes: float
         if rank == 0:
             _tell_about_the_build("deepspeed_shm_comm")
     accelerator.set_device(local_rank)
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=timeout_minutes))
+    timeout = timedelta(minutes=timeout_minutes)
+    if _restarted_by_torchrun():
+        _join_apart_from_the_dead(rank, world_size, timeout)
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
         raise RuntimeError(
             f"the launcher said rank {rank} of {world_size}, the process group says rank {dist.get_rank()} of "
@@ -126,6 +139,30 @@ def stop() -> None:
     """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _restarted_by_torchrun() -> bool:
+    """Whether torchrun --max-restarts started this process in place of one that died, on a single machine.
+
+    Over several machines torchrun's count of restarts need not be the same everywhere.
+    """
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0 and os.environ.get("GROUP_WORLD_SIZE") == "1"
+
+
+def _join_apart_from_the_dead(rank: int, world_size: int, timeout: timedelta) -> None:
+    """Make the process group under names of its own in the launcher's store.
+
+    torch 2.13 keeps that store through a restart, with the addresses of the processes that died in it: gloo then fails
+    with `connectFullMesh ... Connection refused`, unless all ranks happen to come at the same moment.
+    """
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    dist.init_process_group(
+        get_accelerator().communication_backend_name(),
+        store=dist.PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
 
 
 def _share_cores() -> None:

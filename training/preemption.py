@@ -26,7 +26,9 @@ class Preemption:
     @property
     def reason(self) -> str:
         """Why the run stops, as far as this rank knows."""
-        return "run.max_minutes is up" if self._time_is_up else "asked to stop by SIGTERM or SIGUSR1"
+        if self._signalled:
+            return "asked to stop by SIGTERM or SIGUSR1"
+        return "run.max_minutes is up" if self._time_is_up else "another rank was asked to stop by SIGTERM or SIGUSR1"
 
     @property
     def _time_is_up(self) -> bool:

@@ -1,0 +1,1 @@
+"""How a run starts: launcher configs, and a supervisor that starts a job again."""

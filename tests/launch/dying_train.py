@@ -1,0 +1,41 @@
+"""train.py, told to die: one argument is HOW:RANK:STEP:MARK, the others are train.py's own command line.
+
+HOW is the name of a signal, or `error` for an exception. That rank dies when it has made that step, and leaves the file
+MARK; where the file is, it lives. Without a MARK it dies each time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import train
+from training import loop
+
+
+def main(arguments: list[str]) -> int:
+    """Run the job."""
+    told = next(word for word in arguments if not word.startswith("--"))
+    how, rank, step, mark = told.split(":")
+    attempt = loop.attempt
+
+    def die(parts: Any, progress: Any) -> Any:
+        made = attempt(parts, progress)
+        if (parts.engine.place.rank, made[0].step) == (int(rank), int(step)) and not (mark and Path(mark).exists()):
+            if mark:
+                Path(mark).touch()
+            if how == "error":
+                raise ValueError("a bug of our own")
+            os.kill(os.getpid(), signal.Signals[how])
+            signal.pause()  # SIGSTOP comes back here
+        return made
+
+    loop.attempt = die
+    return train.main([word for word in arguments if word != told])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

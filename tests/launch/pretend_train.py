@@ -1,0 +1,54 @@
+"""Stands in for train.py where only the end of a run counts: writes the events it was told to, and ends as it was told.
+
+The environment's PRETEND is a JSON list: what to do at each start, the last one again and again. `steps`: last step
+attempted, `saved`: step of a checkpoint, `end`: [exit code, reason] of its run_end, `exit`: its own exit code, `leave`:
+leave a process behind that outlives it, `wait`: until SIGUSR1 comes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> int:
+    """Run the pretended job."""
+    settings = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+    folder = Path(settings["run.dir"]) / settings["run.name"]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "starts").open("a+") as starts:
+        starts.write(f"{time.time()} {settings.get('run.resume', 'never')}\n")
+        starts.seek(0)
+        count = len(starts.readlines())
+    plan = json.loads(os.environ["PRETEND"])
+    told = plan[min(count, len(plan)) - 1]
+    asked: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
+    write(folder, "run_start", 0)
+    if told.get("steps"):
+        write(folder, "step", told["steps"])
+    if told.get("saved"):
+        write(folder, "checkpoint", told["saved"])
+    if told.get("leave"):
+        left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        (folder / "left").write_text(str(left.pid))
+    while told.get("wait") and not asked:
+        time.sleep(0.05)
+    if told.get("end"):
+        write(folder, "run_end", told.get("steps", 0), exit_code=told["end"][0], reason=told["end"][1])
+    return int(told["exit"])
+
+
+def write(folder: Path, event: str, step: int, **fields: object) -> None:
+    """One event."""
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": event, "step": step, "time": time.time(), **fields}) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""A job is started again when, and only when, that helps; and goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.training.launches import BIN, ROOT, command, events
+
+DIED = {"exit": 1, "steps": 3, "saved": 2}
+
+
+def pretended(folder, *plan, options=(), overrides=()):
+    """A supervised job that does what `plan` says."""
+    job = ["python", str(ROOT / "tests/launch/pretend_train.py"), "--config", str(ROOT / "config/recipes/demo.yaml")]
+    job += [f"run.dir={folder}", "run.name=it", *overrides]  # the recipe says run.resume: never
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch.supervise", "--wait", "0.1", *options, "--", *job],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PRETEND": json.dumps(plan)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def starts(folder):
+    """How often the job was started."""
+    path = folder / "it" / "starts"
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+@pytest.mark.parametrize(
+    ("told", "code"),
+    [
+        ({"exit": 0, "steps": 3, "end": [0, ""]}, 0),
+        ({"exit": 1, "steps": 3, "end": [0, ""]}, 1),  # done, then failed to write its report
+        ({"exit": 2}, 2),
+        ({"exit": 1, "steps": 3, "end": [3, "nan"]}, 3),  # torchrun makes 1 of everything
+        ({"exit": 1, "steps": 3, "end": [74, "full"]}, 74),
+        ({"exit": 1, "steps": 3, "end": [75, "run.max_minutes is up"]}, 75),
+    ],
+)
+def test_what_has_ended_is_not_started_again(tmp_path, told, code):
+    job = pretended(tmp_path, told)
+    output, _ = job.communicate(timeout=30)
+    assert job.returncode == code, output
+    assert starts(tmp_path) == 1
+
+
+def test_the_time_is_up_also_when_only_another_rank_noticed(tmp_path):
+    """Rank 0, which writes the record, may be a moment behind the rank whose clock ran out first."""
+    told = {"exit": 75, "steps": 3, "end": [75, "another rank was asked to stop by SIGTERM or SIGUSR1"]}
+    job = pretended(tmp_path, told, overrides=["run.max_minutes=1e-7"])
+    assert job.wait(timeout=30) == 75
+    assert starts(tmp_path) == 1
+
+
+@pytest.mark.parametrize("first", [DIED, {"exit": 75, "steps": 3, "end": [75, "asked to stop by SIGTERM or SIGUSR1"]}])
+def test_what_died_is_started_again_and_its_end_is_ours(tmp_path, first):
+    job = pretended(tmp_path, first, {"exit": 1, "steps": 6, "end": [3, "nan"]})
+    output, _ = job.communicate(timeout=30)
+    assert job.returncode == 3, output
+    assert starts(tmp_path) == 2
+    assert "restart 1 of 5 in 0.1 s" in output
+    resumed = [line.split()[-1] for line in (tmp_path / "it" / "starts").read_text().splitlines()]
+    assert resumed == ["never", "auto" if first.get("saved") else "never"]
+
+
+def test_a_job_that_gets_no_further_is_given_up(tmp_path):
+    job = pretended(tmp_path, DIED)
+    output, _ = job.communicate(timeout=30)
+    assert job.returncode == 1
+    assert starts(tmp_path) == 3
+    assert "2 starts in a row did not get beyond step 3: given up" in output.splitlines()[-1]
+
+
+def test_restarts_are_bounded_also_when_each_gets_further(tmp_path):
+    job = pretended(tmp_path, *({"exit": 1, "steps": step} for step in range(1, 9)), options=["--restarts", "3"])
+    output, _ = job.communicate(timeout=30)
+    assert job.returncode == 1
+    assert starts(tmp_path) == 4
+    assert "given up after 3 restarts within 60 minutes" in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_to_the_supervisor_saves_and_ends_the_run(tmp_path, number):
+    job = pretended(tmp_path, {"exit": 1, "steps": 3, "wait": True, "end": [75, "asked to stop by SIGTERM or SIGUSR1"]})
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "it" / "events.jsonl").is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    job.send_signal(number)
+    output, _ = job.communicate(timeout=30)
+    assert job.returncode == 75, output
+    assert starts(tmp_path) == 1
+    assert f"{number.name}: the run saves and ends" in output
+
+
+def test_a_second_signal_kills(tmp_path):
+    job = pretended(tmp_path, {"exit": 0, "steps": 3, "wait": True})
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "it" / "events.jsonl").is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.2)
+    pid = int(subprocess.check_output(["pgrep", "-P", str(job.pid)], text=True))
+    os.kill(pid, signal.SIGSTOP)  # so that it does not see the first one
+    job.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=30)
+    assert job.returncode == 1
+    assert "SIGTERM: the job is killed" in output
+    assert starts(tmp_path) == 1
+
+
+def test_a_process_that_outlives_its_launcher_is_ended_before_the_next_start(tmp_path):
+    job = pretended(tmp_path, {**DIED, "leave": True}, {"exit": 0, "end": [0, ""]})
+    output, _ = job.communicate(timeout=30)
+    assert job.returncode == 0, output
+    assert not Path(f"/proc/{(tmp_path / 'it' / 'left').read_text()}").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--", "torchrun"], "no train.py behind --"),
+        (["--", "nowhere", "train.py"], "--config FILE is missing behind train.py"),
+        (["--", "nowhere", "train.py", "--config", "config/recipes/demo.yaml"], "cannot start nowhere"),
+        (["--", "torchrun", "train.py", "--config", "config/recipes/demo.yaml", "run.stpes=3"], "did you mean"),
+        (["--restart-me", "--", "torchrun"], "unrecognized arguments: --restart-me"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.supervise", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One folder for the real jobs: the corpus is prepared once."""
+    return tmp_path_factory.mktemp("jobs")
+
+
+def real(folder, name, launcher, told=None):
+    """The command line of a small real job that saves every step, with or without a rank told to die."""
+    line = command(launcher, folder, name, "checkpoint.every_steps=1", "evaluate.every_steps=0", "generate.tokens=0")
+    at = next(index for index, word in enumerate(line) if word.endswith("train.py"))
+    if told:
+        line[at : at + 1] = [str(ROOT / "tests/launch/dying_train.py"), told]
+    return line
+
+
+def finish(line, *, before=()):
+    """What a job printed, with the seconds of each line, and its exit code."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    job = subprocess.Popen(
+        [*before, *line], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines = [(time.monotonic(), text) for text in job.stdout]
+    return lines, job.wait(timeout=30)
+
+
+def trace(folder, name):
+    """The last attempt at each step of a job, without times and memory."""
+    keys = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
+    last = {event["step"]: [event[key] for key in keys] for event in events(folder, name, "step")}
+    return [last[step] for step in sorted(last)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder):
+    """The steps of a job that nothing disturbed."""
+    _, code = finish(real(folder, "unbroken", "torchrun"))
+    assert code == 0
+    return trace(folder, "unbroken")
+
+
+NAMED = r"error: rank {} \(pid \d+ on .*\) was killed by SIGKILL, seen at .* UTC \(.*\); rank {} stops, exit code 69"
+
+
+def test_torchrun_restarts_a_job_whose_rank_0_was_killed(folder, unbroken):
+    line = real(folder, "elastic", "torchrun", f"SIGKILL:0:3:{folder}/elastic.mark")
+    lines, code = finish([line[0], "--max-restarts", "1", *line[1:]])
+    output = "".join(text for _, text in lines)
+    assert code == 0, output
+    assert re.search(NAMED.format(0, 1), output)
+    assert [event["resumed_from"] is not None for event in events(folder, "elastic", "run_start")] == [False, True]
+    assert trace(folder, "elastic") == unbroken
+
+
+def test_a_supervised_deepspeed_job_whose_rank_1_was_killed_goes_on(folder, unbroken):
+    line = real(folder, "supervised", "deepspeed", f"SIGKILL:1:3:{folder}/supervised.mark")
+    lines, code = finish(line, before=[sys.executable, "-m", "launch.supervise", "--wait", "0.1", "--"])
+    output = "".join(text for _, text in lines)
+    assert code == 0, output
+    assert re.search(NAMED.format(1, 0), output)
+    named = next(moment for moment, text in lines if text.startswith("error: rank 1"))
+    ended = next(moment for moment, text in lines if text.startswith("supervise: rank 1 (pid"))
+    assert ended - named < 30
+    assert [event["resumed_from"] is not None for event in events(folder, "supervised", "run_start")] == [False, True]
+    assert trace(folder, "supervised") == unbroken

@@ -1,0 +1,160 @@
+"""What Linux tells about a process that is not our child: whether it is there, how it ended, whether memory ran out.
+
+All of it is read from /proc and /sys/fs/cgroup, as proc(5) and the kernel's cgroup documents describe them. A file that
+cannot be read, as on another system, is something not known, never an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_ENDED = "ZX"
+# include/uapi/linux/pidfd.h: PIDFD_GET_INFO is _IOWR(0xFF, 11, struct pidfd_info), first version; exit_code is last.
+_PIDFD_INFO_BYTES = 64
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11
+_PIDFD_INFO_EXIT = 1 << 3
+_WORDS = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for a disk or a network file system"}
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of the run, so that it cannot be taken for another one of the same number."""
+
+    rank: int
+    host: str
+    pid: int
+    started: int
+    """Clock ticks from the machine's start to the process's; 0 where it is not known."""
+    machine: str
+    """The same for two processes that see each other's process numbers."""
+
+    @classmethod
+    def here(cls, rank: int) -> Member:
+        """This process."""
+        boot = _read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
+        pid = os.getpid()
+        return cls(rank, socket.gethostname(), pid, _started(pid), f"{boot} {_link('/proc/self/ns/pid')}")
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs. Only for a member of this machine."""
+        state = _stat(self.pid)
+        return bool(state) and state[0] not in _ENDED and int(state[19]) == self.started
+
+    @property
+    def standstill(self) -> str | None:
+        """Why it does not run although it is there, in words; None when it runs, waits as usual, or has ended."""
+        state = _stat(self.pid)
+        return _WORDS.get(state[0]) if state and int(state[19]) == self.started else None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid} on {self.host})"
+
+
+@dataclass(frozen=True)
+class MemoryKills:
+    """How many processes the kernel has killed for want of memory: in this process's cgroup, and on the machine."""
+
+    group: int | None
+    machine: int | None
+
+    @classmethod
+    def now(cls) -> MemoryKills:
+        """The counters as they stand; None for one that cannot be read."""
+        found = None
+        for line in _read("/proc/self/cgroup").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                names = [f"/sys/fs/cgroup{path}/memory.events", "/sys/fs/cgroup/memory.events"]
+            elif "memory" in controllers.split(","):
+                names = [f"/sys/fs/cgroup/memory{path}/memory.oom_control", "/sys/fs/cgroup/memory/memory.oom_control"]
+            else:
+                continue
+            for name in names:
+                found = found if found is not None else _counter(name, "oom_kill")
+        return cls(found, _counter("/proc/vmstat", "oom_kill"))
+
+    def since(self, before: MemoryKills) -> str:
+        """What the counters say about a SIGKILL between `before` and now, in words."""
+        for here, earlier, where in ((self.group, before.group, "cgroup"), (self.machine, before.machine, "machine")):
+            if here is not None and earlier is not None and here > earlier:
+                return f"out of memory: this {where}'s count of out-of-memory kills rose from {earlier} to {here}"
+        if self.machine is None:
+            return "most often the machine ran out of memory"
+        return "the kernel counted no out-of-memory kill here: most likely a person or the batch system"
+
+
+def exit_status(member: Member, handle: int | None = None) -> int | None:
+    """A process's exit code, or minus the signal that ended it; None when it has not ended, or nobody knows.
+
+    handle: a pidfd opened while it lived, by which Linux 6.15 and later tell for good. Before that the kernel keeps the
+    status only until the parent asks for it, so ask at once.
+    """
+    state = _stat(member.pid)
+    if state and state[0] in _ENDED and int(state[19]) == member.started:
+        return _code(int(state[49]))
+    told = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT).ljust(_PIDFD_INFO_BYTES, b"\0"))
+    with suppress(
+        OSError
+    ):  # the kernel fills it in when the parent asks, just before the zombie goes: hence this order
+        if handle is not None:
+            fcntl.ioctl(handle, _PIDFD_GET_INFO, told)
+            if struct.unpack_from("Q", told)[0] & _PIDFD_INFO_EXIT:
+                return _code(struct.unpack_from("i", told, _PIDFD_INFO_BYTES - 4)[0])
+    return None
+
+
+def _code(status: int) -> int:
+    """A wait status, as in waitpid(2), as subprocess gives it."""
+    return -(status & 0x7F) if status & 0x7F else status >> 8
+
+
+def how_it_ended(status: int | None) -> str:
+    """An exit status in words, as in "was killed by SIGKILL"."""
+    if status is None:
+        return "has ended, how is not known"
+    if status >= 0:
+        return f"ended with exit code {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third, the state, on; empty when there is no such process."""
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def _started(pid: int) -> int:
+    state = _stat(pid)
+    return int(state[19]) if state else 0
+
+
+def _counter(path: str, name: str) -> int | None:
+    for line in _read(path).splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return ""
