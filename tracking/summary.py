@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+import numpy as np
 
 from config import yaml_text
 from config.errors import UserError
 from tracking.events import Event
-from tracking.jsonl import read_events, surviving
 from tracking.run_dir import RunDir
+from tracking.run_facts import read_facts
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,8 @@ class Summary:
     """One run in numbers. Losses in nats, times in seconds, memory in bytes; None where nothing was recorded.
 
     `steps` and everything counted per step tell about the surviving history (see `tracking.jsonl.surviving`);
-    scale events, incidents and non-finite tensors are counted over all sessions.
+    scale events, incidents and non-finite tensors are counted over all sessions. `nonfinite` holds at most
+    `tracking.run_facts.MOST_MARKS` events.
     """
 
     name: str
@@ -59,68 +59,52 @@ class Summary:
 
 
 def summarise(run_dir: RunDir) -> Summary:
-    """Sum up `run_dir/events.jsonl`. Raises UserError when there is none or nothing has been recorded."""
-    events = list(read_events(run_dir.events))
-    starts = [event for event in events if event["event"] == "run_start"]
-    if not starts:
+    """Sum up `run_dir/events.jsonl`, in one pass, 136 bytes a step. Raises UserError when there is none or nothing
+    has been recorded.
+    """
+    facts = read_facts(run_dir.events, run_dir.name)
+    if not facts.start:
         raise UserError(f"{run_dir.events}: no run_start event; nothing was recorded in this run folder")
-    state = surviving(events)
-    steps = _only(state, "step")
-    losses = [(event["loss"], event["step"]) for event in steps if math.isfinite(event["loss"])]
-    norms = [e["grad_norm"] for e in steps if e["grad_norm"] is not None and math.isfinite(e["grad_norm"])]
-    evals, scales, checkpoints = _only(state, "eval"), _only(events, "scale"), _only(state, "checkpoint")
-    ends = [event for event in events if event["event"] == "run_end" and event["time"] >= starts[-1]["time"]]
-    best = min(losses, default=(None, None))
-    memory = [event["memory_bytes"] for event in steps if event["memory_bytes"]]
+    steps, marks = facts.columns, facts.marks
+    finite = np.flatnonzero(np.isfinite(steps.loss))
+    losses = steps.loss[finite]
+    best = int(np.argmin(losses)) if losses.size else None
+    norms = steps.grad_norm[np.isfinite(steps.grad_norm)]
+    evals, checkpoints = marks.get("eval", []), marks.get("checkpoint", [])
+    memory = steps.memory_bytes[steps.memory_bytes > 0]
     return Summary(
         name=run_dir.name,
-        status=ends[-1]["status"] if ends else "running or crashed (no run_end event)",
-        exit_code=ends[-1]["exit_code"] if ends else None,
-        sessions=len(starts),
-        start=starts[-1],
+        status=facts.end["status"] if facts.end else "running or crashed (no run_end event)",
+        exit_code=facts.end["exit_code"] if facts.end else None,
+        sessions=facts.counts["run_start"],
+        start=facts.start,
         steps=len(steps),
-        applied=sum(event["applied"] for event in steps),
-        skipped=sum(not event["applied"] for event in steps),
-        tokens=max((event["tokens"] for event in steps), default=0),
-        first_loss=losses[0][0] if losses else None,
-        last_loss=losses[-1][0] if losses else None,
-        best_loss=best[0],
-        best_loss_step=best[1],
-        nonfinite_losses=len(steps) - len(losses),
+        applied=int(np.count_nonzero(steps.applied)),
+        skipped=int(np.count_nonzero(~steps.applied)),
+        tokens=int(steps.tokens.max()) if len(steps) else 0,
+        first_loss=float(losses[0]) if losses.size else None,
+        last_loss=float(losses[-1]) if losses.size else None,
+        best_loss=None if best is None else float(losses[best]),
+        best_loss_step=None if best is None else int(steps.step[finite[best]]),
+        nonfinite_losses=len(steps) - losses.size,
         first_eval_loss=evals[0]["loss"] if evals else None,
         eval_loss=evals[-1]["loss"] if evals else None,
         perplexity=evals[-1]["perplexity"] if evals else None,
-        grad_norm_median=median(norms) if norms else None,
-        grad_norm_max=max(norms, default=None),
-        clipped=sum(1 for event in steps if (event["clip_coefficient"] or 1.0) < 1.0),
-        scale_reasons=dict(Counter(event["reason"] for event in scales)),
-        first_scale=steps[0]["loss_scale"] if steps else None,
-        last_scale=steps[-1]["loss_scale"] if steps else None,
-        incidents=len(_only(events, "incident")),
-        nonfinite=_only(events, "nonfinite"),
-        notes=[event["text"] for event in _only(events, "note")],
-        tokens_per_second=median(e["tokens_per_second"] for e in steps) if steps else None,
-        step_seconds=median(e["step_seconds"] for e in steps) if steps else None,
-        wall_seconds=_wall_seconds(events),
-        memory_bytes=max(memory, default=None),
+        grad_norm_median=float(np.median(norms)) if norms.size else None,
+        grad_norm_max=float(norms.max()) if norms.size else None,
+        clipped=int(np.count_nonzero((steps.clip_coefficient < 1.0) & (steps.clip_coefficient != 0.0))),
+        scale_reasons=dict(facts.scale_reasons),
+        first_scale=float(steps.loss_scale[0]) if len(steps) else None,
+        last_scale=float(steps.loss_scale[-1]) if len(steps) else None,
+        incidents=facts.counts["incident"],
+        nonfinite=marks.get("nonfinite", []),
+        notes=[event["text"] for event in marks.get("note", [])],
+        tokens_per_second=float(np.median(steps.tokens_per_second)) if len(steps) else None,
+        step_seconds=float(np.median(steps.step_seconds)) if len(steps) else None,
+        wall_seconds=facts.wall_seconds,
+        memory_bytes=int(memory.max()) if memory.size else None,
         checkpoint=checkpoints[-1]["path"] if checkpoints else None,
     )
-
-
-def _only(events: list[Event], kind: str) -> list[Event]:
-    return [event for event in events if event["event"] == kind]
-
-
-def _wall_seconds(events: list[Event]) -> float:
-    """Time between the first and the last event of each session, summed: pauses between sessions do not count."""
-    total, start, last = 0.0, None, 0.0
-    for event in events:
-        if event["event"] == "run_start" and start is not None:
-            total += last - start
-        if event["event"] == "run_start" or start is None:
-            start = event["time"]
-        last = event["time"]
-    return total + (last - start if start is not None else 0.0)
 
 
 def read_inputs(run_dir: RunDir) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

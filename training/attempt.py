@@ -27,6 +27,7 @@ def attempt(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, Heal
     """One optimizer step: where the run is afterwards, what the guard said, and what all ranks saw."""
     started, engine, guard = time.perf_counter(), parts.engine, parts.guard
     batch = parts.batches.next_step()
+    waited = time.perf_counter() - started
     watch, telemetry = _watch(parts, progress), _due_telemetry(parts, progress)
     with watch or nullcontext(), telemetry.watching(batch) if telemetry else nullcontext():
         outcome = engine.forward_backward(batch, step=batch.position + 1)
@@ -45,7 +46,8 @@ def attempt(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, Heal
     update = engine.step(health, _learning_rate(parts, progress), apply=judgement.verdict is Verdict.STEP)
     progress = progress.after(tokens=_tokens(parts), applied=update.applied)
     guard.note(seen, judgement, applied=update.applied)
-    record_step(parts.record, engine, progress, batch, health, update, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    record_step(parts.record, engine, progress, batch, health, update, seconds=seconds, waited=waited)
     record_causes(parts.record, progress, causes)
     if watch is not None:
         _verify_precision(parts, progress, watch)

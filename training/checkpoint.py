@@ -82,6 +82,7 @@ class Checkpoints:
         self._save: Save | None = None
         self._ended: list[Saved | SaveFailed] = []
         self._beside: Place | None = None
+        self._asked = False
         self._untold: list[str] = []
         self._sound: set[Path] = set()
 
@@ -166,7 +167,8 @@ class Checkpoints:
             if self._remote is not None:
                 self._remote.require_empty(self.place)
             return None
-        if resume == "auto" and self._remote is not None:
+        if resume == "auto" and self._remote is not None and not self._asked:
+            self._asked = True  # once: later the folder has what this session saved, store or no store
             self._remote.fetch(self.place, self.folder, lambda text: self._untold.append(self._tell(text)))
         refused: list[str] = []
         for path in self.place.from_main(self._choice(resume) if self.place.is_main else None):

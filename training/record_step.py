@@ -24,11 +24,13 @@ def record_step(
     batch: Batch,
     health: Health,
     update: Update,
+    *,
     seconds: float,
+    waited: float,
 ) -> None:
     """The `step` event, and a `scale` event when the loss scale or its hysteresis changed.
 
-    progress: after the step. seconds: of the whole step, data wait included. The momentum norm of a scale event is a
+    progress: after the step. seconds: of the whole step, data wait included. waited: seconds for the batch. The momentum norm of a scale event is a
     collective; every rank sees the same change, so every rank comes here.
     """
     where = {"step": progress.step, "tokens": progress.tokens}
@@ -46,6 +48,7 @@ def record_step(
         applied=update.applied,
         skipped_total=progress.skipped,
         step_seconds=seconds,
+        data_seconds=waited,
         tokens_per_second=tokens / seconds,
         memory_bytes=health.memory_bytes,
         sample_ids_sha256=sample_ids_sha256(batch.sample_ids),

@@ -1,0 +1,273 @@
+"""Who is better: each measure of each run, losses at equal tokens and at equal time among them.
+
+A loss "at" a place is the mean over the applied steps of the window that ends there, WINDOW of the way, since single
+steps are noisy. A validation loss is interpolated between the two evaluations around the place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tracking.console import duration
+from tracking.run_facts import RunFacts
+
+WINDOW = 0.05
+"""Share of the tokens, or of the time, over which a training loss is averaged."""
+
+FEWEST = 10
+"""Steps that a training loss is averaged over at least, where there are as many."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One row: a value a run, in their order. `better`: lower, higher, or empty where neither is.
+
+    value: nan where nothing was recorded. noise: how far each loss may be off by chance, two standard errors of the
+    mean; empty where that is not known. kind: how the value is shown: loss, count, seconds, bytes, rate, share, money
+    or text (then `values` are text).
+    """
+
+    key: str
+    title: str
+    kind: str
+    better: str
+    values: tuple[float | str, ...]
+    noise: tuple[float, ...] = ()
+
+    @property
+    def best(self) -> tuple[int, ...]:
+        """Indices of the best value; none when all are the same, or neither is better."""
+        known = [float(value) for value in self.values if _finite(value)]
+        if not self.better or len(set(known)) < 2:
+            return ()
+        best = (min if self.better == "lower" else max)(known)
+        return tuple(index for index, value in enumerate(self.values) if value == best)
+
+
+def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
+    """Every measure that at least one run has. price: money per device and hour, None leaves costs out."""
+    tokens = _shared(runs, lambda run: run.columns.tokens)
+    seconds = _shared(runs, lambda run: run.columns.seconds)
+    rows = [
+        Measure("status", "status", "text", "", tuple(run.status for run in runs)),
+        _loss("loss_at_equal_tokens", f"training loss at {tokens:,.0f} tokens", runs, tokens, "tokens"),
+        _loss("loss_at_equal_time", f"training loss after {_clock(seconds)}", runs, seconds, "seconds"),
+        *_validation(runs),
+        Measure("steps", "steps attempted", "count", "", _each(runs, lambda run: len(run.columns))),
+        Measure("tokens", "tokens", "count", "", _each(runs, lambda run: _last(run.columns.tokens))),
+        Measure("skipped", "skipped steps", "count", "lower", _each(runs, _skipped)),
+        Measure("scale", "loss scale", "text", "", tuple(_scale(run) for run in runs)),
+        Measure("nonfinite", "non-finite tensors", "count", "lower", _each(runs, lambda run: run.counts["nonfinite"])),
+        Measure("incidents", "incidents", "count", "lower", _each(runs, lambda run: run.counts["incident"])),
+        _median("tokens_per_second", "tokens/s (median)", "rate", "higher", runs),
+        _median("step_seconds", "seconds a step (median)", "seconds", "lower", runs),
+        _median("data_seconds", "data wait a step (median)", "seconds", "lower", runs),
+        Measure("memory_bytes", "peak memory", "bytes", "lower", _each(runs, _peak)),
+        Measure("sessions", "sessions", "count", "", _each(runs, lambda run: max(1, run.counts["run_start"]))),
+        Measure("abandoned", "steps done again", "count", "lower", _each(runs, lambda run: run.abandoned)),
+        Measure("running_seconds", "time in steps", "seconds", "", _each(runs, lambda run: run.running_seconds)),
+        Measure("wall_seconds", "wall time", "seconds", "", _each(runs, lambda run: run.wall_seconds)),
+        _to_reach(runs),
+        *_costs(runs, price),
+    ]
+    return [row for row in rows if any(value != "" if row.kind == "text" else _finite(value) for value in row.values)]
+
+
+def _clock(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
+
+
+def _each(runs: Sequence[RunFacts], value: Callable[[RunFacts], float]) -> tuple[float, ...]:
+    return tuple(float(value(run)) for run in runs)
+
+
+def _shared(runs: Sequence[RunFacts], axis: Callable[[RunFacts], np.ndarray]) -> float:
+    """How far along `axis` every run with steps has come; 0 when none has any."""
+    return min((float(axis(run)[-1]) for run in runs if len(run.columns)), default=0.0)
+
+
+def _loss(key: str, title: str, runs: Sequence[RunFacts], place: float, axis: str) -> Measure:
+    found = [loss_at(run, place, axis) for run in runs]
+    return Measure(key, title, "loss", "lower", tuple(mean for mean, _ in found), tuple(noise for _, noise in found))
+
+
+def loss_at(run: RunFacts, place: float, axis: str) -> tuple[float, float]:
+    """Mean training loss over the last WINDOW up to `place` on `axis` (tokens or seconds), and its noise, in nats.
+
+    FEWEST steps at least; skipped ones do not count. nan when the run has none there; a loss that is not finite makes
+    the mean so.
+    """
+    columns = run.columns
+    at = getattr(columns, axis)
+    until = np.flatnonzero((at <= place) & columns.applied)
+    if not until.size:
+        return math.nan, math.nan
+    count = max(FEWEST, int(np.count_nonzero(at[until] > place * (1 - WINDOW))))
+    losses = columns.loss[until[-count:]]
+    noise = 2 * float(np.std(losses, ddof=1)) / math.sqrt(losses.size) if losses.size > 2 else math.nan
+    return float(np.mean(losses)), noise
+
+
+def evaluations(run: RunFacts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """step, tokens, seconds (running time) and loss of the surviving evaluations, each (evaluations,)."""
+    events = run.marks.get("eval", [])
+    steps = np.array([event["step"] for event in events], float)
+    tokens = np.array([event["tokens"] for event in events], float)
+    losses = np.array([math.nan if event["loss"] is None else float(event["loss"]) for event in events], float)
+    if not len(run.columns):
+        return steps, tokens, np.full(len(events), math.nan), losses
+    at = np.searchsorted(run.columns.step, steps, side="right") - 1
+    seconds = np.where(at >= 0, run.columns.seconds[np.maximum(at, 0)], 0.0)
+    return steps, tokens, seconds, losses
+
+
+def _validation(runs: Sequence[RunFacts]) -> list[Measure]:
+    """Validation loss at equal tokens and at equal time, as far as every run that evaluates has evaluated; the best."""
+    found = [evaluations(run) for run in runs]
+    if not any(len(losses) for *_, losses in found):
+        return []
+    rows = []
+    for axis, key in ((1, "tokens"), (2, "time")):
+        place = min(float(item[axis][-1]) for item in found if len(item[3]))
+        values = tuple(_interpolated(item[axis], item[3], place) for item in found)
+        where = f"at {place:,.0f} tokens" if key == "tokens" else f"after {_clock(place)}"
+        title = f"validation loss {where}"
+        rows.append(Measure(f"validation_at_equal_{key}", title, "loss", "lower", values))
+    best = tuple(float(np.nanmin(item[3])) if np.isfinite(item[3]).any() else math.nan for item in found)
+    return [*rows, Measure("best_validation", "best validation loss", "loss", "lower", best)]
+
+
+def _interpolated(at: np.ndarray, losses: np.ndarray, place: float) -> float:
+    if not len(at) or place < at[0]:
+        return math.nan
+    return float(np.interp(place, at, losses))
+
+
+def _last(values: np.ndarray) -> float:
+    return float(values[-1]) if len(values) else 0.0
+
+
+def _skipped(run: RunFacts) -> float:
+    return float(np.count_nonzero(~run.columns.applied))
+
+
+def _scale(run: RunFacts) -> str:
+    """The scale's way and why it changed; empty for a run that does not scale."""
+    scales = run.columns.loss_scale[np.isfinite(run.columns.loss_scale)]
+    if not scales.size or (np.all(scales == scales[0]) and not run.counts["scale"]):
+        return "" if not scales.size or scales[0] == 1.0 else f"{scales[0]:g}, never changed"
+    reasons: dict[str, int] = {}
+    for event in run.marks.get("scale", ()):
+        reasons[event["reason"]] = reasons.get(event["reason"], 0) + 1
+    why = ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items()))
+    return f"{scales[0]:g} -> {scales[-1]:g} ({why or 'set anew'})"
+
+
+def _median(name: str, title: str, kind: str, better: str, runs: Sequence[RunFacts]) -> Measure:
+    return Measure(name, title, kind, better, _each(runs, lambda run: median(getattr(run.columns, name))))
+
+
+def median(values: np.ndarray) -> float:
+    """Median of the finite values; nan when there is none."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else math.nan
+
+
+def _peak(run: RunFacts) -> float:
+    known = run.columns.memory_bytes[np.isfinite(run.columns.memory_bytes)]
+    return float(known.max()) if known.size and known.max() > 0 else math.nan
+
+
+def _to_reach(runs: Sequence[RunFacts]) -> Measure:
+    """Running time until the mean loss over WINDOW of the run's steps first is what the baseline's is at its end."""
+    goal = loss_at(runs[0], _last(runs[0].columns.tokens), "tokens")[0]
+    title = f"time to the baseline's last loss, {goal:.4f}"
+    return Measure("seconds_to_baseline", title, "seconds", "lower", _each(runs, lambda run: _reached(run, goal)))
+
+
+def _reached(run: RunFacts, goal: float) -> float:
+    columns = run.columns
+    losses, seconds = columns.loss[columns.applied], columns.seconds[columns.applied]
+    width = max(1, round(WINDOW * losses.size))
+    if losses.size < width or not losses.size or not math.isfinite(goal):
+        return math.nan
+    sums = np.concatenate([[0.0], np.cumsum(np.nan_to_num(losses, nan=math.inf, posinf=1e30))])
+    means = (sums[width:] - sums[:-width]) / width
+    there = np.flatnonzero(means <= goal * (1 + 1e-9))
+    return float(seconds[width - 1 + there[0]]) if there.size else math.nan
+
+
+def _costs(runs: Sequence[RunFacts], price: float | None) -> list[Measure]:
+    hours = _each(runs, lambda run: run.wall_seconds / 3600 * run.world_size)
+    rows = [Measure("device_hours", "device hours", "hours", "", hours)]
+    if price is not None:
+        rows.append(Measure("cost", "cost", "money", "lower", tuple(hour * price for hour in hours)))
+        tokens = [_last(run.columns.tokens) for run in runs]
+        each = tuple(
+            hour * price / count * 1e6 if count else math.nan for hour, count in zip(hours, tokens, strict=True)
+        )
+        rows.append(Measure("cost_per_million_tokens", "cost of a million tokens", "money", "lower", each))
+    return rows
+
+
+def _finite(value: float | str) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def verdicts(runs: Sequence[RunFacts], rows: Sequence[Measure]) -> list[str]:
+    """One sentence for each measure that decides: who is best, and by how much of the baseline's, or the next's, value.
+
+    Losses that lie closer than chance explains, and values closer than _EQUAL, have no winner.
+    """
+    told = []
+    for row in rows:
+        if row.key not in _DECIDING or not row.best:
+            continue
+        best, second = _first_two(row)
+        name, gap = runs[best].label, abs(_number(row, best) - _number(row, second))
+        chance = math.hypot(*(row.noise[index] if row.noise else 0.0 for index in (best, second)))
+        equal = _EQUAL.get(row.kind, 0.0) * abs(_number(row, best))
+        if gap <= equal and row.kind not in _EQUAL:
+            continue  # a tie of counts
+        if gap <= equal:
+            told.append(
+                f"{row.title}: no winner, {name} and {runs[second].label} are within {100 * _EQUAL[row.kind]:g} %"
+            )
+        elif gap <= chance:
+            told.append(f"{row.title}: no clear winner, {name} is lowest within the noise of {chance:.2g} nats")
+        else:
+            told.append(f"{row.title}: {name} is best{_margin(row, best, second, runs)}")
+    return told
+
+
+def _margin(row: Measure, best: int, second: int, runs: Sequence[RunFacts]) -> str:
+    against, who = (0, "the baseline") if best else (second, runs[second].label)
+    base = _number(row, against)
+    if not math.isfinite(base) or base == 0:
+        return ""
+    return f", {_number(row, best) / base - 1:+.1%} against {who}"
+
+
+def _first_two(row: Measure) -> tuple[int, int]:
+    known = [index for index, value in enumerate(row.values) if _finite(value)]
+    known.sort(key=lambda index: _number(row, index), reverse=row.better == "higher")
+    return known[0], known[1]
+
+
+def _number(row: Measure, index: int) -> float:
+    return float(row.values[index])
+
+
+_EQUAL = {"loss": 0.0005, "rate": 0.02, "bytes": 0.01, "money": 0.02}
+"""Relative distance below which two values are told as the same; chosen, not measured."""
+
+_DECIDING = frozenset(
+    {
+        *("loss_at_equal_tokens", "loss_at_equal_time", "validation_at_equal_tokens", "validation_at_equal_time"),
+        *("tokens_per_second", "memory_bytes", "skipped", "cost"),
+    }
+)

@@ -1,0 +1,147 @@
+"""A run as wandb has it: from the server, or from the folder of an offline run. Nothing is uploaded.
+
+wandb gets every `tracking.log_every_steps`-th step, so such a run has fewer steps than the run folder it came from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from config.errors import UserError
+from tracking.events import Event
+from tracking.run_facts import Collector, RunFacts
+
+_EVENTS = ("scale", "eval", "checkpoint", "incident", "nonfinite")
+_HEADER, _BLOCK = 7, 1 << 15  # LevelDB's log format, which wandb's file follows
+_WHOLE, _LAST = 1, 4
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "incident": {"verdict": "?", "reason": "", "modules": [], "replay": ""},
+    "nonfinite": {"rank": 0, "module": "?", "tensor": "?", "kind": "?", "count": 0},
+    "scale": {"from": 0.0, "to": 0.0, "reason": "?"},
+    "eval": {"loss": None},
+    "checkpoint": {"path": "?"},
+}
+
+
+def read_wandb(path: str, label: str) -> RunFacts:
+    """The run entity/project/run of the server, or the one that a folder such as runs/x/wandb holds.
+
+    Raises UserError, in one line, when there is no such run or no way to reach it.
+    """
+    rows: Iterable[dict[str, Any]]
+    if Path(path).is_dir():
+        (rows, config), state = offline(Path(path)), ""
+    elif path.count("/") == 2:
+        rows, config, state = _online(path)
+    else:
+        raise UserError(f"wandb:{path}: is neither entity/project/run nor a folder of an offline run")
+    collector = Collector()
+    for event in as_events(rows, config):
+        collector.add(event)
+    if state in ("finished", "crashed", "failed", "killed", "preempted"):
+        collector.add(collector.last | {"event": "run_end", "status": "done" if state == "finished" else state})
+    facts = collector.facts(label, f"wandb:{path}", None)
+    return replace(
+        facts,
+        config=config.get("run") or {},
+        deepspeed=config.get("deepspeed") or {},
+        environment=config.get("environment") or {},
+    )
+
+
+def as_events(rows: Iterable[dict[str, Any]], config: dict[str, Any]) -> Iterator[Event]:
+    """wandb's history rows as the events they were made from, `run_start` first."""
+    environment = config.get("environment") or {}
+    first = {"event": "run_start", "resumed_from": None, "world_size": environment.get("world_size") or 1}
+    compute = ((config.get("run") or {}).get("precision") or {}).get("compute")
+    last: dict[str, Any] = {"step": 0, "tokens": 0, "time": 0.0}
+    for row in rows:
+        where = {"step": row.get("step"), "tokens": row.get("tokens", 0), "time": row.get("_timestamp", 0.0)}
+        if where["step"] is None:
+            continue
+        if first:
+            yield first | where | {"step": 0, "tokens": 0, "compute": compute}
+            first = {}
+        last = where
+        groups = _groups(row)
+        if "train" in groups:
+            fields = groups["train"]
+            yield {"event": "step", **where, **fields, "applied": bool(fields.get("applied", True))}
+        for kind in _EVENTS:
+            if kind in groups:
+                yield {"event": kind, **where, **_DEFAULTS[kind], **groups[kind]}
+        if "run_end" in groups.get("session", {}):
+            yield {"event": "run_end", **where, "status": "ended"}
+    if first:
+        yield first | last | {"compute": compute}
+
+
+def _groups(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """`train/loss: 3` as {"train": {"loss": 3}}; words for what is not finite become floats."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in row.items():
+        group, slash, name = key.partition("/")
+        if slash and value is not None:
+            found.setdefault(group, {})[name] = _NON_FINITE.get(value, value) if isinstance(value, str) else value
+    return found
+
+
+_NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+
+def _online(path: str) -> tuple[Iterable[dict[str, Any]], dict[str, Any], str]:
+    """History rows, config and state from wandb's public API."""
+    import wandb
+
+    try:
+        run = wandb.Api(timeout=20).run(path)
+        return sorted(run.scan_history(), key=lambda row: row.get("_step", 0)), dict(run.config), run.state
+    except Exception as error:  # no login, no network, no such run: the client has an own class for each
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(
+            f"wandb:{path}: cannot be read ({why}); check the name, `wandb login` and the network"
+        ) from None
+
+
+def offline(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """History rows and config of an offline run, from its transaction logs: a session has one each."""
+    from wandb.proto import wandb_internal_pb2 as stored
+
+    files = sorted(folder.glob("*.wandb")) or sorted(folder.glob("offline-run-*/*.wandb"))
+    if not files:
+        raise UserError(f"wandb:{folder}: holds no .wandb file; name the folder of an offline run")
+    rows: list[dict[str, Any]] = []
+    config: dict[str, Any] = {}
+    for message in chain.from_iterable(_messages(file.read_bytes()) for file in files):
+        record = stored.Record.FromString(message)  # type: ignore[attr-defined]
+        kind = record.WhichOneof("record_type")
+        if kind == "history":
+            items = record.history.item
+            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+        elif kind in ("run", "config"):
+            updates = record.run.config.update if kind == "run" else record.config.update
+            config |= {item.key: json.loads(item.value_json) for item in updates if item.key}
+    return rows, config
+
+
+def _messages(content: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log: pieces of a 7-byte header and a payload, in blocks of 32 KiB."""
+    position, message = _HEADER, b""
+    while position + _HEADER <= len(content):
+        if _BLOCK - position % _BLOCK < _HEADER:  # a header never crosses blocks
+            position += _BLOCK - position % _BLOCK
+            continue
+        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+        piece = content[position + _HEADER : position + _HEADER + length]
+        if len(piece) < length:
+            return
+        message += piece
+        position += _HEADER + length
+        if kind in (_WHOLE, _LAST):
+            yield message
+            message = b""

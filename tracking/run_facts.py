@@ -1,0 +1,283 @@
+"""One run as columns: what `events.jsonl` says, read in one pass and kept at 136 bytes a step.
+
+Numbers of steps are arrays, so that two runs of a million steps are held against each other exactly; the events that
+are rare (scale changes, evaluations, checkpoints, incidents) stay whole. Resumed and rolled-back runs are told as
+`tracking.jsonl.surviving` tells them: the last attempt at a step is the one that counts.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from config.errors import UserError
+from tracking.events import Event
+from tracking.jsonl import decode
+
+MOST_MARKS = 20_000
+"""Events of one kind that are kept whole; of more, the first and the newest half."""
+
+_NUMBERS = (
+    "time",
+    "tokens",
+    "loss",
+    "grad_norm",
+    "clip_coefficient",
+    "lr",
+    "loss_scale",
+    "step_seconds",
+    "tokens_per_second",
+    "memory_bytes",
+    "data_seconds",
+)
+_STATE = ("scale", "eval", "checkpoint")  # dropped with the attempt that recorded them
+_LARGE = (b'{"event":"telemetry"', b'{"event": "telemetry"')  # not read here, and worth not parsing
+_HASH_DIGITS = 15  # of sample_ids_sha256: 60 bits, so that they fit a signed 64-bit integer
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One value a surviving step, in step order, each array of shape (steps,); nan where nothing was recorded.
+
+    Units are those of `tracking.events`. `seconds`: running time until after the step, abandoned attempts and resumed
+    sessions included, pauses between sessions not. `order`: the first 60 bits of `sample_ids_sha256`, -1 for none.
+    `offset`: byte of the file at which the step's line begins, -1 for runs that have no file.
+    """
+
+    step: np.ndarray
+    tokens: np.ndarray
+    time: np.ndarray
+    seconds: np.ndarray
+    loss: np.ndarray
+    grad_norm: np.ndarray
+    clip_coefficient: np.ndarray
+    lr: np.ndarray
+    loss_scale: np.ndarray
+    applied: np.ndarray
+    step_seconds: np.ndarray
+    tokens_per_second: np.ndarray
+    memory_bytes: np.ndarray
+    data_seconds: np.ndarray
+    order: np.ndarray
+    offset: np.ndarray
+
+    def __len__(self) -> int:
+        """Number of steps."""
+        return len(self.step)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run, as far as its events tell it; files beside them are read by `tracking.compare_sources`.
+
+    marks: kind to its events, in file order: `scale`, `eval` and `checkpoint` of the surviving history, all others
+    (`run_start`, `run_end`, `incident`, `nonfinite`, `fault`, `precision`, `note`) of every session.
+    counts: events of each kind over all sessions, those included that are no longer in `marks`. scale_reasons: the
+    same for scale events, by reason.
+    abandoned: step attempts that a later attempt replaced. wall_seconds: from the first to the last event of each
+    session, summed. running_seconds: the sum of step_seconds over every attempt.
+    """
+
+    label: str
+    source: str
+    events: Path | None
+    columns: Columns
+    marks: dict[str, list[Event]]
+    counts: Counter[str]
+    scale_reasons: Counter[str]
+    abandoned: int
+    wall_seconds: float
+    running_seconds: float
+    config: dict[str, Any] = field(default_factory=dict)
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def start(self) -> Event:
+        """The newest `run_start` event; empty when none was recorded."""
+        return (self.marks.get("run_start") or [{}])[-1]
+
+    @property
+    def end(self) -> Event | None:
+        """The `run_end` of the newest session; None while it runs, or when it crashed."""
+        ends, starts = self.marks.get("run_end"), self.marks.get("run_start")
+        if not ends or (starts and ends[-1]["time"] < starts[-1]["time"]):
+            return None
+        return ends[-1]
+
+    @property
+    def status(self) -> str:
+        """done, preempted or aborted; or that there is no end."""
+        return self.end["status"] if self.end else "running or crashed"
+
+    @property
+    def world_size(self) -> int:
+        """Processes, each with its device; 1 when that was not recorded."""
+        return int(self.start.get("world_size") or self.environment.get("world_size") or 1)
+
+
+class Collector:
+    """Takes events in file order and keeps the history that survives."""
+
+    def __init__(self) -> None:
+        self._numbers = {name: array("d") for name in _NUMBERS}
+        self._seconds, self._step, self._order, self._offset = array("d"), array("q"), array("q"), array("q")
+        self._applied = array("b")
+        self._state: dict[str, list[tuple[int, Event]]] = {kind: [] for kind in _STATE}
+        self._told: dict[str, list[Event]] = {}
+        self._serial = self._began = 0  # how many events came; the step that the session went on from
+        self._serials = array("q")  # which of them each step was
+        self._running = self._wall = self._last_time = 0.0
+        self._session_began: float | None = None
+        self.counts: Counter[str] = Counter()
+        self.scale_reasons: Counter[str] = Counter()
+        self.abandoned = 0
+        self.last: Event = {}
+        """The newest event."""
+
+    def add(self, event: Event, offset: int = -1) -> None:
+        """Take one event. Step events may hold numbers as the words "inf", "-inf" and "nan"."""
+        kind = event["event"]
+        self._serial += 1
+        self.counts[kind] += 1
+        self.last = event
+        self._clock(kind, event["time"])
+        if kind == "step":
+            self._add_step(event, offset)
+        elif kind in _STATE:
+            if kind == "scale":
+                self.scale_reasons[event["reason"]] += 1
+            _keep(self._state[kind], (self._serial, event))
+        elif kind == "precision":
+            told = self._told.setdefault(kind, [])
+            if not told or told[-1].get("flop_share") != event.get("flop_share"):
+                _keep(told, event)
+        else:
+            if kind == "run_start":
+                self._began = event["step"]
+                self._go_back(event["step"] + 1, also_newest=True)
+            _keep(self._told.setdefault(kind, []), event)
+
+    def skip(self, kind: str) -> None:
+        """Count an event that is not looked at."""
+        self._serial += 1
+        self.counts[kind] += 1
+
+    def _add_step(self, event: Event, offset: int) -> None:
+        step = event["step"]
+        if self._step and step <= self._step[-1]:
+            self._go_back(step, also_newest=False)
+        for name, column in self._numbers.items():
+            value = event.get(name)
+            column.append(math.nan if value is None else float(value))
+        seconds = self._numbers["step_seconds"][-1]
+        covered = max(1, step - (self._step[-1] if self._step else self._began))  # more where steps were left out
+        self._running += seconds * covered if math.isfinite(seconds) else 0.0
+        self._seconds.append(self._running)
+        self._step.append(step)
+        self._applied.append(bool(event.get("applied", True)))
+        order = event.get("sample_ids_sha256")
+        self._order.append(int(order[:_HASH_DIGITS], 16) if order else -1)
+        self._offset.append(offset)
+        self._serials.append(self._serial)
+
+    def _go_back(self, step: int, *, also_newest: bool) -> None:
+        """Drop steps from `step` on and what they recorded.
+
+        also_newest False: events behind the newest step event may already belong to the new attempt at `step`.
+        """
+        kept = int(np.searchsorted(np.frombuffer(self._step, np.int64), step)) if self._step else 0
+        self.abandoned += len(self._step) - kept
+        newest = self._serials[-1] if self._serials else 0
+        for column in (self._seconds, self._step, self._applied, self._order, self._offset, self._serials):
+            del column[kept:]
+        for numbers in self._numbers.values():
+            del numbers[kept:]
+        for kind, events in self._state.items():
+            self._state[kind] = [
+                (serial, event)
+                for serial, event in events
+                if event["step"] < step + (not also_newest and serial > newest)
+            ]
+
+    def _clock(self, kind: str, time: float) -> None:
+        if kind == "run_start" and self._session_began is not None:
+            self._wall += self._last_time - self._session_began
+        if kind == "run_start" or self._session_began is None:
+            self._session_began = time
+        self._last_time = time
+
+    def facts(self, label: str, source: str, events: Path | None) -> RunFacts:
+        """What was collected; nothing may be added afterwards."""
+        numbers = {name: np.frombuffer(column, np.float64) for name, column in self._numbers.items()}
+        columns = Columns(
+            step=np.frombuffer(self._step, np.int64),
+            seconds=np.frombuffer(self._seconds, np.float64),
+            applied=np.frombuffer(self._applied, np.int8).astype(bool),
+            order=np.frombuffer(self._order, np.int64),
+            offset=np.frombuffer(self._offset, np.int64),
+            **numbers,
+        )
+        state = {kind: [event for _, event in kept] for kind, kept in self._state.items()}
+        began = self._last_time if self._session_began is None else self._session_began
+        return RunFacts(
+            label=label,
+            source=source,
+            events=events,
+            columns=columns,
+            marks={kind: marks for kind, marks in {**state, **self._told}.items() if marks},
+            counts=self.counts,
+            scale_reasons=self.scale_reasons,
+            abandoned=self.abandoned,
+            wall_seconds=self._wall + self._last_time - began,
+            running_seconds=self._running,
+        )
+
+
+def _keep(kept: list[Any], item: Any) -> None:
+    """Append, and once there are too many leave out the middle: beginning and end tell most."""
+    if len(kept) >= MOST_MARKS:
+        del kept[MOST_MARKS // 2]
+    kept.append(item)
+
+
+def read_facts(path: Path, label: str) -> RunFacts:
+    """The facts of one `events.jsonl`, in one pass.
+
+    A torn last line (a crash, or a run that is writing just now) is left out. Raises UserError when the file cannot
+    be opened, another line is damaged or nothing was recorded.
+    """
+    collector = Collector()
+    try:
+        file = path.open("rb", buffering=1 << 20)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the events ({error.strerror}); is this a run folder?") from error
+    with file:
+        offset = 0
+        for number, line in enumerate(file, start=1):
+            if line.startswith(_LARGE):
+                collector.skip("telemetry")
+            else:
+                _take(collector, line, offset, f"{path}: line {number}")
+            offset += len(line)
+    if not collector.counts:
+        raise UserError(f"{path}: nothing was recorded in this run folder")
+    return collector.facts(label, str(path.parent), path)
+
+
+def _take(collector: Collector, line: bytes, offset: int, where: str) -> None:
+    try:
+        event = orjson.loads(line)
+        if event["event"] != "step":
+            event = decode(line)
+        collector.add(event, offset)
+    except (ValueError, TypeError, KeyError) as error:
+        if line.endswith(b"\n"):
+            raise UserError(f"{where} is not an event: {line[:60]!r}; remove that line") from error
