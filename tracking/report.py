@@ -1,226 +1,169 @@
-"""One page about a run, read from its folder alone: `python -m tracking.report RUN` (also of a crashed run)."""
+"""The twelve measures of a run with verdicts, or the service levels of many runs, from run folders alone.
+
+    python -m tracking.report RUN [--baseline FP32_RUN]     writes RUN/report.md too; also of a crashed or running run
+    python -m tracking.report --runs 'runs/*'               job success, divergence and restores, with an error budget
+
+Exit codes: 0; 2 a run cannot be read or an option is wrong; 3 with --gate, when a verdict is "fail".
+"""
 
 from __future__ import annotations
 
 import argparse
-import shlex
+import math
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.table import Table
 
 from config.errors import UserError
-from tracking.console import duration, human
-from tracking.plots import plot_run
+from tracking.environment import redact
+from tracking.jsonl import encode
+from tracking.report_finding import limits_from
+from tracking.report_html import levels_page, run_page
+from tracking.report_measures import caveats, counted, read_run, twelve
+from tracking.report_page import resume_command_of, summary_table, write_report
+from tracking.report_question import Question
+from tracking.report_text import show_findings, show_levels
 from tracking.run_dir import RunDir, write_atomically
-from tracking.summary import Summary, read_inputs, summarise
+from tracking.service_levels import objectives_from, run_folders, service_levels
+from tracking.summary import summarise
 
+__all__ = ["main", "summary_table", "write_report"]
 
-def write_report(run_dir: RunDir, *, sample: str | None, resume_command: str) -> Path:
-    """Draw the plot, write `report.md` and return its path.
-
-    sample: text from the trained model, kept in `sample.txt`; None takes what is already there.
-    Raises UserError when nothing has been recorded in the run folder.
-    """
-    summary = summarise(run_dir)
-    config, deepspeed, environment = read_inputs(run_dir)
-    if sample is not None:
-        write_atomically(run_dir.sample, sample.encode())
-    text = run_dir.sample.read_text() if run_dir.sample.exists() else None
-    parts = [f"# {summary.name}\n"]
-    hypothesis = _at(config, "run.hypothesis")
-    if hypothesis:
-        parts.append(f"> {' '.join(str(hypothesis).split())}\n")
-    parts.append(f"**{summary.status}**" + _sessions(summary) + "\n")
-    parts.append("## What ran\n\n" + _markdown(_what_ran(summary, config, deepspeed, environment)))
-    parts.append("## Results\n\n" + _markdown(results(summary)))
-    if summary.steps:
-        plot_run(run_dir.events, run_dir.plots / "run.png")
-        parts.append("![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)\n")
-    if environment.get("ledger"):
-        parts.append("## Dtypes\n\n" + _ledger(environment["ledger"]))
-    if summary.notes:
-        parts.append("## Notes\n\n" + "".join(f"- {note}\n" for note in summary.notes))
-    if text:
-        parts.append(f"## A sample from the trained model\n\n{_fenced(text)}\n")
-    checkpoint = f"Newest checkpoint: `{summary.checkpoint or 'none'}`"
-    parts.append(f"## Go on\n\n{checkpoint}\n\n" + _fenced(resume_command, "bash"))
-    write_atomically(run_dir.report, "\n".join(parts).encode())
-    return run_dir.report
-
-
-def summary_table(run_dir: RunDir) -> Table:
-    """The results as a table for the console. Raises UserError when nothing has been recorded."""
-    summary = summarise(run_dir)
-    table = Table(title=f"{summary.name}: {summary.status}", show_header=False, title_justify="left")
-    table.add_column(style="dim")
-    table.add_column()
-    for what, value in results(summary):
-        table.add_row(what, value)
-    return table
-
-
-def results(summary: Summary) -> list[tuple[str, str]]:
-    """What came out, as (measure, value) rows; a measure that does not apply is left out."""
-    best = "never finite"
-    if summary.best_loss_step is not None:
-        best = f"best {_number(summary.best_loss)} at step {summary.best_loss_step}"
-    rows = [
-        ("training loss (nats)", f"{_number(summary.first_loss)} -> {_number(summary.last_loss)} ({best})"),
-        ("losses that were not finite", str(summary.nonfinite_losses) if summary.nonfinite_losses else ""),
-    ]
-    if summary.eval_loss is not None and summary.perplexity is not None:
-        evaluated = f"{_number(summary.first_eval_loss)} -> {_number(summary.eval_loss)}"
-        rows.append(("validation loss (nats)", f"{evaluated} (perplexity {summary.perplexity:.2f})"))
-    rows += [
-        ("steps", f"{summary.steps} attempted, {summary.applied} applied, {summary.skipped} skipped"),
-        ("loss scale", _scale_story(summary)),
-        ("gradient norm", _norm_story(summary)),
-        ("incidents", str(summary.incidents) if summary.incidents else ""),
-        ("non-finite tensors", _nonfinite_story(summary)),
-        ("tokens", f"{summary.tokens:,}"),
-        ("speed (median)", _speed(summary)),
-        ("wall time", duration(summary.wall_seconds)),
-        ("peak memory (largest rank)", _gib(summary.memory_bytes)),
-        ("checkpoint", summary.checkpoint or ""),
-    ]
-    return [row for row in rows if row[1]]
-
-
-def _sessions(summary: Summary) -> str:
-    return f" in {summary.sessions} sessions" if summary.sessions > 1 else ""
-
-
-def _scale_story(summary: Summary) -> str:
-    if summary.start["compute"] != "fp16" or summary.first_scale is None:
-        return ""
-    reasons = ", ".join(f"{count} x {reason}" for reason, count in sorted(summary.scale_reasons.items()))
-    return f"{summary.first_scale:g} -> {summary.last_scale:g} ({reasons or 'never changed'})"
-
-
-def _norm_story(summary: Summary) -> str:
-    if summary.grad_norm_median is None:
-        return ""
-    return (
-        f"median {summary.grad_norm_median:.3g}, largest {summary.grad_norm_max:.3g}; "
-        f"clipped on {summary.clipped} of {summary.steps} steps"
-    )
-
-
-def _nonfinite_story(summary: Summary) -> str:
-    if not summary.nonfinite:
-        return ""
-    first = summary.nonfinite[0]
-    where = (
-        f"{first['kind']} in the {first['tensor']} of {first['module']} on rank {first['rank']}, step {first['step']}"
-    )
-    return f"{len(summary.nonfinite)} found; the first: {where}"
-
-
-def _speed(summary: Summary) -> str:
-    if summary.tokens_per_second is None:
-        return ""
-    return f"{human(summary.tokens_per_second)} tokens/s, {summary.step_seconds:.3g} s a step"
-
-
-def _what_ran(
-    summary: Summary, config: dict[str, Any], deepspeed: dict[str, Any], environment: dict[str, Any]
-) -> list[tuple[str, str]]:
-    start = summary.start
-    versions = environment.get("versions", {})
-    git = environment.get("git") or {}
-    global_size, micro = _at(config, "batch.global_size"), _at(config, "batch.micro_size")
-    model = start.get("model") or _at(config, "model.name_or_path") or _at(config, "model.architecture")
-    rows = [
-        ("model", f"{model or '?'}, {start['parameters']:,} parameters"),
-        ("data", _join(_at(config, "data.source"), _at(config, "data.path"), _at(config, "data.name"))),
-        ("tokenizer", str(_at(config, "data.tokenizer") or "")),
-        (
-            "batch",
-            f"{global_size} sequences of {_at(config, 'data.sequence_length')} tokens, micro-batch {micro}, "
-            f"accumulation {start.get('accumulation') or deepspeed.get('gradient_accumulation_steps', '?')}",
-        ),
-        ("precision", f"{start['compute']} compute, FP32 masters, {_at(config, 'precision.path') or 'cast'} path"),
-        ("ZeRO", f"stage {start['zero_stage']}, {start['world_size']} process(es)"),
-        ("hardware", _hardware(environment, start["world_size"])),
-        ("software", ", ".join(f"{name} {number}" for name, number in versions.items() if number)),
-        ("code", f"{git.get('commit', '')[:12]}{' with local changes' if git.get('dirty') else ''}" if git else ""),
-        ("config sha256", str(start["config_sha256"])[:16]),
-    ]
-    return [row for row in rows if row[1]]
-
-
-def _hardware(environment: dict[str, Any], world_size: int) -> str:
-    """Host and devices: the accelerators as training named them, else the CPU."""
-    accelerator = (environment.get("accelerator") or {}).get("device", "cpu")
-    cpu = environment.get("cpu", {})
-    devices = f"{cpu.get('model', '?')}, {cpu.get('usable_cores', '?')} cores"
-    if accelerator != "cpu":
-        devices = accelerator if world_size == 1 else f"{world_size} x {accelerator}"
-    return f"{environment.get('hostname', '?')}: {devices}"
-
-
-def _at(config: dict[str, Any], dotted: str) -> Any:
-    value: Any = config
-    for key in dotted.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def _join(*parts: Any) -> str:
-    return ", ".join(str(part) for part in parts if part)
-
-
-def _markdown(rows: list[tuple[str, str]]) -> str:
-    escaped = [(what, value.replace("|", "\\|")) for what, value in rows]
-    return "| | |\n|---|---|\n" + "".join(f"| {what} | {value} |\n" for what, value in escaped)
-
-
-def _ledger(ledger: list[dict[str, Any]]) -> str:
-    lines = []
-    for row in ledger:
-        size = f"{row['bytes'] / 2**20:,.1f}" if row["bytes"] else ""
-        lines.append(f"| {row['what']} | {row['dtype']} | {size} |\n")
-    return "| what | dtype | MiB |\n|---|---|---:|\n" + "".join(lines)
-
-
-def _fenced(text: str, language: str = "text") -> str:
-    """`text` as a code block whose fence is longer than any fence within it."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{fence}{language}\n{text.rstrip()}\n{fence}\n"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def _gib(value: int | None) -> str:
-    return f"{value / 2**30:.2f} GiB" if value else ""
-
-
-def resume_command_of(run_dir: RunDir) -> str:
-    """How to go on with the run: what training noted in environment.json, else the command line it was started with."""
-    environment = read_inputs(run_dir)[2]
-    return environment.get("resume_command") or shlex.join(environment.get("command_line", ["train.py"]))
+CONFIG_ERROR, FAILED = 2, 3
+_DAY = 86400.0
+_WIDTH = 140  # columns of tables that go to a file or a pipe
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the report of one run folder and print its results; 2 when the folder holds no run."""
-    parser = argparse.ArgumentParser(prog="python -m tracking.report", description=__doc__)
-    parser.add_argument("run", type=Path, help="run folder, such as runs/demo")
-    run_dir = RunDir(parser.parse_args(arguments).run)
+    """Report on one run or on many; returns the exit code."""
     try:
-        report = write_report(run_dir, sample=None, resume_command=resume_command_of(run_dir))
-        Console().print(summary_table(run_dir))
+        options = _parser().parse_args(arguments)
+        if (options.run is None) == (options.runs is None):
+            raise UserError("command line: give a run folder, or --runs with folders or globs, and not both")
+        failed = _one(options) if options.run is not None else _many(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(report)
-    return 0
+        return CONFIG_ERROR
+    return FAILED if options.gate and failed else 0
+
+
+def _one(options: argparse.Namespace) -> bool:
+    """Whether a measure of the run fails."""
+    run_dir = RunDir(options.run)
+    asked = Question(
+        run=read_run(run_dir.path),
+        baseline=read_run(options.baseline) if options.baseline is not None else None,
+        limits=limits_from(options.limit),
+        price=options.price,
+        peak=None if options.peak_tflops is None else options.peak_tflops * 1e12,
+        now=time.time(),
+    )
+    findings, remarks = twelve(asked), caveats(asked)
+    failed = any(item.verdict == "fail" for item in findings)
+    summary, command = summarise(run_dir), resume_command_of(run_dir)
+    report = _written(
+        lambda: write_report(
+            run_dir, sample=None, resume_command=command, findings=findings, remarks=remarks, summary=summary
+        )
+    )
+    if options.html is not None:
+        _write(options.html, run_page(run_dir, summary, findings, remarks))
+    if options.json:
+        baseline = None if options.baseline is None else str(options.baseline)
+        content = {"run": str(options.run), "baseline": baseline, "caveats": remarks, "failed": failed}
+        _print_json(content | {"measures": [asdict(item) for item in findings]})
+        return failed
+    console = _console()
+    console.print(summary_table(run_dir, summary))
+    show_findings(findings, remarks, console)
+    console.print(counted(findings))
+    for path in filter(None, (report, options.html)):
+        print(path)
+    return failed
+
+
+def _many(options: argparse.Namespace) -> bool:
+    """Whether an objective is missed."""
+    now = time.time()
+    since = -math.inf if options.days is None else now - options.days * _DAY
+    objectives = objectives_from(options.objective)
+    found = service_levels(run_folders(options.runs), objectives=objectives, now=now, since=since)
+    if options.html is not None:
+        _write(options.html, levels_page(found))
+    if options.json:
+        _print_json(found.as_dict())
+        return found.failed
+    show_levels(found, _console())
+    if options.html is not None:
+        print(options.html)
+    return found.failed
+
+
+def _console() -> Console:
+    console = Console(highlight=False, emoji=False, markup=False)
+    console.width = console.width if console.is_terminal else max(console.width, _WIDTH)
+    return console
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    sys.stdout.write(encode(redact("", content)).decode())
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise UserError(f"--html {path}: cannot be written ({error.strerror}); choose another file") from error
+
+
+def _written(write: Callable[[], Path]) -> Path | None:
+    """The report's path; None, with a line that says so, where the run folder may only be read."""
+    try:
+        return write()
+    except OSError as error:
+        print(f"report.md was not written: {error.filename}: {error.strerror}", file=sys.stderr)
+        return None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"command line: {message}; see python -m tracking.report --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m tracking.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder, such as runs/demo")
+    parser.add_argument("--baseline", type=Path, metavar="RUN", help="run folder of the same work in FP32")
+    parser.add_argument("--price", type=_positive, metavar="MONEY", help="price of one device for one hour")
+    parser.add_argument("--peak-tflops", type=_positive, metavar="N", help="dense 16-bit peak of one device")
+    parser.add_argument(
+        "--limit", action="append", default=[], metavar="KEY=VALUE", help="another limit, such as epoch_time=0.8"
+    )
+    parser.add_argument("--runs", nargs="+", metavar="GLOB", help="service levels of these run folders instead")
+    parser.add_argument(
+        "--days", type=_positive, metavar="N", help="with --runs: only runs that ended in the last N days"
+    )
+    parser.add_argument(
+        "--objective", action="append", default=[], metavar="KEY=SHARE", help="with --runs: such as job_success=0.995"
+    )
+    parser.add_argument("--gate", action="store_true", help="end with exit code 3 when a verdict is fail")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page, readable offline")
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
 
 
 if __name__ == "__main__":

@@ -208,7 +208,12 @@ def _open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Ru
         {
             "accelerator": _accelerator(place),
             "world_size": place.world_size,
-            "data": {"fingerprint": corpus.fingerprint, "folder": str(corpus.folder), "vocab_size": corpus.vocab_size},
+            "data": {
+                "fingerprint": corpus.fingerprint,
+                "folder": str(corpus.folder),
+                "vocab_size": corpus.vocab_size,
+                "train_tokens": corpus.train.sequences(config.data.sequence_length) * config.data.sequence_length,
+            },
             "model": type(engine.model).__name__,
             "parameters": count_parameters(engine.model),
             "ledger": as_plain(ledger),

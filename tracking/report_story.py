@@ -1,0 +1,214 @@
+"""What the events of a run tell beside its steps: its sessions, what was not finite, drift. One pass, bounded memory.
+
+Lines of ordinary steps are not parsed, so that hundreds of runs, and runs of a million steps, are read in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from config.errors import UserError
+from tracking.events import Event
+from tracking.jsonl import decode
+
+PASSED_OVER = "passed over checkpoint"
+"""How a note begins that says which checkpoint a resuming session did not take, and why."""
+
+_ANSWERS = ("overflow", "hysteresis")  # reasons of scale events by which the loss scale answers an overflow
+_STEP = (b'{"event":"step"', b'{"event": "step"')
+_TELEMETRY = (b'{"event":"telemetry"', b'{"event": "telemetry"')
+_NOT_FINITE = (b'"nan"', b'inf"')
+
+
+@dataclass
+class Session:
+    """One start of the run. Times in seconds since the epoch."""
+
+    began: float
+    resumed_from: str | None
+    could_resume: bool
+    """Whether an earlier session had recorded a checkpoint."""
+    last: float
+    """Time of its newest event."""
+    passed_over: int = 0
+    """Checkpoints that it did not take because they were damaged or of another run."""
+    rollbacks: int = 0
+    end: Event | None = None
+    aborted: str | None = None
+    """Reason of its first ABORT incident."""
+
+    @property
+    def should_restore(self) -> bool:
+        """Whether it had a checkpoint to go on from."""
+        return self.could_resume or self.resumed_from is not None or self.passed_over > 0
+
+    @property
+    def restored(self) -> bool:
+        """Whether it went on from the newest checkpoint that it found."""
+        return self.resumed_from is not None and self.passed_over == 0
+
+
+@dataclass
+class Story:
+    """A run's sessions and troubles, over all attempts at steps, abandoned ones included."""
+
+    sessions: list[Session] = field(default_factory=list)
+    attempts: int = 0
+    """Steps attempted."""
+    overflows: int = 0
+    """Attempts with a finite loss that were not finite and that a dynamic loss scale answered."""
+    nonfinite: int = 0
+    """All other attempts whose loss or gradient norm was not finite."""
+    first_nonfinite: str = ""
+    scaled: bool = False
+    """Whether the loss was scaled: the scale changed, or was not 1."""
+    telemetry: int = 0
+    """Telemetry events that have a drift."""
+    drift: float | None = None
+    """Largest relative distance of a 16-bit parameter from its rounded master."""
+
+    @property
+    def end(self) -> Event | None:
+        """The newest session's `run_end`; None while it runs, or when it crashed."""
+        return self.sessions[-1].end if self.sessions else None
+
+    @property
+    def diverged(self) -> str | None:
+        """Why the guard stopped the run, in any of its sessions; None when it never did."""
+        return next((session.aborted for session in self.sessions if session.aborted is not None), None)
+
+    @property
+    def restores(self) -> tuple[int, int]:
+        """(restored, should have been): sessions with a checkpoint to go on from, and rollbacks."""
+        rollbacks = sum(session.rollbacks for session in self.sessions)
+        due = [session for session in self.sessions if session.should_restore]
+        return rollbacks + sum(session.restored for session in due), rollbacks + len(due)
+
+
+@dataclass
+class _Attempt:
+    """A step attempt that may turn out as not finite."""
+
+    step: int
+    loss_finite: bool = True
+    answered: bool = False
+    cause: str = ""
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.story = Story()
+        self._saved = False
+        self._attempt: _Attempt | None = None
+        self._first_step = True
+
+    def take(self, line: bytes, where: str) -> None:
+        if line.startswith(_STEP):
+            self.settle()
+            self.story.attempts += 1
+            if not self._first_step and not any(word in line for word in _NOT_FINITE):
+                return
+        elif line.startswith(_TELEMETRY) and (b'"drift":null' in line or b'"drift": null' in line):
+            return
+        event = decode(line)
+        if event is None:
+            if line.endswith(b"\n"):
+                raise UserError(f"{where} is not an event: {line[:60]!r}; remove that line")
+            return
+        try:
+            handler = getattr(self, f"_on_{event['event']}", None)
+            if handler is not None:
+                handler(event)
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{where} is not an event as docs/run-folder.md has them: {line[:60]!r}") from error
+
+    def settle(self) -> None:
+        """Count the attempt that all is known of."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return
+        if attempt.answered and attempt.loss_finite:
+            self.story.overflows += 1
+            return
+        self.story.nonfinite += 1
+        if not self.story.first_nonfinite:
+            self.story.first_nonfinite = f"step {attempt.step}{attempt.cause}"
+
+    def _on_run_start(self, event: Event) -> None:
+        self.settle()
+        self._first_step, time = True, event["time"]
+        self.story.sessions.append(Session(time, event["resumed_from"], could_resume=self._saved, last=time))
+
+    def _on_step(self, event: Event) -> None:
+        self._first_step = False
+        self.story.scaled = self.story.scaled or event["loss_scale"] not in (None, 1.0)
+        numbers = [event["loss"], event["grad_norm"]]
+        if not all(math.isfinite(number) for number in numbers if number is not None):
+            self._attempt = _Attempt(event["step"], loss_finite=numbers[0] is None or math.isfinite(numbers[0]))
+
+    def _on_scale(self, event: Event) -> None:
+        self.story.scaled = True
+        if self._attempt is not None and self._attempt.step == event["step"] and event["reason"] in _ANSWERS:
+            self._attempt.answered = True
+
+    def _on_nonfinite(self, event: Event) -> None:
+        if self._attempt is None:
+            self._attempt = _Attempt(event["step"])
+        if not self._attempt.cause:
+            where = "" if event["tensor"] == "loss" else f" of {event['module']}"
+            self._attempt.cause = f": {event['kind']} in the {event['tensor']}{where}, rank {event['rank']}"
+
+    def _on_incident(self, event: Event) -> None:
+        if event["verdict"] == "ABORT" and self.story.sessions and self.story.sessions[-1].aborted is None:
+            self.story.sessions[-1].aborted = event["reason"]
+        if event["verdict"] == "ROLLBACK" and event.get("rolled_back_to") is not None and self.story.sessions:
+            self.story.sessions[-1].rollbacks += 1
+
+    def _on_note(self, event: Event) -> None:
+        if self.story.sessions and event["text"].startswith(PASSED_OVER):
+            self.story.sessions[-1].passed_over += 1
+
+    def _on_checkpoint(self, event: Event) -> None:
+        self._saved = True
+
+    def _on_run_end(self, event: Event) -> None:
+        if self.story.sessions:
+            self.story.sessions[-1].end = event
+
+    def _on_telemetry(self, event: Event) -> None:
+        if event["drift"] is not None:
+            self.story.telemetry += 1
+            largest, value = self.story.drift, event["drift"]["maximum"]
+            if largest is None or (not math.isnan(largest) and not value <= largest):  # nan is the worst and stays
+                self.story.drift = value
+
+
+def read_story(path: Path) -> Story:
+    """The story of one `events.jsonl`. A torn last line is left out.
+
+    Raises UserError when the file cannot be opened or another line that has to be read is damaged.
+    """
+    try:
+        file = path.open("rb", buffering=1 << 20)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the events ({error.strerror}); is this a run folder?") from error
+    reader, newest = _Reader(), b""
+    with file:
+        for number, line in enumerate(file, start=1):
+            starts = line.startswith((b'{"event":"run_start"', b'{"event": "run_start"'))
+            if starts:
+                _close_session(reader.story, newest)
+            reader.take(line, f"{path}: line {number}")
+            if line.endswith(b"\n"):
+                newest = line
+    reader.settle()
+    _close_session(reader.story, newest)
+    return reader.story
+
+
+def _close_session(story: Story, newest: bytes) -> None:
+    event = decode(newest) if newest else None
+    if event is not None and story.sessions:
+        story.sessions[-1].last = event["time"]
