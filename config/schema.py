@@ -279,6 +279,10 @@ class TrackingSection:
     """[text] wandb project."""
     log_every_steps: int = limit(1, at_least=1)
     """[steps] How often wandb and the plain console get a step; events.jsonl has every step."""
+    prometheus_port: int | None = limit(None, at_least=0, at_most=65535)
+    """[port] Where rank 0 answers `GET /metrics` for Prometheus; 0: any free one, told at the start; null: nowhere."""
+    prometheus_address: str = "127.0.0.1"
+    """[address] Interface to listen on. Nobody is asked for a password: open it to a network you trust only."""
 
 
 @dataclass(frozen=True)

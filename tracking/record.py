@@ -66,9 +66,9 @@ class Record:
         fields.update({"from": previous, "to": new, "reason": reason, "consecutive_overflows": consecutive_overflows})
         self.event("scale", step=step, tokens=tokens, lr=lr, momentum_norm=momentum_norm, **fields)
 
-    def note(self, text: str) -> None:
-        """Record a free-text `note` at the newest step, such as a sink that was lost."""
-        self.event("note", step=self._last[0], tokens=self._last[1], text=text)
+    def note(self, text: str, **fields: Any) -> None:
+        """Record a free-text `note` at the newest step, such as a sink that was lost. fields: for programs."""
+        self.event("note", step=self._last[0], tokens=self._last[1], text=text, **fields)
 
     def close(self) -> None:
         """Close every sink; trouble on the way is told in one line and never raised."""

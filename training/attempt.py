@@ -37,6 +37,7 @@ def attempt(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, Heal
         save_ended_here=parts.checkpoints.save_ended,
         applied=progress.applied,
         skipped=progress.skipped,
+        data_seconds=waited,
     )
     causes = _causes(parts, health, batch)
     measured = telemetry.finish() if telemetry and health.finite else None

@@ -24,19 +24,14 @@ from data.prepare import Corpus
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import Gather, build_model, count_parameters
 from precision.guard import Guard
-from tracking.console import ConsoleSink
-from tracking.environment import environment
-from tracking.jsonl import JsonlSink
-from tracking.record import Record, Sink
 from tracking.run_dir import RunDir
-from tracking.wandb_sink import WandbSink
 from training.checkpoint import Checkpoints, Retention
 from training.checkpoint_files import Opener
 from training.checkpoint_remote import Remote
 from training.checkpoint_store import Store
 from training.distributed import Place
 from training.engine import Engine
-from training.ledger import as_plain, read_ledger
+from training.open_record import open_record
 from training.parts import Parts
 from training.preemption import Preemption
 from training.progress import Progress
@@ -68,7 +63,7 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
     shape = batch_shape(resolved)
     batches = Batches(corpus.train, seed=config.run.seed, **shape)
     batches.restore(progress.position)
-    record = _open_record(resolved, corpus, engine, run_dir, place)
+    record = open_record(resolved, corpus, engine, run_dir, place)
     parts = Parts(
         resolved=resolved,
         engine=engine,
@@ -197,63 +192,6 @@ def _check_validation(resolved: Resolved, corpus: Corpus) -> None:
             f"{config.data.sequence_length} tokens; give more documents, raise data.validation_fraction = "
             f"{config.data.validation_fraction}, or set evaluate.every_steps=0"
         )
-
-
-def _open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: RunDir, place: Place) -> Record:
-    ledger = read_ledger(engine, reduce=resolved.config.precision.reduce)
-    if not place.is_main:
-        return Record.silent()
-    config = resolved.config
-    facts = environment(
-        {
-            "accelerator": _accelerator(place),
-            "world_size": place.world_size,
-            "data": {
-                "fingerprint": corpus.fingerprint,
-                "folder": str(corpus.folder),
-                "vocab_size": corpus.vocab_size,
-                "train_tokens": corpus.train.sequences(config.data.sequence_length) * config.data.sequence_length,
-            },
-            "model": type(engine.model).__name__,
-            "parameters": count_parameters(engine.model),
-            "ledger": as_plain(ledger),
-            "resume_command": resolved.resume_command,
-        }
-    )
-    run_dir.write_inputs(to_dict(config), resolved.deepspeed, facts)
-    every = config.tracking.log_every_steps
-    console = ConsoleSink(config.run.steps, log_every_steps=every)
-    if engine.slow_fp16:
-        console.say("this CPU has no FP16 instructions: FP16 runs on torch's slow kernels, good only for trying it out")
-    for entry in ledger:
-        console.say(
-            f"  {entry.what:<28} {entry.dtype:<10} {entry.bytes / 1e6:>10,.1f} MB"
-            if entry.bytes
-            else f"  {entry.what:<28} {entry.dtype}"
-        )
-    wandb = WandbSink(
-        run_dir,
-        {"run": to_dict(config), "deepspeed": resolved.deepspeed, "environment": facts},
-        mode=config.tracking.wandb,
-        project=config.tracking.project,
-        name=config.run.name,
-        notes=config.run.hypothesis,
-        log_every_steps=every,
-    )
-    sinks: Sequence[Sink] = [JsonlSink(run_dir.events), console, wandb]
-    return Record(sinks)
-
-
-def _accelerator(place: Place) -> dict[str, Any]:
-    if place.device.type != "cuda":
-        return {"device": "cpu", "threads": torch.get_num_threads()}
-    properties = torch.cuda.get_device_properties(place.device)
-    return {
-        "device": properties.name,
-        "memory_bytes": properties.total_memory,
-        "cuda": torch.version.cuda,
-        "devices": torch.cuda.device_count(),
-    }
 
 
 def identity(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, engine: Engine) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from training.loss_scaler import LossScaler
 from training.masters import UpdateMeter
 from training.memory import peak_memory_bytes
 from training.optimizer import build_optimizer
+from training.work_time import WorkTime, by_rank
 
 
 class Engine:
@@ -65,6 +66,7 @@ class Engine:
         self.generators_before = generators(place.device)
         """States of the random generators at the start of the newest step, to run it again exactly."""
         self._norm = torch.zeros((), device=place.device)
+        self._work = WorkTime(place.device)
         self.regions = _regions(model, resolved, stage=self.stage)
         """Precision regions of the manifest path; None on the cast path."""
         guard = resolved.config.guard
@@ -117,7 +119,8 @@ class Engine:
             last = index == micro_batches - 1
             self.deepspeed.set_gradient_accumulation_boundary(last)
             with self.faults.armed(step) if last else nullcontext():
-                micro_loss = self._loss_sum(batch.input_ids[index], batch.labels[index])
+                with self._work.measured():
+                    micro_loss = self._loss_sum(batch.input_ids[index], batch.labels[index])
                 if last:
                     micro_loss = self.faults.spoil_loss(step, micro_loss)
                 if on_loss is not None:
@@ -135,15 +138,17 @@ class Engine:
         save_ended_here: bool = False,
         applied: int = 0,
         skipped: int = 0,
+        data_seconds: float = 0.0,
     ) -> Health:
         """One small gather, so that every rank sees and decides the same. The only device sync of its own in a step.
 
-        applied, skipped: this rank's counters. Raises RanksDisagree, with the ranks' names, when norm, scale or
-        counters are not the same everywhere.
+        applied, skipped: this rank's counters. data_seconds: how long it waited for the batch. Raises RanksDisagree,
+        with the ranks' names, when norm, scale or counters are not the same everywhere.
         """
         self._norm = self.gradients.norm()
         memory = float(peak_memory_bytes(self.place.device))
         here = [memory, float(preempted_here), self.loss_scale, float(applied), float(skipped), float(save_ended_here)]
+        here.append(data_seconds + self._work.take())
         mine = torch.stack([outcome.loss_sum, outcome.label_tokens, self._norm.double()])
         rows = self.place.gather(torch.cat([mine, mine.new_tensor(here)])).tolist()
         require_equal("the gradient norm", [row[2] for row in rows])
@@ -157,6 +162,7 @@ class Engine:
             loss=sum(row[0] for row in rows) / rows[0][1],
             grad_norm=rows[0][2] / self.loss_scale,
             memory_bytes=int(max(row[3] for row in rows)),
+            by_rank=by_rank(memory_bytes=[row[3] for row in rows], work_seconds=[row[9] for row in rows]),
             preempted=any(row[4] for row in rows),
             save_ended=all(row[8] for row in rows),
         )

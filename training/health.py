@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,6 +29,9 @@ class Health:
     """Raw mean loss over the global batch, in nats per label token; inf or nan if it is."""
     memory_bytes: int
     """Peak memory of the rank that needs most: device memory, or resident memory on a CPU."""
+    by_rank: dict[str, Any]
+    """`memory_bytes` (the same measure) and `work_seconds` (data wait and forward passes), each as
+    `training.work_time.by_rank` gives it."""
     grad_norm: float
     """Global norm of the unscaled gradient before clipping; inf when any value is not finite."""
     preempted: bool

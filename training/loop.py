@@ -82,7 +82,7 @@ def record_saves(parts: Parts) -> str | None:
     for outcome in parts.checkpoints.outcomes():
         problem = str(outcome) if isinstance(outcome, SaveFailed) else None
         if isinstance(outcome, SaveFailed):
-            parts.record.note(str(outcome))
+            parts.record.note(str(outcome), failed="checkpoint")
         else:
             record_checkpoint(parts.record, outcome)
     return problem

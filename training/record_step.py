@@ -30,8 +30,8 @@ def record_step(
 ) -> None:
     """The `step` event, and a `scale` event when the loss scale or its hysteresis changed.
 
-    progress: after the step. seconds: of the whole step, data wait included. waited: seconds for the batch. The momentum norm of a scale event is a
-    collective; every rank sees the same change, so every rank comes here.
+    progress: after the step. seconds: of the whole step, data wait included. waited: seconds for the batch. The
+    momentum norm of a scale event is a collective; every rank sees the same change, so every rank comes here.
     """
     where = {"step": progress.step, "tokens": progress.tokens}
     for fault in engine.faults.due(batch.position + 1):
@@ -51,6 +51,7 @@ def record_step(
         data_seconds=waited,
         tokens_per_second=tokens / seconds,
         memory_bytes=health.memory_bytes,
+        by_rank=health.by_rank,
         sample_ids_sha256=sample_ids_sha256(batch.sample_ids),
         position=batch.position,
     )

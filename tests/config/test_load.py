@@ -201,7 +201,7 @@ def field_strategy(hint: typing.Any, limits: typing.Mapping[str, float]) -> st.S
         )
         return st.floats(low, high, exclude_min="above" in limits, exclude_max="below" in limits)
     if hint is int:
-        return st.integers(int(limits.get("at_least", 0)), 10**12)
+        return st.integers(int(limits.get("at_least", 0)), int(limits.get("at_most", 10**12)))
     if hint is bool:
         return st.booleans()
     return TEXT

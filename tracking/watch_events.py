@@ -1,0 +1,113 @@
+"""Follow `events.jsonl` as it grows, from its first line on, a slice of time at a time.
+
+A million lines take seconds to read, so they are read between two frames and the screen is there at once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import orjson
+
+from config.errors import UserError
+from tracking.events import Event
+from tracking.jsonl import decode
+
+_CHUNK = 1 << 20
+_NOT_SHOWN = (b'{"event":"telemetry"', b'{"event": "telemetry"')
+
+
+class EventTail:
+    """The whole lines of a growing file as events, each once.
+
+    Half a last line is left for later, and read anew then: a resumed run may have cut it off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self.damaged = 0
+        """Lines that are no JSON object."""
+        self.read_bytes = 0
+        """Bytes of the file up to the last whole line that was read."""
+        self.at_end = False
+        """Whether the last call of `events` came to the end of the file."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file now; 0 without one."""
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
+    def replaced(self) -> bool:
+        """Whether another file lies at the path than the one being read, as after a start with run.resume=never."""
+        if self._file is None:
+            return False
+        try:
+            now = self._path.stat()
+        except OSError:
+            return False  # between two names: the next look tells
+        return now.st_ino != os.fstat(self._file.fileno()).st_ino or now.st_size < self.read_bytes
+
+    def events(self, seconds: float) -> Iterator[Event]:
+        """The next events, until the file's present end or until `seconds` are over.
+
+        Raises UserError when the file is there and may not be read. Telemetry, which is long and not shown, is left
+        out unread.
+        """
+        deadline = time.monotonic() + seconds
+        self.at_end = False
+        while time.monotonic() < deadline:
+            lines = self._whole_lines()
+            if not lines:
+                self.at_end = True
+                return
+            for line in lines:
+                if line.startswith(_NOT_SHOWN):
+                    continue
+                event = _decode(line)
+                if event is not None and "event" in event:
+                    yield event
+                else:
+                    self.damaged += 1
+
+    def _whole_lines(self) -> list[bytes]:
+        """About a chunk of lines; none at the end of the file."""
+        try:
+            if self._file is None:
+                if not self._path.exists():
+                    return []
+                self._file = self._path.open("rb")
+            self._file.seek(self.read_bytes)
+            text = self._file.read(_CHUNK)
+            if b"\n" not in text:
+                text += self._file.readline()
+        except OSError as error:
+            raise UserError(
+                f"{self._path}: cannot read the events ({error.strerror}); check its permissions"
+            ) from error
+        whole = text[: text.rfind(b"\n") + 1]
+        self.read_bytes += len(whole)
+        return whole.splitlines()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _decode(line: bytes) -> Event | None:
+    """As `tracking.jsonl.decode`, which has to look at every value; here only lines that hold a word for a number."""
+    if b'nan"' in line or b'inf"' in line:
+        return decode(line)
+    try:
+        event = orjson.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None

@@ -1,0 +1,77 @@
+"""A curve of any length in bounded memory: neighbouring steps share a bucket that keeps lowest, highest and mean."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MOST_BUCKETS = 2048  # more than any terminal has columns of dots
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Finite values of neighbouring steps."""
+
+    first: int
+    """First of its steps that has a value."""
+    last: int
+    """Last of its steps that has a value."""
+    low: float
+    high: float
+    total: float
+    """Sum of the values."""
+    count: int
+
+
+class Series:
+    """Values over ascending steps. A spike of a single step stays to be seen however much is thinned out."""
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []
+        self.width = 1
+        """Steps that share a bucket: a power of two."""
+
+    def add(self, step: int, value: float) -> None:
+        """Append a value. step: not below the ones before. What is not finite is no point of a curve and left out."""
+        if not math.isfinite(value):
+            return
+        buckets = self.buckets
+        if buckets and buckets[-1].first // self.width == step // self.width:
+            bucket = buckets[-1]
+            bucket.last = step
+            bucket.total += value
+            bucket.count += 1
+            if value < bucket.low:
+                bucket.low = value
+            elif value > bucket.high:
+                bucket.high = value
+            return
+        buckets.append(Bucket(step, step, value, value, value, 1))
+        if len(buckets) > MOST_BUCKETS:
+            self._thin_out()
+
+    def _thin_out(self) -> None:
+        """Double the width, as often as it takes to halve the buckets."""
+        while len(self.buckets) > MOST_BUCKETS // 2:
+            self.width *= 2
+            merged: list[Bucket] = []
+            for bucket in self.buckets:
+                if merged and merged[-1].first // self.width == bucket.first // self.width:
+                    into = merged[-1]
+                    into.last = bucket.last
+                    into.total += bucket.total
+                    into.count += bucket.count
+                    into.low, into.high = min(into.low, bucket.low), max(into.high, bucket.high)
+                else:
+                    merged.append(bucket)
+            self.buckets = merged
+
+    def cut(self, step: int) -> None:
+        """Forget what comes after `step`: a resumed or rolled-back run attempts it again.
+
+        A bucket that the cut goes through keeps its numbers, in which forgotten steps have a part.
+        """
+        while self.buckets and self.buckets[-1].first > step:
+            self.buckets.pop()
+        if self.buckets and self.buckets[-1].last > step:
+            self.buckets[-1].last = step

@@ -1,0 +1,95 @@
+"""Open the windows on a run: the event file, the console, wandb and Prometheus, all fed from one record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from config.command_line import Resolved
+from config.load import to_dict
+from config.schema import Config
+from data.prepare import Corpus
+from modeling.build import count_parameters
+from tracking.console import ConsoleSink
+from tracking.environment import environment
+from tracking.jsonl import JsonlSink
+from tracking.prometheus_sink import PrometheusSink
+from tracking.record import Record, Sink
+from tracking.run_dir import RunDir
+from tracking.wandb_sink import WandbSink
+from training.distributed import Place
+from training.engine import Engine
+from training.ledger import as_plain, read_ledger
+
+
+def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: RunDir, place: Place) -> Record:
+    """The record of a run, with its inputs written down; on ranks other than 0 it is silent. A collective."""
+    ledger = read_ledger(engine, reduce=resolved.config.precision.reduce)
+    if not place.is_main:
+        return Record.silent()
+    config = resolved.config
+    facts = environment(
+        {
+            "accelerator": _accelerator(place),
+            "world_size": place.world_size,
+            "data": {
+                "fingerprint": corpus.fingerprint,
+                "folder": str(corpus.folder),
+                "vocab_size": corpus.vocab_size,
+                "train_tokens": corpus.train.sequences(config.data.sequence_length) * config.data.sequence_length,
+            },
+            "model": type(engine.model).__name__,
+            "parameters": count_parameters(engine.model),
+            "ledger": as_plain(ledger),
+            "resume_command": resolved.resume_command,
+        }
+    )
+    run_dir.write_inputs(to_dict(config), resolved.deepspeed, facts)
+    every = config.tracking.log_every_steps
+    console = ConsoleSink(config.run.steps, log_every_steps=every)
+    if engine.slow_fp16:
+        console.say("this CPU has no FP16 instructions: FP16 runs on torch's slow kernels, good only for trying it out")
+    for entry in ledger:
+        console.say(
+            f"  {entry.what:<28} {entry.dtype:<10} {entry.bytes / 1e6:>10,.1f} MB"
+            if entry.bytes
+            else f"  {entry.what:<28} {entry.dtype}"
+        )
+    wandb = WandbSink(
+        run_dir,
+        {"run": to_dict(config), "deepspeed": resolved.deepspeed, "environment": facts},
+        mode=config.tracking.wandb,
+        project=config.tracking.project,
+        name=config.run.name,
+        notes=config.run.hypothesis,
+        log_every_steps=every,
+    )
+    sinks: list[Sink] = [JsonlSink(run_dir.events), console, wandb]
+    if config.tracking.prometheus_port is not None:
+        sinks.append(_prometheus(config, console))
+    return Record(sinks)
+
+
+def _prometheus(config: Config, console: ConsoleSink) -> PrometheusSink:
+    sink = PrometheusSink(
+        config.run.name,
+        planned_steps=config.run.steps,
+        port=config.tracking.prometheus_port or 0,
+        address=config.tracking.prometheus_address,
+    )
+    if sink.url:
+        console.say(f"metrics for Prometheus: {sink.url}")
+    return sink
+
+
+def _accelerator(place: Place) -> dict[str, Any]:
+    if place.device.type != "cuda":
+        return {"device": "cpu", "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(place.device)
+    return {
+        "device": properties.name,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "devices": torch.cuda.device_count(),
+    }

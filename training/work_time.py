@@ -1,0 +1,67 @@
+"""How long this rank worked by itself in a step, so that the slowest rank can be named.
+
+Ranks wait for each other in collectives, so the whole step takes as long everywhere. Forward passes at ZeRO 0 to 2 have
+no collective: a rank that is slow shows it there and in its wait for data. At ZeRO-3 parameters are gathered inside the
+forward pass, and a slow rank partly hides in the others' waiting.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+RANKS_LISTED = 16
+"""Largest run of which every rank's number is recorded."""
+
+
+class WorkTime:
+    """Adds up the time inside `measured`. Costs no synchronisation: on CUDA it is that of the step before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._before: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count what runs inside."""
+        if not self._on_cuda:
+            started = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - started
+            return
+        pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        pair[0].record()
+        yield
+        pair[1].record()
+        self._pairs.append(pair)
+
+    def take(self) -> float:
+        """Seconds since the last call; on CUDA those between the two calls before, which the device has done by now."""
+        if not self._on_cuda:
+            seconds, self._seconds = self._seconds, 0.0
+            return seconds
+        done, self._before, self._pairs = self._before, self._pairs, []
+        return sum(start.elapsed_time(end) for start, end in done) / 1e3
+
+
+def by_rank(*, memory_bytes: Sequence[float], work_seconds: Sequence[float]) -> dict[str, Any]:
+    """Both measures of a step by rank, as a step event has them: to the byte and to the microsecond."""
+    return {
+        "memory_bytes": _listed([int(size) for size in memory_bytes]),
+        "work_seconds": _listed([round(seconds, 6) for seconds in work_seconds]),
+    }
+
+
+def _listed(values: list[Any]) -> list[Any] | dict[str, Any]:
+    """All values in small runs; of large ones least, median, most and the rank that has the most."""
+    if len(values) <= RANKS_LISTED:
+        return values
+    most = max(values)
+    return {"least": min(values), "median": statistics.median(values), "most": most, "rank": values.index(most)}
