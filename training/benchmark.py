@@ -5,8 +5,8 @@
 
 A bare step is what a plain DeepSpeed loop does: forward and backward of each micro-batch, gradient norm, clipping and
 optimizer step. A guarded one adds the health gather, the guard with spike detection on, the snapshot of the random
-generators and the `step` event in a file. Blocks of `--steps` steps alternate, bare and guarded; the ratio is taken
-pair by pair, so that a machine whose speed drifts disturbs both alike.
+generators, and all tracking that the config asks for: `events.jsonl`, the console, wandb. Blocks of `--steps` steps
+alternate, bare and guarded; the ratio is taken pair by pair, so that a machine whose speed drifts disturbs both alike.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from data.loader import Batches
 from data.prepare import prepare
 from modeling.build import model_config
 from precision.guard import Guard
-from tracking.jsonl import JsonlSink
-from tracking.record import Record
+from tracking.run_dir import RunDir
 from training import distributed
 from training.attempt import attempt
 from training.build import batch_shape, build_engine, seed_everything
 from training.checkpoint import Checkpoints, Retention
+from training.open_record import open_record
 from training.parts import Parts
 from training.preemption import Preemption
 from training.progress import Progress
@@ -86,9 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
     with tempfile.TemporaryDirectory() as folder:
         seed_everything(config.run.seed + place.rank)
+        engine = build_engine(resolved, shape, place)
+        run_dir = RunDir.create(Path(folder), config.run.name, fresh=False)
         parts = Parts(
             resolved=resolved,
-            engine=build_engine(resolved, shape, place),
+            engine=engine,
             batches=Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved)),
             validation=list,
             guard=Guard(config.guard),
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             checkpoints=Checkpoints(Path(folder), keep=Retention(1), identity={}, place=place),
             preemption=Preemption(),
             telemetry=None,
-            record=Record([JsonlSink(Path(folder) / "events.jsonl")]) if place.is_main else Record.silent(),
+            record=open_record(resolved, corpus, engine, run_dir, place),
             first_step=0,
         )
         measured = compare(parts, pairs=options.pairs, steps=options.steps)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -59,7 +60,12 @@ def main(arguments: Sequence[str], say: Say = print) -> int:
             command.add_argument("--keep", type=int, required=True, metavar="N", help="how many stay")
     given = parser.parse_args(arguments)
     try:
-        return given.act(given, say)
+        code = given.act(given, say)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # such as `| head`, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return WHOLE
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_USE
