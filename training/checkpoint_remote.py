@@ -69,7 +69,10 @@ class Remote:
         if offer.error:
             raise UserError(f"checkpoint.dir = {offer.error}")
         for step, manifest in offer.checkpoints:
-            problem = self._fetch(place, folder, step, manifest)
+            try:
+                problem = self._fetch(place, folder, step, manifest)
+            except SaveFailed as failure:
+                raise UserError(f"checkpoint.dir = {self.where(step)} cannot be fetched: {failure}") from failure
             if problem is None:
                 return
             tell(f"passed over checkpoint {self.where(step)}: {problem}")
