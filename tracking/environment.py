@@ -53,7 +53,10 @@ HIDDEN = "***"
 
 _CODE_FOLDER = Path(__file__).resolve().parent.parent
 _GIT_TIMEOUT_S = 10
-_SECRET_WORD = r"(?:[\w.-]*[_.-])?(?:token|secret|password|passwd|pwd|(?:api|access|private)[_-]?key|credentials?)"
+_SECRET_WORD = (
+    r"(?:[\w.-]*[_.-])?(?:token|secret|password|passwd|pwd|passphrase|credentials?|connection[_-]?string"
+    r"|(?:api|access|private|account|shared)[_-]?key)"
+)
 _SECRET_OPTION = re.compile(rf"(?i)^(-{{0,2}}{_SECRET_WORD})=.*$", re.DOTALL)
 _SECRET_FLAG = re.compile(rf"(?i)^-{{1,2}}{_SECRET_WORD}$")
 _SECRET_KEY = re.compile(rf"(?i)^{_SECRET_WORD}$")

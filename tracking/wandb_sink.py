@@ -15,13 +15,15 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from config.command_line import REPOSITORY
 from tracking.environment import redact
 from tracking.events import Event
-from tracking.jsonl import whole_lines_size
 from tracking.run_dir import RunDir, write_atomically
+from tracking.wandb_secrets import hide, known_secrets
 
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
@@ -44,14 +46,15 @@ class WandbSink:
         name: str,
         notes: str,
         log_every_steps: int,
+        models: Sequence[dict[str, Any]] = (),
         init_timeout_s: float = INIT_TIMEOUT_S,
         finish_timeout_s: float = FINISH_TIMEOUT_S,
     ) -> None:
-        """Start the worker and return at once; events recorded from now on reach wandb.
+        """Start the worker and return at once; events that wandb has not been given yet, and new ones, reach it.
 
         config: resolved run config, DeepSpeed JSON and environment; what looks like a secret is blanked.
         mode: offline, online or disabled (then nothing is started). Online without a login or a reachable server
-        becomes offline, told in one line.
+        becomes offline, told in one line. models: facts as in `tracking.wandb_models`, recorded at the end.
         """
         self._run_dir = run_dir
         self._limit = init_timeout_s + finish_timeout_s + _MARGIN_S
@@ -64,13 +67,16 @@ class WandbSink:
             "mode": mode,
             "training_pid": os.getpid(),
             "events": str(run_dir.events.resolve()),
+            "delivered": str((run_dir.path / "wandb_delivered").resolve()),
+            "lock": str((run_dir.path / ".wandb_lock").resolve()),
+            "models": list(models),
             "log_every_steps": log_every_steps,
             "init_timeout_s": init_timeout_s,
             "finish_timeout_s": finish_timeout_s,
         }
-        init = {"project": project, "name": name, "notes": notes, "resume": "allow", "config": redact("", config)}
+        told = redact("", {"notes": notes, "config": config | {"manifest": _manifest(config)}})
+        init = {"project": project, "name": name, "resume": "allow", "allow_val_change": True, **told}
         try:
-            job["skip_bytes"] = whole_lines_size(run_dir.events)
             job["init"] = {**init, "id": run_id(run_dir), "dir": str(run_dir.path.resolve())}
             self._process = self._start(job)
         except OSError as error:  # a full disk, no process to be had: the first write tells it
@@ -79,6 +85,9 @@ class WandbSink:
     def _start(self, job: dict[str, Any]) -> subprocess.Popen[bytes]:
         # tracking.wandb in the run config decides, so that the mode is on record; WANDB_MODE does not.
         variables = {name: value for name, value in os.environ.items() if name != "WANDB_MODE"}
+        variables.setdefault("WANDB_ERROR_REPORTING", "false")  # its makers need not hear of this machine
+        # What wandb prepares for an upload stays in the run folder, which `wandb sync` on another machine needs whole.
+        variables.setdefault("WANDB_DATA_DIR", str(self._run_dir.wandb.resolve()))
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_CODE_FOLDER), variables.get("PYTHONPATH")]))
         with (self._run_dir.path / _LOG).open("ab") as stderr:
             process = subprocess.Popen(
@@ -91,7 +100,7 @@ class WandbSink:
             )
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        process.stdin.write(json.dumps(job, default=str).encode() + b"\n")
+        process.stdin.write(hide(json.dumps(job, default=str).encode(), known_secrets(os.environ)) + b"\n")
         process.stdin.flush()
         return process
 
@@ -108,6 +117,8 @@ class WandbSink:
 
     def close(self) -> None:
         """Let wandb deliver what there is, for a limited time. Raises RuntimeError when it failed or was too slow."""
+        if self._failure is not None:
+            raise RuntimeError(f"wandb could not be started: {self._failure}") from self._failure
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -133,7 +144,8 @@ class WandbSink:
             return  # it is already gone; its exit code tells how
 
     def _why(self, code: int) -> str:
-        return f"wandb failed: {self._last_words or f'exit code {code}'}; see {self._run_dir.path / _LOG}"
+        later = f"`python -m tracking.wandb_deliver {self._run_dir.path}` delivers the rest"
+        return f"wandb failed: {self._last_words or f'exit code {code}'}; {later}; see {_LOG}"
 
     def _relay(self, process: subprocess.Popen[bytes]) -> None:
         """Print the worker's lines for the user, such as a server that cannot be reached."""
@@ -144,6 +156,15 @@ class WandbSink:
                 print(f"mantissa: {text}", file=sys.stderr, flush=True)
             else:
                 self._last_words = text
+
+
+def _manifest(config: dict[str, Any]) -> Any:
+    """The content of the precision manifest that the run config names; None for none, or one that cannot be read."""
+    path = ((config.get("run") or {}).get("precision") or {}).get("manifest")
+    try:
+        return json.loads((REPOSITORY / path).read_text()) if path else None
+    except (OSError, ValueError):
+        return None
 
 
 def run_id(run_dir: RunDir) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,12 +14,13 @@ from typing import Any
 
 import pytest
 from synthetic_events import start_fields, step_fields
+from wandb_server import until
 
-from tracking.jsonl import JsonlSink, encode
+from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
+from tracking.wandb_file import _has_end, last_step, mend, mend_all
 from tracking.wandb_sink import WandbSink, run_id
-from tracking.wandb_worker import Follower, chart_values, histograms
 
 
 def _sink(run_dir: RunDir, mode: str = "offline", **changes: Any) -> WandbSink:
@@ -40,7 +43,7 @@ def _stored(folder: Path) -> list[Any]:
     """The protobufs in wandb's transaction log, a LevelDB log: a 7-byte header, then blocks of 32 KiB."""
     from wandb.proto import wandb_internal_pb2
 
-    content = next(folder.glob("*.wandb")).read_bytes()
+    content = b"".join(path.read_bytes() for path in folder.glob("*.wandb"))  # one, or none
     records, position, message = [], 7, b""
     while position + 7 <= len(content):
         if 32768 - position % 32768 < 7:  # a header never crosses blocks
@@ -72,6 +75,8 @@ def test_two_sessions_are_one_offline_run_on_one_axis(run_dir: RunDir, capsys: p
     folders = sorted(run_dir.wandb.glob("offline-run-*"))
     assert len(folders) == 2 and all(folder.name.endswith(run_id(run_dir)) for folder in folders)
     rows = [row for folder in folders for row in _rows(folder)]
+    attempts = [int(row["attempt"]) for row in rows]
+    assert attempts == sorted(attempts) and attempts[-1] == 8, "the axis goes on where step goes back"
     losses = [(int(row["step"]), row["train/loss"]) for row in rows if "train/loss" in row]
     assert [step for step, _ in losses] == [2, 4, 4, 6], "every second step, of both sessions"
     assert [float(row["eval/loss"]) for row in rows if "eval/loss" in row] == [2.5, 2.5]
@@ -148,6 +153,92 @@ def test_a_worker_that_dies_costs_one_line_and_the_sink(run_dir: RunDir, capsys:
     assert '"note"' in run_dir.events.read_text() and "Traceback" in (run_dir.path / "wandb.log").read_text()
 
 
+def test_what_a_dead_wandb_missed_comes_with_the_next_session(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = _sink(run_dir, log_every_steps=1)
+    assert sink._process is not None
+    sink._process.kill()
+    sink._process.wait()
+    _session(run_dir, sink, 1, 4)
+    assert "wandb_deliver" in capsys.readouterr().err
+    _session(run_dir, _sink(run_dir, log_every_steps=1), 5, 6)
+    rows = [row for folder in sorted(run_dir.wandb.glob("offline-run-*")) for row in _rows(folder)]
+    assert [int(row["step"]) for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("full", "words"), [("before", "no space left"), ("meanwhile", "disk")])
+def test_a_full_disk_costs_one_line_and_no_event(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str], full: str, words: str
+) -> None:
+    """wandb's own folder is on a small disk of its own, which something else fills."""
+    run_dir.wandb.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(run_dir.wandb)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root can mount a small disk")
+    try:
+        if full == "before":
+            _fill(run_dir.wandb, leave=3 << 20)
+        record = Record([JsonlSink(run_dir.events), _sink(run_dir, log_every_steps=1)])
+        record.event("run_start", step=0, tokens=0, **start_fields())
+        if full == "meanwhile":
+            until((run_dir.path / "wandb_delivered").exists)
+            _fill(run_dir.wandb, leave=0)
+        for step in range(1, 301):
+            record.event("step", step=step, tokens=step, **step_fields(step))
+        record.event("run_end", step=300, tokens=300, status="done", exit_code=0)
+        record.close()
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and words in lines[0]
+        (run_dir.wandb / "taken").unlink()
+        _session(run_dir, _sink(run_dir, log_every_steps=1), 301, 301)
+        rows = [row for folder in sorted(run_dir.wandb.glob("offline-run-*")) for row in _rows(folder)]
+        assert [int(row["step"]) for row in rows if "train/loss" in row] == list(range(1, 302))
+    finally:
+        subprocess.run(["umount", "-l", str(run_dir.wandb)], check=False)
+
+
+def _fill(folder: Path, *, leave: int) -> None:
+    with (folder / "taken").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while shutil.disk_usage(folder).free > leave:
+            file.write(bytes(4096))
+
+
+def test_an_offline_file_that_is_cut_is_noticed_and_mended(run_dir: RunDir) -> None:
+    sink = _sink(run_dir, log_every_steps=1, notes="a record over several blocks " * 4000)
+    record = Record([JsonlSink(run_dir.events), sink])
+    for step in range(1, 301):
+        record.event("step", step=step, tokens=step, **step_fields(step))
+    record.close()
+    path = next(next(run_dir.wandb.glob("offline-run-*")).glob("*.wandb"))
+    content = path.read_bytes()
+    assert len(content) > 5 * 32768
+    assert _has_end(path)
+    last = [row["_step"] for row in _rows(path.parent)]
+    for share in (0.3, 0.4, 0.7, 0.9, 0.99):
+        cut = int(share * len(content))
+        path.write_bytes(content[:cut])
+        assert not _has_end(path)
+        left = last_step(path)
+        path.write_bytes(content[:cut] + b"\xff" * 100)
+        assert mend(path) == left
+        assert content.startswith(path.read_bytes()) and cut - 32768 < path.stat().st_size <= cut
+        assert [row["_step"] for row in _rows(path.parent)] == last[: len(_rows(path.parent))]
+        assert left == (int(_rows(path.parent)[-1]["_step"]) if share > 0.7 else left)
+    path.write_bytes(content[:100])
+    mend_all(run_dir.wandb)
+    assert not path.exists(), "a file that tells of no run stops `wandb sync`"
+
+
+def test_two_processes_never_feed_one_run(run_dir: RunDir) -> None:
+    first = _sink(run_dir)
+    time.sleep(1.0)
+    second = _sink(run_dir, finish_timeout_s=0.5)
+    with pytest.raises(RuntimeError, match="already"):
+        second.close()
+    first.close()
+
+
 def test_a_stuck_worker_is_ended_in_time(run_dir: RunDir) -> None:
     sink = _sink(run_dir, init_timeout_s=0.0, finish_timeout_s=0.0)
     sink._limit = 0.2  # stands for the seconds that the time limits add up to
@@ -168,44 +259,3 @@ def test_training_never_imports_wandb() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_charts_keep_what_is_not_finite_and_leave_out_what_was_not_recorded() -> None:
-    common = {"step": 3, "tokens": 30, "time": 1.0}
-    values = chart_values({"event": "step", **common, **step_fields(3, loss=math.inf, clip_coefficient=None)})
-    assert values["train/loss"] == math.inf and "train/clip_coefficient" not in values and values["step"] == 3
-    scale = {"from": 4.0, "to": 2.0, "reason": "overflow", "consecutive_overflows": 1, "lr": 1.0, "momentum_norm": None}
-    values = chart_values({"event": "scale", **common, **scale})
-    assert values["scale/from"] == 4.0 and values["scale/reason"] == "overflow" and "scale/momentum_norm" not in values
-
-
-def test_telemetry_becomes_a_chart_a_measure_and_module_and_a_histogram() -> None:
-    event = {
-        "event": "telemetry",
-        "step": 5,
-        "tokens": 50,
-        "time": 1.0,
-        "gradients": {"lm_head": {"norm": 0.5, "flushed": 0.25}},
-        "activation_max": {"lm_head": 7.0},
-        "probe": {"lm_head.weight": {"cosine": 0.99}},
-        "drift": {"maximum": 0.0, "rms": 0.0},
-        "update_ratio": 0.001,
-        "gradient_exponents": {"lowest": -30, "counts": [1, 4, 2]},
-    }
-    values = chart_values(event)
-    assert values["telemetry/gradients_flushed/lm_head"] == 0.25 and values["telemetry/activation_max/lm_head"] == 7.0
-    assert values["telemetry/probe_cosine/lm_head.weight"] == 0.99 and values["telemetry/update_ratio"] == 0.001
-    drawn = histograms(event)["telemetry/log2_gradient"]
-    assert list(drawn.histogram) == [1, 4, 2] and list(drawn.bins) == [-30, -29, -28, -27]
-    assert histograms({"event": "step"}) == {}
-
-
-def test_the_follower_takes_whole_lines_and_skips_earlier_sessions(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    lines = [encode({"event": "step", "step": n}) for n in range(4)]
-    follower = Follower(path, skip_bytes=len(lines[0]) + 5)
-    assert follower.new_lines() == []
-    path.write_bytes(lines[0] + lines[1] + lines[2][:4])
-    assert follower.new_lines() == [(2, lines[1])], "line 1 lies within the skipped bytes"
-    path.write_bytes(b"".join(lines))
-    assert follower.new_lines() == [(3, lines[2]), (4, lines[3])]

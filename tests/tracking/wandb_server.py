@@ -1,0 +1,218 @@
+"""A stand-in for wandb's server, so that wandb's own client can be watched at what it sends.
+
+It answers the requests that the client of the pinned version makes, keeps each run's history, config, alerts and
+artifacts, and tells a resuming client what it has. It is not wandb's server: it accepts what that might refuse.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+
+class StandIn(ThreadingHTTPServer):
+    """What the client has sent so far, as attributes."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.lock = threading.Lock()
+        self.history: list[dict[str, Any]] = []
+        self.config: dict[str, Any] = {}
+        self.summary: str = "{}"
+        self.run: dict[str, Any] = {}
+        self.exit_codes: list[int] = []
+        self.preempting = 0
+        self.alerts: list[dict[str, Any]] = []
+        self.artifacts: list[dict[str, Any]] = []
+        self.manifests: list[dict[str, Any]] = []
+        self.views: list[dict[str, Any]] = []
+        self.operations: list[str] = []
+        self.paths: list[str] = []
+        self.bodies: list[bytes] = []
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
+        """The data of a GraphQL response."""
+        self.operations.append(operation)
+        method = getattr(self, f"on_{operation}", None)
+        return method(variables) if method else {}
+
+    def on_Viewer(self, _: dict[str, Any]) -> dict[str, Any]:
+        entity = {"id": "u1", "entity": "team", "username": "me", "email": "", "flags": "{}", "admin": False}
+        return {"viewer": entity | {"teams": {"edges": [{"node": {"name": "team"}}]}, "apiKeys": {"edges": []}}}
+
+    def on_RunResumeStatus(self, variables: dict[str, Any]) -> dict[str, Any]:
+        if not self.run:
+            return {"model": {"id": "p1", "name": "p", "entity": {"id": "e1", "name": "team"}, "bucket": None}}
+        bucket = {
+            "id": "r1",
+            "name": variables["name"],
+            "displayName": "demo",
+            "summaryMetrics": self.summary,
+            "logLineCount": 0,
+            "historyLineCount": len(self.history),
+            "eventsLineCount": 0,
+            "historyTail": json.dumps([json.dumps(row) for row in self.history[-1:]]),
+            "eventsTail": "[]",
+            "config": json.dumps(self.config),
+            "tags": [],
+            "wandbConfig": json.dumps({"t": {"4": "3.11"}}),
+            "notes": None,
+            "runInfo": {"args": []},
+        }
+        return {"model": {"id": "p1", "name": "p", "entity": {"id": "e1", "name": "team"}, "bucket": bucket}}
+
+    def on_UpsertBucket(self, variables: dict[str, Any]) -> dict[str, Any]:
+        inserted = not self.run
+        self.run |= {key: value for key, value in variables.items() if value is not None}
+        self.config |= json.loads(variables.get("config") or "{}")
+        self.summary = variables.get("summaryMetrics") or self.summary
+        project = {"id": "p1", "name": "p", "entity": {"id": "e1", "name": "team"}}
+        bucket: dict[str, Any] = {"id": "r1", "name": self.run["name"], "displayName": "demo"}
+        bucket |= {"project": project, "historyLineCount": len(self.history)}
+        return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
+
+    def on_NotifyScriptableRunAlert(self, variables: dict[str, Any]) -> dict[str, Any]:
+        self.alerts.append(variables)
+        return {"notifyScriptableRunAlert": {"success": True}}
+
+    def on_ArtifactType(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"project": None}  # no artifact of that name yet
+
+    def on_CreateArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
+        self.artifacts.append(variables.get("input") or variables)
+        artifact = {"id": f"a{len(self.artifacts)}", "state": "PENDING", "artifactSequence": {"latestArtifact": None}}
+        return {"createArtifact": {"artifact": artifact}}
+
+    def on_CreateArtifactManifest(self, variables: dict[str, Any]) -> dict[str, Any]:
+        upload = {"uploadUrl": f"{self.url}/manifest", "uploadHeaders": []} if variables["includeUpload"] else {}
+        return {"createArtifactManifest": {"artifactManifest": {"id": "m1", "file": {"id": "f1", **upload}}}}
+
+    def on_CommitArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
+        return {"commitArtifact": {"artifact": {"id": variables["artifactID"], "digest": "0"}}}
+
+    def on_CreateArtifactFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
+        files = variables["input"]["artifactFiles"]
+        common = {"uploadUrl": f"{self.url}/file", "uploadHeaders": [], "uploadMultipartUrls": None}
+        edges = [
+            {"node": common | {"storagePath": "s", "artifact": {"id": file["artifactID"]}, "name": file["name"]}}
+            for file in files
+        ]
+        return {"createArtifactFiles": {"files": {"edges": edges}}}
+
+    def on_CreateRunFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
+        files = [{"name": name, "uploadUrl": f"{self.url}/file"} for name in variables["files"]]
+        return {"createRunFiles": {"runID": "r1", "uploadHeaders": [], "files": files}}
+
+    def on_UpsertView2(self, variables: dict[str, Any]) -> dict[str, Any]:
+        self.views.append(variables)
+        return {"upsertView": {"view": {"id": "v1", "name": variables["name"]}, "inserted": True}}
+
+    def file_stream(self, sent: dict[str, Any]) -> None:
+        """History lines go where their offset says, as in wandb's server; the run's end has an exit code."""
+        for name, chunk in (sent.get("files") or {}).items():
+            if name == "wandb-history.jsonl":
+                self.history[chunk["offset"] :] = [json.loads(line) for line in chunk["content"]]
+            elif name == "wandb-summary.json":
+                self.summary = chunk["content"][-1]
+        self.preempting += bool(sent.get("preempting"))
+        if sent.get("complete"):
+            self.exit_codes.append(sent["exitcode"])
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: StandIn
+
+    def do_GET(self) -> None:
+        self._reply({})
+
+    def do_PUT(self) -> None:
+        body = self._body()
+        if self.path == "/manifest":
+            self.server.manifests.append(json.loads(body))
+        self._reply({})
+
+    def do_POST(self) -> None:
+        body = self._body()
+        with self.server.lock:
+            self.server.paths.append(self.path)
+            if not self.path.endswith(("/graphql", "/file_stream")):
+                self._reply({})  # wandb's reports about itself
+                return
+            sent = json.loads(body)
+            if self.path.endswith("/graphql"):
+                name = sent.get("operationName") or _operation(sent["query"])
+                self._reply({"data": self.server.answer(name, sent.get("variables") or {})})
+                return
+            self.server.file_stream(sent)
+            self._reply({})
+
+    def _body(self) -> bytes:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.server.bodies.append(body)
+        return body
+
+    def _reply(self, content: dict[str, Any]) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        """Silent."""
+
+
+def _operation(query: str) -> str:
+    found = re.search(r"(?:query|mutation)\s+(\w+)", query)
+    return found[1] if found else ""
+
+
+@contextmanager
+def stand_in() -> Iterator[StandIn]:
+    """A server that is up for as long as the context lasts."""
+    server = StandIn()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another process does."""
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert condition()
+
+
+def end_children(pid: int, how: signal.Signals) -> None:
+    """Send a signal to what the process has started: of wandb's worker, wandb's own helper."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for task in tasks for child in task.read_text().split()]
+    assert children
+    for child in children:
+        os.kill(child, how)

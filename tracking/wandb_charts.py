@@ -1,0 +1,125 @@
+"""What wandb draws: each event's numbers as chart values on one axis that never goes back.
+
+A run that was rolled back, or killed and resumed, attempts some steps again, so `step` goes back. The axis of the
+charts is therefore `attempt`: how many steps were attempted so far, over all sessions, the abandoned ones included. It
+is `step` as long as nothing is repeated. `step`, `applied` and `tokens` are beside it in every row and can be chosen as
+the axis in wandb.
+
+wandb's own minima and means (`define_metric(summary=...)`) begin anew with every session of a run (measured with 0.31),
+so the lowest validation loss is kept here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from tracking.events import COMMON_FIELDS, Event
+
+AXIS = "attempt"
+
+_OWN_CHARTS = frozenset({"scale", "eval", "checkpoint", "incident", "nonfinite", "fault"})
+_STEP_FIELDS = (
+    "loss",
+    "grad_norm",
+    "clip_coefficient",
+    "lr",
+    "loss_scale",
+    "skipped_total",
+    "step_seconds",
+    "tokens_per_second",
+    "memory_bytes",
+)
+_STEP_LINE = b'"event":"step"'
+_EVENT_PLACE = 40  # bytes: the name of the event is what a line begins with
+
+
+class Rows:
+    """Events in file order as rows of charts. Earlier sessions' events have to come by too: they are counted."""
+
+    def __init__(self) -> None:
+        """No event was seen yet. `attempts`: step events so far."""
+        self.attempts = 0
+        self._applied: int | None = None  # unknown until a step says it
+        self._totals: dict[str, int] = {}
+        self._lowest = math.inf
+
+    def pass_step(self, line: bytes) -> bool:
+        """Whether `line` is a step event, which is then counted without being read."""
+        found = _STEP_LINE in line[:_EVENT_PLACE]
+        self.attempts += found
+        return found
+
+    def pass_event(self, event: Event) -> None:
+        """Take note of an event that is not a step."""
+        for name in _counted(event):
+            self._totals[name] = self._totals.get(name, 0) + 1
+        if event["event"] == "eval":
+            self._lowest = min(self._lowest, event["loss"])  # a loss that is nan leaves it as it is
+
+    def row(self, event: Event) -> dict[str, Any]:
+        """Count `event`, and what it adds to the charts."""
+        if event["event"] == "step":
+            self.attempts += 1
+            self._applied = event["step"] - event["skipped_total"]
+        else:
+            self.pass_event(event)
+        totals = {name: self._totals[name] for name in _counted(event)}
+        places = {AXIS: self.attempts, "_timestamp": event["time"]}
+        applied = {} if self._applied is None else {"applied": self._applied}
+        lowest = {"eval/lowest_loss": self._lowest} if event["event"] == "eval" else {}
+        return chart_values(event) | totals | places | applied | lowest
+
+
+def _counted(event: Event) -> tuple[str, ...]:
+    """The running totals that `event` adds one to."""
+    if event["event"] == "incident":
+        return ("incident/total", f"incident/total_{event['verdict'].lower()}")
+    return (f"{event['event']}/total",) if event["event"] in ("nonfinite", "scale") else ()
+
+
+def chart_values(event: Event) -> dict[str, Any]:
+    """What one event adds to the charts: `train/...` for a step, else a group of its own such as `scale/...`.
+
+    Values that are not finite stay so (wandb shows them as such); what was not recorded (None) is left out.
+    """
+    kind = event["event"]
+    if kind == "step":
+        values = {f"train/{name}": event[name] for name in _STEP_FIELDS} | {"train/applied": int(event["applied"])}
+    elif kind in _OWN_CHARTS:
+        values = {f"{kind}/{name}": value for name, value in event.items() if name not in COMMON_FIELDS}
+    elif kind == "telemetry":
+        values = dict(_flatten(event))
+    elif kind == "precision":
+        values = {f"precision/flop_share/{dtype}": share for dtype, share in event["flop_share"].items()}
+    else:
+        values = {f"session/{kind}": 1}
+    kept = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
+    return kept | {"step": event["step"], "tokens": event["tokens"]}
+
+
+def histograms(event: Event) -> dict[str, Any]:
+    """The gradient values of a telemetry event by power of two, as a wandb histogram."""
+    exponents = event.get("gradient_exponents")
+    if not exponents or not exponents["counts"]:
+        return {}
+    import numpy as np
+    import wandb
+
+    counts = np.array(exponents["counts"])
+    histogram = wandb.Histogram(np_histogram=(counts, exponents["lowest"] + np.arange(len(counts) + 1)))
+    return {"telemetry/log2_gradient": histogram}
+
+
+def _flatten(event: Event) -> Iterator[tuple[str, Any]]:
+    """`telemetry/<measure>/<module>` for each number of a telemetry event."""
+    yield "telemetry/update_ratio", event["update_ratio"]
+    for name, value in (event["drift"] or {}).items():
+        yield f"telemetry/drift/{name}", value
+    for name, value in event["activation_max"].items():
+        yield f"telemetry/activation_max/{name}", value
+    for group in ("gradients", "probe"):
+        for module, measures in event[group].items():
+            for measure, value in measures.items():
+                yield f"telemetry/{group}_{measure}/{module}", value

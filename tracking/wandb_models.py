@@ -1,0 +1,118 @@
+"""Checkpoints and exports as artifact references: wandb holds where a model lies and what is known of it, no weights.
+
+An artifact's digest is made of the references' names and places. The name carries the first letters of the content's
+hash, so that a step that was saved again after a rollback becomes a version of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from config.errors import UserError
+from tracking.environment import redact
+from tracking.events import Event
+
+MODEL = "model"
+"""Type of the artifacts, the one that W&B's registry links."""
+
+_LONGEST_NAME = 128
+_SHORT = 12  # letters of a hash
+
+
+def checkpoint_facts(event: Event, config: dict[str, Any]) -> dict[str, Any]:
+    """What to record of the checkpoint that `event` tells of. Its hash is None when the manifest cannot be read."""
+    return _checkpoint(event["path"], event["step"], config) | {
+        "tokens": event["tokens"],
+        "bytes": event["bytes"],
+        "verified": event["verified"],
+    }
+
+
+def named_checkpoint_facts(folder: Path, config: dict[str, Any], parity: dict[str, Any] | None) -> dict[str, Any]:
+    """What to record of a checkpoint by hand, with a parity report's verdict. Raises UserError for no checkpoint."""
+    step = re.fullmatch(r"step-(\d+)", folder.resolve().name)
+    if step is None or not (folder / "manifest.json").is_file():
+        raise UserError(f"--checkpoint {folder}: is not a whole checkpoint; give a checkpoints/step-N folder")
+    facts = _checkpoint(str(folder.resolve()), int(step[1]), config)
+    return facts | {"parity": parity}
+
+
+def _checkpoint(path: str, step: int, config: dict[str, Any]) -> dict[str, Any]:
+    run, deepspeed = config.get("run") or {}, config.get("deepspeed") or {}
+    precision = run.get("precision") or {}
+    return {
+        "kind": "checkpoint",
+        "run": (run.get("run") or {}).get("name"),
+        "reference": path if "://" in path else Path(path).resolve().as_uri(),
+        "manifest_sha256": None if "://" in path else _sha256(Path(path) / "manifest.json"),
+        "step": step,
+        "dtype": "fp32",  # the masters, which every checkpoint has
+        "compute": precision.get("manifest") or precision.get("compute"),
+        "zero_stage": (deepspeed.get("zero_optimization") or {}).get("stage", 0),
+        "parity": None,
+    }
+
+
+def export_facts(folder: Path) -> dict[str, Any]:
+    """What to record of a folder that training.export_hf wrote. Raises UserError when it is none."""
+    try:
+        known = json.loads((folder / "mantissa.json").read_text())
+        return {
+            "kind": "export",
+            "run": known["run"],
+            "reference": folder.resolve().as_uri(),
+            "manifest_sha256": _sha256(folder / "SHA256SUMS"),
+            "step": known["training"]["step"],
+            "dtype": known["export"]["dtype"],
+            "compute": known["precision"]["manifest"] or known["precision"]["compute"],
+            "zero_stage": known["precision"]["ZeRO stage"],
+            "files": known["export"]["files"],
+            "parity": _verdict(known["parity"]) if known["parity"] else None,
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"--export {folder}: is no exported model ({why}); give OUT of training.export_hf") from None
+
+
+def parity_facts(path: Path) -> dict[str, Any]:
+    """The verdict of a parity.json and the report's hash. Raises UserError when it is none."""
+    try:
+        return _verdict(json.loads(path.read_text())) | {"report_sha256": _sha256(path)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = type(error).__name__
+        raise UserError(f"--parity {path}: not a parity.json ({why}); give the one of training.parity") from None
+
+
+def _verdict(found: dict[str, Any]) -> dict[str, Any]:
+    failed = [check["name"] for check in found["checks"] if not check["passed"]]
+    return {"verdict": found["verdict"], "failed": failed, "differences": found.get("differences", [])}
+
+
+def log_artifact(run: Any, facts: dict[str, Any]) -> None:
+    """Record a model in wandb: metadata and a reference, nothing is uploaded."""
+    import wandb
+
+    facts = redact("", facts)
+    short = (facts["manifest_sha256"] or "unknown")[:_SHORT]
+    verdict = (facts["parity"] or {}).get("verdict", "")
+    name = re.sub(r"[^\w.-]", "-", f"{facts['run'] or run.id}-{facts['kind']}")[-_LONGEST_NAME:]
+    artifact = wandb.Artifact(
+        name,
+        type=MODEL,
+        description=f"{facts['kind']} of step {facts['step']}, {facts['dtype']}; parity: {verdict or 'not judged'}",
+        metadata=facts,
+    )
+    entry = "-".join(filter(None, (f"step-{facts['step']}", facts["dtype"], short, verdict.replace(" ", "-"))))
+    artifact.add_reference(facts["reference"], name=entry, checksum=False)
+    run.log_artifact(artifact, aliases=["latest", f"step-{facts['step']}"])
+
+
+def _sha256(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None  # on another machine, or already deleted to make room
