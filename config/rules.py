@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
 from config.errors import UserError
 from config.schema import Config, Fault
+from config.secrets import WITH_PASSWORD
 
 # Arguments of a Hugging Face config that a key of the run config decides: two owners would disagree in silence.
 _OWNED_MODEL_ARGUMENTS = {
@@ -28,7 +30,7 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
     Raises:
         UserError: the first rule that is broken: the keys that do not fit together and what to change.
     """
-    for rule in (_run, _model, _data, _schedule, _precision, _loss_scale, _evaluate, _guard, _faults):
+    for rule in (_run, _model, _data, _schedule, _precision, _loss_scale, _evaluate, _tracking, _guard, _faults):
         for key, text in rule(config):
             raise UserError(f"{origin(key)}: {key} {text}")
 
@@ -131,6 +133,17 @@ def _evaluate(config: Config) -> Iterator[Problem]:
     if config.evaluate.every_steps and config.data.validation_fraction == 0:
         fix = "set data.validation_fraction above 0"
         yield "evaluate.every_steps", f"= {config.evaluate.every_steps} needs held-out text; {fix}"
+
+
+def _tracking(config: Config) -> Iterator[Problem]:
+    endpoint = config.tracking.otlp_endpoint
+    if endpoint is not None and WITH_PASSWORD.search(endpoint):
+        yield "tracking.otlp_endpoint", "holds a password; take it out and set OTEL_EXPORTER_OTLP_HEADERS"
+    elif endpoint is not None and not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", endpoint):
+        yield "tracking.otlp_endpoint", f"= '{endpoint}' is not an address; write it as http://localhost:4318"
+    profile = config.profile
+    if profile.steps and profile.start > config.run.steps:
+        yield "profile.start", f"= {profile.start} is after the last step, run.steps = {config.run.steps}"
 
 
 def _guard(config: Config) -> Iterator[Problem]:

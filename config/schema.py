@@ -283,6 +283,21 @@ class TrackingSection:
     """[port] Where rank 0 answers `GET /metrics` for Prometheus; 0: any free one, told at the start; null: nowhere."""
     prometheus_address: str = "127.0.0.1"
     """[address] Interface to listen on. Nobody is asked for a password: open it to a network you trust only."""
+    otlp_endpoint: str | None = None
+    """[URL] OpenTelemetry collector, such as http://localhost:4318, that every rank sends spans of its steps to by OTLP
+    over HTTP. Headers and certificates come from the OTEL_EXPORTER_OTLP_* variables. null: none."""
+
+
+@dataclass(frozen=True)
+class ProfileSection:
+    """A torch.profiler trace of a few steps, and what it says, in run.dir/run.name/profile."""
+
+    start: int = limit(5, at_least=1)
+    """[step] First step profiled, from 1. The first steps of a session are slower than those that follow."""
+    steps: int = limit(0, at_least=0)
+    """[steps] How many steps are profiled; one or two say it all. 0: none."""
+    ranks: tuple[int, ...] = limit((0,), at_least=0)
+    """[ranks] Ranks that profile; those the run does not have are left out."""
 
 
 @dataclass(frozen=True)
@@ -457,6 +472,8 @@ class Config:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     """[section]"""
     tracking: TrackingSection = field(default_factory=TrackingSection)
+    """[section]"""
+    profile: ProfileSection = field(default_factory=ProfileSection)
     """[section]"""
     telemetry: TelemetrySection = field(default_factory=TelemetrySection)
     """[section]"""

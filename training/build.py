@@ -34,9 +34,11 @@ from training.engine import Engine
 from training.open_record import open_record
 from training.parts import Parts
 from training.preemption import Preemption
+from training.profiling import open_profiling
 from training.progress import Progress
 from training.recovery import Promotions
 from training.telemetry import Telemetry
+from training.tracing import open_tracing
 from training.weights_start import start_from_weights
 
 
@@ -76,6 +78,10 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
         telemetry=Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None,
         record=record,
         first_step=progress.step,
+        tracing=open_tracing(
+            resolved, place, engine=engine, batches=batches, checkpoints=checkpoints, note=record.note
+        ),
+        profiling=open_profiling(resolved, run_dir.path, engine=engine, batches=batches, note=record.note),
     )
     _record_start(parts, progress, found)
     for line in checkpoints.settle():

@@ -36,7 +36,7 @@ TRIALS = "trials.jsonl"
 SPOKEN = "trial:"
 """What a line of output about a trial opens with."""
 # Sections and keys of a config that change nothing about a trial's numbers.
-_NO_CONDITION = ("tracking", "checkpoint", "telemetry", "generate", "parity", "deepspeed")
+_NO_CONDITION = ("tracking", "profile", "checkpoint", "telemetry", "generate", "parity", "deepspeed")
 _NO_CONDITION_OF_A_RUN = ("name", "dir", "resume", "hypothesis")
 
 

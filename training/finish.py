@@ -14,6 +14,7 @@ from tracking.report import summary_table, write_report
 from tracking.run_dir import RunDir
 from training.loop import DIVERGED, DONE, PREEMPTED, UNSAVED, Ending
 from training.parts import Parts
+from training.tracing_stages import stop_watching
 
 _STATUS = {DONE: "done", DIVERGED: "aborted", UNSAVED: "aborted", PREEMPTED: "preempted"}
 
@@ -33,6 +34,7 @@ def finish(parts: Parts, corpus: Corpus, ending: Ending) -> None:
             device=parts.engine.place.device,
         )
     parts.batches.close()
+    stop_watching(parts)
     parts.record.event(
         "run_end",
         step=ending.progress.step,

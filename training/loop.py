@@ -10,6 +10,7 @@ from training.checkpoint import SaveFailed
 from training.parts import Parts
 from training.progress import Progress
 from training.record_step import record_checkpoint, record_evaluation
+from training.tracing_stages import watching
 
 DONE, DIVERGED, UNSAVED, PREEMPTED = 0, 3, 74, 75
 """Exit codes: all steps done; stopped on numerics with a usable checkpoint; checkpoints cannot be written; stopped on
@@ -34,7 +35,8 @@ def train(parts: Parts, progress: Progress) -> Ending:
     config, saves, problem = parts.resolved.config, parts.checkpoints, None
     planned = config.run.steps
     while progress.step < planned:
-        progress, judgement, health = attempt(parts, progress)
+        with watching(parts, progress):
+            progress, judgement, health = attempt(parts, progress)
         if health.save_ended:
             record_saves(parts)
         if judgement.verdict is Verdict.ABORT:

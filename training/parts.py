@@ -12,8 +12,10 @@ from tracking.record import Record
 from training.checkpoint import Checkpoints
 from training.engine import Engine
 from training.preemption import Preemption
+from training.profiling import Profiling
 from training.recovery import Promotions
 from training.telemetry import Telemetry
+from training.tracing import Tracing
 
 
 @dataclass(frozen=True)
@@ -32,3 +34,5 @@ class Parts:
     record: Record
     first_step: int
     """Steps attempted before this session."""
+    tracing: Tracing | None = None
+    profiling: Profiling | None = None

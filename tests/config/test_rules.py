@@ -33,6 +33,9 @@ REFUSED = [
     (["data.path=a.txt"], "data.path = 'a.txt' is not read by data.source = stdlib"),
     (["data.name=en"], "data.name = 'en' is only read by data.source = hub"),
     (["data.tokenizer=bpe:many"], "data.tokenizer = 'bpe:many' names no vocabulary size"),
+    (["tracking.otlp_endpoint=localhost:4318"], "tracking.otlp_endpoint = 'localhost:4318' is not an address"),
+    (["tracking.otlp_endpoint=http://me:hush@host"], "tracking.otlp_endpoint holds a password"),
+    (["profile={start: 101, steps: 1}"], "profile.start = 101 is after the last step, run.steps = 100"),
     (["schedule.warmup_steps=101"], "schedule.warmup_steps = 101 is more than run.steps = 100"),
     (["schedule={name: wsd, warmup_steps: 90}"], "schedule.decay_fraction = 0.2 of run.steps = 100 leaves no room"),
     (["precision.path=manifest"], "precision.manifest is missing for precision.path = manifest"),
@@ -83,6 +86,7 @@ def test_refused(folder: Path, overrides: list[str], expected: str) -> None:
 
 
 ALLOWED = [
+    ["tracking.otlp_endpoint=https://host/v1", "profile={start: 100, steps: 1}"],
     ["schedule.warmup_steps=100"],
     ["schedule={name: wsd, warmup_steps: 80}"],
     ["data.source=text", "data.path=a.txt"],

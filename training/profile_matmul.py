@@ -1,0 +1,169 @@
+"""The matmuls of a profile: dtype, shape, module; which ran in FP32 and which have sizes tensor cores do not like.
+
+Sizes: cuBLAS uses tensor cores best where M, N and K are multiples of 16 bytes, which are 8 elements of 16 bits, and on
+A100 and later of 128 bytes, which are 64 elements (NVIDIA, Matrix Multiplication Background, section 4.1).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from training.profile_timeline import Event
+
+NAMES = {
+    "float": "fp32",
+    "c10::BFloat16": "bf16",
+    "c10::Half": "fp16",
+    "double": "fp64",
+    "c10::Float8_e4m3fn": "fp8",
+    "c10::Float8_e5m2": "fp8",
+    "long int": "int64",
+    "int": "int32",
+    "bool": "bool",
+}
+"""What a trace calls a dtype, and what we call it."""
+# Operator to the positions of its two matrices.
+_OPERATORS = {
+    "aten::mm": (0, 1),
+    "aten::bmm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::baddbmm": (1, 2),
+    "aten::addbmm": (1, 2),
+    "aten::_addmm_activation": (1, 2),
+    "aten::_scaled_mm": (0, 1),
+    "aten::_grouped_mm": (0, 1),
+    "aten::_scaled_grouped_mm": (0, 1),
+}
+GOOD, BEST = 8, 64
+"""Elements of 16 bits that sizes should be multiples of, at least and at best."""
+
+
+@dataclass
+class Matmul:
+    """One matrix product in a trace."""
+
+    event: Event
+    dtype: str
+    batch: int
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+def matmul_of(event: Event) -> Matmul | None:
+    """The matrix product that an event is, or None."""
+    if event.kind != "cpu_op" or event.name not in _OPERATORS:
+        return None
+    first, second = _OPERATORS[event.name]
+    dims, types = event.dims, event.dtypes
+    if len(dims) <= second or len(types) <= second or len(dims[first]) < 2 or len(dims[second]) < 2:
+        return None
+    left, right = dims[first], dims[second]
+    batch = left[0] if len(left) == 3 else 1
+    return Matmul(
+        event=event,
+        dtype=NAMES.get(types[first], types[first]),
+        batch=batch,
+        m=left[-2],
+        n=right[-1],
+        k=left[-1],
+        seconds=(event.end - event.start) / 1e6,
+    )
+
+
+def table(matmuls: Iterable[Matmul]) -> list[dict[str, Any]]:
+    """Rows by module, phase, dtype and shape, longest first."""
+    groups: defaultdict[tuple[Any, ...], list[Matmul]] = defaultdict(list)
+    for found in matmuls:
+        event = found.event
+        groups[event.module, event.phase, found.dtype, found.batch, found.m, found.n, found.k].append(found)
+    keys = ("module", "phase", "dtype", "batch", "m", "n", "k")
+    rows = [dict(zip(keys, key, strict=True)) | _totals(group) for key, group in groups.items()]
+    return sorted(rows, key=lambda row: -row["seconds"])
+
+
+def fallbacks(matmuls: list[Matmul], *, compute: str, regions: dict[str, str] | None) -> list[dict[str, Any]]:
+    """Modules whose matmuls ran in FP32 or FP64 in a run that computes in 16 bits, longest first.
+
+    regions: dtype that the precision manifest names, by module; None where the whole run has one dtype, `compute`.
+    A row says whether the manifest wanted it so.
+    """
+    sixteen = compute in ("bf16", "fp16") or any(dtype in ("bf16", "fp16") for dtype in (regions or {}).values())
+    if not sixteen:
+        return []
+    groups: defaultdict[str, list[Matmul]] = defaultdict(list)
+    for found in matmuls:
+        if found.dtype in ("fp32", "fp64") and found.event.stage == "forward_backward":
+            groups[found.event.module].append(found)
+    seconds = sum(found.seconds for found in matmuls)
+    flops = sum(found.flops for found in matmuls)
+    rows = []
+    for module, group in groups.items():
+        totals = _totals(group)
+        rows.append(
+            {
+                "module": module,
+                "wanted": _wanted(module, regions) == "fp32",
+                **totals,
+                "share_of_matmul_time": totals["seconds"] / seconds if seconds else 0.0,
+                "share_of_matmul_flops": totals["flops"] / flops if flops else 0.0,
+                "phases": sorted({found.event.phase for found in group if found.event.phase}),
+            }
+        )
+    return sorted(rows, key=lambda row: -row["seconds"])
+
+
+def misfits(matmuls: list[Matmul], attentions: Iterable[Event] = ()) -> list[dict[str, Any]]:
+    """Sizes that are no multiples of 8, then those that are none of 64, by module and size, longest first.
+
+    A size counts wherever it is M, N or K; the batch of a batched product does not matter. Of fused attention it is the
+    head's size, where it is no multiple of 8. The dtype is not asked: what runs in FP32 today may run in 16 bits
+    tomorrow.
+    """
+    groups: defaultdict[tuple[str, int], list[Matmul]] = defaultdict(list)
+    for found in matmuls:
+        for size in {found.m, found.n, found.k}:
+            if size % BEST:
+                groups[found.event.module, size].append(found)
+    for event in attentions:
+        if event.name == "aten::scaled_dot_product_attention" and event.dims and event.dims[0][-1] % GOOD:
+            heads, seconds = event.dims[0], (event.end - event.start) / 1e6
+            groups[event.module, heads[-1]].append(Matmul(event, "", 1, 0, 0, heads[-1], seconds))
+    rows = [
+        {
+            "module": module,
+            "size": size,
+            "multiple_of": size & -size,
+            "next_good": -(-size // GOOD) * GOOD,
+            "next_best": -(-size // BEST) * BEST,
+            **_totals(group),
+        }
+        for (module, size), group in groups.items()
+    ]
+    return sorted(rows, key=lambda row: (row["multiple_of"] >= GOOD, -row["seconds"]))
+
+
+def _wanted(module: str, regions: dict[str, str] | None) -> str | None:
+    """The manifest's dtype of the nearest region around a module."""
+    while regions is not None and module:
+        if module in regions:
+            return regions[module]
+        module = module.rpartition(".")[0]
+    return None
+
+
+def _totals(group: list[Matmul]) -> dict[str, Any]:
+    return {
+        "count": len(group),
+        "seconds": sum(found.seconds for found in group),
+        "flops": sum(found.flops for found in group),
+    }

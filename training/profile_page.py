@@ -1,0 +1,200 @@
+"""The summary of a profile as Markdown."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from training.profile_matmul import BEST, GOOD
+
+_ROWS = 15
+_BLOCK = re.compile(r"(?<=\.)\d+(?=\.|$)")  # the number of a block in a module's name
+
+
+def page(summary: dict[str, Any], trace: str) -> str:
+    """The page. summary: as `training.profile_summary.summarise` gives it. trace: name of the trace's file."""
+    parts = [_opening(summary, trace), _where(summary), _matmuls(summary), _fallbacks(summary), _misfits(summary)]
+    parts += [_casts(summary), _how(summary)]
+    return "\n".join(part for part in parts if part)
+
+
+def which_steps(steps: list[int]) -> str:
+    """step 6, or steps 6 to 8."""
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def _opening(summary: dict[str, Any], trace: str) -> str:
+    walls = summary["steps_seconds"]
+    mean = sum(walls) / len(walls)
+    said = f"A step took {_ms(mean)} under the profiler"
+    before = summary.get("unprofiled_step_seconds")
+    if before:
+        said += f"; the {summary['unprofiled_steps']} before it took {_ms(before)} (median)"
+    where = f"rank {summary['rank']} of {summary.get('world_size', '?')}, {summary.get('device', '?')}"
+    compute = f"{summary.get('compute', '?')}{', TF32 allowed' if summary.get('tf32') else ''}"
+    return (
+        f"# Profile of {which_steps(summary['steps'])}\n\n{where}, torch {summary.get('torch', '?')}, compute "
+        f"{compute}. {said}. Trace: `{trace}`, for https://ui.perfetto.dev or TensorBoard.\n"
+    )
+
+
+def _where(summary: dict[str, Any]) -> str:
+    wall = sum(summary["steps_seconds"])
+    steps = len(summary["steps_seconds"])
+    text = "## Where the time goes\n\n"
+    device = summary["device_time"]
+    if device:
+        text += "On the GPU, by the kernels' time:\n\n" + _shares(device["categories"], wall, steps)
+        text += f"\nThe GPU was busy {device['busy_seconds'] / wall:.1%} of the time. On the training thread:\n\n"
+    elif summary.get("device", "cpu") != "cpu":
+        text += "The trace holds no kernel, so this is the training thread only, which mostly waits for the GPU; the "
+        text += "driver may not let this user profile (NVreg_RestrictProfilingToAdminUsers).\n\n"
+    text += _shares(summary["host"], wall, steps)
+    text += "\nThe same time by part of the step:\n\n" + _shares(summary["stages"], wall, steps)
+    hidden = summary["communication"]["under_way"]
+    if hidden:
+        text += f"\nCollectives were under way for {_ms(hidden / steps)} a step, behind work or not.\n"
+    recompute = summary["phases"].get("recompute")
+    if recompute:
+        text += f"\nRecomputing activations took {_ms(recompute / steps)} a step, {recompute / wall:.1%}.\n"
+    return text
+
+
+def _shares(parts: dict[str, float], wall: float, steps: int) -> str:
+    rows = [(name, _ms(seconds / steps), f"{seconds / wall:.1%}") for name, seconds in parts.items()]
+    return _table(("", "a step", "share"), rows)
+
+
+def _matmuls(summary: dict[str, Any]) -> str:
+    rows = summary["matmuls"]
+    if not rows:
+        return ""
+    steps = len(summary["steps_seconds"])
+    text = "## Matmuls\n\n"
+    dtypes: dict[str, list[float]] = {}
+    for row in rows:
+        total = dtypes.setdefault(row["dtype"], [0.0, 0.0, 0.0])
+        total[0] += row["count"]
+        total[1] += row["seconds"]
+        total[2] += row["flops"]
+    by_dtype = [
+        (dtype, f"{count / steps:,.0f}", _ms(seconds / steps), _speed(flops, seconds))
+        for dtype, (count, seconds, flops) in sorted(dtypes.items(), key=lambda item: -item[1][1])
+    ]
+    text += _table(("dtype", "a step", "time", "speed"), by_dtype)
+    longest = [
+        (
+            row["modules"],
+            row["phase"] or "-",
+            row["dtype"],
+            f"{str(row['batch']) + ' x ' if row['batch'] > 1 else ''}{row['m']} x {row['k']} x {row['n']}",
+            _ms(row["seconds"] / steps),
+            _speed(row["flops"], row["seconds"]),
+        )
+        for row in together(rows, "phase", "dtype", "batch", "m", "n", "k")[:_ROWS]
+    ]
+    heads = ("module", "phase", "dtype", "M x K x N", "a step", "speed")
+    return f"{text}\nThose that took longest:\n\n{_table(heads, longest)}"
+
+
+def _fallbacks(summary: dict[str, Any]) -> str:
+    rows = sorted(together(summary["fp32_matmuls"], "wanted"), key=lambda row: row["wanted"])
+    text = "## Matmuls in FP32\n\n"
+    if not rows:
+        plain = summary.get("compute") == "fp32" and not summary.get("regions")
+        return text + ("The run computes in FP32.\n" if plain else "None: every matmul ran in 16 bits or less.\n")
+    shown = [
+        (
+            row["modules"],
+            "the manifest says so" if row["wanted"] else "**nobody asked for it**",
+            f"{row['share_of_matmul_time']:.1%}",
+            f"{row['share_of_matmul_flops']:.2%}",
+        )
+        for row in rows[:_ROWS]
+    ]
+    return text + _table(("module", "why", "of matmul time", "of matmul FLOPs"), shown) + _more(len(rows))
+
+
+def _misfits(summary: dict[str, Any]) -> str:
+    rows = together(summary["misfits"], "size", "multiple_of", "next_good", "next_best")
+    rows.sort(key=lambda row: row["multiple_of"] >= GOOD)
+    text = f"## Sizes that tensor cores do not like\n\nMultiples of {GOOD} are needed to be fast in 16 bits, of {BEST} "
+    text += "to be fastest.\n\n"
+    if not rows:
+        return text + f"Every M, N and K is a multiple of {BEST}.\n"
+    shown = [
+        (
+            row["modules"],
+            row["size"],
+            f"**{row['multiple_of']}**" if row["multiple_of"] < GOOD else row["multiple_of"],
+            f"{row['next_good']} or {row['next_best']}" if row["multiple_of"] < GOOD else row["next_best"],
+            _ms(row["seconds"] / len(summary["steps_seconds"])),
+        )
+        for row in rows[:_ROWS]
+    ]
+    return text + _table(("module", "size", "multiple of", "better", "its matmuls, a step"), shown) + _more(len(rows))
+
+
+def _casts(summary: dict[str, Any]) -> str:
+    rows = together(summary["casts"], "kind")
+    if not rows:
+        return ""
+    steps = len(summary["steps_seconds"])
+    shown = [
+        (
+            row["kind"],
+            row["modules"],
+            f"{row['count'] / steps:,.0f}",
+            f"{row['elements'] / steps / 1e6:,.2f} M",
+            _ms(row["seconds"] / steps),
+        )
+        for row in rows[:_ROWS]
+    ]
+    text = "## Casts outside the optimizer\n\n"
+    return text + _table(("", "module", "a step", "elements", "time"), shown) + _more(len(rows))
+
+
+def _how(summary: dict[str, Any]) -> str:
+    covered = 1 - summary["host"].get("Python between operators", 0.0) / sum(summary["steps_seconds"])
+    return (
+        "## How it was counted\n\nEvery moment of the steps counts once, so that parts add up to the whole. "
+        f"{covered:.1%} of the training thread's time is inside an operator, a collective, the optimizer or the wait "
+        "for data. The profiler itself costs most where operators are small: compare the two step times above.\n"
+    )
+
+
+def together(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """Rows that differ in nothing but the numbers of their blocks, and not in `keys`, as one row; longest first.
+
+    Numbers are summed; `modules` says in words which modules they are.
+    """
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        pattern = _BLOCK.sub("*", row["module"])
+        groups.setdefault((pattern, *(row[key] for key in keys)), []).append(row)
+    found = []
+    for (pattern, *_), group in groups.items():
+        first, modules = group[0], {row["module"] for row in group}
+        counted = [name for name, value in first.items() if name not in keys and isinstance(value, int | float)]
+        text = f"`{pattern}` ({len(modules)})" if len(modules) > 1 else f"`{first['module']}`"
+        sums = {name: sum(row[name] for row in group) for name in counted}
+        found.append({**first, **sums, "modules": text if first["module"] else "(outside of modules)"})
+    return sorted(found, key=lambda row: -row["seconds"])
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _more(rows: int) -> str:
+    return f"\nAnd {rows - _ROWS} more in the .json file.\n" if rows > _ROWS else ""
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms" if seconds < 10 else f"{seconds:,.1f} s"
+
+
+def _speed(flops: float, seconds: float) -> str:
+    return f"{flops / seconds / 1e12:,.3f} TFLOP/s" if seconds else "-"

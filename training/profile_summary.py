@@ -1,0 +1,221 @@
+"""What a profile says: where the time of a step goes, which matmuls ran in FP32, which shapes fit tensor cores badly.
+
+    python -m training.profile_summary RUN/profile/step-20-21/rank-0.pt.trace.json.gz
+
+makes the .json and the .md beside a trace again. Every moment of the profiled steps is counted once, under the
+innermost of: data wait, communication, optimizer, attention, matmul, cast; what is left is other operators, or Python
+between operators. On a GPU the same is made of the kernels' time, and what is left is idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from config.errors import UserError
+from training.profile_matmul import NAMES, Matmul, fallbacks, matmul_of, misfits, table
+from training.profile_page import page, which_steps
+from training.profile_timeline import Event, Timeline, build_timeline, merged, overlap, read_trace
+
+DATA, COMMUNICATION, OPTIMIZER, ATTENTION, CAST = "data wait", "communication", "optimizer", "attention", "casts"
+OPERATORS, PYTHON, IDLE = "other operators", "Python between operators", "idle"
+_COMMUNICATION = ("c10d::", "gloo:", "nccl:", "record_param_comms", "_c10d_functional::", "deepspeed_shm_comm::")
+_ATTENTION = ("scaled_dot_product", "scaleddotproduct", "flash_attn", "flash_attention", "flashattn", "flex_attention")
+_RANGES = ("user_annotation",)
+
+
+def summarise(timeline: Timeline, facts: dict[str, Any]) -> dict[str, Any]:
+    """Plain numbers, times in seconds over all profiled steps. facts: as in `Profiling`; taken over."""
+    for event in timeline.events:
+        event.category = _category(event)
+    matmuls = [product for event in timeline.events if (product := matmul_of(event)) is not None]
+    on_device = bool(timeline.device)
+    found: dict[str, Any] = {
+        **facts,
+        "steps_seconds": [(end - start) / 1e6 for start, end in timeline.steps],
+        "host": _host(timeline),
+        "device_time": _device(timeline) if on_device else None,
+        "stages": _stages(timeline),
+        "phases": _by(timeline, lambda event: event.phase or "none"),
+        "communication": _communication(timeline),
+        "casts": _casts(timeline),
+    }
+    _time_matmuls(matmuls, timeline, on_device)
+    found["matmuls"] = table(matmuls)
+    found["fp32_matmuls"] = fallbacks(matmuls, compute=facts.get("compute", "fp32"), regions=facts.get("regions"))
+    found["misfits"] = misfits(matmuls, timeline.events)
+    return found
+
+
+def write_summary(trace: Path, facts: dict[str, Any]) -> str:
+    """Write the .json and .md beside the trace; the headline in one line. Raises ValueError: no step in the trace."""
+    summary = summarise(build_timeline(read_trace(trace)), facts)
+    stem = trace.parent / trace.name.partition(".")[0]
+    stem.with_suffix(".json").write_text(json.dumps(summary, indent=1))
+    stem.with_suffix(".md").write_text(page(summary, trace.name))
+    return headline(summary)
+
+
+def headline(summary: dict[str, Any]) -> str:
+    """Steps, time and the three largest parts."""
+    parts = summary["device_time"]["categories"] if summary["device_time"] else summary["host"]
+    total = sum(summary["steps_seconds"])
+    largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in largest)
+    return f"profiled {which_steps(summary['steps'])} of rank {summary['rank']}: {shares}"
+
+
+def _category(event: Event) -> str:
+    """What an event's own time counts as; its parent has been asked before."""
+    above = event.parent.category if event.parent is not None else ""
+    if above in (DATA, COMMUNICATION):
+        return above
+    name = event.name.lower()
+    if name.startswith(_COMMUNICATION):
+        return COMMUNICATION
+    if event.stage == "data":
+        return DATA
+    if event.stage == "optimizer":
+        return OPTIMIZER
+    if above in (ATTENTION, CAST) or above.startswith("matmul"):
+        return above
+    if event.kind == "cpu_op":
+        if any(word in name for word in _ATTENTION):
+            return ATTENTION
+        found = matmul_of(event)
+        if found is not None:
+            return f"matmul {found.dtype}"
+        return CAST if _cast_of(event) else OPERATORS
+    return OPERATORS if event.kind not in _RANGES else PYTHON
+
+
+def _cast_of(event: Event) -> str | None:
+    """from -> to, of an operator that copies into another dtype; None for all others."""
+    types = event.dtypes
+    if event.name != "aten::copy_" or len(types) < 2 or types[0] == types[1]:
+        return None
+    return f"{NAMES.get(types[1], types[1])} -> {NAMES.get(types[0], types[0])}"
+
+
+def _host(timeline: Timeline) -> dict[str, float]:
+    """Seconds of the training thread by category; they add up to the steps' time.
+
+    Python that waits while another thread communicates is communication.
+    """
+    elsewhere = merged((e.start, e.end) for e in timeline.elsewhere if e.name.lower().startswith(_COMMUNICATION))
+    found: defaultdict[str, float] = defaultdict(float)
+    for start, end, event in timeline.segments:
+        if event.category == PYTHON or (event.category == OPTIMIZER and event.kind in _RANGES):
+            waited = overlap(start, end, elsewhere)
+            found[COMMUNICATION] += waited
+            found[event.category] += end - start - waited
+        else:
+            found[event.category] += end - start
+    return _seconds(found)
+
+
+def _stages(timeline: Timeline) -> dict[str, float]:
+    return _by(timeline, lambda event: event.stage or "rest of the step")
+
+
+def _by(timeline: Timeline, key: Any) -> dict[str, float]:
+    found: defaultdict[str, float] = defaultdict(float)
+    for start, end, event in timeline.segments:
+        found[key(event)] += end - start
+    return _seconds(found)
+
+
+def _device(timeline: Timeline) -> dict[str, Any]:
+    """Kernel time by category, cut off at the steps' ends, and how long no kernel ran.
+
+    Kernels of several streams run at the same time, so categories may add up to more than the busy time.
+    """
+    found: defaultdict[str, float] = defaultdict(float)
+    busy = []
+    for kernel in timeline.device:
+        inside = overlap(kernel.start, kernel.end, timeline.steps)
+        if not inside:
+            continue
+        category = kernel.parent.category if kernel.parent is not None else OPERATORS
+        if "nccl" in kernel.name.lower():
+            category = COMMUNICATION
+        found[OPERATORS if category == PYTHON else category] += inside
+        busy.append((kernel.start, kernel.end))
+    together = sum(overlap(start, end, timeline.steps) for start, end in merged(busy))
+    found[IDLE] = timeline.wall_us - together
+    return {"categories": _seconds(found), "busy_seconds": together / 1e6}
+
+
+def _communication(timeline: Timeline) -> dict[str, float]:
+    """Seconds in which a collective was under way, on any thread or stream; hidden behind work or not."""
+    host = [*timeline.events, *timeline.elsewhere]
+    spans = [(e.start, e.end) for e in host if e.name.lower().startswith(_COMMUNICATION)]
+    spans += [(e.start, e.end) for e in timeline.device if "nccl" in e.name.lower()]
+    return {"under_way": sum(overlap(a, b, timeline.steps) for a, b in merged(spans)) / 1e6}
+
+
+def _casts(timeline: Timeline) -> list[dict[str, Any]]:
+    """By kind and module, longest first: how often, seconds, elements."""
+    found: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0])
+    for event in timeline.events:
+        kind = _cast_of(event)
+        if kind is None or event.category != CAST:
+            continue
+        row = found[kind, event.module]
+        elements = 1
+        for size in event.dims[0] if event.dims else []:
+            elements *= size
+        row[0] += 1
+        row[1] += (event.device_us if timeline.device else event.end - event.start) / 1e6
+        row[2] += elements
+    rows = [
+        {"kind": kind, "module": module, "count": int(count), "seconds": seconds, "elements": int(elements)}
+        for (kind, module), (count, seconds, elements) in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row["seconds"])
+
+
+def _time_matmuls(matmuls: list[Matmul], timeline: Timeline, on_device: bool) -> None:
+    """Give each matmul the time of all that it launched, or of all that ran inside it."""
+    if not on_device:
+        return
+    by_event = {id(found.event): found for found in matmuls}
+    for found in matmuls:
+        found.seconds = 0.0
+    for kernel in timeline.device:
+        above = kernel.parent
+        while above is not None and id(above) not in by_event:
+            above = above.parent
+        if above is not None:
+            by_event[id(above)].seconds += (kernel.end - kernel.start) / 1e6
+
+
+def _seconds(found: dict[str, float]) -> dict[str, float]:
+    return {name: value / 1e6 for name, value in sorted(found.items(), key=lambda item: -item[1])}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the summary of a trace again; prints the page. 2 when there is no such trace."""
+    parser = argparse.ArgumentParser(prog="python -m training.profile_summary", description=__doc__)
+    parser.add_argument("trace", type=Path, help="RUN/profile/step-A-B/rank-R.pt.trace.json.gz")
+    trace = parser.parse_args(arguments).trace
+    known = trace.parent / f"{trace.name.partition('.')[0]}.json"
+    try:
+        if not trace.is_file():
+            raise UserError(f"{trace}: no such trace")
+        facts = json.loads(known.read_text()) if known.is_file() else {"steps": [0], "rank": 0, "compute": "fp32"}
+        write_summary(trace, facts)
+    except (UserError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(known.with_suffix(".md").read_text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""A torch.profiler trace as a tree: what ran inside what, in which module, and who had the training thread when.
+
+Read from the Chrome trace file, whose fields are the same in every torch that Mantissa runs on, so that a trace can be
+summed up later and elsewhere. Works without torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STEP, STAGE, MODULE = "mantissa step ", "mantissa stage ", "mantissa module "
+"""How the ranges begin that Mantissa itself puts into a trace."""
+_BACKWARD = "autograd::engine::evaluate_function"
+_HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """One thing that took time. Times in microseconds of the trace's clock."""
+
+    name: str
+    kind: str
+    """The trace's category: cpu_op, user_annotation, cuda_runtime, kernel ..."""
+    start: float
+    end: float
+    thread: Any
+    arguments: dict[str, Any]
+    parent: Event | None = None
+    stage: str = ""
+    """The part of the step: data, forward_backward, health, optimizer."""
+    module: str = ""
+    """Innermost module: for a backward operator that of the forward operator it belongs to. Empty outside of any."""
+    phase: str = ""
+    """forward, backward, recompute (forward again inside backward, for activation checkpointing), or empty."""
+    category: str = ""
+    """What it counts as; see `training.profile_summary`."""
+    device_us: float = 0.0
+    """Time of the kernels that it launched itself."""
+
+    @property
+    def dims(self) -> list[list[int]]:
+        """Shapes of the inputs; empty for those that are no tensors."""
+        return self.arguments.get("Input Dims", [])
+
+    @property
+    def dtypes(self) -> list[str]:
+        """C++ names of the inputs' dtypes, such as float and c10::BFloat16."""
+        return self.arguments.get("Input type", [])
+
+
+@dataclass
+class Timeline:
+    """The steps of one trace."""
+
+    events: list[Event]
+    """What the training thread and autograd's thread did within the steps, by start."""
+    segments: list[tuple[float, float, Event]]
+    """Start, end, innermost event: together exactly the time of the steps."""
+    device: list[Event]
+    """Kernels and copies on a GPU; `parent` is what launched them."""
+    elsewhere: list[Event]
+    """Operators of other threads."""
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    """Start and end of each step."""
+
+    @property
+    def wall_us(self) -> float:
+        """Time of all steps."""
+        return sum(end - start for start, end in self.steps)
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """The JSON of a trace, compressed or not."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        return json.load(file)
+
+
+def build_timeline(trace: dict[str, Any]) -> Timeline:
+    """The tree. Raises ValueError when the trace holds no step of Mantissa's."""
+    raw = [entry for entry in trace["traceEvents"] if entry.get("ph") == "X"]
+    events = [
+        Event(e["name"], e["cat"], e["ts"], e["ts"] + e["dur"], e["tid"], e.get("args") or {})
+        for e in raw
+        if e.get("cat") in _HOST | _DEVICE
+    ]
+    host = [event for event in events if event.kind in _HOST]
+    steps = sorted((e for e in host if e.name.startswith(STEP)), key=lambda e: e.start)
+    if not steps:
+        raise ValueError("the trace holds no step")
+    ours = {steps[0].thread} | {event.thread for event in host if event.name.startswith(_BACKWARD)}
+    spans = [(step.start, step.end) for step in steps]
+    inside = sorted(
+        (event for event in host if event.thread in ours and _within(event, spans)),
+        key=lambda event: (event.start, -event.end),
+    )
+    segments = list(_nest(inside))
+    _name_modules(inside, _origins(trace, inside))
+    device = [event for event in events if event.kind in _DEVICE]
+    _link_kernels(device, inside)
+    elsewhere = [event for event in host if event.thread not in ours]
+    return Timeline(inside, segments, device, elsewhere, spans)
+
+
+def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time as intervals that do not overlap, in order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def overlap(start: float, end: float, intervals: list[tuple[float, float]]) -> float:
+    """How much of start..end lies in `intervals`, which are as `merged` gives them."""
+    total = 0.0
+    for index in range(max(0, bisect.bisect_right(intervals, (start, start)) - 1), len(intervals)):
+        low, high = intervals[index]
+        if low >= end:
+            break
+        total += max(0.0, min(end, high) - max(start, low))
+    return total
+
+
+def _within(event: Event, spans: list[tuple[float, float]]) -> bool:
+    index = bisect.bisect_right(spans, (event.start, float("inf"))) - 1
+    return index >= 0 and event.start < spans[index][1]
+
+
+def _nest(events: list[Event]) -> Iterator[tuple[float, float, Event]]:
+    """Set parents, and give each stretch of time with the innermost event that has it."""
+    stack: list[Event] = []
+    cursor = 0.0
+    for event in events:
+        while stack and stack[-1].end <= event.start:
+            if stack[-1].end > cursor:
+                yield cursor, stack[-1].end, stack[-1]
+                cursor = stack[-1].end
+            stack.pop()
+        if stack:
+            if event.start > cursor:
+                yield cursor, event.start, stack[-1]
+            event.parent = stack[-1]
+            event.end = min(event.end, stack[-1].end)  # the file rounds to a nanosecond
+        cursor = event.start
+        stack.append(event)
+    while stack:
+        event = stack.pop()
+        if event.end > cursor:
+            yield cursor, event.end, event
+            cursor = event.end
+
+
+def _origins(trace: dict[str, Any], events: list[Event]) -> dict[tuple[Any, float], Event]:
+    """(thread, start) of a backward operator -> the forward operator it belongs to, by the trace's own arrows."""
+    at = {(event.thread, event.start): event for event in events if event.kind == "cpu_op"}
+    arrows = [entry for entry in trace["traceEvents"] if entry.get("cat") == "fwdbwd"]
+    tails = {entry["id"]: at.get((entry["tid"], entry["ts"])) for entry in arrows if entry["ph"] == "s"}
+    found = {}
+    for entry in arrows:
+        forward = tails.get(entry["id"]) if entry["ph"] == "f" else None
+        if forward is not None:
+            found[entry["tid"], entry["ts"]] = forward
+    return found
+
+
+def _name_modules(events: list[Event], origins: dict[tuple[Any, float], Event]) -> None:
+    """Stage, module and phase of each event, from what encloses it. events: parents before children."""
+    for event in events:
+        above = event.parent
+        if above is not None:
+            event.stage, event.module, event.phase = above.stage, above.module, above.phase
+        if event.name.startswith(STAGE):
+            event.stage = event.name.removeprefix(STAGE)
+        elif event.name.startswith(MODULE):
+            event.module = event.name.removeprefix(MODULE)
+            event.phase = "recompute" if event.phase in ("backward", "recompute") else "forward"
+        elif event.name.startswith(_BACKWARD):
+            event.phase = "backward"
+        origin = origins.get((event.thread, event.start))
+        if origin is not None:
+            event.module = origin.module
+
+
+def _link_kernels(device: list[Event], host: list[Event]) -> None:
+    """Give each kernel the operator that launched it, and that operator the kernel's time."""
+    calls = {e.arguments["correlation"]: e for e in host if "correlation" in e.arguments}
+    by_id = {e.arguments["External id"]: e for e in host if "External id" in e.arguments and e.kind == "cpu_op"}
+    for kernel in device:
+        call = calls.get(kernel.arguments.get("correlation"))
+        launcher = call.parent if call is not None else by_id.get(kernel.arguments.get("External id"))
+        kernel.parent = launcher
+        if launcher is not None:
+            launcher.device_us += kernel.end - kernel.start

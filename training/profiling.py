@@ -1,0 +1,182 @@
+"""Profile a few steps: a torch.profiler trace of each chosen rank, and a summary of it that people can read.
+
+    profile: {start: 20, steps: 2}
+
+writes RUN/profile/step-20-21/rank-0.pt.trace.json.gz (for https://ui.perfetto.dev or TensorBoard), rank-0.md and
+rank-0.json. `python -m training.profile_summary TRACE` makes the summary of a trace again.
+
+Until the first profiled step nothing is in the way of training but a clock; in the profiled ones each module and each
+part of the step is a range in the trace. Ranges are laid by hooks, so that an operator's module is known in the forward
+pass, and in the backward pass through autograd's sequence numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from training.profile_summary import write_summary
+from training.profile_timeline import MODULE, STAGE, STEP
+from training.tracing_stages import follow
+
+if TYPE_CHECKING:
+    from config.command_line import Resolved
+    from training.engine import Engine
+
+_UNPROFILED_STEPS = 20
+
+
+def open_profiling(
+    resolved: Resolved, folder: Path, *, engine: Engine, batches: Any, note: Callable[[str], None]
+) -> Profiling | None:
+    """The profiling that the config asks of this rank; None, at no cost, where it asks for none.
+
+    folder: of the run. note: takes a line about what was written.
+    """
+    section = resolved.config.profile
+    if not section.steps or engine.place.rank not in section.ranks:
+        return None
+    return Profiling(engine, batches, folder / "profile", start=section.start, steps=section.steps, note=note)
+
+
+class Profiling:
+    """Profiles steps `start` to `start + steps - 1` on this rank, once in a session."""
+
+    def __init__(
+        self, engine: Engine, batches: Any, folder: Path, *, start: int, steps: int, note: Callable[[str], None]
+    ) -> None:
+        self._engine, self._batches, self._folder = engine, batches, folder
+        self._start, self._steps, self._note = start, steps, note
+        self._before: deque[float] = deque(maxlen=_UNPROFILED_STEPS)  # seconds of steps without a profiler
+        self._profiler: profile | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._profiled: list[int] = []
+        self._over = False
+
+    def step(self, step: int) -> AbstractContextManager[None]:
+        """Around the attempted step of that number."""
+        if self._over or (self._profiler is None and step >= self._start + self._steps):
+            return nullcontext()
+        return self._watched(step) if step >= self._start else self._clocked()
+
+    def close(self) -> None:
+        """Write what there is of a profile whose last step did not come."""
+        if self._profiler is not None:
+            self._finish()
+
+    @contextmanager
+    def _clocked(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._before.append(time.perf_counter() - started)
+
+    @contextmanager
+    def _watched(self, step: int) -> Iterator[None]:
+        if self._profiler is None:
+            self._begin()
+        self._profiled.append(step)
+        last = len(self._profiled) == self._steps
+        with record_function(f"{STEP}{step}"):
+            yield
+            if last and self._engine.place.device.type == "cuda":
+                torch.cuda.synchronize(self._engine.place.device)
+        if last:
+            self._finish()
+
+    def _begin(self) -> None:
+        kinds = [ProfilerActivity.CPU]
+        if self._engine.place.device.type == "cuda":
+            kinds.append(ProfilerActivity.CUDA)
+        with profile(activities=kinds):  # the first start in a process takes longer than a step
+            torch.ones(1, device=self._engine.place.device).add_(1)
+        self._undo = [self._lay_stages(), *_lay_modules(self._engine.model)]
+        self._profiler = profile(activities=kinds, record_shapes=True)
+        self._profiler.start()
+
+    def _lay_stages(self) -> Callable[[], None]:
+        def stage(name: str) -> Callable[[], AbstractContextManager[Any]]:
+            return lambda: record_function(STAGE + name)
+
+        return follow(
+            [
+                (self._batches, "next_step", stage("data"), None),
+                (self._engine, "forward_backward", stage("forward_backward"), None),
+                (self._engine, "health", stage("health"), None),
+                (self._engine, "step", stage("optimizer"), None),
+            ]
+        )
+
+    def _finish(self) -> None:
+        """Stop, write, and say where it is. A disk that refuses is no reason to stop training."""
+        profiler, self._profiler, self._over = self._profiler, None, True
+        assert profiler is not None
+        for undo in reversed(self._undo):
+            undo()
+        profiler.stop()
+        started = time.perf_counter()
+        folder = self._folder / f"step-{self._profiled[0]}-{self._profiled[-1]}"
+        trace = folder / f"rank-{self._engine.place.rank}.pt.trace.json.gz"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
+            headline = write_summary(trace, self._facts())
+        except OSError as error:
+            self._tell(f"the profile could not be written: {error}")
+            return
+        self._tell(f"{headline}; {trace.parent} ({time.perf_counter() - started:.1f} s to write)")
+
+    def _tell(self, text: str) -> None:
+        print(f"mantissa: {text}", file=sys.stderr, flush=True)
+        self._note(text)
+
+    def _facts(self) -> dict[str, Any]:
+        """What the trace does not know."""
+        engine, place = self._engine, self._engine.place
+        cuda = place.device.type == "cuda"
+        return {
+            "steps": self._profiled,
+            "rank": place.rank,
+            "world_size": place.world_size,
+            "device": torch.cuda.get_device_name(place.device) if cuda else "cpu",
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "compute": engine.compute,
+            "regions": engine.regions.dtypes if engine.regions is not None else None,
+            "tf32": torch.backends.cuda.matmul.allow_tf32 if cuda else False,
+            "unprofiled_step_seconds": median(self._before) if self._before else None,
+            "unprofiled_steps": len(self._before),
+        }
+
+
+def _lay_modules(model: torch.nn.Module) -> list[Callable[[], None]]:
+    """A range around each forward pass of each module; what is returned takes them away."""
+    names = {module: name for name, module in model.named_modules() if name}
+    open_ranges: list[tuple[torch.nn.Module, Any]] = []
+
+    def enter(module: torch.nn.Module, inputs: Any) -> None:
+        if module in names:
+            entered = record_function(MODULE + names[module])
+            entered.__enter__()
+            open_ranges.append((module, entered))
+
+    def leave(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        # Also called when the forward pass raises, as recomputation does once it has what it needs.
+        while module in names and open_ranges:
+            opened, entered = open_ranges.pop()
+            entered.__exit__(None, None, None)
+            if opened is module:
+                return
+
+    before = register_module_forward_pre_hook(enter)
+    after = register_module_forward_hook(leave, always_call=True)
+    return [before.remove, after.remove]

@@ -1,0 +1,221 @@
+"""OpenTelemetry spans of a run: `tracking.otlp_endpoint` names the collector, nothing is imported without it.
+
+Every step is one trace. Its root, `step`, has children `data`, `forward_backward`, `health` and `optimizer`; an
+`evaluation` and a `checkpoint` belong to the trace of the step they follow. All ranks send theirs, into the same trace:
+rank 0's root is the parent of the other ranks' roots. A sampler (OTEL_TRACES_SAMPLER=traceidratio) therefore keeps or
+drops a step on all ranks alike.
+
+Spans tell the time of this process. On a GPU kernels are launched in `forward_backward` and waited for in `health`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from training.tracing_stages import follow
+
+if TYPE_CHECKING:
+    from config.command_line import Resolved
+    from training.checkpoint import Checkpoints
+    from training.distributed import Place
+    from training.progress import Progress
+
+
+def open_tracing(
+    resolved: Resolved,
+    place: Place,
+    *,
+    engine: Any,
+    batches: Any,
+    checkpoints: Checkpoints,
+    note: Callable[[str], None],
+) -> Tracing | None:
+    """The tracing that the config asks for, on every rank; None, at no cost, where it does not. A collective.
+
+    note: takes one line about trouble.
+    """
+    endpoint = resolved.config.tracking.otlp_endpoint
+    if endpoint is None:
+        return None
+    run = resolved.config.run.name
+    facts = {
+        "service.namespace": "mantissa",
+        "service.instance.id": f"{run}/{place.rank}",
+        "host.name": socket.gethostname(),
+        "process.pid": os.getpid(),
+        "run": run,
+        "rank": place.rank,
+        "world_size": place.world_size,
+        "compute": resolved.compute,
+        "zero_stage": resolved.zero_stage,
+    }
+    if "OTEL_SERVICE_NAME" not in os.environ:
+        facts["service.name"] = "mantissa"
+    tracing = Tracing(
+        endpoint,
+        facts,
+        session=place.from_main(secrets.token_hex(16)),
+        rank=place.rank,
+        tokens=resolved.batch.global_size * resolved.config.data.sequence_length,
+        note=note,
+    )
+    tracing.follow(engine, batches, checkpoints)
+    return tracing
+
+
+class Tracing:
+    """The spans of one rank. Nothing waits for the collector but `close`, for at most 5 seconds."""
+
+    def __init__(
+        self, endpoint: str, facts: dict[str, Any], *, session: str, rank: int, tokens: int, note: Callable[[str], None]
+    ) -> None:
+        """facts: resource attributes. session: the same on every rank, and another one for every start of a run.
+        tokens: of a step, over all ranks.
+        """
+        from opentelemetry import trace
+
+        from training.tracing_export import Export, derived_id
+
+        self._api, self._derived_id = trace, derived_id
+        self._export = Export(endpoint, facts)
+        self._tracer = self._export.provider.get_tracer("mantissa")
+        self._endpoint, self._session, self._rank = endpoint, session, rank
+        self._tokens, self._note = tokens, note
+        self._attempts = 0
+        self._attributes: dict[str, Any] = {}
+        self._context: Any = None  # of the newest step: what the spans inside it and after it belong to
+        self._saves: deque[tuple[Any, int]] = deque()  # spans of saves under way, with their start
+        self._told = False
+        self._undo: Callable[[], None] | None = None
+
+    def follow(self, engine: Any, batches: Any, checkpoints: Any) -> None:
+        """Let these make spans of what they do from now on."""
+        self._undo = follow(
+            [
+                (batches, "next_step", lambda: self.span("data"), None),
+                (engine, "forward_backward", lambda: self.span("forward_backward"), None),
+                (engine, "health", lambda: self.span("health"), self._after_health),
+                (engine, "step", lambda: self.span("optimizer"), self._after_update),
+                (engine, "evaluate", lambda: self.span("evaluation"), None),
+                (checkpoints, "start_save", self._saving, None),
+                (checkpoints, "outcomes", None, self._after_saves),
+            ]
+        )
+
+    @contextmanager
+    def step(self, progress: Progress) -> Iterator[None]:
+        """The root span of one attempted step; progress: before it."""
+        span, failed = self._start_step(), None
+        self._attributes = {"step": progress.step + 1, "tokens": progress.tokens + self._tokens}
+        try:
+            yield
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            span.set_attributes(self._attributes)
+            self._end(span, failed)
+            self._tell()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[Any]:
+        """A span of the newest step."""
+        span, failed = self._tracer.start_span(name, context=self._context, record_exception=False), None
+        try:
+            yield span
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            self._end(span, failed)
+
+    def close(self) -> None:
+        """Send what is still here, for at most 5 seconds, and leave engine and batches as they were."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        self._saves.clear()  # spans without an end are not sent
+        self._export.close()
+        self._tell()
+
+    def _start_step(self) -> Any:
+        """A root span whose ids every rank derives alike; below rank 0's, on the others."""
+        self._attempts += 1
+        ids, api = self._export.ids, self._api
+        ids.trace_id = self._derived_id(128, self._session, self._attempts)
+        parent: Any = api.set_span_in_context(api.INVALID_SPAN)
+        if self._rank != 0:
+            sampled = self._export.provider.sampler.should_sample(None, ids.trace_id, "step").decision.is_sampled()
+            flags = api.TraceFlags(api.TraceFlags.SAMPLED if sampled else api.TraceFlags.DEFAULT)
+            root = api.SpanContext(ids.trace_id, self._root_id(0), is_remote=True, trace_flags=flags)
+            parent = api.set_span_in_context(api.NonRecordingSpan(root))
+        ids.root_id = self._root_id(self._rank)
+        span = self._tracer.start_span("step", context=parent, record_exception=False)
+        self._context = api.set_span_in_context(span)
+        return span
+
+    def _root_id(self, rank: int) -> int:
+        return self._derived_id(64, self._session, self._attempts, rank)
+
+    def _end(self, span: Any, failed: BaseException | None, at: int | None = None) -> None:
+        if failed is not None:  # the type alone: a message may hold what must not leave this machine
+            span.set_status(self._api.Status(self._api.StatusCode.ERROR, type(failed).__name__))
+        span.end(at)
+
+    def _after_health(self, health: Any) -> None:
+        self._attributes |= {"loss": health.loss, "grad_norm": health.grad_norm}
+
+    def _after_update(self, update: Any) -> None:
+        self._attributes |= {"applied": update.applied, "loss_scale": update.loss_scale, "lr": update.lr}
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """A `checkpoint` span, which lasts until it is published, and its `stall`, for which training waits."""
+        save = self._tracer.start_span("checkpoint", context=self._context)
+        self._saves.append((save, time.time_ns()))
+        stall = self._tracer.start_span("stall", context=self._api.set_span_in_context(save))
+        try:
+            yield
+        finally:
+            stall.end()
+
+    def _after_saves(self, outcomes: list[Any]) -> None:
+        """End the span of each save at the time it ended, which may have been a while ago."""
+        for outcome in outcomes:
+            if not self._saves:
+                return
+            span, started = self._saves.popleft()
+            if isinstance(outcome, Exception):
+                self._end(span, outcome)
+                continue
+            span.set_attributes(
+                {
+                    "step": outcome.step,
+                    "tokens": outcome.tokens,
+                    "bytes": outcome.bytes,
+                    "stall_seconds": outcome.stall_seconds,
+                    "verified": outcome.verified,
+                }
+            )
+            self._end(span, None, started + int(outcome.seconds * 1e9))
+
+    def _tell(self) -> None:
+        """One note, once, that spans are lost."""
+        trouble = None if self._told else self._export.trouble()
+        if trouble is None:
+            return
+        self._told = True
+        text = f"spans are lost, training goes on: tracking.otlp_endpoint = {self._endpoint}: {trouble}"
+        if self._endpoint.rstrip("/").endswith(":4317"):
+            text += "; 4317 is gRPC's port, give that of HTTP, 4318"
+        if self._rank == 0:  # the others have the same collector
+            print(f"mantissa: {text}", file=sys.stderr, flush=True)
+        self._note(text)

@@ -1,0 +1,162 @@
+"""What OpenTelemetry needs to send spans by OTLP over HTTP, and to do no harm when nobody takes them.
+
+Spans go into a queue of 2,048 (`OTEL_BSP_MAX_QUEUE_SIZE`), of which a thread sends up to 512 at a time; when it is full
+the oldest are dropped. Headers, certificates, compression, time-outs, sampler and resource come from the standard
+OTEL_* variables, so that no secret has to be in a config.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+CLOSE_SECONDS = 5.0
+"""How long the end of a run waits for the last spans to be taken."""
+_PATH = "/v1/traces"
+_LOGGERS = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal", "opentelemetry.sdk.trace")
+
+
+class Export:
+    """A tracer provider that exports to one collector."""
+
+    def __init__(self, endpoint: str, facts: dict[str, Any]) -> None:
+        """endpoint: of the collector, `/v1/traces` is added where it is missing. facts: resource attributes."""
+        _leave_the_generators_alone()
+        self._said = _LastLine()
+        for name in _LOGGERS:  # one note of ours instead of a line for every batch
+            logger = logging.getLogger(name)
+            logger.addHandler(self._said)
+            logger.propagate = False
+        self._unanswered = False
+        self.ids = Ids()
+        self.exporter = CountingExporter(OTLPSpanExporter(endpoint=traces_url(endpoint)))
+        self.provider = TracerProvider(resource=Resource.create(facts), id_generator=self.ids, shutdown_on_exit=False)
+        self.provider.add_span_processor(BatchSpanProcessor(self.exporter))
+
+    def trouble(self) -> str | None:
+        """Why spans were lost, in one line; None when none were."""
+        if self.exporter.lost or self._unanswered:
+            return self._said.text or "nobody answers"
+        if self._said.queue_was_full:
+            return self._said.text or "more spans than the queue holds (OTEL_BSP_MAX_QUEUE_SIZE)"
+        return None
+
+    def close(self) -> None:
+        """Send what is queued, for at most `CLOSE_SECONDS`, and not at all where the last batch was not taken."""
+        if self.exporter.failing:
+            self.exporter.give_up()
+        ending = threading.Thread(target=self.provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(CLOSE_SECONDS)
+        if ending.is_alive():
+            self._unanswered = True
+            self.exporter.give_up()
+
+
+class CountingExporter(SpanExporter):
+    """Passes spans on and counts those that were not taken."""
+
+    def __init__(self, inner: SpanExporter) -> None:
+        self._inner = inner
+        self.lost = 0
+        self.failing = False
+        """Whether the newest batch was not taken."""
+        self._given_up = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send one batch; never raises."""
+        result = SpanExportResult.FAILURE if self._given_up else self._inner.export(spans)
+        self.failing = result is not SpanExportResult.SUCCESS
+        self.lost += len(spans) if self.failing else 0
+        return result
+
+    def give_up(self) -> None:
+        """Break off what is being sent, and send no more."""
+        if not self._given_up:
+            self._given_up = True
+            self._inner.shutdown()
+
+    def shutdown(self) -> None:
+        """Close the connection."""
+        self.give_up()
+
+
+class Ids(RandomIdGenerator):
+    """Ids that all ranks agree on for the root of a step, and random ones for the rest.
+
+    OpenTelemetry's own generator draws from Python's global one, which training has seeded.
+    """
+
+    def __init__(self) -> None:
+        self._random = random.SystemRandom()
+        self.trace_id = 0
+        self.root_id: int | None = None
+        """Id of the next span, once."""
+
+    def generate_trace_id(self) -> int:
+        """The trace that was set last."""
+        return self.trace_id
+
+    def generate_span_id(self) -> int:
+        """The id that was set, or a random one."""
+        chosen, self.root_id = self.root_id, None
+        return chosen or self._random.getrandbits(64) or 1
+
+
+def derived_id(bits: int, *parts: str | int) -> int:
+    """A number of so many bits, above 0, that is the same wherever `parts` are the same."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[: bits // 8], "big") or 1
+
+
+def traces_url(endpoint: str) -> str:
+    """The address that traces are posted to, from that of the collector."""
+    base = endpoint.rstrip("/")
+    return base if base.endswith(_PATH) else base + _PATH
+
+
+class _LastLine(logging.Handler):
+    """Keeps the newest warning that names a reason."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+        self.queue_was_full = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a line of OpenTelemetry's log."""
+        text = " ".join(record.getMessage().split())
+        if text.startswith("Queue full"):
+            self.queue_was_full = True
+        elif not text.endswith(("shutdown.", "aborting retry.")):  # "due to timeout, max retries or shutdown."
+            self.text = _reason(text)
+
+
+def _reason(text: str) -> str:
+    """The part of a line of OpenTelemetry's log that says what went wrong: the innermost of nested errors."""
+    text = text.removeprefix("Transient error ").partition(" encountered while")[0]
+    _, nested, cause = text.rpartition("(Caused by ")
+    return cause.rpartition(": ")[2].strip("\"')") if nested else text[:300]
+
+
+def _leave_the_generators_alone() -> None:
+    """Let the exporter draw the jitter of its retries from a generator of its own, not from Python's global one."""
+    for name in ("opentelemetry.exporter.otlp.common.http", "opentelemetry.exporter.otlp.proto.http.trace_exporter"):
+        try:
+            module: Any = importlib.import_module(name)
+        except ImportError:
+            continue  # the module that retries has moved between releases
+        if getattr(module, "random", None) is random:
+            module.random = random.Random(time.time_ns())
