@@ -1,0 +1,124 @@
+"""Look at the machines of a job before it starts, and say what to do about what is wrong.
+
+    python -m launch.doctor [--hostfile FILE] [--config FILE [key=value ...]] [--json]
+
+green: well. amber: may go wrong, or is slow. red: the job fails or comes out wrong.
+Exit code 0; 1 with a red line (--strict: or an amber one); 2 for a mistake on the command line or in the config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from config import deepspeed_document, deepspeed_json
+from config.arguments import Arguments
+from config.command_line import find_deepspeed_json
+from config.errors import UserError
+from config.load import load_config
+from config.schema import Config
+from launch.doctor_examine import Plan, examine
+from launch.doctor_hosts import HERE, Host, read_hostfile
+from launch.doctor_report import AMBER, GREEN, as_json, show, worst
+
+FOUND, CONFIG_ERROR = 1, 2
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """What the command line asks for. Raises UserError."""
+    hosts = read_hostfile(Path(options.hostfile)) if options.hostfile else [Host(HERE, local=True)]
+    if options.overrides and not options.config:
+        raise UserError(f"command line: {options.overrides[0]} changes a config; add --config FILE")
+    config, of_config = Config(), {}
+    if options.config:
+        config = load_config(Path(options.config), options.overrides, options.deepspeed_config)
+        of_config = _of_config(config, options)
+    folders = {"run": str(Path(config.run.dir) / config.run.name), "data cache": config.data.cache_dir}
+    return Plan(
+        hosts=hosts,
+        folders={role: path if path.startswith("~") else str(Path(path).absolute()) for role, path in folders.items()},
+        ssh=shlex.split(options.ssh),
+        port=options.port,
+        processes=options.processes,
+        quick=options.quick,
+        all_reduce_bytes=int(options.all_reduce * 2**20),
+        expected=None if options.expect is None else options.expect * 1e9,
+        **of_config,
+    )
+
+
+def _of_config(config: Config, options: argparse.Namespace) -> dict[str, Any]:
+    path, saves = Path(options.config), config.checkpoint
+    json_path = find_deepspeed_json(config.deepspeed.config, path, first=options.deepspeed_config is not None)
+    document = deepspeed_document.read_document(json_path)
+    deepspeed_document.check_document(json_path, document)
+    offload = deepspeed_document.offload(document)
+    return {
+        "compute": deepspeed_json.compute_dtype(config, json_path, document),
+        "offload": offload,
+        "wandb": config.tracking.wandb,
+        "run": {
+            "key": saves.encryption_key,
+            "store": f"{saves.dir.rstrip('/')}/{config.run.name}" if saves.dir else None,
+            "storage_options": saves.storage_options,
+            "config": str(path.absolute()),
+            "count": offload != "none",
+            "overrides": options.overrides,
+        },
+    }
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Arguments(prog="python -m launch.doctor", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--hostfile", metavar="FILE", help="DeepSpeed's: `name slots=N` a line; else this machine alone"
+    )
+    parser.add_argument("--config", metavar="FILE", help="the run's: its folders, dtype, offload, store, key and wandb")
+    parser.add_argument("--deepspeed_config", "--deepspeed-config", metavar="FILE", help="as for train.py")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--strict", action="store_true", help="exit code 1 also when a line is amber")
+    parser.add_argument("--quick", action="store_true", help="leave out device, ops, store, key and all-reduce (torch)")
+    parser.add_argument("--port", type=_positive, default=29500, help="the launcher's, on the first host (%(default)s)")
+    parser.add_argument("--processes", type=_positive, metavar="N", help="a host; else the slots, the GPUs, or 2")
+    parser.add_argument("--all-reduce", type=float, default=64.0, metavar="MIB", help="size of it (%(default)g)")
+    parser.add_argument("--expect", type=float, metavar="GB/S", help="amber when its bus bandwidth is lower")
+    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="such as 'ssh -F file' (%(default)s)")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Examine, print, and return the exit code."""
+    began = time.monotonic()
+    try:
+        options = _parser().parse_intermixed_args(arguments)
+        plan = make_plan(options)
+        findings = examine(plan)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    seconds = time.monotonic() - began
+    if options.json:
+        print(as_json(findings, seconds))
+    else:
+        show(findings, [host.name for host in plan.hosts], seconds, sys.stdout)
+    return 0 if worst(findings) in ((GREEN,) if options.strict else (GREEN, AMBER)) else FOUND
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""The doctor's hand on a machine: it answers requests, one JSON object a line, until its input ends.
+
+The standard library only. Its source is sent to the machine, where nothing of Mantissa has to be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from launch import doctor_facts, doctor_folders
+
+
+def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    """Answer each line of `requests`; an answer is {"result": ...} or {"error": text}."""
+    listener: socket.socket | None = None
+    for line in iter(requests.readline, b""):
+        request = json.loads(line)
+        result: Any = None
+        try:
+            if request["do"] == "time":
+                result = time.time()
+            elif request["do"] == "facts":
+                result = doctor_facts.collect(request)
+            elif request["do"] == "listen":
+                listener = socket.create_server(("", 0))
+                result = listener.getsockname()[1]
+            elif request["do"] == "reach":
+                result = {name: reach(name, port) for name, port in request["ports"].items()}
+            elif request["do"] == "mark":
+                result = mark(doctor_folders.there(request["folder"]), request["name"])
+            elif request["do"] == "unmark":
+                (doctor_folders.there(request["folder"]) / request["name"]).unlink()
+            elif request["do"] == "run":
+                result = run(request, requests)
+            answers.write(json.dumps({"result": result}).encode() + b"\n")
+        except Exception as error:
+            answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        answers.flush()
+    if listener is not None:
+        listener.close()
+
+
+def reach(name: str, port: int) -> str | None:
+    """Why no connection to `port` of `name` comes about; None when one does, or when the name itself is the trouble."""
+    try:
+        socket.create_connection((name, port), timeout=5).close()
+    except socket.gaierror:
+        return None
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def mark(folder: Path, name: str) -> bool:
+    """Leave a file that says this machine was here; whether that went well."""
+    try:
+        (folder / name).touch()
+    except OSError:
+        return False
+    return True
+
+
+def run(request: dict[str, Any], requests: IO[bytes]) -> dict[str, Any]:
+    """Run a Python program, given as text, with this Python; `launcher` goes before it.
+
+    The result has `answer`, what the program printed behind "DOCTOR " as JSON; `code`; `output`, its last lines.
+    A program that takes longer than `limit` seconds is ended, and so is one whose answer nobody waits for any more:
+    nothing comes by `requests` before an answer but its end.
+    """
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        script = Path(folder) / "program.py"
+        script.write_text(request["program"])
+        own = str(Path(sys.executable).parent)
+        environment = {**os.environ, "PATH": os.pathsep.join([own, os.environ.get("PATH", "")])}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [request["cwd"], environment.get("PYTHONPATH")]))
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        command = [sys.executable, *request.get("launcher", []), str(script), json.dumps(request["given"])]
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=request["cwd"] if Path(request["cwd"]).is_dir() else None,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+        )
+        output, late = _wait(process, request["limit"], requests)
+    lines = [line for line in output.splitlines() if line.strip()]
+    answer = next((json.loads(line[7:]) for line in reversed(lines) if line.startswith("DOCTOR ")), None)
+    return {"answer": answer, "code": process.returncode, "late": late, "output": lines[-200:]}
+
+
+def _wait(process: subprocess.Popen[str], limit: float, requests: IO[bytes]) -> tuple[str, bool]:
+    """What the program printed, and whether it had to be ended."""
+    ends = time.monotonic() + limit
+    while time.monotonic() < ends and not select.select([requests], [], [], 0)[0]:
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=0.5)[0], False
+    process.terminate()  # torchrun ends its workers, which are in sessions of their own
+    try:
+        return process.communicate(timeout=10)[0], True
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0], True
+
+
+def bootstrap(python: str) -> str:
+    """The shell command that starts an agent whose source comes as the first line of its input."""
+    program = (
+        "import sys, os, json, types\n"
+        "environment, sources = json.loads(sys.stdin.buffer.readline())\n"
+        "os.environ.update(environment)\n"
+        "for name, text in sources:\n"
+        "    sys.modules[name] = types.ModuleType(name)\n"
+        "    if '.' in name:\n"
+        "        setattr(sys.modules['launch'], name.split('.')[1], sys.modules[name])\n"
+        "    exec(compile(text, name, 'exec'), sys.modules[name].__dict__)\n"
+        "sys.modules['launch.doctor_agent'].serve(sys.stdin.buffer, sys.stdout.buffer)\n"
+    )
+    return shlex.join([python, "-c", program])

@@ -1,0 +1,173 @@
+"""What the facts of several machines mean together: the same versions, names, clocks, folders. Pure functions."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from launch.doctor_report import Finding, amber, green, red
+
+Facts = dict[str, Any]
+BAD_SKEW, SEEN_SKEW = 30.0, 1.0
+"""Seconds between two clocks: signed requests to stores and TLS fail by minutes, records and locks mislead before."""
+_CODE = "Mantissa's code"
+_MUST_AGREE = {"python", "torch", "CUDA of torch", "deepspeed", "transformers", "accelerate", "numpy", _CODE}
+
+
+def check_cluster(facts: Mapping[str, Facts], *, port: int) -> Iterator[Finding]:
+    """Every check that compares machines. facts: host to what it said; the first is where rank 0 runs."""
+    yield from _versions(facts)
+    yield from _names(facts)
+    first = next(iter(facts))
+    problem = facts[first]["port"]
+    if problem:
+        fix = f"give the launcher another one (--master_port), or end what listens there: ss -ltnp 'sport = :{port}'"
+        yield red("port", f"{port} cannot be listened on: {problem}", fix, first)
+    else:
+        yield green("port", f"{port} is free", first)
+    if len(facts) > 1:
+        yield from _shared(facts)
+
+
+def _versions(facts: Mapping[str, Facts]) -> Iterator[Finding]:
+    told = {name: dict.fromkeys(facts, "none") for name in ("python", "torch", "deepspeed", _CODE)}
+    for host, one in facts.items():
+        drivers = ", ".join(sorted({gpu["driver_version"] for gpu in one["gpus"]["list"]}))
+        mine = {"python": one["python"], _CODE: one["code"], "CUDA of torch": one["torch_cuda"], "driver": drivers}
+        for name, version in (mine | one["packages"]).items():
+            told.setdefault(name, dict.fromkeys(facts, "none"))[host] = version or "none"
+    equal = []
+    for name, by_host in told.items():
+        usual, count = Counter(by_host.values()).most_common(1)[0]
+        if usual != "none":
+            equal.append(f"{name} {usual}")
+        elif name in ("torch", "deepspeed", _CODE):
+            fix = "start in Mantissa's folder" if name == _CODE else "pip install -r requirements.txt"
+            yield red("versions", f"there is no {name}", fix)
+        for host, version in by_host.items():
+            if version != usual:
+                what = f"{name} is {version}, {usual} on {count} other host{'s' * (count > 1)}"
+                fix = f"bring it to {usual}: one environment for all hosts, on a shared folder or in an image"
+                fix = "the same commit in the same folder on every host" if name == _CODE else fix
+                yield (red if name in _MUST_AGREE or "nccl" in name else amber)("versions", what, fix, host)
+    yield green("versions", ", ".join(equal))
+
+
+def _names(facts: Mapping[str, Facts]) -> Iterator[Finding]:
+    several = len(facts) > 1
+    for host, one in facts.items():
+        good = []
+        for name, found in one["names"].items():
+            own = name == one["hostname"]
+            fix = f"add {name} to DNS or /etc/hosts on every host"
+            if found["error"]:
+                what = f"{name}{' (its own name)' if own else ''} does not resolve: {found['error']}"
+                yield (red if several or not own else amber)("names", what, fix, host)
+            elif several and all(ipaddress.ip_address(item.split("%")[0]).is_loopback for item in found["addresses"]):
+                what = f"{name} resolves to {', '.join(found['addresses'])}, which no other host reaches"
+                if own and "GLOO_SOCKET_IFNAME" in one["environment"]:
+                    continue
+                yield red("names", what, f"{fix}, with the address others reach; or set GLOO_SOCKET_IFNAME", host)
+            elif several and not own and not _same_name(name, found):
+                back = ", ".join(found["back"]) if found["back"] else "no name"
+                what = f"{name} is {found['addresses'][0]}, which resolves back to {back}"
+                yield amber("names", what, "correct the PTR record or /etc/hosts; logs name hosts by it", host)
+            else:
+                good.append(f"{name} {found['addresses'][0]}")
+        if good:
+            yield green("names", ", ".join(good[:4]) + (f" and {len(good) - 4} more" if len(good) > 4 else ""), host)
+
+
+def _same_name(name: str, found: Facts) -> bool:
+    labels = {item.split(".")[0] for item in found["back"] or []}
+    return name in found["addresses"] or name in (found["back"] or []) or name.split(".")[0] in labels
+
+
+def check_reach(host: str, tried: Mapping[str, str | None]) -> Iterator[Finding]:
+    """tried: another host to why no connection to it came about, None when it did."""
+    failed = {name: why for name, why in tried.items() if why}
+    for name, why in failed.items():
+        fix = "let the hosts' firewalls pass TCP on all ports between them, and the routes be there both ways"
+        yield red("network", f"no TCP connection to {name}: {why}", fix, host)
+    if tried and not failed:
+        yield green("network", f"reaches {len(tried)} other hosts by TCP", host)
+
+
+def check_clock(host: str, ahead: float, error: float) -> Iterator[Finding]:
+    """ahead: seconds its clock is before ours, known to within `error`."""
+    what = f"{abs(ahead):.3f} s {'ahead of' if ahead > 0 else 'behind'} this machine (within {error:.3f} s)"
+    if abs(ahead) - error > SEEN_SKEW:
+        level = red if abs(ahead) - error > BAD_SKEW else amber
+        yield level("clock", what, "run chrony or systemd-timesyncd there: timedatectl set-ntp true", host)
+    else:
+        yield green("clock", what, host)
+
+
+def _shared(facts: Mapping[str, Facts]) -> Iterator[Finding]:
+    for host, one in facts.items():
+        path = one["folders"]["run"]["path"]
+        missing = [name for name in facts if not any(mark.endswith(f"@{name}") for mark in one["shared"])]
+        if missing:
+            what = f"{path}: what {', '.join(missing[:4])} wrote is not seen here"
+            fix = "put run.dir on a folder that all hosts mount (NFS, Lustre, FSx), at the same path"
+            yield red("shared folder", what, fix, host)
+        else:
+            yield green("shared folder", f"{path}: sees what all {len(facts)} hosts wrote", host)
+
+
+def check_device(host: str, told: Facts, compute: str | None, gpus: int) -> Iterator[Finding]:
+    """told: what `doctor_programs.DEVICE` answered. compute: the run's dtype; None when there is no config.
+
+    gpus: how many the driver has.
+    """
+    if told["devices"] != gpus:
+        what = f"the driver has {gpus} GPUs, torch {told['torch']} sees {told['devices']}"
+        fix = "install torch for the driver's CUDA or older; check CUDA_VISIBLE_DEVICES"
+        yield (amber if told["devices"] else red)("device", what, fix, host)
+    where = f"{told['devices']} x cuda" if told["devices"] else told["device"]
+    for kind in ("bf16", "fp16"):
+        made, wanted = told["matmul"][kind], compute == kind
+        times = f"{1e3 * made['seconds']:.2f} ms" if made["seconds"] else "not timed"
+        what = f"{where}: a 512 x 512 product takes {times}, off by {float(made['off']):.1e}"
+        if made["error"] or not float(made["off"]) < 0.05:
+            what = f"{where}: {made['error'] or 'wrong product, off by ' + made['off']}"
+            fix = "use another dtype" if made["error"] else "take this machine out: its arithmetic is broken"
+            yield (red if wanted or not made["error"] else amber)(kind, what, fix, host)
+        elif not told["supported"][kind]:
+            slow = "DeepSpeed does not support it on this device"
+            fix = "use bf16" if kind == "fp16" else "use fp16 or fp32"
+            yield amber(kind, f"{what}; {slow}", fix, host) if wanted else green(kind, f"{what}; {slow}", host)
+        else:
+            yield green(kind, what, host)
+    for op, fine in told["ops"].items():
+        if fine is True:
+            yield green("op compatibility", op, host)
+        else:
+            what = f"{op} cannot be built{'' if fine is False else ': ' + fine}"
+            yield red("op compatibility", what, "ds_report tells what is missing", host)
+
+
+def check_all_reduce(told: Facts | None, failure: str, expected: float | None) -> Iterator[Finding]:
+    """told: what `doctor_programs.ALL_REDUCE` answered, None when it failed. expected: bytes a second of the bus.
+
+    Bus bandwidth is 2 (n - 1) / n times bytes over seconds, after NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+    """
+    if told is None:
+        fix = "NCCL_DEBUG=INFO, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME when a wrong interface is taken"
+        yield red("all-reduce", failure, fix)
+        return
+    world, speed = told["world"], told["bytes"] / told["seconds"]
+    bus = 2 * (world - 1) / world * speed
+    what = (
+        f"{told['bytes'] / 2**20:.0f} MiB over {world} processes by {told['backend']} "
+        f"in {1e3 * told['seconds']:.1f} ms: {speed / 1e9:.2f} GB/s, {bus / 1e9:.2f} GB/s of bus"
+    )
+    if told["wrong"]:
+        yield red("all-reduce", f"{what}; {told['wrong']} sums are wrong", "take hosts out until the sums are right")
+    elif expected is not None and bus < expected:
+        fix = "NCCL_DEBUG=INFO tells whether it went over InfiniBand, NVLink or plain sockets"
+        yield amber("all-reduce", f"{what}; {expected / 1e9:g} GB/s of bus were expected", fix)
+    else:
+        yield green("all-reduce", what)

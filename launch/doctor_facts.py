@@ -1,0 +1,226 @@
+"""What one machine says about itself, as plain JSON. The standard library only: this file is sent to other machines.
+
+Nothing here judges; `launch.doctor_checks` and its neighbours do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import netrc
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from launch import doctor_folders
+
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "wandb", "ninja")
+_GPU_FIELDS = (
+    "name",
+    "driver_version",
+    "memory.total",
+    "memory.used",
+    "temperature.gpu",
+    "ecc.errors.uncorrected.volatile.total",
+    "clocks_event_reasons.hw_slowdown",
+)
+_CODE = ("train.py", "config", "data", "launch", "modeling", "precision", "tracking", "training")
+
+
+def collect(request: dict[str, Any]) -> dict[str, Any]:
+    """Everything about this machine.
+
+    request: `folders` {role: path}, `hosts` [name], `port`, `cwd`, `marks` [name of a file in the run folder].
+    """
+    run = doctor_folders.there(request["folders"]["run"])
+    extensions = doctor_folders.extensions_folder()
+    folders = {**request["folders"], "op builds": str(extensions)}
+    return {
+        "hostname": socket.gethostname(),
+        "python": platform.python_version(),
+        "packages": _packages(),
+        "torch_cuda": _torch_cuda(),
+        "code": _code(Path(request["cwd"])),
+        "cores": len(os.sched_getaffinity(0)),
+        "environment": {key: os.environ[key] for key in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME") if key in os.environ},
+        "programs": {"c++": _compilers(), "ninja": _ninjas(), "nvcc": _nvccs()},
+        "limits": _limits(),
+        "memory": _memory(),
+        "shm": _space("/dev/shm"),
+        "infiniband": Path("/dev/infiniband").exists(),
+        "folders": doctor_folders.examine_folders(folders),
+        "shared": [name for name in request["marks"] if (run / name).exists()],
+        "locks": doctor_folders.locks(extensions),
+        "built": sorted({path.stem for path in extensions.glob("**/*.so")}),
+        "gpus": _gpus(),
+        "names": {name: _addresses(name) for name in {*request["hosts"], socket.gethostname()}},
+        "port": _port(request["port"]),
+        "wandb_login": _wandb_login(),
+    }
+
+
+def _packages() -> dict[str, str]:
+    names = set(PACKAGES) | {str(item.name) for item in metadata.distributions() if "nvidia-nccl" in str(item.name)}
+    found = {}
+    for name in sorted(names):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _torch_cuda() -> str | None:
+    """The CUDA that torch was built for, read and not imported: importing torch takes seconds."""
+    spec = find_spec("torch")
+    folder = Path(spec.origin).parent if spec is not None and spec.origin else None
+    if folder is None or not (folder / "version.py").is_file():
+        return None
+    match = re.search(r"^cuda[^=]*= *'([\d.]+)'", (folder / "version.py").read_text(), re.MULTILINE)
+    return match[1] if match else None
+
+
+def _code(folder: Path) -> str | None:
+    """A hash of Mantissa's own source in `folder`; None where it is not there."""
+    if not (folder / "train.py").is_file():
+        return None
+    paths = [path for name in _CODE for path in ([folder / name] if "." in name else (folder / name).rglob("*.py"))]
+    total = hashlib.sha256()
+    for path in sorted(path for path in paths if path.is_file()):
+        total.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return total.hexdigest()[:12]
+
+
+def said(command: list[str], seconds: float = 10.0) -> tuple[int, str]:
+    """Exit code and output of a program; -1 when it cannot be started or does not end."""
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, check=False, text=True
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return -1, str(error)
+    return done.returncode, done.stdout.strip()
+
+
+def _on_path(name: str) -> list[str]:
+    """Every program of that name on the PATH, in its order, links to the same file once."""
+    found: dict[str, str] = {}
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        path = shutil.which(name, path=folder) if folder else None
+        if path:
+            found.setdefault(str(Path(path).resolve()), path)
+    return list(found.values())
+
+
+def _version(path: str, pattern: str) -> dict[str, str | None]:
+    code, text = said([path, "--version"])
+    match = re.search(pattern, text)
+    return {"path": path, "version": match[1] if code == 0 and match else None}
+
+
+def _compilers() -> list[dict[str, str | None]]:
+    return [_version(path, r"(\d+\.\d+[.\d]*)") for path in _on_path(os.environ.get("CXX", "c++"))[:1]]
+
+
+def _ninjas() -> list[dict[str, Any]]:
+    """Those of the PATH in its order; `own` is that of this Python's environment, which training puts first."""
+    own = shutil.which("ninja", path=str(Path(sys.executable).parent))
+    paths = dict.fromkeys([*_on_path("ninja"), *([own] if own else [])])
+    return [{**_version(path, r"([\d.]+\d)"), "own": path == own} for path in paths]
+
+
+def _nvccs() -> list[dict[str, str | None]]:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    path = shutil.which("nvcc", path=f"{home}/bin") or next(iter(_on_path("nvcc")), None)
+    return [_version(path, r"release (\d+\.\d+)")] if path else []
+
+
+def _limits() -> dict[str, int | None]:
+    """Soft limits; None is unlimited."""
+    numbers = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
+    soft = {name: resource.getrlimit(number)[0] for name, number in numbers.items()}
+    return {name: None if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
+
+
+def _memory() -> dict[str, int | None]:
+    text = Path("/proc/meminfo").read_text()
+    of = {name: int(value) * 1024 for name, value in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
+    limit = None
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        root, name = ("/sys/fs/cgroup", "memory.max") if not controllers else ("/sys/fs/cgroup/memory", "")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder = Path(root + path)
+        for one in (folder, *folder.parents):
+            file = one / (name or "memory.limit_in_bytes")
+            if file.is_file() and (value := file.read_text().strip()).isdigit() and int(value) < of["MemTotal"]:
+                limit = min(limit or int(value), int(value))
+    return {"total": of["MemTotal"], "available": of["MemAvailable"], "cgroup_limit": limit}
+
+
+def _space(folder: str) -> dict[str, int] | None:
+    try:
+        of = os.statvfs(folder)
+    except OSError:
+        return None
+    return {"bytes": of.f_frsize * of.f_blocks, "free": of.f_frsize * of.f_bavail, "files": of.f_favail or -1}
+
+
+def _gpus() -> dict[str, Any]:
+    program = shutil.which("nvidia-smi")
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if program is None:
+        return {"devices": devices, "error": "there is no nvidia-smi" if devices else None, "list": []}
+    for fields in (_GPU_FIELDS, _GPU_FIELDS[:-1]):  # drivers before 535 do not know the last one
+        code, text = said([program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"], 30.0)
+        if not code:
+            break
+    if code:
+        return {"devices": devices, "error": text.splitlines()[-1][:200] if text else f"exit code {code}", "list": []}
+    rows = [dict(zip(_GPU_FIELDS, (item.strip() for item in line.split(",")))) for line in text.splitlines()]  # noqa: B905
+    return {"devices": devices, "error": None, "list": rows}
+
+
+def _addresses(name: str) -> dict[str, Any]:
+    """What a name resolves to here, and what the first address resolves back to."""
+    try:
+        found = sorted({str(item[4][0]) for item in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+    except OSError as error:
+        return {"addresses": [], "error": error.strerror or str(error), "back": None}
+    try:
+        back, aliases, _ = socket.gethostbyaddr(found[0])
+        return {"addresses": found, "error": None, "back": [back, *aliases]}
+    except OSError:
+        return {"addresses": found, "error": None, "back": None}
+
+
+def _port(number: int) -> str | None:
+    """Why the port cannot be listened on; None when it can."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", number))
+            probe.listen()
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
+def _wandb_login() -> bool:
+    """Whether there is a key; it is not read out."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = re.sub(r"^https?://|[:/].*$", "", os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,193 @@
+"""The machines of a job: the hostfile, and an agent on each, over ssh or here."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from config.errors import UserError
+from launch import doctor_agent
+
+HERE = "localhost"
+_SENT = ("launch", "launch.doctor_folders", "launch.doctor_facts", "launch.doctor_agent")
+_SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_PASSED_ON = ("NCCL", "PYTHON", "UCX", "MLFLOW", "MV2")
+"""Beginnings of the variables that the deepspeed launcher passes on; the others come from .deepspeed_env."""
+
+
+class Unreachable(Exception):
+    """The machine gave no answer; the text says why."""
+
+
+@dataclass
+class Host:
+    """One machine, and the agent on it while there is one."""
+
+    name: str
+    slots: int | None = None
+    """Processes the hostfile gives it; None without a hostfile."""
+    local: bool = False
+    _process: subprocess.Popen[bytes] | None = None
+    _lines: queue.Queue[bytes] = field(default_factory=queue.Queue)
+    _complaints: list[str] = field(default_factory=list)
+
+    def connect(self, ssh: Sequence[str]) -> None:
+        """Start the agent. Raises Unreachable: ssh fails, or there is no such Python."""
+        shell = doctor_agent.bootstrap(sys.executable)
+        command = ["/bin/sh", "-c", f"exec {shell}"] if self.local else [*ssh, *_SSH_OPTIONS, self.name, _remote(shell)]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:
+            raise Unreachable(f"cannot start {command[0]}: {error.strerror}") from error
+        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        threading.Thread(target=self._hear, args=(self._process,), daemon=True).start()
+        folder = Path(__file__).parent
+        sources = [[name, (folder / f"{name[7:]}.py").read_text() if "." in name else ""] for name in _SENT]
+        self._write(json.dumps([{} if self.local else _environment(), sources]))
+        self.ask("time", 30.0)
+
+    def ask(self, do: str, seconds: float, **given: Any) -> Any:
+        """The result of one request. Raises Unreachable."""
+        self._write(json.dumps({"do": do, **given}))
+        ends = time.monotonic() + seconds
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, ends - time.monotonic()))
+            except queue.Empty:
+                self.close()
+                raise Unreachable(f"no answer within {seconds:.0f} s") from None
+            if not line:
+                raise Unreachable(self._why())
+            if line.startswith((b'{"result"', b'{"error"')):  # what a login shell prints is not ours
+                break
+        answer = json.loads(line)
+        if "error" in answer:
+            raise Unreachable(answer["error"])
+        return answer["result"]
+
+    def clock(self) -> tuple[float, float]:
+        """How far its clock is ahead of ours, and how far off that may be, both in seconds; the best of five tries."""
+        tries = []
+        for _ in range(5):
+            before = time.time()
+            there = self.ask("time", 10.0)
+            after = time.time()
+            tries.append(((after - before) / 2, there - (before + after) / 2))
+        error, ahead = min(tries)
+        return ahead, error
+
+    def close(self) -> None:
+        """End the agent."""
+        if self._process is not None:
+            with suppress(OSError):
+                assert self._process.stdin is not None
+                self._process.stdin.close()
+            try:
+                self._process.wait(timeout=2)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def _write(self, text: str) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(text.encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise Unreachable(self._why()) from None
+
+    def _why(self) -> str:
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        time.sleep(0.1)  # the last of its complaints
+        said = next((line for line in reversed(self._complaints) if line.strip()), "nothing was said")
+        if self._process.returncode == 127:
+            return f"it has no {sys.executable}: {said}"
+        return f"{said} (exit code {self._process.returncode})"
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in iter(process.stdout.readline, b""):
+            self._lines.put(line)
+        self._lines.put(b"")
+
+    def _hear(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        for line in iter(process.stderr.readline, b""):
+            self._complaints.append(line.decode(errors="replace").strip()[:300])
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The machines of a DeepSpeed hostfile: `name slots=N` a line. Raises UserError."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--hostfile {path}: cannot be read: {getattr(error, 'strerror', error)}") from error
+    hosts: dict[str, Host] = {}
+    for number, text in enumerate(lines, 1):
+        line = text.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = re.match(r"(\S+)\s+slots=(\d+)", line)
+        if match is None or match[1].startswith("-"):
+            raise UserError(f"{path}: line {number}: {line!r} is not NAME slots=N; correct it")
+        if match[1] in hosts:
+            raise UserError(f"{path}: line {number}: {match[1]} is there twice; add its slots up in one line")
+        hosts[match[1]] = Host(match[1], int(match[2]))
+    if not hosts:
+        raise UserError(f"{path}: names no host; write a line such as worker-0 slots=8")
+    if len(hosts) == 1:  # the deepspeed launcher then starts here, whatever the name
+        next(iter(hosts.values())).local = True
+    return list(hosts.values())
+
+
+def on_all(hosts: Sequence[Host], do: Callable[[Host], Any]) -> dict[str, Any]:
+    """`do` on every host at once: name to its result, or to the Unreachable that it raised."""
+
+    def one(host: Host) -> Any:
+        try:
+            return do(host)
+        except Unreachable as error:
+            return error
+
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:  # all at once: they may wait for each other
+        try:
+            return dict(zip([host.name for host in hosts], pool.map(one, hosts), strict=True))
+        except BaseException:
+            for host in hosts:  # else Ctrl-C waits for their answers
+                host.close()
+            raise
+
+
+def _environment() -> dict[str, str]:
+    """The variables that the deepspeed launcher gives to a rank on another machine."""
+    exports = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    for folder in (Path.home(), Path()):
+        file = folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+        if file.is_file():
+            lines = file.read_text().splitlines()
+            exports |= {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines) if _}
+    return exports
+
+
+def _remote(command: str) -> str:
+    """As the deepspeed launcher starts a rank: in the same folder. Variables may be secret and come with the source."""
+    needed = {name: value for name, value in _environment().items() if name.startswith("PYTHON")}
+    settings = "".join(f"export {name}={shlex.quote(value)}; " for name, value in needed.items())
+    return f"{settings}cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; exec {command}"

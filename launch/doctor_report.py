@@ -1,0 +1,89 @@
+"""What the doctor found: lines with a colour and what to do, for people or as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal, TextIO
+
+GREEN, AMBER, RED = "green", "amber", "red"
+_COLOURS = {GREEN: "32", AMBER: "33", RED: "31"}
+_RANK = {RED: 0, AMBER: 1, GREEN: 2}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line."""
+
+    level: Literal["green", "amber", "red"]
+    """red: a job fails or comes out wrong. amber: it may, or is slow. green: looked at, and well."""
+    check: str
+    """What was looked at, such as `c++ compiler`."""
+    what: str
+    """What was found, with the numbers."""
+    fix: str = ""
+    """What to do; empty when green."""
+    host: str = ""
+    """Where; empty when it concerns all of them together."""
+
+
+def green(check: str, what: str, host: str = "") -> Finding:
+    """All is well."""
+    return Finding(GREEN, check, what, "", host)  # type: ignore[arg-type]
+
+
+def amber(check: str, what: str, fix: str, host: str = "") -> Finding:
+    """May go wrong, or is slow."""
+    return Finding(AMBER, check, what, fix, host)  # type: ignore[arg-type]
+
+
+def red(check: str, what: str, fix: str, host: str = "") -> Finding:
+    """A job fails or comes out wrong."""
+    return Finding(RED, check, what, fix, host)  # type: ignore[arg-type]
+
+
+def worst(findings: Sequence[Finding]) -> str:
+    """The worst level among them."""
+    return min((finding.level for finding in findings), key=_RANK.__getitem__, default=GREEN)
+
+
+def as_json(findings: Sequence[Finding], seconds: float) -> str:
+    """One object: `level`, `seconds`, `findings`."""
+    return json.dumps(
+        {"level": worst(findings), "seconds": round(seconds, 1), "findings": [asdict(item) for item in findings]},
+        indent=1,
+    )
+
+
+def show(findings: Sequence[Finding], hosts: Sequence[str], seconds: float, out: TextIO) -> None:
+    """A line a finding, worst first; what holds on every host alike is told once."""
+    merged: dict[tuple[str, str, str, str], list[str]] = {}
+    for one in findings:
+        merged.setdefault((one.level, one.check, one.what, one.fix), []).append(one.host)
+    coloured = out.isatty() and "NO_COLOR" not in os.environ
+    for (level, check, what, fix), where in sorted(merged.items(), key=lambda item: _RANK[item[0][0]]):
+        word = f"\033[{_COLOURS[level]}m{level:5}\033[0m" if coloured else f"{level:5}"
+        place = "" if len(hosts) == 1 or where == [""] else f" [{_names(where, hosts)}]"
+        out.write(f"{word}  {check}{place}: {what}\n")
+        if fix:
+            out.write(f"       fix: {fix}\n")
+    count = {level: sum(item.level == level for item in findings) for level in (RED, AMBER, GREEN)}
+    total = ", ".join(f"{number} {level}" for level, number in count.items())
+    out.write(f"{total}; {len(hosts)} host{'s' * (len(hosts) != 1)}, {seconds:.0f} s\n")
+
+
+def _names(where: Sequence[str], hosts: Sequence[str]) -> str:
+    if len(where) == len(hosts):
+        return f"all {len(hosts)} hosts"
+    shown = ", ".join(where[:8])
+    return f"{shown} and {len(where) - 8} more" if len(where) > 8 else shown
+
+
+def size(number: float) -> str:
+    """Bytes as people read them."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        if number >= unit:
+            return f"{number / unit:.1f} {name}"
+    return f"{number / 1024:.0f} KiB"
