@@ -9,7 +9,7 @@ PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup demo test test-cluster check parity parity-defects analyze matrix envelope chaos clean
+.PHONY: help setup demo test test-cluster test-long check parity parity-defects analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -30,6 +30,9 @@ test: setup  ## Run all tests, two files at a time (ARGS="-n 0" for one)
 
 test-cluster: setup  ## Test on machines made of network namespaces, and plant faults in this one (root, sshd)
 	$(BIN)/python -m pytest tests/launch/cluster_doctor.py tests/launch/cluster_doctor_hosts.py $(ARGS)
+
+test-long: setup  ## Hold the planner's memory formulas against real ranks, a few minutes
+	$(BIN)/python -m pytest tests/launch/long_plan_memory.py $(ARGS)
 
 parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
 	$(BIN)/python -m training.parity --config config/recipes/demo.yaml $(ARGS)

@@ -1,0 +1,92 @@
+"""What accelerators have: memory, matmul speed, and how fast they reach each other, as their makers publish it.
+
+Only the h100 row has been compared with its source; hold the others against the sheets they name before relying on them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from config.errors import UserError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, and the node it usually stands in."""
+
+    name: str
+    memory: float
+    """[bytes] Device memory as the driver reports it, about what the data sheet says."""
+    peak: float
+    """[FLOP/s] Dense (not sparse) BF16 matmul with FP32 accumulation."""
+    peak_fp32: float
+    """[FLOP/s] FP32 matmul without TF32, which torch leaves off."""
+    link: float
+    """[bytes/s] In one direction between an accelerator and the others of its node."""
+    network: float
+    """[bytes/s] In one direction out of one node, all its adapters together."""
+    per_node: int
+    """[accelerators] In one node."""
+    source: str
+
+    @property
+    def is_cpu(self) -> bool:
+        """The ranks share the memory of this machine."""
+        return self.name == "cpu"
+
+
+_NIC = 1e9 / 8  # bytes/s of 1 Gbit/s
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("b200", 180e9, 2250e12, 75e12, 900e9, 8 * 400 * _NIC, 8, "DGX B200 data sheet: 1,440 GB for eight GPUs"),
+        Device(
+            "h200", 141e9, 989.4e12, 66.9e12, 450e9, 8 * 400 * _NIC, 8, "H200 SXM data sheet; DGX H200, 8 x 400 Gb/s"
+        ),
+        Device(
+            "h100", 80 * GIB, 989.4e12, 66.9e12, 450e9, 8 * 400 * _NIC, 8, "H100 SXM5, NVIDIA H100 whitepaper; DGX H100"
+        ),
+        Device(
+            "h100-pcie",
+            80 * GIB,
+            756e12,
+            51.2e12,
+            64e9,
+            400 * _NIC,
+            8,
+            "H100 PCIe, NVIDIA H100 whitepaper; PCIe 5.0 x16",
+        ),
+        Device(
+            "a100",
+            80 * GIB,
+            312e12,
+            19.5e12,
+            300e9,
+            8 * 200 * _NIC,
+            8,
+            "A100 80 GB SXM data sheet; DGX A100, 8 x 200 Gb/s",
+        ),
+        Device("a100-40", 40 * GIB, 312e12, 19.5e12, 300e9, 8 * 200 * _NIC, 8, "A100 40 GB SXM data sheet; DGX A100"),
+        Device("l40s", 48e9, 362e12, 91.6e12, 32e9, 200 * _NIC, 8, "L40S data sheet; PCIe 4.0 x16, no NVLink"),
+        Device("a10g", 24e9, 70e12, 35e12, 32e9, 100 * _NIC, 4, "AWS g5.24xlarge and A10G data sheet; PCIe 4.0 x16"),
+    )
+}
+"""Device name to what it has. The network is that of the maker's own node; a cloud's may be slower: --network."""
+
+
+def find_device(name: str) -> Device:
+    """The device of that name, any case; `cpu` is one of two ranks on this machine.
+
+    Raises UserError: no such device.
+    """
+    if name.lower() == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # Not a data sheet: enough for one core's worth of matmul on the machine that docs/plan.md was measured on.
+        return Device("cpu", memory / 2, 1e11, 1e11, 2e9, 1e9, 2, "this machine's memory; speeds are guesses")
+    if name.lower() not in DEVICES:
+        raise UserError(f"command line: --device {name}: not in the table; it has {', '.join(DEVICES)} and cpu")
+    return DEVICES[name.lower()]

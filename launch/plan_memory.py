@@ -1,0 +1,256 @@
+"""How much memory one rank needs, item by item, at the moment when it needs most.
+
+Model states are those of Rajbhandari et al. 2020 (ZeRO), with what DeepSpeed 0.19.8 keeps beside them. Activations are
+counted as in Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models), tensor by tensor
+for the blocks that transformers runs: norms in FP32 step by step, fused attention without its s^2 term, and a softmax
+over the vocabulary in FP32 (modeling/loss.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from config.command_line import Resolved
+from config.deepspeed_document import offload, zero_stage
+from launch.plan_model import Shape
+
+_BUFFERED_ALLREDUCE = 500_000_000
+"""[elements] DeepSpeed flattens so many gradients for one all-reduce where no ZeRO bucket does (engine.py)."""
+_DEFAULTS = {
+    "reduce_bucket_size": 5e8,
+    "stage3_max_live_parameters": 1e9,
+    "stage3_prefetch_bucket_size": 5e7,
+    "sub_group_size": 1e9,
+}
+"""[elements] DeepSpeed's own, where its JSON does not say."""
+_OF_GATHERING = ("stage3_max_live_parameters", "stage3_prefetch_bucket_size")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread over ranks, and in which dtypes."""
+
+    stage: int
+    world: int
+    micro: int
+    """[sequences] In one forward pass."""
+    accumulation: int
+    sequence: int
+    """[tokens]"""
+    compute: str
+    """fp32, bf16 or fp16: dtype of parameters and activations on the cast path."""
+    manifest: bool
+    """FP32 parameters whose matmuls run in 16 bits under autocast."""
+    reduced: int
+    """[bytes] Of one gradient value on the network."""
+    checkpointing: str
+    """none, selective or full."""
+    attention: str
+    offload: str
+    """none, optimizer, param or optimizer+param."""
+    overlap: bool
+    zero: dict[str, Any]
+    """The zero_optimization section."""
+    on_cpu: bool
+    """Buffers take memory as far as they are written, and the process counts."""
+    background_save: bool
+    """Checkpoints are written from a copy in host memory."""
+    saves_between: bool
+    """Checkpoints are written while training goes on."""
+
+    @property
+    def width(self) -> int:
+        """[bytes] Of one parameter."""
+        return 4 if self.compute == "fp32" else 2
+
+    def size(self, key: str, most: float) -> float:
+        """[elements] A size of the zero_optimization section; at most `most` where untouched memory costs nothing."""
+        given = float(self.zero.get(key, _DEFAULTS[key]))
+        return min(given, most) if self.on_cpu else given
+
+    @property
+    def bf16_optimizer(self) -> bool:
+        """ZeRO-1 with BF16 runs on DeepSpeed's BF16_Optimizer, which keeps whole FP32 gradients."""
+        return self.stage == 1 and self.compute == "bf16"
+
+
+def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
+    """The layout of a resolved run on `world` ranks."""
+    config = resolved.config
+    zero = resolved.deepspeed.get("zero_optimization", {})
+    kept_on_host = offload(resolved.deepspeed)
+    return Layout(
+        stage=zero_stage(resolved.deepspeed),
+        world=world,
+        micro=resolved.batch.micro_size,
+        accumulation=resolved.batch.accumulation,
+        sequence=config.data.sequence_length,
+        compute=resolved.compute,
+        manifest=config.precision.path == "manifest",
+        reduced=4 if config.precision.reduce == "fp32" or resolved.compute == "fp32" else 2,
+        checkpointing=config.model.activation_checkpointing,
+        attention=config.model.attention,
+        offload=kept_on_host,
+        overlap=bool(zero.get("overlap_comm", False)),
+        zero=zero,
+        on_cpu=on_cpu,
+        background_save=config.checkpoint.background == "always"
+        or (config.checkpoint.background == "auto" and kept_on_host == "none"),
+        saves_between=config.checkpoint.every_steps > 0,
+    )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one rank needs at its peak."""
+
+    device: dict[str, float]
+    """Item to bytes on the accelerator, at the moment when it needs most."""
+    host: dict[str, float]
+    """Item to bytes in host memory."""
+    moment: str
+    """When that is."""
+
+    @property
+    def total(self) -> float:
+        """[bytes] On the accelerator."""
+        return sum(self.device.values())
+
+
+def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[str, float]]:
+    """(on the device, on the host) item to bytes that stay from step to step: ZeRO's table, section 5 and 6.
+
+    Stage 0 updates its FP32 parameters in place. From stage 1 on masters and moments are divided by the ranks, from
+    stage 2 on gradients, at stage 3 parameters; also an FP32 run keeps masters beside its parameters then.
+    """
+    whole, part = float(shape.parameters), shape.parameters / layout.world
+    gradients = 4 * (whole if layout.stage < 2 else part)
+    if layout.stage == 0:
+        items = {"parameters": 4 * whole, "moments": 8 * whole, "gradients": gradients}
+    else:
+        items = {
+            "parameters": layout.width * (part if layout.stage == 3 else whole),
+            "masters": 4 * part,
+            "moments": 8 * part,
+            "gradients": gradients,
+        }
+    away = {"masters", "moments", "gradients"} if "optimizer" in layout.offload else set()
+    away |= {"parameters"} if "param" in layout.offload.split("+") else set()
+    return (
+        {name: size for name, size in items.items() if name not in away},
+        {name: size for name, size in items.items() if name in away},
+    )
+
+
+def block_bytes(shape: Shape, layout: Layout) -> float:
+    """[bytes] That autograd keeps of one token in one block when nothing is recomputed.
+
+    By the operations of transformers' blocks: an RMSNorm keeps its FP32 input, the normalised state and its output; a
+    projection its input; fused attention queries, keys, values, output and a log-sum-exp; a gated MLP both halves, the
+    activation and the product. A dropout mask is one byte a value.
+    """
+    width, hidden, mlp = layout.width, shape.hidden, shape.intermediate
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    norm = (4 + 2 * width) * hidden + 4 if shape.rms_norm else 2 * width * hidden + 2 * width
+    attention = width * (2 * queries + 2 * keys) + 4 * shape.heads
+    if shape.head_norms:
+        attention += (4 + width) * (queries + keys) + 4 * (shape.heads + shape.kv_heads)
+    if layout.attention == "eager":
+        attention += (4 if width == 4 else 6) * shape.heads * layout.sequence
+    tensors = 4 if shape.gated else 5 if shape.activation == "gelu_new" else 2
+    total = shape.norms * norm + attention + tensors * width * mlp + (2 * hidden if shape.dropout else 0)
+    if layout.manifest:  # autocast keeps a 16-bit copy of what enters a projection
+        total += 2 * (2 * hidden + queries + mlp)
+    return total
+
+
+def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
+    """(kept, recomputed, loss) bytes of one micro-batch.
+
+    kept: until the backward pass. recomputed: one block, made again while its backward pass runs. loss: logits in the
+    dtype they come in, their FP32 log-softmax and its gradients; three FP32 tensors of the vocabulary's width at most.
+    """
+    tokens = layout.micro * layout.sequence
+    block, edge = block_bytes(shape, layout) * tokens, layout.width * shape.hidden * tokens
+    if layout.manifest:  # autocast, its cache off, keeps a 16-bit copy of the weights as well
+        block += 2 * shape.block_parameters
+    recomputed = {"none": 0, "selective": (shape.layers + 1) // 2, "full": shape.layers}[layout.checkpointing]
+    final_norm = ((4 + 2 * layout.width) if shape.rms_norm else 2 * layout.width) * shape.hidden * tokens
+    kept = (shape.layers - recomputed) * block + recomputed * edge + final_norm
+    return kept, block if recomputed else 0.0, 12.0 * shape.vocabulary * tokens
+
+
+def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory:
+    """What one rank needs when it needs most. process: bytes of the process itself, for ranks on a CPU."""
+    device, host = model_states(shape, layout)
+    part, tokens = shape.parameters / layout.world, layout.micro * layout.sequence
+    kept, recomputed, loss = activations(shape, layout)
+    live, arriving = _gathered(shape, layout)
+    buffer, copy = _buckets(shape, layout)
+    states = {**device, "gathered parameters": live, "process": process}
+    begun = layout.accumulation > 1 or layout.stage == 3 or layout.bf16_optimizer
+    at_first = {**states, "gradients": states.get("gradients", 0.0) if begun else 0.0}
+    working = recomputed + tokens * layout.width * (2 * shape.intermediate + 2 * shape.hidden)
+    in_flight = layout.width * max(shape.block_parameters, shape.largest_parameter)
+    before = 0.0 if layout.on_cpu else buffer  # where nothing is written into it yet, it takes no memory on a CPU
+    # Gradients leave when they fill a bucket; by then the blocks they come from have given their activations back.
+    left = 1 - min(1.0, layout.size("reduce_bucket_size", shape.parameters) / shape.parameters)
+    whole = {"gradients in flight": layout.width * float(shape.parameters)} if layout.bf16_optimizer else {}
+    moments = {
+        "the loss": at_first | {"activations": kept, "logits": loss, "buckets": buffer if layout.stage == 3 else 0.0},
+        "the backward pass": at_first
+        | {
+            "activations": kept + working,
+            "buckets": before,
+            "gradients in flight": in_flight,
+            "gathered parameters": live + arriving,
+        },
+        "the reduction of gradients": states
+        | {
+            "activations": left * kept + working,
+            "buckets": buffer + copy,
+            "gathered parameters": live + left * arriving,
+        }
+        | whole,
+        "the optimizer step": states | {"gathered parameters": 0.0, "step": _step_copy(layout, part)},
+    }
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    items = {name: size for name, size in moments[moment].items() if size}
+    if layout.background_save:
+        saved = 12 * part + layout.width * (part if layout.stage == 3 else shape.parameters)
+        if not layout.on_cpu:
+            host["checkpoint copy"] = saved
+        elif layout.saves_between:
+            items["checkpoint copy"] = saved
+    return Memory(items, host, moment)
+
+
+def _gathered(shape: Shape, layout: Layout) -> tuple[float, float]:
+    """(gathered, arriving) bytes of whole parameters at stage 3: those in use, and the next bucket in one piece."""
+    if layout.stage < 3:
+        return 0.0, 0.0
+    sizes = (float(layout.zero.get(key, _DEFAULTS[key])) for key in _DEFAULTS if key in _OF_GATHERING)
+    live, arriving = (layout.width * min(shape.parameters, size) for size in sizes)
+    return live, arriving
+
+
+def _buckets(shape: Shape, layout: Layout) -> tuple[float, float]:
+    """(buffer, copies) bytes through which gradients go to the network."""
+    if layout.stage == 0 or layout.bf16_optimizer:
+        flat = layout.reduced * min(shape.parameters, _BUFFERED_ALLREDUCE) if layout.world > 1 else 0.0
+        return 0.0, float(flat)
+    bucket = layout.size("reduce_bucket_size", shape.parameters)
+    filled = min(max(bucket, shape.largest_parameter), shape.parameters)  # a tensor larger than the bucket goes alone
+    buffers = 2 if layout.overlap and layout.stage < 3 else 1
+    copies = filled * (1 + 1 / layout.world) if layout.stage == 3 else filled  # in one piece, and what is scattered
+    return layout.reduced * bucket * buffers, layout.reduced * float(copies)
+
+
+def _step_copy(layout: Layout, part: float) -> float:
+    """[bytes] FP32 gradients that the optimizer step flattens into a second copy."""
+    if layout.stage == 0 or layout.bf16_optimizer or "optimizer" in layout.offload:
+        return 0.0
+    if layout.stage == 3:
+        return 4 * min(part, float(layout.zero.get("sub_group_size", _DEFAULTS["sub_group_size"])))
+    return 0.0 if layout.stage == 2 and layout.width == 2 else 4 * part

@@ -1,0 +1,225 @@
+"""The plan as tables for a terminal, and in plain words what dominates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launch.plan_devices import GIB
+from launch.plan_search import Option, dominated_from
+from launch.plan_time import traffic
+
+if TYPE_CHECKING:
+    from launch.plan import Plan
+
+_MEANS = {
+    "parameters": "what the model computes with",
+    "masters": "FP32 copies that the optimizer updates",
+    "moments": "AdamW's two averages in FP32",
+    "gradients": "summed over micro-batches in FP32",
+    "gradients in flight": "of the block whose backward pass runs, before they are reduced",
+    "gathered parameters": "ZeRO-3: at most stage3_max_live_parameters at a time",
+    "activations": "kept for the backward pass, and the block that is recomputed",
+    "logits": "FP32 softmax over the vocabulary and its gradients",
+    "buckets": "on the way to the network",
+    "step": "flattened gradients",
+    "process": "Python, torch, DeepSpeed",
+    "checkpoint copy": "while a checkpoint is written behind training",
+}
+
+
+def show(plan: Plan, console: Console | None = None) -> None:
+    """Print the plan."""
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
+    shape, layout, device = plan.shape, plan.configured.layout, plan.device
+    console.print(
+        Text(
+            f"{shape.architecture}, {_count(shape.parameters)} parameters, on {layout.world} x {device.name} "
+            f"({device.memory / GIB:.0f} GiB, {device.peak / 1e12:,.0f} TFLOP/s; {device.source})",
+            style="bold",
+        ),
+        soft_wrap=True,
+    )
+    console.print(_memory_table(plan))
+    for line in _words(plan):
+        console.print(line, soft_wrap=True)
+    console.print(_stage_table(plan))
+    console.print(_scaling_table(plan))
+    for line in _closing(plan):
+        console.print(line, soft_wrap=True)
+
+
+def _memory_table(plan: Plan) -> Table:
+    memory = plan.configured.memory
+    table = _table(f"Memory of one rank at its peak, {memory.moment}", "item", "GiB", "share", "what it is")
+    _fill(table, memory.device, memory.total)
+    verdict = "fits" if plan.configured.fits else "DOES NOT FIT"
+    style = "bold green" if plan.configured.fits else "bold red"
+    usable = f"{verdict} into {plan.usable / GIB:.1f} GiB, what --reserve leaves"
+    table.add_row("total", f"{memory.total / GIB:.2f}", "", Text(usable, style=style), style="bold")
+    if memory.host:
+        table.add_section()
+        for name, size in memory.host.items():
+            table.add_row(Text(f"{name} (host)", style="dim"), f"{size / GIB:.2f}", "", _MEANS[name])
+    return table
+
+
+def _fill(table: Table, items: Mapping[str, float], total: float) -> None:
+    for name, size in sorted(items.items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{size / GIB:.2f}", f"{size / total:.0%}", _MEANS[name])
+
+
+def _words(plan: Plan) -> list[Text]:
+    """What dominates memory and the step, and what would change it."""
+    configured, layout = plan.configured, plan.configured.layout
+    name, size = max(configured.memory.device.items(), key=lambda item: item[1])
+    advice = {
+        "activations": "model.activation_checkpointing=full or a smaller batch.micro_size lowers them",
+        "logits": "a smaller batch.micro_size lowers them; activation checkpointing does not",
+        "parameters": "ZeRO-3 divides them by the ranks",
+        "gradients": "ZeRO-2 divides them by the ranks",
+        "masters": "more ranks divide them",
+        "moments": "more ranks divide them",
+        "gathered parameters": "a smaller stage3_max_live_parameters lowers them",
+        "buckets": "a smaller reduce_bucket_size lowers them",
+    }.get(name, "")
+    moved, step = traffic(plan.shape, layout), configured.speed
+    lines = [
+        Text(f"Memory: mostly {name}, {size / GIB:.2f} GiB" + (f"; {advice}" if advice else "") + "."),
+        Text(
+            f"Network: {(moved.gradients + moved.parameters) / 1e9:.2f} GB a rank and step, "
+            f"{step.communication_seconds:.3f} s of a {step.step_seconds:.3f} s step ({step.share:.0%} waiting)."
+            if layout.world > 1
+            else "Network: none, there is one rank."
+        ),
+        Text(
+            f"Speed: {step.tokens_per_second:,.0f} tokens/s at {plan.mfu:.1%} of the peak ({plan.mfu_source}); "
+            f"MFU of the whole step {plan.model_mfu:.1%}."
+        ),
+    ]
+    cost = plan.cost(configured)
+    price = "" if cost is None else f", {cost:,.2f} at {plan.price:g} a device and hour"
+    budget = f"Budget: {_count(plan.token_budget)} tokens take {_hours(plan.hours(configured))}{price}."
+    return [*lines, Text(budget, style="bold")]
+
+
+def _stage_table(plan: Plan) -> Table:
+    table = _table(
+        f"ZeRO stages on {plan.configured.layout.world}, each with the largest micro-batch that fits",
+        *("stage", "micro", "accum.", "GiB", "tokens/s", "waiting", ""),
+    )
+    for stage, option in plan.stages.items():
+        if option is None:
+            table.add_row(f"ZeRO-{stage}", "-", "-", "-", "-", "-", Text("does not fit", style="red"))
+            continue
+        mark = Text("the smallest that fits", style="green") if option is plan.smallest else ""
+        table.add_row(
+            f"ZeRO-{stage}", str(option.layout.micro), str(option.layout.accumulation), *_figures(option), mark
+        )
+    return table
+
+
+def _scaling_table(plan: Plan) -> Table:
+    money = [] if plan.price is None else ["cost"]
+    table = _table(
+        f"ZeRO-{plan.configured.layout.stage} on more or fewer",
+        *("devices", "batch", "micro", "GiB", "tokens/s", "waiting", "time", *money, ""),
+    )
+    planned = plan.configured.speed.tokens_per_step // plan.configured.layout.sequence
+    for option in plan.scaling:
+        layout = option.layout
+        batch = layout.world * layout.micro * layout.accumulation
+        remarks = [] if option.fits else ["does not fit"]
+        if option.speed.communication_seconds > option.speed.compute_seconds:
+            remarks.append("communication dominates")
+        if batch != planned:
+            remarks.append(f"batch.global_size={batch}")
+        cost = plan.cost(option)
+        row = [str(layout.world), str(batch), str(layout.micro), *_figures(option), _hours(plan.hours(option))]
+        row += [] if cost is None else [f"{cost:,.0f}"]
+        style = "red" if not option.fits else "yellow" if remarks else ""
+        table.add_row(*row, Text("; ".join(remarks)), style=style)
+    return table
+
+
+def _closing(plan: Plan) -> list[Text]:
+    lines = []
+    where = dominated_from(plan.scaling)
+    lines.append(
+        Text(
+            f"Communication takes longer than the matmuls from {where} devices on."
+            if where
+            else "Communication takes less time than the matmuls at every size in the table."
+        )
+    )
+    if plan.smallest is None:
+        lines.append(
+            Text(
+                "Nothing fits: take more devices, model.activation_checkpointing=full, a shorter "
+                "data.sequence_length, or a DeepSpeed JSON with offload.",
+                style="bold red",
+            )
+        )
+    elif not plan.configured.fits:
+        layout = plan.smallest.layout
+        lines.append(
+            Text(
+                f"As configured it does not fit. ZeRO-{layout.stage} with batch.micro_size={layout.micro} does: "
+                f"deepspeed.config=ds_configs/zero{layout.stage}_{layout.compute}.json",
+                style="bold yellow",
+            )
+        )
+    if not plan.shape.exact:
+        lines.append(
+            Text(
+                f"! {plan.shape.architecture}: its parameters are counted; its activations are estimated as those of "
+                "a plain block, which was not checked for it",
+                style="yellow",
+            )
+        )
+    return lines
+
+
+def _figures(option: Option) -> list[str]:
+    return [
+        f"{option.memory.total / GIB:.1f}",
+        f"{option.speed.tokens_per_second:,.0f}",
+        f"{option.speed.share:.0%}",
+    ]
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    numbers = {
+        "GiB",
+        "share",
+        "accum.",
+        "tokens/s",
+        "waiting",
+        "devices",
+        "batch",
+        "micro",
+        "cost",
+    }
+    for name in columns:
+        table.add_column(name, justify="right" if name in numbers or name == "time" else "left")
+    return table
+
+
+def _count(number: float) -> str:
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:.0f}"
+
+
+def _hours(hours: float) -> str:
+    if hours >= 48:
+        return f"{hours / 24:,.1f} days"
+    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"

@@ -1,0 +1,120 @@
+"""How long a step takes: matmuls at an assumed share of the peak, and bytes over the links, for any number of ranks.
+
+A ring moves (n - 1) / n of a tensor through every rank for a reduce-scatter or an all-gather, and twice that for an
+all-reduce (Thakur et al. 2005; what nccl-tests call bus bandwidth). Within a node it runs at the speed of a link; over
+several at that of the slower of a link and all network adapters of a node together, since NCCL runs one ring for each
+adapter. Each collective costs log2(n) latencies more, as trees do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from launch.plan_devices import Device
+from launch.plan_memory import Layout
+from launch.plan_model import Shape
+
+DEFAULT_MFU = 0.4
+"""Share of the peak that model FLOPs reach without recomputation and without waiting for the network."""
+RECOMPUTED = {"none": 1.0, "selective": 7 / 6, "full": 4 / 3}
+"""Forward and backward with what is recomputed, over without: a forward pass is a third of the matmuls."""
+LATENCY_SECONDS = 5e-6
+_BUFFERED_ALLREDUCE = 500_000_000
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends and receives in one optimizer step."""
+
+    gradients: float
+    """[bytes] Through the ring, before the factor (n - 1) / n."""
+    parameters: float
+    """[bytes] The same, of parameters gathered."""
+    collectives: float
+    """[collectives] In one step."""
+    paper: float
+    """[elements over parameters] What the ZeRO paper counts: 2 at stages 0 to 2, 3 at stage 3, for one micro-batch."""
+
+
+def traffic(shape: Shape, layout: Layout) -> Traffic:
+    """Bytes of one optimizer step.
+
+    Rajbhandari et al. 2020, section 7: stages 0, 1 and 2 move two elements a parameter, stage 3 three. DeepSpeed
+    0.19.8 moves more where it all-reduces what a rank then keeps a part of: stages 1 and 2 (two elements, and one to
+    gather the parameters), and stages 2 and 3 reduce once for each micro-batch.
+    """
+    whole, every = float(shape.parameters), layout.accumulation
+    bucket = (
+        _BUFFERED_ALLREDUCE if layout.stage == 0 or layout.bf16_optimizer else layout.size("reduce_bucket_size", whole)
+    )
+    times = math.ceil(whole / bucket)
+    if layout.stage == 0:
+        return Traffic(2 * whole * layout.reduced, 0.0, times, 2.0)
+    if layout.stage == 3:
+        gathered = 2 * every * whole * layout.width
+        return Traffic(every * whole * layout.reduced, gathered, every * (times + 2 * (shape.layers + 2)), 3.0)
+    reductions = every if layout.stage == 2 else 1
+    return Traffic(2 * reductions * whole * layout.reduced, whole * layout.width, reductions * times + 1, 2.0)
+
+
+def ring_bandwidth(device: Device, world: int) -> float:
+    """[bytes/s] At which a ring over `world` ranks runs."""
+    return device.link if world <= device.per_node else min(device.link, device.network)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One optimizer step of a run on `world` devices."""
+
+    world: int
+    compute_seconds: float
+    communication_seconds: float
+    step_seconds: float
+    tokens_per_step: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices together."""
+        return self.tokens_per_step / self.step_seconds
+
+    @property
+    def share(self) -> float:
+        """[fraction] Of the step, spent waiting for the network."""
+        return 1 - self.compute_seconds / self.step_seconds
+
+
+def speed(
+    shape: Shape,
+    layout: Layout,
+    device: Device,
+    *,
+    mfu: float = DEFAULT_MFU,
+    efficiency: float = 0.8,
+    latency: float = LATENCY_SECONDS,
+) -> Speed:
+    """How long one step takes.
+
+    mfu: share of the peak that the FLOPs reach that are really computed, what is recomputed included. efficiency:
+    share of the links' data sheet that collectives reach. Without overlap_comm DeepSpeed reduces and gathers between
+    the matmuls; with it, what takes longer counts.
+    """
+    world = layout.world
+    tokens = layout.micro * layout.accumulation * layout.sequence
+    peak = device.peak_fp32 if layout.compute == "fp32" and not layout.manifest else device.peak
+    flops = tokens * shape.flops_per_token(layout.sequence) * RECOMPUTED[layout.checkpointing]
+    compute, moved = flops / (peak * mfu), traffic(shape, layout)
+    communication = 0.0
+    if world > 1:
+        ring = (moved.gradients + moved.parameters) * (world - 1) / world
+        communication = ring / (ring_bandwidth(device, world) * efficiency)
+        communication += moved.collectives * latency * math.log2(world)
+    step = max(compute, communication) if layout.overlap else compute + communication
+    return Speed(world, compute, communication, step, tokens * world)
+
+
+def mfu_of(tokens_per_second: float, shape: Shape, layout: Layout, device: Device) -> float:
+    """The `mfu` at which `speed` gives a measured throughput, communication included in it."""
+    peak = device.peak_fp32 if layout.compute == "fp32" and not layout.manifest else device.peak
+    flops = shape.flops_per_token(layout.sequence) * RECOMPUTED[layout.checkpointing]
+    return tokens_per_second / layout.world * flops / peak
