@@ -1,6 +1,6 @@
 """What accelerators have: memory, matmul speed, and how fast they reach each other, as their makers publish it.
 
-Only the h100 row has been compared with its source; hold the others against the sheets they name before relying on them.
+Only the h100 row has been compared with its source; hold the others against the sheets they name before using them.
 """
 
 from __future__ import annotations
