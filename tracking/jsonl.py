@@ -118,15 +118,6 @@ def _after_last_newline(file: BinaryIO) -> bytes:
     return tail.rpartition(b"\n")[2]
 
 
-def whole_lines_size(path: Path) -> int:
-    """Bytes of `path` up to and with its last newline: where the next session's events begin. 0 without a file."""
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        torn = _after_last_newline(file)
-        return file.seek(0, os.SEEK_END) - len(torn)
-
-
 def decode(line: bytes) -> Event | None:
     """The event on `line`, with floats that were not finite as floats again; None when it is no JSON object."""
     try:

@@ -25,11 +25,6 @@ LATEST = "LATEST"
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 
 
-def is_url(folder: str) -> bool:
-    """Whether `checkpoint.dir` names a store rather than a folder."""
-    return "://" in folder
-
-
 class Store(StoreFiles):
     """The checkpoints of one run in a store. Nothing here is a collective."""
 

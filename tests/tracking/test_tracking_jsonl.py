@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from tracking.jsonl import JsonlSink, encode, history, read_events, surviving, whole_lines_size
+from tracking.jsonl import JsonlSink, encode, history, read_events, surviving
 
 _FLOATS = st.floats(allow_nan=True, allow_infinity=True, width=64)
 _WORDS = st.text(max_size=8).filter(lambda word: word not in ("inf", "-inf", "nan"))
@@ -94,14 +94,6 @@ def test_a_file_torn_at_any_byte_goes_on_with_whole_lines(tmp_path: Path, seed: 
         sink.write(_event(99))
         sink.close()
         assert path.read_bytes() == b"".join(finished) + encode(_event(99))
-
-
-def test_the_size_of_whole_lines(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    assert whole_lines_size(path) == 0
-    for content, size in ((b"", 0), (b"torn", 0), (b"one\n", 4), (b"one\ntorn" + b"x" * 200_000, 4)):
-        path.write_bytes(content)
-        assert whole_lines_size(path) == size
 
 
 def test_a_long_torn_line_is_found_across_chunks(tmp_path: Path) -> None:

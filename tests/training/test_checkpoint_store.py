@@ -20,7 +20,7 @@ from config.errors import UserError
 from config.secrets import refuse_secrets
 from tests.training.store_server import CREDENTIALS, SMALLEST_PART, S3Server, s3_server
 from training.checkpoint_manifest import FORMAT, Damaged, Refused, sealed
-from training.checkpoint_store import Store, is_url
+from training.checkpoint_store import Store
 from training.store_errors import StoreError, without_secrets
 
 PART = SMALLEST_PART
@@ -109,8 +109,6 @@ def test_a_checkpoint_goes_there_and_back(s3: S3Server, tmp_path: Path, kind: st
     url = {"s3": "s3://runs/demo", "memory": "memory://demo", "file": f"file://{tmp_path}/far/demo"}[kind]
     options = {"endpoint_url": s3.proxy.url} if kind == "s3" else {}
     store, other = Store(url, options), store_of(s3, url) if kind == "s3" else Store(url)
-    assert is_url(url)
-    assert not is_url("runs/demo/checkpoints")
     assert (store.candidates(), store.unfinished(), store.read_text("LATEST")) == ([], [], None)
     with pytest.raises(Damaged, match=r"manifest.json is missing"):
         store.manifest(7)
