@@ -128,21 +128,6 @@ def master_drift(master: torch.Tensor, parameter: torch.Tensor) -> Drift:
     return Drift(relative.amax(), relative.square().mean().sqrt())
 
 
-def update_ratio(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """||after - before|| / ||before|| of two snapshots of a weight, () float64: near 1e-3 in healthy training.
-
-    0 for a weight that did not move, inf for one that moved away from zero.
-    """
-    moved = (after.detach().double() - before.detach().double()).norm()
-    return torch.where(moved == 0, moved, moved / before.detach().double().norm())
-
-
-def update_ratio_of(update: torch.Tensor, weight: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
-    """The same from the optimizer's direction: lr * ||update|| / ||weight||, () float64."""
-    moved = (update.detach().double() * lr).norm()
-    return torch.where(moved == 0, moved, moved / weight.detach().double().norm())
-
-
 class Exponents(NamedTuple):
     """Histogram of magnitudes by power of two."""
 

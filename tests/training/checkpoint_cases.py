@@ -26,6 +26,7 @@ from training.preemption import Preemption
 from training.progress import Progress
 from training.recovery import Promotions
 from training.reference import Reference
+from training.replay import Collector
 from training.step_parity import StepParity
 
 OVERFLOWING = [
@@ -267,20 +268,6 @@ class RandomBatches:
         batch = replace(batch_of(self._place, 4, seed=self._position), position=self._position)
         self._position += 1
         return batch
-
-
-class Collector:
-    """A sink that keeps every event."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-
-    def write(self, event: dict[str, Any]) -> None:
-        """Keep it."""
-        self.events.append(event)
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 def flip(path: Path, at: int = -200) -> None:
