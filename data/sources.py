@@ -28,7 +28,7 @@ import httpx
 import pyarrow
 
 from config.errors import UserError
-from config.schema import DataSection
+from config.schema_work import DataSection
 
 HASHED_BYTES = 1 << 30
 """[bytes] Local sources up to this size are identified by content, larger ones by modification time."""

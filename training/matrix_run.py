@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from config.command_line import Resolved
 from config.errors import UserError
 from config.load import load_config
-from config.schema import Config, ModelSection
+from config.schema import Config
+from config.schema_work import ModelSection
 from data.loader import Batch
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from config.errors import UserError
-from config.schema import ModelSection
+from config.schema_work import ModelSection
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config
 from modeling.generate import sample_text
