@@ -18,14 +18,11 @@ import glob
 import hashlib
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-import datasets
-import httpx
-import pyarrow
 
 from config.errors import UserError
 from config.schema_work import DataSection
@@ -34,7 +31,6 @@ HASHED_BYTES = 1 << 30
 """[bytes] Local sources up to this size are identified by content, larger ones by modification time."""
 
 _PATTERNS = {"text": ("*",), "jsonl": ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.json"), "parquet": ("*.parquet",)}
-_READ_ERRORS = (datasets.exceptions.DatasetsError, pyarrow.ArrowException, httpx.HTTPError, ValueError, OSError)
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class Source:
     total_bytes: int | None
     """[bytes] Size of the files, for the progress bar; None when it is not known beforehand."""
     text_field: str
-    open: Callable[[], datasets.IterableDataset]
+    open: Callable[[], Iterable[dict[str, Any]]]
     """Opens the stream. May raise anything that `datasets` raises; `documents` turns that into a UserError."""
     null_means: str = "no text"
     """Reason under which a document that is null is counted as left out."""
@@ -86,16 +82,18 @@ class Source:
                 yield text
 
     def _rows(self) -> Iterator[dict[str, Any]]:
+        from data.streams import READ_ERRORS
+
         try:
             rows = iter(self.open())
-        except _READ_ERRORS as error:
+        except READ_ERRORS as error:
             raise self._unreadable(error) from error
         while True:
             try:
                 row = next(rows)
             except StopIteration:
                 return
-            except _READ_ERRORS as error:
+            except READ_ERRORS as error:
                 raise self._unreadable(error) from error
             yield row
 
@@ -125,7 +123,7 @@ def open_source(data: DataSection) -> Source:
         identity=_files_identity(root, files),
         total_bytes=sum(path.stat().st_size for path in files),
         text_field=data.text_field,
-        open=lambda: datasets.load_dataset(builder, data_files=names, split="train", streaming=True),
+        open=lambda: _streams().files(builder, names),
     )
 
 
@@ -137,20 +135,10 @@ def _text_source(label: str, root: Path, files: list[Path], *, deduplicate: bool
         identity=_files_identity(root, ordered),
         total_bytes=sum(path.stat().st_size for path in ordered),
         text_field="text",
-        open=lambda: datasets.IterableDataset.from_generator(_read_texts, gen_kwargs={"paths": paths}),
+        open=lambda: _streams().texts(paths),
         null_means="not utf-8",
         deduplicate=deduplicate,
     )
-
-
-def _read_texts(paths: list[str]) -> Iterator[dict[str, Any]]:
-    """One row a file; null for a file that is not UTF-8, because one bad file must not end a corpus."""
-    for path in paths:
-        raw = Path(path).read_bytes()
-        try:
-            yield {"text": raw.decode("utf-8")}
-        except UnicodeDecodeError:
-            yield {"text": None}
 
 
 def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
@@ -205,18 +193,15 @@ def _hub_source(data: DataSection, label: str) -> Source:
             total_bytes=None,
             text_field=data.text_field,
             open=lambda: (
-                _open_saved(folder, data.split)
-                if saved
-                else datasets.load_dataset(str(folder), data.name, split=data.split, streaming=True)
+                _streams().saved(folder, data.split) if saved else _streams().folder(folder, data.name, data.split)
             ),
         )
     repository, _, pinned = data.path.partition("@")
     found: dict[str, str | None] = {}
 
-    def open_hub() -> datasets.IterableDataset:
-        builder = datasets.load_dataset_builder(repository, data.name, revision=pinned or None)
-        found["revision"] = builder.hash
-        return builder.as_streaming_dataset(split=data.split)
+    def open_hub() -> Iterable[dict[str, Any]]:
+        stream, found["revision"] = _streams().hub(repository, data.name, data.split, pinned or None)
+        return stream
 
     return Source(
         label=label,
@@ -228,13 +213,11 @@ def _hub_source(data: DataSection, label: str) -> Source:
     )
 
 
-def _open_saved(folder: Path, split: str) -> datasets.IterableDataset:
-    saved = datasets.load_from_disk(str(folder))
-    if isinstance(saved, datasets.DatasetDict):
-        if split not in saved:
-            raise ValueError(f"no split {split!r}, its splits are {', '.join(saved)}")
-        saved = saved[split]
-    return saved.to_iterable_dataset()
+def _streams() -> ModuleType:
+    """`data.streams`, imported when a stream is opened and not before."""
+    from data import streams
+
+    return streams
 
 
 def _seen_before(text: str, seen: set[bytes]) -> bool:

@@ -52,6 +52,7 @@ class Machine:
         start = (
             f"hostname {name}; mount --bind {self.folder}/hosts /etc/hosts;"
             f"mount --bind {self.folder}/nsswitch.conf /etc/nsswitch.conf; ip link set lo up;"
+            f"mount --bind {folder}/ssh_config /etc/ssh/ssh_config;"
             f"exec {SSHD} -D -e -f {self.folder}/sshd_config"
         )
         self.outer = subprocess.Popen(
@@ -91,8 +92,15 @@ class Machine:
 
 @contextmanager
 def two_machines(folder: Path) -> Iterator[dict[str, Machine]]:
-    """`left` and `right`, connected; in `folder` the key, `ssh_config` and `hostfile` that reach both."""
+    """`left` and `right`, connected; in `folder` the key, `ssh_config` and `hostfile` that reach both.
+
+    On the machines themselves `ssh_config` is the system's, so that programs which call ssh on their own reach both too.
+    """
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
+    (folder / "ssh_config").write_text(
+        f"Host *\n IdentityFile {folder}/key\n IdentitiesOnly yes\n StrictHostKeyChecking no\n"
+        " UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
+    )
     both = {name: Machine(folder, name) for name in ADDRESSES}
     try:
         ends = [f"netns {machine.pid}" for machine in both.values()]
@@ -101,10 +109,6 @@ def two_machines(folder: Path) -> Iterator[dict[str, Machine]]:
             machine.run("ip", "addr", "add", f"{ADDRESSES[name]}/24", "dev", "eth0")
             machine.run("ip", "link", "set", "eth0", "up")
         (folder / "hostfile").write_text("".join(f"{name} slots=1\n" for name in both))
-        (folder / "ssh_config").write_text(
-            f"Host *\n IdentityFile {folder}/key\n IdentitiesOnly yes\n StrictHostKeyChecking no\n"
-            " UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
-        )
         yield both
     finally:
         for machine in both.values():

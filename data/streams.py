@@ -1,0 +1,58 @@
+"""Sources opened as Hugging Face `datasets` streams.
+
+Importing `datasets` takes longer than opening a corpus that is prepared already, so `data.sources` imports this only
+when a document is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import httpx
+import pyarrow
+
+READ_ERRORS = (datasets.exceptions.DatasetsError, pyarrow.ArrowException, httpx.HTTPError, ValueError, OSError)
+"""What opening and reading a stream raises when its files, its format or the network are at fault."""
+
+
+def texts(paths: list[str]) -> datasets.IterableDataset:
+    """One row a file; null for a file that is not UTF-8, because one bad file must not end a corpus."""
+    return datasets.IterableDataset.from_generator(_read_texts, gen_kwargs={"paths": paths})
+
+
+def files(builder: str, paths: list[str]) -> datasets.IterableDataset:
+    """The rows of `json` or `parquet` files."""
+    return datasets.load_dataset(builder, data_files=paths, split="train", streaming=True)
+
+
+def folder(path: Path, name: str | None, split: str) -> datasets.IterableDataset:
+    """A local copy of a hub dataset."""
+    return datasets.load_dataset(str(path), name, split=split, streaming=True)
+
+
+def saved(path: Path, split: str) -> datasets.IterableDataset:
+    """A folder written by `Dataset.save_to_disk`. Raises ValueError: it has no such split."""
+    found = datasets.load_from_disk(str(path))
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise ValueError(f"no split {split!r}, its splits are {', '.join(found)}")
+        found = found[split]
+    return found.to_iterable_dataset()
+
+
+def hub(repository: str, name: str | None, split: str, revision: str | None) -> tuple[datasets.IterableDataset, str]:
+    """A dataset of the hub and the revision that was opened."""
+    builder = datasets.load_dataset_builder(repository, name, revision=revision)
+    return builder.as_streaming_dataset(split=split), builder.hash
+
+
+def _read_texts(paths: list[str]) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        raw = Path(path).read_bytes()
+        try:
+            yield {"text": raw.decode("utf-8")}
+        except UnicodeDecodeError:
+            yield {"text": None}
