@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -106,8 +107,7 @@ def open_source(data: DataSection) -> Source:
     """The source that a config names. Raises UserError for a missing path or a path that matches no file."""
     if data.source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        files = [path for path in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(path.parts)]
-        return _text_source("data.source=stdlib", root, files, deduplicate=True)
+        return _text_source("data.source=stdlib", root, list(_library_files(root)), deduplicate=True)
     if not data.path:
         raise UserError(f"data.path: missing; data.source={data.source} needs a path. Set data.path.")
     label = f"data.path={data.path}"
@@ -125,6 +125,13 @@ def open_source(data: DataSection) -> Source:
         text_field=data.text_field,
         open=lambda: _streams().files(builder, names),
     )
+
+
+def _library_files(root: Path) -> Iterator[Path]:
+    """The standard library's .py files; folders of installed packages, which may be far larger, are not looked into."""
+    for folder, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in {"site-packages", "dist-packages"}]
+        yield from (Path(folder, file) for file in files if file.endswith(".py"))
 
 
 def _text_source(label: str, root: Path, files: list[Path], *, deduplicate: bool) -> Source:
