@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from config.errors import UserError
+from data.documents import Documents, cumulative_lengths, document_positions
 from data.sampler import rank_sample_ids, sample_ids, split_for_rank
 from data.shards import TokenShards
 
@@ -38,6 +40,39 @@ class Batch:
     """(global_size,) int64, the whole global batch over all ranks; NO_SAMPLE for rows that only fill up."""
     label_tokens: int
     """[tokens] Labels on this rank that count."""
+    position_ids: torch.Tensor | None = None
+    """Same shape as input_ids, int64, from 0 in every document; None where sequences are attended to as a whole."""
+    one_row: bool = False
+    """`micro_batches` lays the sequences of a micro-batch end to end."""
+
+    def micro_batches(self, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+        """What the model is called with for each micro-batch, and its labels, on `device`.
+
+        input_ids, labels and position_ids: (micro, sequence_length), or (1, micro x sequence_length) with one_row.
+        """
+        for index, (input_ids, labels) in enumerate(zip(self.input_ids, self.labels, strict=True)):
+            inputs: dict[str, Any] = {"input_ids": input_ids}
+            if self.position_ids is not None:
+                inputs["position_ids"] = self.position_ids[index]
+                if self.one_row:
+                    inputs, labels = {name: ids.reshape(1, -1) for name, ids in inputs.items()}, labels.reshape(1, -1)
+                    inputs |= _lengths(self.position_ids[index])
+            moved = {
+                name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+                for name, value in inputs.items()
+            }
+            yield moved, labels.to(device, non_blocking=True)
+
+    def first_sequences(self, sequences: int) -> Batch:
+        """The first sequences of this rank's first micro-batch as a batch of their own."""
+        labels = self.labels[:1, :sequences]
+        return replace(
+            self,
+            input_ids=self.input_ids[:1, :sequences],
+            labels=labels,
+            label_tokens=int((labels != IGNORED_LABEL).sum()),
+            position_ids=None if self.position_ids is None else self.position_ids[:1, :sequences],
+        )
 
 
 class Batches:
@@ -57,10 +92,12 @@ class Batches:
         micro_size: int,
         rank: int,
         world_size: int,
+        documents: Documents | None = None,
     ) -> None:
         self._shards, self._sequence_length, self._seed = shards, sequence_length, seed
         self._global_size, self._micro_size = global_size, micro_size
         self._rank, self._world_size = rank, world_size
+        self._documents = documents
         self._samples = shards.sequences(sequence_length)
         if self._samples < 1:
             raise UserError(
@@ -113,7 +150,7 @@ class Batches:
     def _read(self, position: int) -> Batch:
         ids = sample_ids(position, samples=self._samples, seed=self._seed, global_size=self._global_size)
         mine = split_for_rank(ids, micro_size=self._micro_size, rank=self._rank, world_size=self._world_size)
-        return _make_batch(self._shards, self._sequence_length, position, ids, mine)
+        return _make_batch(self._shards, self._sequence_length, position, ids, mine, self._documents)
 
 
 def validation_batches(
@@ -125,6 +162,7 @@ def validation_batches(
     rank: int,
     world_size: int,
     batches: int,
+    documents: Documents | None = None,
 ) -> Iterator[Batch]:
     """The same validation batches at every call: min(all, batches * global_size) sequences, evenly spaced over the set.
 
@@ -138,7 +176,7 @@ def validation_batches(
         index = position * global_size + np.arange(global_size, dtype=np.int64)
         ids = np.where(index < available, index * held_out // max(available, 1), NO_SAMPLE)
         mine = split_for_rank(ids, micro_size=micro_size, rank=rank, world_size=world_size)
-        yield _make_batch(shards, sequence_length, position, ids, mine)
+        yield _make_batch(shards, sequence_length, position, ids, mine, documents)
 
 
 def sample_ids_sha256(ids: np.ndarray) -> str:
@@ -146,17 +184,38 @@ def sample_ids_sha256(ids: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(ids, dtype="<i8").data).hexdigest()
 
 
-def _make_batch(shards: TokenShards, sequence_length: int, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
+def _make_batch(
+    shards: TokenShards,
+    sequence_length: int,
+    position: int,
+    ids: np.ndarray,
+    mine: np.ndarray,
+    documents: Documents | None,
+) -> Batch:
     real = mine.reshape(-1) != NO_SAMPLE
     windows = np.zeros((mine.size, sequence_length + 1), dtype=np.int64)
     windows[real] = shards.read(mine.reshape(-1)[real], sequence_length)
-    labels = windows[:, 1:].copy()
+    inputs, labels = windows[:, :-1].copy(), windows[:, 1:].copy()
     labels[~real] = IGNORED_LABEL
-    shape = (*mine.shape, sequence_length)
+    shape, positions, label_tokens = (*mine.shape, sequence_length), None, int(real.sum()) * sequence_length
+    if documents is not None:
+        # What a document begins with does not follow from the one before, which is all its last token sees.
+        labels[inputs == documents.end_of_document] = IGNORED_LABEL
+        label_tokens = int((labels != IGNORED_LABEL).sum())
+        positions = torch.from_numpy(document_positions(inputs, documents.end_of_document)).reshape(shape)
     return Batch(
         position=position,
-        input_ids=torch.from_numpy(windows[:, :-1].copy()).reshape(shape),
+        input_ids=torch.from_numpy(inputs).reshape(shape),
         labels=torch.from_numpy(labels).reshape(shape),
         sample_ids=ids,
-        label_tokens=int(real.sum()) * sequence_length,
+        label_tokens=label_tokens,
+        position_ids=positions,
+        one_row=documents is not None and documents.one_row,
     )
+
+
+def _lengths(positions: torch.Tensor) -> dict[str, Any]:
+    """Arguments of varlen attention, made here on the host: left out, each layer works them out and waits for it."""
+    starts = cumulative_lengths(positions.numpy())
+    lengths, longest = torch.from_numpy(starts), int(np.diff(starts).max())
+    return {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": longest, "max_length_k": longest}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from config.errors import UserError
+from data.documents import Documents, document_positions
 from data.loader import IGNORED_LABEL, NO_SAMPLE, Batch, Batches, sample_ids_sha256, validation_batches
 from data.shards import TokenShards, open_shard, write_shard
 
@@ -147,3 +148,46 @@ def test_the_hash_of_sample_ids_depends_on_order_and_values_only() -> None:
     ids = np.array([3, 1, 2])
     assert sample_ids_sha256(ids) == sample_ids_sha256(np.array([9, 3, 1, 2, 9])[1:4].astype(np.int32))
     assert sample_ids_sha256(ids) != sample_ids_sha256(ids[::-1])
+
+
+@pytest.mark.parametrize("one_row", [False, True])
+def test_documents_are_marked_and_their_first_tokens_are_not_predicted(tmp_path: Path, one_row: bool) -> None:
+    end, rows = 2, 2
+    tokens = np.random.default_rng(3).integers(0, 6, size=20 * LENGTH + 1).astype(np.uint16)
+    entry = write_shard(tmp_path / "train-00000.safetensors", tokens, {"split": "train"})
+    shards = TokenShards([open_shard(tmp_path / "train-00000.safetensors", entry, verify=True)])
+    options: dict[str, Any] = {**SIZES, "rank": 0, "world_size": 1}
+    plain, marked = Batches(shards, **options), Batches(shards, **options, documents=Documents(end, one_row=one_row))
+    expected, batch = plain.next_step(), marked.next_step()
+    plain.close()
+    marked.close()
+    assert expected.position_ids is None
+    assert torch.equal(batch.input_ids, expected.input_ids)
+    ends = batch.input_ids == end
+    assert ends.any()
+    assert not ends.all()
+    assert (batch.labels[ends] == IGNORED_LABEL).all()
+    assert torch.equal(batch.labels[~ends], expected.labels[~ends])
+    assert batch.label_tokens == int((~ends).sum())
+    assert batch.position_ids is not None
+    flat = batch.input_ids.reshape(-1, LENGTH).numpy()
+    assert np.array_equal(batch.position_ids.reshape(-1, LENGTH).numpy(), document_positions(flat, end))
+    seen = list(batch.micro_batches(torch.device("cpu")))
+    assert len(seen) == len(batch.input_ids)
+    for index, (inputs, labels) in enumerate(seen):
+        shape = (1, rows * LENGTH) if one_row else (rows, LENGTH)
+        assert inputs["input_ids"].shape == inputs["position_ids"].shape == labels.shape == shape
+        assert torch.equal(inputs["input_ids"].reshape(-1), batch.input_ids[index].reshape(-1))
+        assert torch.equal(labels.reshape(-1), batch.labels[index].reshape(-1))
+    one = batch.first_sequences(1)
+    assert one.position_ids is not None
+    assert one.position_ids.shape == one.input_ids.shape == (1, 1, LENGTH)
+    assert one.label_tokens == int((one.labels != IGNORED_LABEL).sum())
+
+
+def test_validation_batches_mark_documents_and_filled_up_rows_stay_masked(shards: TokenShards) -> None:
+    options: dict[str, Any] = {"sequence_length": LENGTH, "global_size": 12, "micro_size": 2, "batches": 9}
+    for batch in validation_batches(shards, **options, rank=0, world_size=1, documents=Documents(5)):
+        assert batch.position_ids is not None
+        assert batch.position_ids.shape == batch.input_ids.shape
+        assert batch.label_tokens == int((batch.labels != IGNORED_LABEL).sum())

@@ -1,0 +1,49 @@
+"""Whether a model keeps documents apart that are packed into one sequence.
+
+transformers reads where documents begin off `position_ids` and masks attention accordingly, for the architectures
+that build their mask with its `create_causal_mask`. Others take the same argument and attend across documents without
+a word (OPT, Falcon, Bloom), or have no attention to mask (Mamba). So the model is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from config.errors import UserError
+
+LARGEST_LEAK = 1e-3
+"""[fraction] Of the change in a document's own logits, how much may show in the next document's: rounding, where a
+kernel orders its sums by what it is given. Models that keep documents apart show exactly 0 in FP32 and BF16 on a CPU
+(Llama, Qwen3, Gemma 2, Mixtral, GPT-2, GPT-NeoX, Phi-3, GPT-J); the least that others show is 6e-3 (Bloom, BF16)."""
+_LENGTHS = (6, 10)
+
+
+@torch.no_grad()
+def require_documents_apart(
+    forward: Callable[[dict[str, Any]], torch.Tensor], config: PretrainedConfig, device: torch.device
+) -> None:
+    """Change the first of two packed documents and see that the second one's logits stay.
+
+    forward: calls the model in evaluation mode with these arguments and returns its logits. Two short passes.
+
+    Raises UserError when they do not stay.
+    """
+    vocabulary = config.get_text_config().vocab_size
+    first, length = _LENGTHS[0], sum(_LENGTHS)
+    ids = torch.arange(length, device=device).unsqueeze(0) * 7 % vocabulary
+    changed = ids.clone()
+    changed[:, :first] = (ids[:, :first] + 1 + vocabulary // 2) % vocabulary
+    positions = torch.cat([torch.arange(part, device=device) for part in _LENGTHS]).unsqueeze(0)
+    before, after = (forward({"input_ids": one, "position_ids": positions}) for one in (ids, changed))
+    moved = (after.float() - before.float()).abs().amax(dim=(0, 2))
+    own, leaked = float(moved[:first].max()), float(moved[first:].max())
+    if not leaked <= LARGEST_LEAK * own:
+        raise UserError(
+            f"data.document_masking = true: {config.model_type} does not keep packed documents apart (changing one "
+            f"moved the next one's logits by {leaked:.2g}, its own by {own:.2g}); set it to false, or use an "
+            "architecture whose attention follows position_ids, such as llama, qwen3 or gpt2"
+        )

@@ -1,0 +1,145 @@
+"""Packed documents: a model computes for each what it computes for that document alone, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from config.errors import UserError
+from data.documents import cumulative_lengths, document_positions
+from data.loader import IGNORED_LABEL, Batch
+from modeling.document_masking import require_documents_apart
+from modeling.loss import label_loss_sum
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+OTHER = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64}
+APART = {
+    "llama": SMALL,
+    "qwen3": {**SMALL, "head_dim": 16},
+    "gemma2": {**SMALL, "head_dim": 16, "sliding_window": 8},
+    "mixtral": {**SMALL, "num_local_experts": 4},
+    "gpt2": {**OTHER, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+LEAKING = {
+    "opt": {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128},
+    "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128},
+}
+END = 3
+
+
+def model(name: str, settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(11)
+    attention = "eager" if name in {"gemma2", "bloom"} else "sdpa"
+    built = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings), attn_implementation=attention)
+    return built.to(dtype)
+
+
+def forward_of(built: PreTrainedModel) -> Callable[[dict[str, Any]], torch.Tensor]:
+    return lambda inputs: built(**inputs, use_cache=False).logits
+
+
+def packed(generator: np.random.Generator, rows: int, length: int) -> np.ndarray:
+    """Rows of random documents of 1 to 12 tokens, the last of which is END."""
+    stream: list[int] = []
+    while len(stream) < rows * length:
+        size = int(generator.integers(0, 12))
+        stream += [int(token) for token in generator.integers(4, 128, size=size)] + [END]
+    return np.array(stream[: rows * length], dtype=np.int64).reshape(rows, length)
+
+
+def split(row: np.ndarray) -> list[np.ndarray]:
+    """The documents of a row, by the definition."""
+    documents: list[list[int]] = [[]]
+    for token in row.tolist():
+        documents[-1].append(token)
+        if token == END:
+            documents.append([])
+    return [np.array(document) for document in documents if document]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_positions_and_lengths_are_those_of_the_documents(seed: int) -> None:
+    ids = packed(np.random.default_rng(seed), rows=3, length=40)
+    positions = document_positions(ids, END)
+    documents = [document for row in ids for document in split(row)]
+    for row, found in zip(ids, positions, strict=True):
+        assert found.tolist() == [index for document in split(row) for index in range(len(document))]
+    lengths = [len(document) for document in documents]
+    assert cumulative_lengths(positions).tolist() == [0, *np.cumsum(lengths).tolist()]
+    assert cumulative_lengths(positions).dtype == np.int32
+
+
+def a_batch(ids: np.ndarray, *, one_row: bool) -> Batch:
+    labels = np.concatenate([ids[:, 1:], np.full((len(ids), 1), 5)], axis=1)
+    labels[ids == END] = IGNORED_LABEL
+    return Batch(
+        position=0,
+        input_ids=torch.from_numpy(ids).unsqueeze(0),
+        labels=torch.from_numpy(labels).unsqueeze(0),
+        sample_ids=np.arange(len(ids)),
+        label_tokens=int((labels != IGNORED_LABEL).sum()),
+        position_ids=torch.from_numpy(document_positions(ids, END)).unsqueeze(0),
+        one_row=one_row,
+    )
+
+
+def loss_and_gradients(built: PreTrainedModel, loss: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    built.zero_grad()
+    loss.backward()
+    return float(loss.detach()), {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("one_row", [False, True], ids=["rows", "one row"])
+@pytest.mark.parametrize("name", APART)
+def test_packed_documents_train_as_each_one_alone(name: str, one_row: bool) -> None:
+    built = model(name, APART[name])
+    ids = packed(np.random.default_rng(7), rows=2, length=24)
+    batch = a_batch(ids, one_row=one_row)
+    ((inputs, labels),) = batch.micro_batches(torch.device("cpu"))
+    varlen = {key: inputs.pop(key) for key in list(inputs) if key not in {"input_ids", "position_ids"}}
+    assert sorted(varlen) == (["cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q"] if one_row else [])
+    assert inputs["input_ids"].shape == ((1, 48) if one_row else (2, 24))
+    whole = loss_and_gradients(built, label_loss_sum(built(**inputs, use_cache=False).logits, labels))
+    alone = torch.zeros(())
+    for row, targets in zip(ids, batch.labels[0], strict=True):
+        at = 0
+        for document in split(row):
+            logits = built(input_ids=torch.from_numpy(document).unsqueeze(0), use_cache=False).logits[0]
+            wanted = targets[at : at + len(document)]
+            alone = alone + functional.cross_entropy(logits, wanted, ignore_index=IGNORED_LABEL, reduction="sum")
+            at += len(document)
+    apart = loss_and_gradients(built, alone)
+    assert whole[0] == pytest.approx(apart[0], rel=1e-5)
+    assert whole[1].keys() == apart[1].keys()
+    for key, gradient in whole[1].items():
+        torch.testing.assert_close(gradient, apart[1][key], rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", APART)
+def test_a_model_that_keeps_them_apart_is_accepted(name: str, dtype: torch.dtype) -> None:
+    built = model(name, APART[name], dtype).eval()
+    require_documents_apart(forward_of(built), built.config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", LEAKING)
+def test_a_model_that_attends_across_documents_is_refused(name: str, dtype: torch.dtype) -> None:
+    built = model(name, LEAKING[name], dtype).eval()
+    with pytest.raises(UserError, match=f"data.document_masking = true: {name} does not keep packed documents apart"):
+        require_documents_apart(forward_of(built), built.config, torch.device("cpu"))
