@@ -28,11 +28,11 @@ demo: setup  ## Train a small Llama on real text and leave runs/demo
 test: setup  ## Run all tests, two files at a time (ARGS="-n 0" for one)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-cluster: setup  ## Test on machines made of network namespaces, and plant faults in this one (root, sshd)
-	$(BIN)/python -m pytest tests/launch/cluster_doctor.py tests/launch/cluster_doctor_hosts.py $(ARGS)
+test-cluster: setup  ## Test on machines made of network namespaces, and on a Slurm of two nodes (root; skips with the reason)
+	$(BIN)/python -m pytest -rs tests/launch/cluster_*.py $(ARGS)
 
-test-long: setup  ## Hold the planner's memory formulas against real ranks, a few minutes
-	$(BIN)/python -m pytest tests/launch/long_plan_memory.py $(ARGS)
+test-long: setup  ## Hold the planner's memory formulas against real ranks, and kill real sweeps
+	$(BIN)/python -m pytest tests/launch/long_plan_memory.py tests/launch/long_sweep.py $(ARGS)
 
 parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
 	$(BIN)/python -m training.parity --config config/recipes/demo.yaml $(ARGS)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config import deepspeed_document, deepspeed_json, help_text
+from config import accelerate, deepspeed_document, deepspeed_json, help_text
 from config.arguments import Arguments
 from config.batch import BatchPlan, plan_batch
 from config.deepspeed_json import Dtype
@@ -95,9 +95,15 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     """
     place = read_place(environment, options.local_rank)
     path = Path(options.config)
-    config = load_config(path, options.overrides, options.deepspeed_config)
+    told = accelerate.deepspeed_config_file(environment)
+    # Accelerate's file wins over the run config, and what is typed wins over both.
+    overrides = [*([] if told is None else [f"deepspeed.config={json.dumps(told)}"]), *options.overrides]
+    config = load_config(path, overrides, options.deepspeed_config)
     _check_store(config.checkpoint, _where(path, options.overrides, "checkpoint"))
-    json_path = find_deepspeed_json(config.deepspeed.config, path, first=options.deepspeed_config is not None)
+    told = told if options.deepspeed_config is None and config.deepspeed.config == told else None
+    given = told or options.deepspeed_config
+    origin = "accelerate's deepspeed_config_file" if told else str(path)
+    json_path = find_deepspeed_json(config.deepspeed.config, path, first=given is not None, origin=origin)
     document = deepspeed_document.read_document(json_path)
     where = _where(path, options.overrides, "batch")
     batch = plan_batch(config.batch.global_size, config.batch.micro_size, place.world_size, where=where)
@@ -109,6 +115,8 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
             f"{json_path}: enables {compute}, but precision.path = manifest keeps parameters in FP32; use "
             f"ds_configs/zero{deepspeed_document.zero_stage(document)}_fp32.json"
         )
+    precision = "manifest" if config.precision.path == "manifest" else compute
+    accelerate.check_agreement(environment, f"{path} with {json_path}", resolved_json, precision)
     return Resolved(
         config=_with_decisions(config, compute, path, json_path),
         config_path=path,
@@ -122,7 +130,7 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
         world_size=place.world_size,
         local_rank=place.local_rank,
         overrides=tuple(options.overrides),
-        command=_command(options, place, environment),
+        command=_command(options, given, place, environment),
     )
 
 
@@ -139,12 +147,13 @@ def _check_store(section: CheckpointSection, where: str) -> None:
         raise UserError(f"{where}: checkpoint.accept_plain is of no use without checkpoint.encryption_key; set both")
 
 
-def find_deepspeed_json(name: str, config_path: Path, *, first: bool = False) -> Path:
+def find_deepspeed_json(name: str, config_path: Path, *, first: bool = False, origin: str | None = None) -> Path:
     """The DeepSpeed JSON `name`: beside the run config, then in the working folder, then in Mantissa's own folder.
 
     Args:
         name: path as given; an absolute one or one with ~ is taken as it is.
         first: look in the working folder first, as for any path typed on a command line.
+        origin: where it was named, for the error; the run config unless given.
 
     Raises:
         UserError: it is in none of them.
@@ -159,7 +168,7 @@ def find_deepspeed_json(name: str, config_path: Path, *, first: bool = False) ->
     there = sorted(item.name for item in (REPOSITORY / "ds_configs").glob("*.json"))
     near = difflib.get_close_matches(given.name, there, n=1)
     hint = f"did you mean ds_configs/{near[0]}?" if near else f"ds_configs/ has {', '.join(there)}"
-    raise UserError(f"{config_path}: deepspeed.config = '{name}' does not exist; {hint}")
+    raise UserError(f"{origin or config_path}: deepspeed.config = '{name}' does not exist; {hint}")
 
 
 def render_config(resolved: Resolved) -> str:
@@ -237,8 +246,10 @@ def _check_fault_ranks(config: Config, where: str, world_size: int) -> None:
             raise UserError(f"{where}: faults[{index}].rank = {fault.rank} {problem}")
 
 
-def _command(options: argparse.Namespace, place: Place, environment: Mapping[str, str]) -> str:
+def _command(
+    options: argparse.Namespace, deepspeed_config: str | None, place: Place, environment: Mapping[str, str]
+) -> str:
     arguments = ["--config", options.config]
-    if options.deepspeed_config is not None:
-        arguments += ["--deepspeed_config", options.deepspeed_config]
+    if deepspeed_config is not None:
+        arguments += ["--deepspeed_config", deepspeed_config]
     return launch_command(place, environment, [*arguments, *options.overrides])

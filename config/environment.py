@@ -58,27 +58,34 @@ def as_launched(processes: int) -> dict[str, str]:
 
 
 def launch_command(place: Place, environment: Mapping[str, str], arguments: Sequence[str]) -> str:
-    """The command line that starts this run again, by the launcher that started it."""
-    script = ["train.py", *arguments]
+    """The command line that starts this run again, by the launcher that started it.
+
+    Of several machines it is this one's, and takes the hostfile to be where launch/deepspeed/ wants it: the deepspeed
+    launcher does not tell its processes, and given --num_nodes it refuses a hostfile that is not there.
+    """
     world = place.world_size
     local = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world)
     nodes = max(1, world // local)
+    node = environment.get("GROUP_RANK", "0")
+    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     if any(name.startswith("ACCELERATE_") for name in environment):
-        parts = [
-            "accelerate",
-            "launch",
-            *(["--use_deepspeed"] if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" else []),
-            "--num_processes",
-            str(world),
-            *(["--num_machines", str(nodes)] if nodes > 1 else []),
-        ]
+        by_deepspeed = environment.get("ACCELERATE_USE_DEEPSPEED") == "true"
+        parts = ["accelerate", "launch", *(["--use_deepspeed"] if by_deepspeed else []), "--num_processes", str(world)]
+        if nodes > 1:
+            parts += ["--deepspeed_multinode_launcher", "standard"] if by_deepspeed else []
+            parts += ["--num_machines", str(nodes), "--machine_rank", node]
+            parts += ["--main_process_ip", address, "--main_process_port", port, "--rdzv_backend", "static"]
     elif "TORCHELASTIC_RUN_ID" in environment:
-        parts = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc_per_node", str(local)]
+        parts = ["torchrun"]
+        if nodes > 1:
+            parts += ["--nnodes", str(nodes), "--node_rank", node, "--master_addr", address, "--master_port", port]
+        parts += ["--nproc_per_node", str(local)]
     elif world > 1 or "LOCAL_SIZE" in environment:
-        parts = ["deepspeed", *(["--num_nodes", str(nodes)] if nodes > 1 else []), "--num_gpus", str(local)]
+        hosts = ["--hostfile", "launch/deepspeed/hostfile", "--num_nodes", str(nodes)] if nodes > 1 else []
+        parts = ["deepspeed", *hosts, "--num_gpus", str(local)]
     else:
         parts = ["python"]
-    return shlex.join([*parts, *script])
+    return shlex.join([*parts, "train.py", *arguments])
 
 
 def _number(name: str, text: str) -> int:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from config.accelerate import without_accelerate
 from config.command_line import CONFIG_ERROR, Resolved, read_command_line
 from config.errors import UserError
 from tracking.jsonl import read_events
@@ -196,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
             again = ["-m", "training.replay", str(options.run), "--step", str(options.step)]
             os.execv(sys.executable, [sys.executable, *launch, *again])
-        resolved = read_command_line(["--config", str(run_dir.config)])
+        resolved = read_command_line(["--config", str(run_dir.config)], without_accelerate(os.environ))
         require_layout(session, resolved)
         return replay(run_dir, resolved, recorded, print if speaks else _silent)
     except UserError as error:

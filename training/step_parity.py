@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from config.accelerate import without_accelerate
 from config.command_line import CONFIG_ERROR, Resolved, read_command_line
 from config.errors import UserError
 from data.loader import Batch, Batches
@@ -211,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
-        resolved = read_command_line(["--config", str(RunDir(options.run).config)])
+        resolved = read_command_line(["--config", str(RunDir(options.run).config)], without_accelerate(os.environ))
         points = [int(point) for point in options.points.split(",")]
         found = measure(RunDir(options.run), resolved, points, length=options.walk)
     except UserError as error:

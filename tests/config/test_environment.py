@@ -9,6 +9,8 @@ import pytest
 from config.environment import Place, launch_command, read_place
 from config.errors import UserError
 
+MASTER = {"MASTER_ADDR": "a", "MASTER_PORT": 5}
+
 
 def environment(**values: int | str) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
@@ -70,12 +72,16 @@ def test_a_partial_or_contradictory_environment(variables: dict[str, int], optio
         (Place(0, 1, 0), {}, "python"),
         (Place(0, 2, 0), {"LOCAL_SIZE": 2}, "deepspeed --num_gpus 2"),
         (Place(0, 1, 0), {"LOCAL_SIZE": 1}, "deepspeed --num_gpus 1"),
-        (Place(9, 64, 1), {"LOCAL_SIZE": 8}, "deepspeed --num_nodes 8 --num_gpus 8"),
+        (
+            Place(9, 64, 1),
+            {"LOCAL_SIZE": 8},
+            "deepspeed --hostfile launch/deepspeed/hostfile --num_nodes 8 --num_gpus 8",
+        ),
         (Place(0, 2, 0), {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": 2}, "torchrun --nproc_per_node 2"),
         (
             Place(0, 16, 0),
-            {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": 8},
-            "torchrun --nnodes 2 --nproc_per_node 8",
+            {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": 8, "GROUP_RANK": 1, **MASTER},
+            "torchrun --nnodes 2 --node_rank 1 --master_addr a --master_port 5 --nproc_per_node 8",
         ),
         (
             Place(0, 2, 0),
@@ -86,6 +92,12 @@ def test_a_partial_or_contradictory_environment(variables: dict[str, int], optio
             Place(0, 2, 0),
             {"ACCELERATE_USE_DEEPSPEED": "true", "LOCAL_SIZE": 2},
             "accelerate launch --use_deepspeed --num_processes 2",
+        ),
+        (
+            Place(8, 16, 0),
+            {"ACCELERATE_USE_DEEPSPEED": "true", "LOCAL_WORLD_SIZE": 8, "GROUP_RANK": 1, **MASTER},
+            "accelerate launch --use_deepspeed --num_processes 16 --deepspeed_multinode_launcher standard "
+            "--num_machines 2 --machine_rank 1 --main_process_ip a --main_process_port 5 --rdzv_backend static",
         ),
     ],
 )

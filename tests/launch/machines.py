@@ -94,7 +94,7 @@ class Machine:
 def two_machines(folder: Path) -> Iterator[dict[str, Machine]]:
     """`left` and `right`, connected; in `folder` the key, `ssh_config` and `hostfile` that reach both.
 
-    On the machines themselves `ssh_config` is the system's, so that programs which call ssh on their own reach both too.
+    On the machines themselves `ssh_config` is the system's, so that programs which call ssh reach both too.
     """
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
     (folder / "ssh_config").write_text(

@@ -17,7 +17,7 @@ BIN = Path(sys.executable).parent
 LAUNCHERS = {
     "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "{port}"],
     "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "{port}"],
-    "accelerate": ["accelerate", "launch", "--config_file", "launch/accelerate/one_machine.yaml"]
+    "accelerate": ["accelerate", "launch", "--config_file", "launch/accelerate/one_machine_cpu_zero2.yaml"]
     + ["--main_process_port", "{port}"],
     "python": ["python"],
 }
