@@ -171,5 +171,7 @@ def run_id(run_dir: RunDir) -> str:
     """The wandb id of this run, made once and kept in the run folder: a resumed run goes on in the same wandb run."""
     path = run_dir.path / "wandb_run_id"
     if not path.exists():
-        write_atomically(path, uuid.uuid4().hex[:12].encode())
+        # Under `wandb agent` wandb takes no other id than the agent's.
+        named = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+        write_atomically(path, (named or uuid.uuid4().hex[:12]).encode())
     return path.read_text().strip()

@@ -259,3 +259,17 @@ def test_training_never_imports_wandb() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("variables", "taken"), [({"WANDB_SWEEP_ID": "s1"}, True), ({}, False)])
+def test_a_run_of_a_wandb_sweep_has_the_id_of_its_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], taken: bool
+) -> None:
+    monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
+    for name, value in {"WANDB_RUN_ID": "ab12cd34", **variables}.items():
+        monkeypatch.setenv(name, value)
+    run_dir = RunDir.create(tmp_path, "run", fresh=False)
+    chosen = run_id(run_dir)
+    assert (chosen == "ab12cd34") == taken
+    monkeypatch.delenv("WANDB_RUN_ID")
+    assert run_id(run_dir) == chosen

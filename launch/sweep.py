@@ -1,0 +1,145 @@
+"""Many runs from one file: a grid or a list over config keys, on local slots or as a Slurm array.
+
+    python -m launch.sweep launch/sweeps/learning_rate.yaml            run what has not ended, then rank
+    python -m launch.sweep launch/sweeps/learning_rate.yaml --list     what would run; starts nothing
+    python -m launch.sweep launch/sweeps/learning_rate.yaml --slurm [-- sbatch options]
+    python -m launch.sweep --report runs/learning_rate                 rank what there is so far
+
+Every trial's config is checked before the first one starts. Killed and started again, it goes on: what has ended is not
+repeated, the rest resumes from its checkpoints. SIGTERM, SIGUSR1 or Ctrl-C: all trials save and end with exit code 75;
+a second one kills them. Exit code 0: all trials ended, hopeless and diverged ones too; 3: all of them by numerics;
+2: the file is wrong, nothing was started; 1: some failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from config.arguments import Arguments
+from config.command_line import CONFIG_ERROR, REPOSITORY
+from config.errors import UserError
+from launch.supervise import PREEMPTED
+from launch.sweep_file import read_sweep
+from launch.sweep_folder import ENDED, Plan, held, prepare, read_plan, write_whole
+from launch.sweep_slots import Slots, gpus, slot_environments
+from launch.sweep_table import as_markdown, results_of
+from launch.sweep_trial import run_trial, say
+
+_SBATCH = REPOSITORY / "launch/slurm/sweep.sbatch"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run, submit, list or rank a sweep; returns the exit code."""
+    split = list(arguments).index("--") if "--" in arguments else len(arguments)
+    try:
+        options = _parser().parse_args(arguments[:split])
+        if options.trial is not None:
+            return _trial(options.path, options.trial)
+        if options.report:
+            report(read_plan(options.path))
+            return 0
+        return _sweep(options, list(arguments[split + 1 :]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+
+
+def _sweep(options: argparse.Namespace, sbatch_options: Sequence[str]) -> int:
+    sweep = read_sweep(options.path)
+    if options.list:
+        for trial in sweep.trials:
+            print(trial.label)
+        print(f"{len(sweep.trials)} trials of {sweep.processes} processes, {sweep.slots} at a time; {sweep.folder}")
+        return 0
+    try:
+        sweep.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{options.path}: cannot make {sweep.folder} ({error.strerror}); change run.dir") from error
+    with held(sweep.folder / ".lock", wait=False) as mine:
+        if not mine:
+            raise UserError(
+                f"{options.path}: another process runs this sweep in {sweep.folder}; wait for it or stop it"
+            )
+        plan, notes = prepare(sweep)
+        for note in notes:
+            say(note)
+        if options.slurm:
+            return _submit(plan, sbatch_options)
+        ended = sum(plan.outcome(entry).status in ENDED for entry in plan.current)
+        if ended:
+            say(f"{ended} of {len(plan.current)} trials have ended before and are not repeated")
+        code = Slots(plan, slot_environments(plan, gpus())).run()
+        report(plan)
+        if code == PREEMPTED:
+            say(f"to go on: python -m launch.sweep {options.path}")
+        return code
+
+
+def _submit(plan: Plan, options: Sequence[str]) -> int:
+    """One array task for every trial that has not ended."""
+    open_ones = [entry.index for entry in plan.current if plan.outcome(entry).status not in ENDED]
+    if not open_ones:
+        say("all trials have ended")
+        report(plan)
+        return 0
+    if not _SBATCH.is_file():
+        raise UserError(f"{_SBATCH} is missing; it is what each task of the array runs")
+    array = f"--array={','.join(map(str, open_ones))}%{plan.slots}"
+    command = ["sbatch", array, *options, str(_SBATCH), str(plan.folder)]
+    say(" ".join(command))
+    try:
+        code = subprocess.run(command, check=False).returncode
+    except OSError as error:
+        raise UserError(
+            f"command line: cannot start sbatch ({error.strerror}); --slurm is for a Slurm login"
+        ) from error
+    if code == 0:
+        say(f"when they have ended: python -m launch.sweep --report {plan.folder}")
+    return code
+
+
+def _trial(folder: Path, index: int) -> int:
+    plan = read_plan(folder)
+    entry = next((entry for entry in plan.trials if entry.index == index), None)
+    if entry is None:
+        raise UserError(f"command line: --trial {index}: {folder} has the trials 0 to {len(plan.trials) - 1}")
+    return run_trial(plan, entry)
+
+
+def report(plan: Plan) -> None:
+    """Rank, print, and leave sweep.md, results.json and, for two runs or more, compare.html."""
+    results = results_of(plan)
+    text = as_markdown(results)
+    sys.stdout.write(text)
+    (plan.folder / "sweep.md").write_text(text, encoding="utf-8")
+    write_whole(plan.folder / "results.json", results.as_dict())
+    runs = [str(plan.run_folder(row.entry)) for row in results.rows if row.history.losses]
+    if len(runs) < 2:
+        return
+    command = [sys.executable, "-m", "tracking.compare", *runs, "--html", str(plan.folder / "compare.html")]
+    command += [] if plan.price is None else ["--price", f"{plan.price:g}"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode:
+        say(f"no page: {' '.join(command[1:])} ended with exit code {done.returncode}: {done.stderr.strip()[-200:]}")
+    else:
+        print(f"{plan.folder / 'sweep.md'}\n{plan.folder / 'compare.html'}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Arguments(prog="python -m launch.sweep", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("path", type=Path, metavar="FILE", help="the sweep file; or a sweep's folder")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--list", action="store_true", help="check the file and show its trials; starts nothing")
+    what.add_argument("--slurm", action="store_true", help="submit an array job; what is behind -- goes to sbatch")
+    what.add_argument("--report", action="store_true", help="rank the trials of a sweep's folder")
+    what.add_argument("--trial", type=int, metavar="INDEX", help="run one trial of a sweep's folder, as array tasks do")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

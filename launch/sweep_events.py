@@ -1,0 +1,116 @@
+"""What a trial's events.jsonl says of it, read while it is written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from launch.sweep_rule import Hopeless, Report
+
+LAST_STEPS = 20
+"""Steps whose mean is a run's training loss."""
+
+
+@dataclass
+class History:
+    """A run so far. Where a resumed run repeats steps, the later one counts."""
+
+    path: Path
+    """The run folder's events.jsonl."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """Step to training loss."""
+    evaluations: dict[int, float] = field(default_factory=dict)
+    """Step to validation loss."""
+    speeds: list[float] = field(default_factory=list)
+    """[tokens/s] Of each step."""
+    world_size: int | None = None
+    ended: dict[str, Any] | None = None
+    """The last run_end, when nothing was begun after it."""
+    _offset: int = 0
+
+    def refresh(self) -> bool:
+        """Read what is new; whether there was anything. A torn last line is left for the next time."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except OSError:
+            return False
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:  # torn by a crash; the next session wrote on behind it
+                continue
+            self._take(event)
+        return bool(whole)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        match event.get("event"):
+            case "run_start":
+                self.world_size, self.ended = event.get("world_size"), None
+            case "step":
+                for later in range(event["step"] + 1, max(self.losses, default=0) + 1):
+                    self.losses.pop(later, None)
+                self.losses[event["step"]] = float(event.get("loss", math.nan))
+                self.speeds.append(float(event.get("tokens_per_second", math.nan)))
+            case "eval":
+                self.evaluations[event["step"]] = float(event["loss"])
+            case "run_end":
+                self.ended = event
+
+    def reports(self, rule: Hopeless) -> list[Report]:
+        """What the stopping rule looks at, in order of steps."""
+        if rule.loss == "validation":
+            return [Report(step, self.evaluations[step]) for step in sorted(self.evaluations)]
+        every = rule.every_steps
+        last = max(self.losses, default=0) // every
+        blocks = ([self.losses.get(step) for step in range(n * every + 1, (n + 1) * every + 1)] for n in range(last))
+        return [
+            Report((n + 1) * every, fmean(value for value in block if value is not None))
+            for n, block in enumerate(blocks)
+            if any(value is not None for value in block)
+        ]
+
+    @property
+    def steps(self) -> int:
+        """[steps] Attempted."""
+        return max(self.losses, default=0)
+
+    @property
+    def training_loss(self) -> float | None:
+        """[nats] Mean of the last LAST_STEPS steps; None before the first."""
+        last = sorted(self.losses)[-LAST_STEPS:]
+        return fmean(self.losses[step] for step in last) if last else None
+
+    @property
+    def validation_loss(self) -> float | None:
+        """[nats] Of the last evaluation; None when there was none."""
+        return self.evaluations[max(self.evaluations)] if self.evaluations else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """[tokens/s] Median over steps."""
+        known = [speed for speed in self.speeds if math.isfinite(speed)]
+        return median(known) if known else None
+
+
+def read_history(path: Path) -> History:
+    """A run folder's events so far; empty when there are none."""
+    history = History(path / "events.jsonl")
+    history.refresh()
+    return history
+
+
+def refreshed(histories: Iterable[History]) -> list[History]:
+    """The same, with what was written since."""
+    found = list(histories)
+    for history in found:
+        history.refresh()
+    return found

@@ -1,0 +1,216 @@
+"""A sweep's folder: the plan, what became of each trial, and who is at work in it.
+
+    runs/<sweep>/sweep.json            the plan: every trial with its number, its settings and its whole run config
+                 trials/003.json       what became of trial 3, replaced whole
+                 logs/003.log          what it printed
+                 <sweep>-003/          its run folder
+                 sweep.md, results.json, compare.html
+
+A trial's number and folder stay its own for ever: they are found again by what makes it another run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from config.errors import UserError
+from config.load import show
+from launch.sweep_file import Sweep
+from launch.sweep_rule import Hopeless
+
+Status = Literal["waiting", "running", "done", "hopeless", "diverged", "stopped", "refused", "crashed"]
+ENDED = ("done", "hopeless", "diverged")
+"""Not started again. stopped: goes on from its checkpoint; refused: by train.py, exit code 2; crashed: also 74."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial so far."""
+
+    status: Status = "waiting"
+    reason: str = ""
+    exit_code: int | None = None
+    """Of the run, also where its launcher turned it into 1."""
+    starts: int = 0
+    seconds: float = 0.0
+    """[seconds] Of all its starts, from the launcher's start to the last process's end."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A trial of the plan."""
+
+    index: int
+    name: str
+    """Of its run and run folder."""
+    label: str
+    overrides: dict[str, Any]
+    settings: tuple[str, ...]
+    resolved: dict[str, Any]
+    removed: bool = False
+    """No longer in the sweep file."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What sweep.json says."""
+
+    folder: Path
+    name: str
+    config: str
+    launcher: tuple[str, ...]
+    processes: int
+    slots: int
+    minutes: float | None
+    price: float | None
+    hopeless: Hopeless | None
+    trials: tuple[Entry, ...]
+
+    @property
+    def current(self) -> list[Entry]:
+        """The trials that the sweep file has."""
+        return [entry for entry in self.trials if not entry.removed]
+
+    def run_folder(self, entry: Entry) -> Path:
+        """Where a trial's run is kept."""
+        return self.folder / entry.name
+
+    def log(self, entry: Entry) -> Path:
+        """What a trial's starts printed."""
+        return self.folder / "logs" / f"{entry.index:03d}.log"
+
+    def outcome(self, entry: Entry) -> Outcome:
+        """What is recorded of a trial."""
+        try:
+            return Outcome(**json.loads((self.folder / "trials" / f"{entry.index:03d}.json").read_text()))
+        except FileNotFoundError:
+            return Outcome()
+
+    def record(self, entry: Entry, outcome: Outcome) -> None:
+        """Put down what became of a trial."""
+        write_whole(self.folder / "trials" / f"{entry.index:03d}.json", dataclasses.asdict(outcome))
+
+
+def prepare(sweep: Sweep) -> tuple[Plan, list[str]]:
+    """Write the plan of a sweep, joined with what its folder has; and what a user should know of that.
+
+    Raises UserError: a trial that has begun is now another run, or the folder cannot be made.
+    """
+    folder, notes = sweep.folder, []
+    old = read_plan(folder) if (folder / "sweep.json").is_file() else None
+    known = {_identity(entry.overrides): entry for entry in old.trials} if old else {}
+    entries: list[Entry] = []
+    free = max((entry.index for entry in known.values()), default=-1) + 1
+    for trial in sweep.trials:
+        before = known.pop(_identity(trial.overrides), None)
+        if before is None:
+            index, free = free, free + 1
+        else:
+            index = before.index
+            assert old is not None
+            if before.resolved != trial.resolved and old.outcome(before).starts:
+                change = _first_change(before.resolved, trial.resolved)
+                raise UserError(
+                    f"{sweep.path}: trial {index} ({trial.label}) has begun with {change}; trials that differ in more "
+                    f"than the sweep says cannot be ranked: put it back, or give the sweep another name"
+                )
+        name = f"{sweep.name}-{index:03d}"
+        entries.append(Entry(index, name, trial.label, trial.overrides, trial.settings, trial.resolved))
+    if old is not None:
+        new = [entry for entry in entries if entry.index not in {one.index for one in old.trials}]
+        notes += [f"trial {entry.index} ({entry.label}) is new" for entry in new]
+    for entry in known.values():
+        if not entry.removed:
+            notes.append(f"trial {entry.index} ({entry.label}) is no longer in the file: left as it is, not ranked")
+        entries.append(dataclasses.replace(entry, removed=True))
+    plan = Plan(
+        folder=folder,
+        name=sweep.name,
+        config=str(sweep.config),
+        launcher=sweep.launcher,
+        processes=sweep.processes,
+        slots=sweep.slots,
+        minutes=sweep.minutes,
+        price=sweep.price,
+        hopeless=sweep.hopeless,
+        trials=tuple(entries),
+    )
+    try:
+        for path in (folder / "trials", folder / "logs"):
+            path.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "sweep.json", {**dataclasses.asdict(plan), "folder": str(folder)})
+    except OSError as error:
+        raise UserError(f"{sweep.path}: cannot write {folder} ({error.strerror}); change run.dir or name") from error
+    return plan, notes
+
+
+def read_plan(folder: Path) -> Plan:
+    """The plan in a sweep's folder. Raises UserError when there is none."""
+    try:
+        tree = json.loads((folder / "sweep.json").read_text())
+        rule = tree["hopeless"]
+        trials = tuple(Entry(**{**entry, "settings": tuple(entry["settings"])}) for entry in tree["trials"])
+        return Plan(
+            **{
+                **tree,
+                "folder": folder.absolute(),
+                "launcher": tuple(tree["launcher"]),
+                "hopeless": Hopeless(**rule) if rule else None,
+                "trials": trials,
+            }
+        )
+    except FileNotFoundError:
+        raise UserError(f"{folder}: no sweep.json in it; give the folder of a sweep, run.dir/NAME") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / 'sweep.json'}: cannot be read ({error}); start the sweep from its file") from error
+
+
+def write_whole(path: Path, value: Any) -> None:
+    """Put JSON at `path` so that a reader, or a crash, sees the old file or the whole new one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with aside.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+@contextmanager
+def held(path: Path, *, wait: bool) -> Iterator[bool]:
+    """A lock file for as long as this lasts; whether it was got. It is let go of by the end of a process, too."""
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if wait:
+                    time.sleep(0.2)
+                    continue
+                yield False
+                return
+            yield True
+            return
+
+
+def _identity(overrides: Mapping[str, Any]) -> str:
+    return json.dumps(overrides, sort_keys=True)
+
+
+def _first_change(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str:
+    """`key = old, now new` for the first key that differs."""
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if old != new:
+            if isinstance(old, dict) and isinstance(new, dict):
+                return _first_change(old, new, f"{prefix}{key}.")
+            return f"{prefix}{key} = {show(old)}, now {show(new)}"
+    return "another config"

@@ -1,0 +1,185 @@
+"""What a sweep found: its trials ranked, what each cost, and why it ended; as text, Markdown and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from launch.sweep_events import LAST_STEPS, History, read_history
+from launch.sweep_file import as_setting
+from launch.sweep_folder import ENDED, Entry, Outcome, Plan
+
+_FIRST = ("done", "running", "stopped", "hopeless", "crashed", "refused", "diverged", "waiting")
+"""Trials that came to their end are ranked before those that did not: their losses are of different steps."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trial."""
+
+    entry: Entry
+    outcome: Outcome
+    history: History
+    loss: float | None
+    """[nats] What it is ranked by."""
+    cost: float | None
+    """[money]"""
+
+    @property
+    def hours(self) -> float:
+        """[hours] Of all its starts."""
+        return self.outcome.seconds / 3600
+
+
+@dataclass(frozen=True)
+class Results:
+    """All trials of a sweep, best first."""
+
+    plan: Plan
+    rows: list[Row]
+    ranked_by: str
+
+    @property
+    def device_hours(self) -> float:
+        """[hours] Of all trials on all their processes."""
+        return sum(row.hours * (row.history.world_size or self.plan.processes) for row in self.rows)
+
+    @property
+    def ended(self) -> int:
+        """[trials] That need not be started again."""
+        return sum(row.outcome.status in ENDED for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON; what is not known is null, what is not finite a string."""
+        spent = None if self.plan.price is None else self.plan.price * self.device_hours
+        trials = [
+            {
+                "rank": number,
+                "trial": row.entry.index,
+                "name": row.entry.name,
+                "overrides": row.entry.overrides,
+                "status": row.outcome.status,
+                "reason": row.outcome.reason,
+                "exit_code": row.outcome.exit_code,
+                "starts": row.outcome.starts,
+                "steps": row.history.steps,
+                "validation_loss": _finite(row.history.validation_loss),
+                "training_loss": _finite(row.history.training_loss),
+                "tokens_per_second": row.history.tokens_per_second,
+                "hours": row.hours,
+                "processes": row.history.world_size,
+                "cost": row.cost,
+            }
+            for number, row in enumerate(self.rows, start=1)
+        ]
+        return {
+            "sweep": self.plan.name,
+            "ranked_by": self.ranked_by,
+            "ended": self.ended,
+            "device_hours": self.device_hours,
+            "cost": spent,
+            "trials_per_device_hour": self.ended / self.device_hours if self.device_hours else None,
+            "trials_per_money": self.ended / spent if spent else None,
+            "trials": trials,
+        }
+
+
+def results_of(plan: Plan) -> Results:
+    """Read every trial's record and events."""
+    found = [(entry, plan.outcome(entry), read_history(plan.run_folder(entry))) for entry in plan.current]
+    # Losses of one kind only are ranked: one trial that came to its end without an evaluation, and none is.
+    whole = [history for _, outcome, history in found if outcome.status == "done"] or [item[2] for item in found]
+    validated = all(history.evaluations for history in whole)
+    rows = []
+    for entry, outcome, history in found:
+        loss = history.validation_loss if validated else history.training_loss
+        devices = history.world_size or plan.processes
+        cost = None if plan.price is None else plan.price * devices * outcome.seconds / 3600
+        rows.append(Row(entry, outcome, history, loss, cost))
+    rows.sort(key=_rank)
+    return Results(
+        plan, rows, "validation loss" if validated else f"training loss, mean of the last {LAST_STEPS} steps"
+    )
+
+
+def _rank(row: Row) -> tuple[int, float, int]:
+    known = row.loss is not None and not math.isnan(row.loss)
+    return (_FIRST.index(row.outcome.status), row.loss if known and row.loss is not None else math.inf, row.entry.index)
+
+
+def as_markdown(results: Results) -> str:
+    """The table and what it cost, as sweep.md has it and a terminal shows it."""
+    plan, whole = results.plan, results.as_dict()
+    lines = [f"# {plan.name}: {len(results.rows)} trials, ranked by {results.ranked_by}", "", *_table(results), ""]
+    seeds = _over_seeds(results)
+    lines += [*seeds, ""] if seeds else []
+    line = f"{results.ended} of {len(results.rows)} trials ended in {results.device_hours:.3g} device hours"
+    if whole["trials_per_device_hour"]:
+        line += f": {whole['trials_per_device_hour']:.3g} trials per device hour"
+    if whole["cost"]:
+        line += f", cost {whole['cost']:.3g}, {whole['trials_per_money']:.3g} trials per dollar"
+    lines += [line + ".", ""]
+    reasons = [
+        f"- {row.entry.name} {row.outcome.status}: {row.outcome.reason}" for row in results.rows if row.outcome.reason
+    ]
+    return "\n".join([*lines, *reasons, *([""] if reasons else [])])
+
+
+def _table(results: Results) -> list[str]:
+    keys = list(dict.fromkeys(key for row in results.rows for key in row.entry.overrides))
+    head = ["", "trial", *keys, "validation", "training", "steps", "tokens/s", "hours"]
+    head += [] if results.plan.price is None else ["cost"]
+    cells = [[*head, "status"]]
+    for number, row in enumerate(results.rows, start=1):
+        line = [str(number), row.entry.name, *(_value(row.entry.overrides, key) for key in keys)]
+        line += [_number(row.history.validation_loss, ".4f"), _number(row.history.training_loss, ".4f")]
+        line += [str(row.history.steps), _number(row.history.tokens_per_second, ",.0f"), f"{row.hours:.3g}"]
+        line += [] if results.plan.price is None else [_number(row.cost, ".3g")]
+        cells.append([*line, row.outcome.status])
+    return markdown_table(cells)
+
+
+def _over_seeds(results: Results) -> list[str]:
+    """Mean and spread of what differs in nothing but run.seed; empty when nothing does."""
+    groups: dict[str, list[float]] = {}
+    for row in results.rows:
+        rest = " ".join(f"{key}={_value(row.entry.overrides, key)}" for key in row.entry.overrides if key != "run.seed")
+        if row.outcome.status == "done" and row.loss is not None and "run.seed" in row.entry.overrides:
+            groups.setdefault(rest or "as the config says", []).append(row.loss)
+    if not any(len(losses) > 1 for losses in groups.values()):
+        return []
+    order = sorted(groups.items(), key=lambda item: fmean(item[1]))
+    spread = [f"{stdev(losses):.4f}" if len(losses) > 1 else "-" for _, losses in order]
+    cells = [["over seeds", "runs done", "mean loss", "standard deviation"]]
+    cells += [
+        [name, str(len(losses)), f"{fmean(losses):.4f}", each]
+        for (name, losses), each in zip(order, spread, strict=True)
+    ]
+    return markdown_table(cells)
+
+
+def markdown_table(cells: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table, first row the head, whose columns also line up as plain text."""
+    escaped = [[cell.replace("|", "\\|") for cell in line] for line in cells]
+    widths = [max(map(len, column)) for column in zip(*escaped, strict=True)]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in escaped
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return lines
+
+
+def _value(overrides: dict[str, Any], key: str) -> str:
+    return as_setting(overrides[key]) if key in overrides else ""
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _finite(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)

@@ -1,0 +1,75 @@
+"""A launcher that trains nothing: `pretend_trial.py train.py --config FILE key=value ...` writes a run's events.
+
+The loss of a step is 1 + |log10(learning rate) + 3| + 9 / step, so 1e-3 is best. What else happens is told by other
+keys of the run config: optimizer.eps is the seconds of a step, of the first start only; run.hypothesis is `crash`,
+`diverge`, `refuse`, `late` (a crash once, after the first save), `deaf` (SIGUSR1 is not heard) or `leave` (a process is
+left behind).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+
+def main() -> int:
+    """Run the pretended trial; its exit code."""
+    settings = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+    folder = Path(settings["run.dir"]) / settings["run.name"]
+    folder.mkdir(parents=True, exist_ok=True)
+    asked: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
+    saved = folder / "checkpoints" / "step-1"
+    first = not saved.exists()
+    with (folder / "starts").open("a") as starts:
+        told = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MASTER_PORT")}
+        starts.write(json.dumps({"time": time.time(), "resume": settings.get("run.resume"), **told}) + "\n")
+    how = settings.get("run.hypothesis", "")
+    if how == "refuse":
+        print("error: nothing here is right", file=sys.stderr)
+        return 2
+    if how == "crash":
+        raise ValueError("a bug of its own")
+    write(folder, "run_start", 0, world_size=1, resumed_from=None if first else "step-1")
+    if how == "leave":
+        left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        (folder / "left").write_text(str(left.pid))
+    for step in range(1 if first else 2, int(settings["run.steps"]) + 1):
+        time.sleep(float(settings.get("optimizer.eps", 0)) if first else 0)
+        rate = float(yaml.safe_load(settings["optimizer.learning_rate"]))
+        loss = 1 + abs(math.log10(rate) + 3) + 9 / step
+        write(folder, "step", step, loss="nan" if how == "diverge" else loss, tokens_per_second=1000.0)
+        saved.mkdir(parents=True, exist_ok=True)
+        if how == "late" and first:
+            return 1
+        if asked and how != "deaf":
+            return end(folder, step, "preempted", 75, "asked to stop by SIGTERM or SIGUSR1")
+    if how == "diverge":
+        return end(folder, step, "aborted", 3, "the loss is not a number")
+    if "evaluate.every_steps" in settings:
+        write(folder, "eval", step, loss=loss)
+    return end(folder, step, "done", 0, "")
+
+
+def end(folder: Path, step: int, status: str, code: int, reason: str) -> int:
+    """Say how the run ended; the exit code."""
+    write(folder, "run_end", step, status=status, exit_code=code, reason=reason)
+    return code
+
+
+def write(folder: Path, event: str, step: int, **fields: object) -> None:
+    """One event."""
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": event, "step": step, "tokens": 8 * step, "time": time.time(), **fields}) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
