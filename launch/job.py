@@ -20,9 +20,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from config.errors import UserError
+from launch.supervise_hosts import Hosts
 
 KILL_AFTER_SECONDS = 15.0
 """How long processes that outlive their launcher have to end after SIGTERM; then SIGKILL."""
+LINGER_SECONDS = 60.0
+"""How long a launcher may stand after a rank was lost and none runs here. pdsh waits for ever for a machine that is cut
+off; the deepspeed launcher and torchrun end within 30 s."""
 _PR_SET_CHILD_SUBREAPER = 36
 _KEPT_LINES = 400
 _LOST_LINE = re.compile(r"error: (rank \d+ .*?); rank \d+ stops, exit code")
@@ -32,16 +36,22 @@ _TORCHRUN_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-
 class Job:
     """A launcher and the processes that come of it."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], hosts: Hosts | None = None, names: Sequence[str] = ()) -> None:
         """Start it in a session of its own: what the terminal sends comes to us alone.
 
-        Raises UserError when there is no such program.
+        names: the machines of `hosts` that it runs on, when it does not run here. Raises UserError when there is no
+        such program.
         """
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._command = list(command)
+        self._command, self._hosts, self._names = list(command), hosts, list(names)
+        self._lost_at: float | None = None
         try:
             self._launcher = subprocess.Popen(
-                self._command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+                self._command,
+                env=hosts.environment() if hosts else None,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         except OSError as error:
             raise UserError(f"command line: cannot start {command[0]} ({error.strerror})") from error
@@ -51,16 +61,25 @@ class Job:
 
     def wait(self) -> int:
         """Wait for the launcher, end what it left behind, and return its exit code; minus a signal's number."""
-        code = self._launcher.wait()
+        while self._launcher.poll() is None:
+            time.sleep(0.1)
+            lost = self._lost_at
+            if lost is not None and time.monotonic() - lost > LINGER_SECONDS:
+                self._lost_at = None
+                if not dict(self._ranks()):  # else torchrun has started them again
+                    say(f"the launcher still waits {LINGER_SECONDS:.0f} s after a rank was lost: ended")
+                    self.kill()
         self._end_the_rest()
         self._reader.join(timeout=5)
-        return code
+        return self._launcher.returncode
 
     def ask_to_stop(self) -> bool:
         """Have the run save and end: SIGUSR1 to one rank, and all ranks agree. False when no rank runs here (yet).
 
         The launcher is not asked: torchrun and the deepspeed launcher kill a rank 30 s after they were told to stop.
         """
+        if self._hosts is not None:
+            return self._hosts.tell(self._names)
         ranks = dict(self._ranks()) or self._without_launcher()
         for rank in sorted(ranks):
             with suppress(ProcessLookupError):
@@ -97,6 +116,8 @@ class Job:
         for line in iter(self._launcher.stdout.readline, b""):
             text = line.decode(errors="replace")
             self._lines.append(text)
+            if self._lost_at is None and _LOST_LINE.search(text):
+                self._lost_at = time.monotonic()
             with suppress(OSError):
                 sys.stdout.write(text)
                 sys.stdout.flush()
@@ -127,6 +148,13 @@ class Job:
             if time.monotonic() > ends:
                 self.kill()
             time.sleep(0.05)
+        if self._hosts is not None:
+            self._hosts.end(self._names)
+
+
+def say(line: str) -> None:
+    """One line of the supervisor's own, among those of the job."""
+    os.write(2, f"supervise: {line}\n".encode())  # a signal handler may be in the middle of another line
 
 
 def ended_how(code: int) -> str:

@@ -6,6 +6,8 @@ Restarts what died: a rank that was killed or crashed, a launcher that went. Doe
 config, numerics, checkpoints that cannot be written, run.max_minutes, or a stop that was asked for here. What the job
 itself said is read from its events.jsonl, since torchrun and accelerate turn every exit code into 1.
 
+Behind `deepspeed --hostfile FILE` a restart can go on without the machines that were lost: --min-nodes.
+
 SIGTERM, SIGUSR1 or Ctrl-C: the run saves and ends with exit code 75. A second one kills it.
 """
 
@@ -16,8 +18,9 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -25,7 +28,8 @@ from typing import Any, NoReturn
 
 from config.errors import UserError
 from config.load import load_config
-from launch.job import Job, ended_how
+from launch.job import Job, ended_how, say
+from launch.supervise_hosts import Choice, Hosts
 
 CONFIG_ERROR, DIVERGED, UNSAVED, PREEMPTED = 2, 3, 74, 75
 """Exit codes of train.py beside 0 that say how a run ended, as docs/run-folder.md has them."""
@@ -41,6 +45,26 @@ class Limits:
     restarts: int = 5
     within_minutes: float = 60.0
     wait_seconds: float = 5.0
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """With how many machines of the hostfile to go on."""
+
+    least: int | None = None
+    wait_minutes: float = 30.0
+
+    def choice(self, hosts: Hosts | None, run: Run, stopped: Callable[[], bool]) -> Choice | None:
+        """None for a job without a hostfile. Raises UserError: --min-nodes does not fit the command."""
+        if self.least is not None:
+            if hosts is None:
+                raise UserError("--min-nodes: needs deepspeed --hostfile FILE behind --; other launchers start nothing")
+            if not 1 <= self.least <= len(hosts.slots):
+                raise UserError(
+                    f"--min-nodes {self.least}: the hostfile has {len(hosts.slots)} machines; give 1 to that"
+                )
+            hosts.refuse_what_chooses()
+        return Choice(hosts, run.fits, self.least, self.wait_minutes, say, stopped) if hosts else None
 
 
 @dataclass(frozen=True)
@@ -64,6 +88,8 @@ class Run:
 
     events: Path
     max_minutes: float | None
+    global_size: int
+    micro_size: int
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Run:
@@ -80,8 +106,14 @@ class Run:
         if options.config is None:
             raise UserError(f"command line: --config FILE is missing behind {command[script]}")
         overrides = [word for word in rest if "=" in word and not word.startswith("-")]
-        run = load_config(Path(options.config), overrides, options.deepspeed_config).run
-        return cls(Path(run.dir).expanduser() / run.name / "events.jsonl", run.max_minutes)
+        config = load_config(Path(options.config), overrides, options.deepspeed_config)
+        run, batch = config.run, config.batch
+        events = Path(run.dir).expanduser() / run.name / "events.jsonl"
+        return cls(events, run.max_minutes, batch.global_size, batch.micro_size)
+
+    def fits(self, processes: int) -> bool:
+        """Whether so many processes can make the global batch."""
+        return self.global_size % (self.micro_size * processes) == 0
 
     def mark(self) -> tuple[int, int]:
         """Where the events end now: what comes behind is the next session's."""
@@ -128,8 +160,14 @@ def ending(session: Session, codes: Sequence[int], *, asked: bool, max_minutes: 
 class Supervisor:
     """Starts one job until it has ended, may not be restarted any more, or comes to nothing."""
 
-    def __init__(self, command: Sequence[str], run: Run, limits: Limits) -> None:
-        self._command, self._run, self._limits = command, run, limits
+    def __init__(self, command: Sequence[str], run: Run, limits: Limits, nodes: Nodes, folder: Path) -> None:
+        """folder: for the hostfile of a restart.
+
+        Raises UserError: `nodes` does not fit the command, or its hostfile cannot be read.
+        """
+        self._command, self._run, self._limits, self._folder = command, run, limits, folder
+        self._hosts = Hosts.of_command(command)
+        self._choice = nodes.choice(self._hosts, run, lambda: self._asked)
         self._job: Job | None = None
         self._asked = False
         self._restarted_at: list[float] = []
@@ -141,8 +179,9 @@ class Supervisor:
         furthest, saved, fruitless = -1, -1, 0
         while True:
             mark = self._run.mark()
-            # What started anew or from a given checkpoint goes on from its own, once it has saved one.
-            self._job = job = Job([*self._command, *(["run.resume=auto"] if saved >= 0 else [])])
+            job = self._start(saved)
+            if job is None:
+                return PREEMPTED if self._asked else 1
             if self._asked:  # just while it was started
                 job.kill()
             code = job.wait()
@@ -162,6 +201,21 @@ class Supervisor:
             self._pause(why, saved, fruitless)
             if self._asked:
                 return PREEMPTED
+
+    def _start(self, saved: int) -> Job | None:
+        """None when there are too few machines for it, or a stop was asked for while it waited for more."""
+        # What started anew or from a given checkpoint goes on from its own, once it has saved one.
+        resume = ["run.resume=auto"] if saved >= 0 else []
+        if self._hosts is None or self._choice is None:
+            self._job = Job([*self._command, *resume])
+            return self._job
+        names = self._choice.first() if self._job is None else self._choice.next()
+        if names is None:
+            return None
+        if self._job is not None:
+            self._hosts.end(names)  # what is left on a machine that was out of reach and has come back
+        self._job = Job([*self._hosts.command(names, self._folder), *resume], self._hosts, names)
+        return self._job
 
     def _exhausted(self, fruitless: int, furthest: int) -> str | None:
         """Why there is no further restart; None when there is one."""
@@ -198,11 +252,6 @@ class Supervisor:
             say(f"{name}: the run saves and ends; once more kills it")
 
 
-def say(line: str) -> None:
-    """One line of the supervisor's own, among those of the job."""
-    os.write(2, f"supervise: {line}\n".encode())  # a signal handler may be in the middle of another line
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"command line: {message}; see python -m launch.supervise --help")
@@ -219,12 +268,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--wait", type=float, default=Limits.wait_seconds, help="seconds before a restart (%(default)g)"
     )
+    parser.add_argument(
+        "--min-nodes", type=int, help="go on with so many machines of the hostfile when others are lost (all)"
+    )
+    parser.add_argument(
+        "--wait-nodes", type=float, default=Nodes.wait_minutes, help="minutes to wait for that many (%(default)g)"
+    )
     split = arguments.index("--") if "--" in arguments else len(arguments)
     try:
         options = parser.parse_args(arguments[:split])
         command = list(arguments[split + 1 :])
         run = Run.of_command(command)
-        return Supervisor(command, run, Limits(options.restarts, options.within, options.wait)).run()
+        limits = Limits(options.restarts, options.within, options.wait)
+        with tempfile.TemporaryDirectory(prefix="supervise-") as folder:
+            return Supervisor(command, run, limits, Nodes(options.min_nodes, options.wait_nodes), Path(folder)).run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return CONFIG_ERROR

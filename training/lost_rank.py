@@ -2,7 +2,8 @@
 
 Without this they learn of it from a failed collective, which names an address at best (gloo), or not before its
 time-out (NCCL, whose watchdog then ends the process without a Python exception). Here every rank watches the processes
-of its own machine through the kernel and hears of those of other machines through the store of the process group.
+of its own machine through the kernel, and hears of those of other machines through the store of the process group and
+through a connection with rank 0, which also tells when a machine has gone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch.distributed as dist
 
 from config.command_line import REPOSITORY
 from training.distributed import Place
-from training.process_facts import Member, MemoryKills, exit_status, how_it_ended
+from training.links import Links
+from training.process_facts import Member, MemoryKills, exit_status, obituary
 
 LOST = 69
 """Exit code of a rank that stops because another one is lost."""
@@ -33,6 +35,7 @@ BEAT_SECONDS = 5.0
 """How often a rank tells the store that it is there, and asks whether one is lost."""
 SILENCE_SECONDS = 60.0
 """After how long a rank that stands still is spoken of. It may wake up, so nobody ends before a collective does."""
+_LEFT = "left"  # in place of the number of a beat: it is done, and waits for the others to be
 
 _SHARED = (None, 0, 2, 3, LOST, 74, 75)  # exit codes that may be about to be ours as well; None is not known
 _SIGNS_OF_A_FAILED_COLLECTIVE = ("gloo", "NCCL", "Connection", "TCPStore", "Broken pipe", "Timed out waiting")
@@ -62,7 +65,7 @@ def watched(place: Place) -> Iterator[None]:
         watch.tell(line)
         raise LostRank(line) from error
     finally:
-        watch.close()
+        watch.close(well=False)
 
 
 class Watch:
@@ -85,16 +88,24 @@ class Watch:
         # Rank -> what it last told the store, and when that changed: the number of its beat, where its main thread is.
         self._beats = {member.rank: ("", now) for member in self._others}
         self._places = {member.rank: ("at its start", now) for member in self._others}
+        self._spoken_of: set[int] = set()
         self._store: Any = None
+        self._links: Links | None = None
         if self._others:
-            # A connection of its own, which never waits for training's.
-            self._store = cast(Any, dist.distributed_c10d._get_default_store()).clone()
+            if len({member.machine for member in members}) > 1:
+                self._links = Links(place, self._me, self._others, ended=self._hear_end, gone=self._lose)
+            # A connection of its own, which never waits for training's; and a name of its own, since torchrun over
+            # several machines keeps a store through a restart, with what was said of those who died.
+            store = cast(Any, dist.distributed_c10d._get_default_store()).clone()
+            self._store = dist.PrefixStore(place.from_main(os.urandom(8).hex()), store)
             for work in (self._watch_near, self._watch_store):
                 threading.Thread(target=work, daemon=True).start()
 
-    def close(self) -> None:
-        """Stop watching: from now on a rank may leave."""
+    def close(self, *, well: bool = True) -> None:
+        """Stop watching: from now on a rank may leave. well: this one leaves as agreed."""
         self._over.set()
+        if self._links is not None:
+            self._links.close(well=well)
 
     def tell(self, line: str) -> None:
         """Print the line that names the lost rank, once."""
@@ -113,7 +124,7 @@ class Watch:
         while not self._line and time.monotonic() < ends:
             for member in self._near:
                 if not member.alive:
-                    self._lose(self._obituary(member, exit_status(member)))
+                    self._lose(obituary(member, exit_status(member), self._kills))
             self._known.wait(0.1)
         if self._line:
             return self._line
@@ -143,7 +154,7 @@ class Watch:
                 poller.unregister(handle)
                 os.close(handle)
                 if not self._over.is_set():
-                    self._lose(self._obituary(member, status), certain=status not in _SHARED)
+                    self._lose(obituary(member, status, self._kills), certain=status not in _SHARED)
             for member in watched.values():
                 self._look_at(member, standing)
 
@@ -164,6 +175,8 @@ class Watch:
             with suppress(RuntimeError):  # the store may be what was lost
                 self._exchange(beat)
             self._over.wait(BEAT_SECONDS)
+        with suppress(RuntimeError):
+            self._store.set(f"beat/{self._me.rank}", _LEFT)
 
     def _exchange(self, beat: int) -> None:
         store = self._store
@@ -180,16 +193,28 @@ class Watch:
             number, _, where = said.decode().partition(" ")
             if self._beats[member.rank][0] != number:
                 self._beats[member.rank] = (number, now)
+                self._spoken_of.discard(member.rank)
             if self._places[member.rank][0] != where:
                 self._places[member.rank] = (where, now)
+            silent = now - self._beats[member.rank][1] > SILENCE_SECONDS and number != _LEFT
+            if silent and member not in self._near:
+                self._speak_of(member)
 
-    def _obituary(self, member: Member, status: int | None) -> str:
-        text = f"{member} {how_it_ended(status)}, seen at {time.strftime('%H:%M:%S', time.gmtime())} UTC"
-        if status == -signal.SIGKILL:
-            text += f" ({MemoryKills.now().since(self._kills)})"
-        elif status is not None and status > 0:
-            text += " (its own output says why)"
-        return text
+    def _speak_of(self, member: Member) -> None:
+        """Say once that a rank of another machine is silent, though the machine is there: its connection stands."""
+        if member.rank not in self._spoken_of and not self._line:
+            self._spoken_of.add(member.rank)
+            _say(
+                f"{member} has been silent for {SILENCE_SECONDS:.0f} s, stopped or too busy to run Python; "
+                f"rank {self._me.rank} waits for it"
+            )
+
+    def _hear_end(self, text: str, status: int | None) -> None:
+        """A rank of another machine has ended."""
+        if status is None or status > 0:  # it may have said why, or a rank of its machine may know; the store tells
+            self._known.wait(1.5 * BEAT_SECONDS)
+        if not self._over.is_set():
+            self._lose(text, certain=status not in _SHARED)
 
     def _lose(self, text: str, *, certain: bool = True, publish: bool = True) -> None:
         """The first rank that is lost is the one to name: those after it may only have followed."""

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import struct
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +39,12 @@ class Member:
     @classmethod
     def here(cls, rank: int) -> Member:
         """This process."""
+        return cls.of(rank, os.getpid())
+
+    @classmethod
+    def of(cls, rank: int, pid: int) -> Member:
+        """A process of this machine."""
         boot = _read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
-        pid = os.getpid()
         return cls(rank, socket.gethostname(), pid, _started(pid), f"{boot} {_link('/proc/self/ns/pid')}")
 
     @property
@@ -126,6 +131,14 @@ def how_it_ended(status: int | None) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
+
+
+def obituary(member: Member, status: int | None, before: MemoryKills) -> str:
+    """What is said of a rank that ended on this machine. before: the kernel's counts when all was well."""
+    text = f"{member} {how_it_ended(status)}, seen at {time.strftime('%H:%M:%S', time.gmtime())} UTC"
+    if status == -signal.SIGKILL:
+        return f"{text} ({MemoryKills.now().since(before)})"
+    return f"{text} (its own output says why)" if status is not None and status > 0 else text
 
 
 def _stat(pid: int) -> list[str]:

@@ -30,6 +30,28 @@ def killed(place: Place) -> None:
     place.wait_for_all()
 
 
+def killed_beside_its_witness(place: Place) -> None:
+    """Rank 1 is killed once the process beside it listens to no SIGTERM any more, and has had a moment to go on."""
+    if place.rank == 1:
+        while not any(_ignores_sigterm(child) for child in _children()):
+            time.sleep(0.05)
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    place.wait_for_all()
+
+
+def _children() -> list[str]:
+    return [word for path in Path("/proc/self/task").glob("*/children") for word in path.read_text().split()]
+
+
+def _ignores_sigterm(process: str) -> bool:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        ignored = next(line.split()[1] for line in lines if line.startswith("SigIgn"))
+        return bool(int(ignored, 16) & 1 << signal.SIGTERM - 1)
+    return False
+
+
 def killed_while_the_other_computes(place: Place) -> None:
     """Rank 1 crashes; rank 0 comes to no collective, as one that waits inside NCCL does not come back."""
     if place.rank == 1:
@@ -76,7 +98,8 @@ def _rank(scenario: str, rank: int, port: int, log: str, elsewhere: bool, timeou
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    lost_rank.GRACE_SECONDS, lost_rank.BEAT_SECONDS, lost_rank.SILENCE_SECONDS = 2.0, 0.5, 1.0
+    lost_rank.GRACE_SECONDS, lost_rank.BEAT_SECONDS = 2.0, 0.5
+    lost_rank.SILENCE_SECONDS = 1.0 if scenario in ("stopped", "fine") else 30.0  # a busy machine is silent for seconds
     if elsewhere:  # as if every rank had a machine of its own: nothing but the store tells of the others
         here = Member.here(rank)
         Member.here = classmethod(lambda cls, rank: replace(here, machine=f"machine {rank}"))  # type: ignore[assignment,method-assign]

@@ -92,6 +92,29 @@ def test_a_killed_rank_is_named_with_its_signal(ranks):
     assert "rank 0 stops, exit code 69; start the run again" in line
 
 
+def test_a_rank_killed_on_another_machine_is_named_with_its_signal(ranks):
+    """Nobody else is there: what the small process beside it says is all that tells."""
+    codes, logs, seconds = ranks.run("killed_beside_its_witness", elsewhere=True)
+    assert codes == [LOST, -signal.SIGKILL]
+    (line,) = logs[0].splitlines()
+    assert line.startswith("error: rank 1 (pid ") and " was killed by SIGKILL, seen at " in line
+    assert "person or the batch system); rank 0 stops, exit code 69" in line
+
+
+def test_a_rank_that_stands_still_on_another_machine_is_spoken_of_and_waited_for(ranks):
+    codes, logs, _ = ranks.run("stopped", elsewhere=True, timeout=6)
+    assert codes == [LOST, -signal.SIGKILL]  # stopped until the test killed it
+    told, named = logs[0].splitlines()
+    assert "has been silent for 1 s, stopped or too busy to run Python; rank 0 waits for it" in told
+    assert named.startswith("error: rank 1 (pid ") and "has been silent for " in named
+
+
+def test_a_rank_may_leave_another_machine_when_all_are_done(ranks):
+    codes, logs, _ = ranks.run("fine", elsewhere=True)
+    assert codes == [0, 0]
+    assert logs == ["", ""]
+
+
 def test_a_rank_that_comes_to_no_collective_is_ended_all_the_same(ranks):
     """As in NCCL, where a collective whose partner is gone does not return before its time-out."""
     codes, logs, seconds = ranks.run("killed_while_the_other_computes")
