@@ -35,6 +35,12 @@ def read_place(environment: Mapping[str, str], local_rank_option: int | None) ->
             problem = f"disagrees with LOCAL_RANK = {told} in the environment; remove one of them"
             raise UserError(f"command line: --local_rank = {local_rank_option} {problem}")
     if not {"RANK", "WORLD_SIZE"} & values.keys() and values.get("LOCAL_RANK", 0) == 0:
+        tasks = environment.get("SLURM_STEP_NUM_TASKS") or "1"
+        if tasks != "1":
+            raise UserError(
+                f"environment: Slurm started {tasks} tasks and RANK is not set, so each would train alone in one run "
+                "folder; submit launch/slurm/train.sbatch, or start with torchrun"
+            )
         return Place(rank=0, world_size=1, local_rank=0)
     missing = [name for name in names if name not in values]
     if missing:

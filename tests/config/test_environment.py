@@ -66,6 +66,14 @@ def test_a_partial_or_contradictory_environment(variables: dict[str, int], optio
     assert "\n" not in str(caught.value)
 
 
+def test_tasks_of_slurm_without_ranks_do_not_train_alone_side_by_side() -> None:
+    with pytest.raises(UserError, match="Slurm started 2 tasks and RANK is not set"):
+        read_place(environment(SLURM_STEP_NUM_TASKS=2), None)
+    ranked = environment(SLURM_STEP_NUM_TASKS=2, RANK=1, WORLD_SIZE=2, LOCAL_RANK=0)
+    assert read_place(ranked, None) == Place(1, 2, 0)
+    assert read_place(environment(SLURM_STEP_NUM_TASKS=1), None) == Place(0, 1, 0)
+
+
 @pytest.mark.parametrize(
     ("place", "variables", "expected"),
     [

@@ -1,0 +1,76 @@
+"""What launch/slurm/train.sbatch asks before and after a run: is the config right, and does another start help.
+
+    python -m launch.slurm.restart begin --restarts 0 -- --config FILE [key=value ...]
+    python -m launch.slurm.restart end --mark 12:3400 --code 75 -- --config FILE [key=value ...]
+
+`begin` prints where the run's events end now, and on a restart of a run that has saved, `run.resume=auto`. `end` prints
+the run's exit code, `requeue` or `end`, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from config.errors import UserError
+from launch.job import ended_how
+from launch.supervise import CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Run, Session
+
+_FINAL = {
+    0: "done",
+    CONFIG_ERROR: "the config or the command line is wrong",
+    DIVERGED: "stopped on numerics",
+    UNSAVED: "checkpoints cannot be written",
+}
+
+
+def verdict(session: Session, code: int) -> tuple[int, bool, str]:
+    """The run's exit code, whether to put the job back into the queue, and why.
+
+    session: what this start wrote into events.jsonl. code: srun's, the highest of all tasks; under torchrun it is 1 for
+    every failure, so what the run itself says of its end counts more.
+    """
+    code = session.exit_code if session.exit_code else code
+    if code in _FINAL:
+        return code, False, f"{_FINAL[code]} (exit code {code})"
+    if code == PREEMPTED:
+        again = "max_minutes" not in session.reason
+        return code, again, f"{session.reason or 'preempted'} (exit code {code})"
+    how = ended_how(128 - code if 128 < code < 160 else code)
+    if session.saved < 0:
+        return (
+            code,
+            False,
+            f"the job {how} and saved no checkpoint since its start: another start would not get further",
+        )
+    return code, True, f"the job {how} after it saved step {session.saved}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Answer one question; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m launch.slurm.restart", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("question", choices=("begin", "end"))
+    parser.add_argument("--restarts", type=int, default=0, help="how often Slurm has requeued the job")
+    parser.add_argument("--mark", default="0:0", help="what `begin` printed first")
+    parser.add_argument("--code", type=int, default=0, help="srun's exit code")
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:split])
+    try:
+        run = Run.of_command(["train.py", *arguments[split + 1 :]])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    if options.question == "begin":
+        saved = (run.events.parent / "checkpoints" / "LATEST").is_file()
+        print(":".join(map(str, run.mark())), *(["run.resume=auto"] if options.restarts and saved else []))
+        return 0
+    inode, size = map(int, options.mark.split(":"))
+    code, again, why = verdict(run.session_since((inode, size)), options.code)
+    print(code, "requeue" if again else "end", why)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
