@@ -10,6 +10,7 @@ from pathlib import Path
 
 from config.errors import UserError
 from config.schema import Config, Fault
+from config.schema_work import ModelSection
 from config.secrets import WITH_PASSWORD
 
 # Arguments of a Hugging Face config that a key of the run config decides: two owners would disagree in silence.
@@ -30,7 +31,19 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
     Raises:
         UserError: the first rule that is broken: the keys that do not fit together and what to change.
     """
-    for rule in (_run, _model, _data, _schedule, _precision, _loss_scale, _evaluate, _tracking, _guard, _faults):
+    for rule in (
+        _run,
+        _model,
+        _activation_checkpointing,
+        _data,
+        _schedule,
+        _precision,
+        _loss_scale,
+        _evaluate,
+        _tracking,
+        _guard,
+        _faults,
+    ):
         for key, text in rule(config):
             raise UserError(f"{origin(key)}: {key} {text}")
 
@@ -52,9 +65,26 @@ def _model(config: Config) -> Iterator[Problem]:
         yield "model.name_or_path", f"= '{name}' excludes model.architecture = '{model.architecture}'; keep one of them"
     if name is not None and name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
         yield "model.name_or_path", f"= '{name}' is not a folder; give a model folder or a hub id"
+    if model.loss == "full" and model.loss_chunk_tokens:
+        fix = "remove it, or set model.loss=chunked"
+        yield "model.loss_chunk_tokens", f"= {model.loss_chunk_tokens} is not read by model.loss = full; {fix}"
     for argument, owner in _OWNED_MODEL_ARGUMENTS.items():
         if argument in model.config:
             yield f"model.config.{argument}", f"is decided by {owner}; remove it here and set {owner}"
+
+
+def _activation_checkpointing(config: Config) -> Iterator[Problem]:
+    model = config.model
+    mode, budget = model.activation_checkpointing, model.activation_memory_gib
+    key = "model.activation_checkpointing"
+    if mode != "selective" and model.checkpointing_every != ModelSection.checkpointing_every:
+        yield "model.checkpointing_every", f"= {model.checkpointing_every} is only read by {key} = selective; remove it"
+    if mode == "budget" and budget is None:
+        yield "model.activation_memory_gib", f"is missing for {key} = budget; set the GiB that activations may take"
+    if mode != "budget" and budget is not None:
+        yield "model.activation_memory_gib", f"= {budget:g} is only read by {key} = budget; remove it"
+    if mode in ("attention", "ops") and model.checkpointing_reentrant:
+        yield "model.checkpointing_reentrant", f"= true does not go with {key} = {mode}; remove it"
 
 
 def _data(config: Config) -> Iterator[Problem]:

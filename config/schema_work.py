@@ -26,11 +26,24 @@ class ModelSection:
     """[true or false] Run model code that comes with a hub repository. Never done unless set here."""
     attention: str = "sdpa"
     """[implementation] Hugging Face attention implementation: sdpa, eager, flash_attention_2, flex_attention."""
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """[choice] none keeps every activation; full recomputes every transformer block in the backward pass; selective
-    recomputes every second block, for about half the saving at half the recomputation."""
+    activation_checkpointing: Literal["none", "full", "selective", "attention", "ops", "budget"] = "none"
+    """[choice] What the backward pass computes again instead of keeping it: full every transformer block, selective
+    every model.checkpointing_every-th, attention the attention of every block, ops all but the results of matmuls and
+    fused attention, budget as few blocks as model.activation_memory_gib allows."""
+    checkpointing_every: int = limit(2, at_least=1)
+    """[blocks] Of so many, selective recomputes one: 2 is every second block, for about half the saving of full at half
+    its recomputation."""
+    activation_memory_gib: float | None = limit(None, above=0.0)
+    """[GiB per rank] For budget: what the activations of one micro-batch may take, logits included. Counted in forward
+    passes at the start."""
     checkpointing_reentrant: bool = False
     """[true or false] Use torch's reentrant checkpointing (the older of its two implementations)."""
+    loss: Literal["auto", "full", "chunked"] = "auto"
+    """[choice] full computes all logits of a micro-batch at once; chunked computes them and their gradients for some
+    tokens at a time, so that they are never all in memory; auto is chunked where a micro-batch has many logits and the
+    model allows it (docs/loss.md)."""
+    loss_chunk_tokens: int = limit(0, at_least=0)
+    """[tokens] Of one chunk; 0: by the size of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,9 @@ class DataSection:
     byte-level BPE of that vocabulary size, trained on this data. Otherwise a Hugging Face tokenizer."""
     sequence_length: int = limit(512, at_least=2)
     """[tokens] Length of one training sequence; documents are packed end to end to fill it."""
+    document_masking: bool = False
+    """[true or false] Keep packed documents apart: attention stops where a document ends, positions start at 0 again,
+    and its end does not predict the next one. false: a sequence is attended to as a whole, as GPT-3's were."""
     validation_fraction: float = limit(0.01, at_least=0.0, below=1.0)
     """[fraction] Share of documents held out for evaluation, drawn by a hash of their text."""
     cache_dir: str = "~/.cache/mantissa"

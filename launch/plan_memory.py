@@ -3,7 +3,7 @@
 Model states are those of Rajbhandari et al. 2020 (ZeRO), with what DeepSpeed 0.19.8 keeps beside them. Activations are
 counted as in Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models), tensor by tensor
 for the blocks that transformers runs: norms in FP32 step by step, fused attention without its s^2 term, and a softmax
-over the vocabulary in FP32 (modeling/loss.py).
+over the vocabulary in FP32, of all tokens (modeling/loss.py) or of a chunk (modeling/linear_cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any
 
 from config.command_line import Resolved
 from config.deepspeed_document import offload, zero_stage
+from config.loss_chunks import loss_chunk
+from config.schema_work import ModelSection
 from launch.plan_model import Shape
+from launch.plan_recomputed import attention_bytes, kept_bytes
 
 _BUFFERED_ALLREDUCE = 500_000_000
 """[elements] DeepSpeed flattens so many gradients for one all-reduce where no ZeRO bucket does (engine.py)."""
@@ -45,8 +48,10 @@ class Layout:
     reduced: int
     """[bytes] Of one gradient value on the network."""
     checkpointing: str
-    """none, selective or full."""
+    """none, full, selective, attention, ops or budget."""
     attention: str
+    model: ModelSection
+    """Says whether the loss is computed in chunks."""
     offload: str
     """none, optimizer, param or optimizer+param."""
     overlap: bool
@@ -91,6 +96,7 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         reduced=4 if config.precision.reduce == "fp32" or resolved.compute == "fp32" else 2,
         checkpointing=config.model.activation_checkpointing,
         attention=config.model.attention,
+        model=config.model,
         offload=kept_on_host,
         overlap=bool(zero.get("overlap_comm", False)),
         zero=zero,
@@ -150,14 +156,9 @@ def block_bytes(shape: Shape, layout: Layout) -> float:
     projection its input; fused attention queries, keys, values, output and a log-sum-exp; a gated MLP both halves, the
     activation and the product. A dropout mask is one byte a value.
     """
-    width, hidden, mlp = layout.width, shape.hidden, shape.intermediate
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    width, hidden, mlp, queries = layout.width, shape.hidden, shape.intermediate, shape.heads * shape.head_dim
     norm = (4 + 2 * width) * hidden + 4 if shape.rms_norm else 2 * width * hidden + 2 * width
-    attention = width * (2 * queries + 2 * keys) + 4 * shape.heads
-    if shape.head_norms:
-        attention += (4 + width) * (queries + keys) + 4 * (shape.heads + shape.kv_heads)
-    if layout.attention == "eager":
-        attention += (4 if width == 4 else 6) * shape.heads * layout.sequence
+    attention = attention_bytes(shape, layout)
     tensors = 4 if shape.gated else 5 if shape.activation == "gelu_new" else 2
     total = shape.norms * norm + attention + tensors * width * mlp + (2 * hidden if shape.dropout else 0)
     if layout.manifest:  # autocast keeps a 16-bit copy of what enters a projection
@@ -168,17 +169,35 @@ def block_bytes(shape: Shape, layout: Layout) -> float:
 def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
     """(kept, recomputed, loss) bytes of one micro-batch.
 
-    kept: until the backward pass. recomputed: one block, made again while its backward pass runs. loss: logits in the
-    dtype they come in, their FP32 log-softmax and its gradients; three FP32 tensors of the vocabulary's width at most.
+    kept: until the backward pass. recomputed: of one block, made again while its backward pass runs. loss: see
+    `loss_bytes`.
     """
     tokens = layout.micro * layout.sequence
-    block, edge = block_bytes(shape, layout) * tokens, layout.width * shape.hidden * tokens
+    block = block_bytes(shape, layout) * tokens
     if layout.manifest:  # autocast, its cache off, keeps a 16-bit copy of the weights as well
         block += 2 * shape.block_parameters
-    recomputed = {"none": 0, "selective": (shape.layers + 1) // 2, "full": shape.layers}[layout.checkpointing]
     final_norm = ((4 + 2 * layout.width) if shape.rms_norm else 2 * layout.width) * shape.hidden * tokens
-    kept = (shape.layers - recomputed) * block + recomputed * edge + final_norm
-    return kept, block if recomputed else 0.0, 12.0 * shape.vocabulary * tokens
+    kept, again = kept_bytes(shape, layout, block)
+    return kept + final_norm, again, loss_bytes(shape, layout)
+
+
+def loss_bytes(shape: Shape, layout: Layout) -> float:
+    """[bytes] Of logits and what is made of them, at their most.
+
+    All at once: the logits in the dtype they come in, their FP32 log-softmax and its gradients; three FP32 tensors of
+    the vocabulary's width at most. In chunks: the FP32 logits of a chunk, which become their gradient, and that in 16
+    bits; the gradient of the head's weight, in FP32 and, once summed, in the weight's dtype; that of the hidden states.
+    """
+    tokens = layout.micro * layout.sequence
+    chunk = min(loss_chunk(layout.model, tokens=tokens, vocabulary=shape.vocabulary), tokens)
+    if not chunk:
+        return 12.0 * shape.vocabulary * tokens
+    sixteen = layout.manifest or layout.width == 2
+    head = shape.vocabulary * shape.hidden
+    of_chunk = (6.0 if sixteen else 4.0) * shape.vocabulary * chunk
+    copy = 2.0 * head if layout.manifest else 0.0  # of the weight, for autocast
+    rounded = 2.0 * head if layout.width == 2 else 0.0
+    return 4.0 * head + max(of_chunk + copy, rounded) + layout.width * shape.hidden * tokens
 
 
 def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory:

@@ -24,7 +24,7 @@ _MEANS = {
     "gradients in flight": "of the block whose backward pass runs, before they are reduced",
     "gathered parameters": "ZeRO-3: at most stage3_max_live_parameters at a time",
     "activations": "kept for the backward pass, and the block that is recomputed",
-    "logits": "FP32 softmax over the vocabulary and its gradients",
+    "logits": "FP32 softmax over the vocabulary and its gradients, of all tokens or a chunk; docs/loss.md",
     "buckets": "on the way to the network",
     "step": "flattened gradients",
     "process": "Python, torch, DeepSpeed",
@@ -81,7 +81,7 @@ def _words(plan: Plan) -> list[Text]:
     name, size = max(configured.memory.device.items(), key=lambda item: item[1])
     advice = {
         "activations": "model.activation_checkpointing=full or a smaller batch.micro_size lowers them",
-        "logits": "a smaller batch.micro_size lowers them; activation checkpointing does not",
+        "logits": "model.loss=chunked or a smaller batch.micro_size lowers them; activation checkpointing does not",
         "parameters": "ZeRO-3 divides them by the ranks",
         "gradients": "ZeRO-2 divides them by the ranks",
         "masters": "more ranks divide them",

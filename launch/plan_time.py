@@ -12,13 +12,12 @@ import math
 from dataclasses import dataclass
 
 from launch.plan_devices import Device
-from launch.plan_memory import Layout
+from launch.plan_memory import Layout, block_bytes
 from launch.plan_model import Shape
+from launch.plan_recomputed import recomputed_share
 
 DEFAULT_MFU = 0.4
 """Share of the peak that model FLOPs reach without recomputation and without waiting for the network."""
-RECOMPUTED = {"none": 1.0, "selective": 7 / 6, "full": 4 / 3}
-"""Forward and backward with what is recomputed, over without: a forward pass is a third of the matmuls."""
 LATENCY_SECONDS = 5e-6
 _BUFFERED_ALLREDUCE = 500_000_000
 
@@ -102,7 +101,7 @@ def speed(
     world = layout.world
     tokens = layout.micro * layout.accumulation * layout.sequence
     peak = device.peak_fp32 if layout.compute == "fp32" and not layout.manifest else device.peak
-    flops = tokens * shape.flops_per_token(layout.sequence) * RECOMPUTED[layout.checkpointing]
+    flops = tokens * shape.flops_per_token(layout.sequence) * _work(shape, layout)
     compute, moved = flops / (peak * mfu), traffic(shape, layout)
     communication = 0.0
     if world > 1:
@@ -116,5 +115,11 @@ def speed(
 def mfu_of(tokens_per_second: float, shape: Shape, layout: Layout, device: Device) -> float:
     """The `mfu` at which `speed` gives a measured throughput, communication included in it."""
     peak = device.peak_fp32 if layout.compute == "fp32" and not layout.manifest else device.peak
-    flops = shape.flops_per_token(layout.sequence) * RECOMPUTED[layout.checkpointing]
+    flops = shape.flops_per_token(layout.sequence) * _work(shape, layout)
     return tokens_per_second / layout.world * flops / peak
+
+
+def _work(shape: Shape, layout: Layout) -> float:
+    """Forward and backward with what is recomputed, over without: a forward pass is a third of the matmuls."""
+    block = block_bytes(shape, layout) * layout.micro * layout.sequence
+    return 1 + recomputed_share(shape, layout, block) / 3

@@ -1,41 +1,131 @@
 """Recompute activations in the backward pass instead of keeping them (Chen et al. 2016, "Training Deep Nets with
 Sublinear Memory Cost").
 
-Both implementations of torch are served through transformers: the reentrant one runs a nested backward per block, the
-other one (the default) saves and restores through hooks and keeps the autograd graph of one pass.
+Blocks are recomputed by transformers' own switch, with either implementation of torch: the reentrant one runs a nested
+backward per block, the other one (the default) saves and restores through hooks and keeps the autograd graph of one
+pass. Two modes recompute less than a block, with the second implementation only:
+
+- *attention* (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5): the
+  attention module, its projections with it. Each block keeps what enters it and its MLP's activations.
+- *ops*: torch's selective checkpointing, as torchtitan's `op`. The results of matmuls and of fused attention are kept,
+  all else (norms, activation functions, rotations, residuals, the softmax of eager attention) is computed again from
+  them.
+
+All of them draw the same random numbers again, so dropout drops the same values.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+import types
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
 
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from config.errors import UserError
 
+Mode = Literal["none", "full", "selective", "attention", "ops", "budget"]
 
-def apply_activation_checkpointing(
-    model: PreTrainedModel, mode: Literal["none", "full", "selective"], *, reentrant: bool
-) -> int:
-    """Switch it on and return how many transformer blocks are recomputed.
+_KEPT_OPERATORS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("mm", "addmm", "_grouped_mm", "convolution"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+        *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward"),
+    )
+)
+"""What takes the time of a block. Not `bmm`: in eager attention it makes the matrix that is not to be kept."""
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
-    full: every block. selective: every second block, counted from the first.
+
+def apply_activation_checkpointing(model: PreTrainedModel, mode: Mode, *, reentrant: bool, every: int = 2) -> int:
+    """Switch it on and return how many transformer blocks are recomputed, in part at least.
+
+    full: every block. selective: every `every`-th block, counted from the first. attention, ops: see above, of every
+    block. budget: every block, until `modeling.activation_checkpointing_budget` has measured how many have to be.
 
     Raises UserError when the architecture does not support it.
     """
     if mode == "none":
         return 0
+    blocks = blocks_of(model)
+    if mode == "attention":
+        return _recompute_attention(model, blocks)
     if not model.supports_gradient_checkpointing:
         raise UserError(
             f"model.activation_checkpointing = {mode}: {type(model).__name__} does not support it; set it to none"
         )
+    if mode != "full" and not blocks:
+        raise UserError(
+            f"model.activation_checkpointing = {mode}: no blocks are found in {type(model).__name__}; set it to full "
+            "or none"
+        )
+    options: dict[str, Any] = {"use_reentrant": reentrant}
+    if mode == "ops":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # transformers before 5.20 or so
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if mode == "selective":
-        for block in blocks[1::2]:
-            block.gradient_checkpointing = False
+        recompute_blocks(blocks, range(0, len(blocks), every))
     return sum(bool(block.gradient_checkpointing) for block in blocks)
+
+
+def blocks_of(model: torch.nn.Module) -> list[GradientCheckpointingLayer]:
+    """The modules that can be recomputed one by one, in the order in which the model holds them."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def recompute_blocks(blocks: Sequence[GradientCheckpointingLayer], chosen: Collection[int]) -> None:
+    """Let exactly these blocks, by index, be recomputed from the next forward pass on, where it is switched on."""
+    for index, block in enumerate(blocks):
+        block.gradient_checkpointing = index in chosen
+
+
+def _recompute_attention(model: PreTrainedModel, blocks: Sequence[GradientCheckpointingLayer]) -> int:
+    found = [[module for module in block.modules() if _is_attention(module)] for block in blocks]
+    for module in (module for modules in found for module in modules):
+        # a method, so that a copy of the model recomputes its own attention and not that of the original
+        module.forward = types.MethodType(_recomputed_forward, module)
+    count = sum(bool(modules) for modules in found)
+    if not count:
+        raise UserError(
+            f"model.activation_checkpointing = attention: no attention is found in the blocks of "
+            f"{type(model).__name__}; set it to selective, full or none"
+        )
+    return count
+
+
+def _is_attention(module: torch.nn.Module) -> bool:
+    """Named so, with projections below it and no further attention."""
+    below = list(module.modules())[1:]
+    return (
+        "Attention" in type(module).__name__
+        and bool(below)
+        and not any("Attention" in type(child).__name__ for child in below)
+    )
+
+
+def _recomputed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    forward = functools.partial(type(self).forward, self)
+    caching = any(kwargs.get(name) is not None for name in _CACHES)  # would be written a second time
+    if caching or not (self.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    schema = getattr(operator, "_schema", None)
+    if schema is None or schema.name not in _KEPT_OPERATORS:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    # What draws random numbers must draw them again: those after it would be others.
+    for index, argument in enumerate(schema.arguments):
+        if argument.name == "dropout_p" and (args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE

@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = Path(place.from_main(tempfile.mkdtemp(prefix="benchmark-", dir=root) if place.is_main else None))
     try:
         engine = build_engine(resolved, shape, place)
-        batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved))
+        batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
         engine.step(engine.health(engine.forward_backward(batches.next_step(), step=1)), 0.0)
         batches.close()
         found = measure(resolved, engine, folder, place, saves=options.saves)

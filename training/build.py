@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,16 +20,17 @@ from transformers.integrations import HfDeepSpeedConfig
 from config.command_line import Resolved
 from config.errors import UserError
 from config.load import to_dict
+from data.documents import Documents
 from data.loader import Batches, validation_batches
 from data.prepare import Corpus
 from modeling.activation_checkpointing import apply_activation_checkpointing
+from modeling.activation_checkpointing_budget import keep_within
 from modeling.build import Gather, build_model, count_parameters
+from modeling.document_masking import require_documents_apart
 from precision.guard import Guard
 from tracking.run_dir import RunDir
 from training.checkpoint import Checkpoints, Retention
 from training.checkpoint_files import Opener
-from training.checkpoint_remote import Remote
-from training.checkpoint_store import Store
 from training.distributed import Place
 from training.engine import Engine
 from training.open_record import open_record
@@ -62,10 +64,12 @@ def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, pl
         progress, state = checkpoints.load(found, engine)
         guard.load_state_dict(state["guard"])
         promotions.load_state_dict(state["promotions"], engine.regions)
-    shape = batch_shape(resolved)
+    shape = batch_shape(resolved, corpus)
     batches = Batches(corpus.train, seed=config.run.seed, **shape)
     batches.restore(progress.position)
     record = open_record(resolved, corpus, engine, run_dir, place)
+    for line in engine.notes:
+        record.note(line)
     parts = Parts(
         resolved=resolved,
         engine=engine,
@@ -94,6 +98,9 @@ def open_checkpoints(resolved: Resolved, folder: Path, place: Place, *, identity
     section = resolved.config.checkpoint
     keep, remote = Retention(section.keep, every=section.keep_every, best=section.keep_best), None
     if section.dir is not None:
+        from training.checkpoint_remote import Remote  # brings fsspec, which most runs do not need
+        from training.checkpoint_store import Store
+
         store = Store(f"{section.dir.rstrip('/')}/{resolved.config.run.name}", section.storage_options)
         problem = _why_not_usable(store) if place.is_main else None
         problem = place.from_main(problem)
@@ -112,7 +119,7 @@ def open_checkpoints(resolved: Resolved, folder: Path, place: Place, *, identity
     )
 
 
-def _why_not_usable(store: Store) -> str | None:
+def _why_not_usable(store: Any) -> str | None:
     try:
         store.require_usable()
     except UserError as error:
@@ -149,18 +156,57 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, place: Plac
     gather = _gather_partitioned(place) if zero3 else _already_whole
     model = build_model(config.model, model_config, seed=config.run.seed, gather=gather)
     apply_activation_checkpointing(
-        model, config.model.activation_checkpointing, reentrant=config.model.checkpointing_reentrant
+        model,
+        config.model.activation_checkpointing,
+        reentrant=config.model.checkpointing_reentrant,
+        every=config.model.checkpointing_every,
     )
     engine = Engine(model, resolved, place)
     if config.model.name_or_path is not None:
         start_from_weights(engine, config.model.name_or_path)
+    if config.data.document_masking:
+        _require_documents_apart(engine)
+    if config.model.activation_memory_gib is not None:
+        _recompute_within(engine, resolved, config.model.activation_memory_gib)
     return engine
 
 
-def batch_shape(resolved: Resolved) -> dict[str, int]:
+def _require_documents_apart(engine: Engine) -> None:
+    def forward(inputs: dict[str, Any]) -> torch.Tensor:
+        logits: torch.Tensor = engine.deepspeed(**inputs, use_cache=False).logits
+        return logits
+
+    engine.deepspeed.eval()
+    require_documents_apart(forward, engine.model.config, engine.place.device)
+    engine.deepspeed.train()
+
+
+def _recompute_within(engine: Engine, resolved: Resolved, gib: float) -> None:
+    place, vocabulary = engine.place, engine.model.config.get_text_config().vocab_size
+    shape = (resolved.batch.micro_size, resolved.config.data.sequence_length)
+    inputs: dict[str, Any] = {"input_ids": torch.arange(math.prod(shape)).remainder_(vocabulary).view(shape)}
+    if resolved.config.data.document_masking:  # the mask is kept as well
+        inputs["position_ids"] = torch.arange(shape[1]).remainder_(max(shape[1] // 2, 1)).expand(shape)
+    inputs = {name: ids.to(place.device) for name, ids in inputs.items()}
+
+    def forward() -> None:
+        engine.loss_path.loss_sum(inputs, inputs["input_ids"], 1.0, inspected=False)
+
+    def largest(values: Sequence[int]) -> list[int]:
+        rows = place.gather(torch.tensor(values, dtype=torch.float64, device=place.device))
+        return [int(value) for value in rows.amax(dim=0).tolist()]
+
+    engine.deepspeed.train()
+    engine.notes.append(keep_within(engine.model, gib, forward=forward, largest=largest).text)
+
+
+def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:
     """How this rank's batches are cut: arguments of the data loader."""
+    config = resolved.config
+    one_row = config.model.attention.startswith("flash_attention")  # whose kernels take documents of any length
     return {
-        "sequence_length": resolved.config.data.sequence_length,
+        "documents": Documents(corpus.end_of_document, one_row=one_row) if config.data.document_masking else None,
+        "sequence_length": config.data.sequence_length,
         "global_size": resolved.batch.global_size,
         "micro_size": resolved.batch.micro_size,
         "rank": resolved.rank,
@@ -208,6 +254,7 @@ def identity(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig,
         "parameters": count_parameters(engine.model),
         "data fingerprint": corpus.fingerprint,
         "data.sequence_length": config.data.sequence_length,
+        "data.document_masking": config.data.document_masking,
         "batch.global_size": resolved.batch.global_size,
         "run.seed": config.run.seed,
         "world size": resolved.world_size,

@@ -12,9 +12,13 @@ _ANEW = "start anew with run.resume=never or another run.name"
 LAYOUT = ("world size", "ZeRO stage", "precision.compute", "offload")
 """What a run may change as it goes on: how the masters are cut up, and what is computed with (docs/elastic.md)."""
 
+_BEFORE = {"data.document_masking": False}
+"""What checkpoints were that do not say it."""
+
 
 def other_identity(theirs: dict[str, Any], mine: dict[str, Any]) -> str | None:
     """The first of `mine` that is another one in `theirs`, in words; None when there is none."""
+    theirs = {**_BEFORE, **theirs}
     for key, value in mine.items():
         if key not in LAYOUT and theirs.get(key) != value:
             return f"{key} is {theirs.get(key)} there and {value} in this run; use the same {key}, or {_ANEW}"

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from config.combinations import Combination, refuse_combination
 from config.command_line import REPOSITORY, Resolved
 from data.loader import Batch
-from modeling.loss import label_loss_sum
 from precision.manifest import load_manifest
 from precision.regions import Regions
 from training.defects import Defects
@@ -34,6 +33,7 @@ from training.faults import Faults
 from training.generators import generators
 from training.gradients import ReducedGradients
 from training.health import Health, Outcome, Update, require_equal
+from training.loss_path import LossPath
 from training.loss_scaler import LossScaler
 from training.masters import UpdateMeter
 from training.memory import peak_memory_bytes
@@ -67,6 +67,11 @@ class Engine:
         """States of the random generators at the start of the newest step, to run it again exactly."""
         self._norm = torch.zeros((), device=place.device)
         self._work = WorkTime(place.device)
+        self.loss_path = LossPath(self.deepspeed, resolved, place.device)
+        """Whether a micro-batch's logits are all in memory at once."""
+        problem = self.loss_path.why_full
+        self.notes = [f"the loss makes all logits at once: {problem}"] if problem is not None else []
+        """What was decided while it was built, for the record."""
         self.regions = _regions(model, resolved, stage=self.stage)
         """Precision regions of the manifest path; None on the cast path."""
         guard = resolved.config.guard
@@ -114,18 +119,18 @@ class Engine:
         label_tokens = self.place.sum(label_tokens).clamp_(min=1.0)
         weight = self.place.world_size / label_tokens
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        micro_batches = len(batch.input_ids)
-        for index in range(micro_batches):
-            last = index == micro_batches - 1
+        for index, (inputs, labels) in enumerate(batch.micro_batches(device)):
+            last = index == len(batch.input_ids) - 1
             self.deepspeed.set_gradient_accumulation_boundary(last)
             with self.faults.armed(step) if last else nullcontext():
+                share = self._defects.weighted(weight, index).float()
+                factor, inspected = share * self.loss_scale, on_loss is not None
                 with self._work.measured():
-                    micro_loss = self._loss_sum(batch.input_ids[index], batch.labels[index])
+                    micro_loss = self.loss_path.loss_sum(inputs, labels, factor, inspected=inspected)
                 if last:
                     micro_loss = self.faults.spoil_loss(step, micro_loss)
                 if on_loss is not None:
                     on_loss(micro_loss)
-                share = self._defects.weighted(weight, index).to(micro_loss.dtype)
                 self.deepspeed.backward(micro_loss * share, scale_wrt_gas=False)
             loss_sum += micro_loss.detach().double()
         return Outcome(loss_sum, label_tokens)
@@ -221,8 +226,8 @@ class Engine:
         self.deepspeed.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
         for batch in batches:
-            for input_ids, labels in zip(batch.input_ids, batch.labels, strict=True):
-                totals[0] += self._loss_sum(input_ids, labels).double()
+            for inputs, labels in batch.micro_batches(self.place.device):
+                totals[0] += self.loss_path.loss_sum(inputs, labels, 1.0, inspected=False).double()
             totals[1] += batch.label_tokens
         self.deepspeed.train()
         loss, tokens = self.place.sum(totals).tolist()
@@ -268,11 +273,6 @@ class Engine:
     def close(self) -> None:
         """Release what DeepSpeed holds, so that another engine can be built in this process."""
         self.deepspeed.destroy()
-
-    def _loss_sum(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        device = self.place.device
-        logits = self.deepspeed(input_ids=input_ids.to(device, non_blocking=True), use_cache=False).logits
-        return label_loss_sum(logits, labels.to(device, non_blocking=True))
 
     def install_scaler(self, state: dict[str, Any] | None) -> None:
         """A loss scaler in a checkpoint's state, or a new one; none where nothing computes in FP16."""

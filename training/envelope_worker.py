@@ -148,7 +148,7 @@ def run_trial(resolved: Resolved, corpus: Corpus, place: Place) -> Trial:
 
     config = resolved.config
     model = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
-    shape, steps = batch_shape(resolved), config.run.steps
+    shape, steps = batch_shape(resolved, corpus), config.run.steps
     watch = Watch(window=window_of(steps), most_skips=config.guard.max_consecutive_skips)
     batches = Batches(corpus.train, seed=config.run.seed, **shape)
     engine = build_engine(resolved, model, place)

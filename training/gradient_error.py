@@ -99,10 +99,9 @@ class Fp32Gradients:
         tokens = place.sum(tokens).clamp_(min=1.0)
         weight = float(scale * place.world_size / tokens)  # DeepSpeed averages over ranks
         total = torch.zeros((), dtype=torch.float64, device=place.device)
-        for index, (input_ids, labels) in enumerate(zip(batch.input_ids, batch.labels, strict=True)):
+        for index, (inputs, labels) in enumerate(batch.micro_batches(place.device)):
             engine.deepspeed.set_gradient_accumulation_boundary(index == len(batch.input_ids) - 1)
-            logits = engine.deepspeed(input_ids=input_ids.to(place.device), use_cache=False).logits
-            loss = label_loss_sum(logits, labels.to(place.device))
+            loss = label_loss_sum(engine.deepspeed(**inputs, use_cache=False).logits, labels)
             engine.deepspeed.backward(loss * weight, scale_wrt_gas=False)
             total += loss.detach().double()
         return float(place.sum(total) / tokens)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from data.loader import Batch
-from modeling.loss import IGNORED, label_loss_sum
+from modeling.loss import label_loss_sum
 from precision.manifest import find_regions
 from precision.proposal import Limits, Unit, largest_scale, pattern_of
 from precision.ranges import GradientMeter, OperandMeter, Ranges, Spread, merged
@@ -33,12 +33,6 @@ class Point:
     """Error of FP32 against itself, run again: what the device alone does."""
 
 
-def first_sequences(batch: Batch, sequences: int) -> Batch:
-    """The first sequences of this rank's first micro-batch as a batch of their own."""
-    ids, labels = batch.input_ids[:1, :sequences], batch.labels[:1, :sequences]
-    return replace(batch, input_ids=ids, labels=labels, label_tokens=int((labels != IGNORED).sum()))
-
-
 def units_of(engine: Engine, most_regions: int) -> list[Unit]:
     """The matmul regions, alone or by pattern, not measured yet."""
     names = [name for name, kind in find_regions(engine.model).items() if kind != "norm"]
@@ -54,9 +48,8 @@ def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, l
     kinds = find_regions(model)
     ranges = Ranges(kinds, place.device)
     with torch.no_grad(), OperandMeter(model, kinds, ranges) as operands:
-        for input_ids, labels in zip(batch.input_ids, batch.labels, strict=True):
-            logits = engine.deepspeed(input_ids=input_ids.to(place.device), use_cache=False).logits
-            label_loss_sum(logits, labels.to(place.device))
+        for inputs, labels in batch.micro_batches(place.device):
+            label_loss_sum(engine.deepspeed(**inputs, use_cache=False).logits, labels)
     with GradientMeter(model, kinds, ranges):
         reference = Fp32Gradients(engine, batch)
     place.sum(ranges.counts)

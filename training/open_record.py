@@ -14,7 +14,6 @@ from modeling.build import count_parameters
 from tracking.console import ConsoleSink
 from tracking.environment import environment
 from tracking.jsonl import JsonlSink
-from tracking.prometheus_sink import PrometheusSink
 from tracking.record import Record, Sink
 from tracking.run_dir import RunDir
 from tracking.wandb_sink import WandbSink
@@ -71,7 +70,9 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
     return Record(sinks)
 
 
-def _prometheus(config: Config, console: ConsoleSink) -> PrometheusSink:
+def _prometheus(config: Config, console: ConsoleSink) -> Sink:
+    from tracking.prometheus_sink import PrometheusSink  # brings prometheus_client, which most runs do not need
+
     sink = PrometheusSink(
         config.run.name,
         planned_steps=config.run.steps,

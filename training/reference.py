@@ -34,7 +34,10 @@ class Reference:
             section, shape, seed=resolved.config.run.seed, gather=lambda _: nullcontext(True)
         )
         apply_activation_checkpointing(
-            self.model, section.activation_checkpointing, reentrant=section.checkpointing_reentrant
+            self.model,
+            section.activation_checkpointing,
+            reentrant=section.checkpointing_reentrant,
+            every=section.checkpointing_every,
         )
         torch.nn.Module.to(self.model, place.device)
         self._place = place
@@ -60,9 +63,8 @@ class Reference:
         self.model.zero_grad()
         totals = torch.tensor([0.0, float(batch.label_tokens)], dtype=torch.float64, device=device)
         tokens = self._place.sum(totals.clone())[1].clamp_(min=1.0)
-        for input_ids, labels in zip(batch.input_ids, batch.labels, strict=True):
-            logits = self.model(input_ids=input_ids.to(device), use_cache=False).logits
-            loss = label_loss_sum(logits, labels.to(device))
+        for inputs, labels in batch.micro_batches(device):
+            loss = label_loss_sum(self.model(**inputs, use_cache=False).logits, labels)
             (loss / tokens.to(loss.dtype)).backward()
             totals[0] += loss.detach().double()
         found = {}

@@ -138,7 +138,7 @@ def _restore(
     parts = Parts(
         resolved=resolved,
         engine=engine,
-        batches=Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved)),
+        batches=Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus)),
         validation=list,
         guard=Guard(config.guard),
         promotions=Promotions(),

@@ -175,7 +175,7 @@ def measure(run_dir: RunDir, resolved: Resolved, points: list[int], *, length: i
         checkpoints = Checkpoints(run_dir.checkpoints, keep=Retention(1), identity=same, place=place)
         seed_everything(config.run.seed + place.rank)
         steps = StepParity(engine, Reference(resolved, shape, place), resolved)
-        batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved))
+        batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
         found = []
         for point in points:
             progress = Progress()

@@ -30,7 +30,7 @@ from training import distributed
 from training.build import batch_shape, build_engine, seed_everything
 from training.engine import Engine
 from training.gradient_error import validate
-from training.measurements import all_spreads, first_sequences, measure, summary, units_of
+from training.measurements import all_spreads, measure, summary, units_of
 from training.schedule import learning_rate
 
 WORTH = 0.95
@@ -63,13 +63,13 @@ def survey(engine: Engine, batches: Batches, resolved: Resolved, plan: Plan) -> 
     for step in range(plan.steps + 1):
         batch = batches.next_step()
         if step in (0, plan.steps // 2, plan.steps):
-            points.append(measure(engine, first_sequences(batch, plan.sequences), units, step=step, limits=plan.limits))
+            points.append(measure(engine, batch.first_sequences(plan.sequences), units, step=step, limits=plan.limits))
             _say(engine, f"measured {len(units)} regions in BF16 and FP16 after {step} steps")
         if step < plan.steps:
             losses.append(_train(engine, batch, resolved, step))
     spreads = all_spreads(points)
     measured, other_flops = summary(units, points)
-    proposal, tried = _decide(engine, first_sequences(batch, plan.sequences), measured, spreads, other_flops, plan)
+    proposal, tried = _decide(engine, batch.first_sequences(plan.sequences), measured, spreads, other_flops, plan)
     held_out = [batches.next_step() for _ in range(plan.held_out)]
     uniform = _uniform(largest_scale(spreads, plan.limits))
     checked = validate(engine, {"proposal": _runnable(proposal), **uniform}, held_out)
@@ -177,7 +177,7 @@ def _run(resolved: Resolved, plan: Plan) -> dict[str, Any]:
     place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
     engine = build_engine(resolved, shape, place)
     seed_everything(config.run.seed + place.rank)
-    batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved))
+    batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
     try:
         return {
             **survey(engine, batches, resolved, plan),

@@ -126,10 +126,10 @@ class Telemetry:
             for name, parameter in engine.model.named_parameters()
         }
         tokens = engine.place.sum(torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device))
-        for input_ids, labels in zip(batch.input_ids, batch.labels, strict=True):
-            options = {"input_ids": input_ids.to(device), "use_cache": False}
+        for inputs, labels in batch.micro_batches(device):
+            options = {**inputs, "use_cache": False}
             logits = torch.func.functional_call(engine.model, masters, args=(), kwargs=options).logits
-            (label_loss_sum(logits, labels.to(device)) / tokens.clamp(min=1).float()).backward()
+            (label_loss_sum(logits, labels) / tokens.clamp(min=1).float()).backward()
         found = {}
         for name, master in masters.items():
             gradient = torch.zeros_like(master) if master.grad is None else master.grad

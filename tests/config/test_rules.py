@@ -24,6 +24,7 @@ REFUSED = [
     (["model.architecture=null", "model.name_or_path=./nowhere"], "model.name_or_path = './nowhere' is not a folder"),
     (["model.config.torch_dtype=bfloat16"], "model.config.torch_dtype is decided by precision.compute"),
     (["model.config._attn_implementation=eager"], "model.config._attn_implementation is decided by model.attention"),
+    (["model={loss: full, loss_chunk_tokens: 8}"], "model.loss_chunk_tokens = 8 is not read by model.loss = full"),
     (["run.name=a/b"], "run.name = 'a/b' is not the name of a folder"),
     (["run.name=''"], "run.name = '' is not the name of a folder"),
     (["run.resume=nowhere"], "run.resume = 'nowhere' does not exist"),

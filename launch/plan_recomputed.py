@@ -1,0 +1,76 @@
+"""What activation checkpointing leaves of a block's activations, and how much of a forward pass it repeats."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from launch.plan_model import Shape
+
+if TYPE_CHECKING:
+    from launch.plan_memory import Layout
+
+
+def attention_bytes(shape: Shape, layout: Layout) -> float:
+    """[bytes] Of one token in one block, what its attention keeps beside its input, which a norm has put out."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = layout.width * (2 * queries + 2 * keys)
+    if shape.head_norms:
+        attention += (4 + layout.width) * (queries + keys) + 4 * (shape.heads + shape.kv_heads)
+    if layout.attention == "eager":
+        attention += (4 if layout.width == 4 else 6) * shape.heads * layout.sequence
+    else:
+        attention += 4 * shape.heads
+    return float(attention)
+
+
+def kept_bytes(shape: Shape, layout: Layout, block: float) -> tuple[float, float]:
+    """(kept, at work) bytes of one micro-batch: of all blocks until the backward pass, and of the one it is made again.
+
+    block: bytes of one block of which nothing is recomputed.
+    """
+    tokens = layout.micro * layout.sequence
+    edge = float(layout.width * shape.hidden * tokens)
+    if layout.checkpointing == "attention":
+        again = attention_bytes(shape, layout) * tokens
+        return shape.layers * (block - again), again
+    if layout.checkpointing == "ops":
+        kept = edge + _matmul_bytes(shape, layout) * tokens
+        return shape.layers * kept, max(block - kept, 0.0)
+    number = recomputed_blocks(shape, layout, block)
+    return (shape.layers - number) * block + number * edge, block if number else 0.0
+
+
+def recomputed_blocks(shape: Shape, layout: Layout, block: float) -> int:
+    """[blocks] That are made again as a whole. For budget the fewest that fit, as the trainer finds them by counting.
+
+    Of the loss the trainer counts what stays until the backward pass: FP32 log-softmax, or gradients of chunks.
+    """
+    model, layers, tokens = layout.model, shape.layers, layout.micro * layout.sequence
+    if layout.checkpointing == "budget":
+        final_norm = ((4 + 2 * layout.width) if shape.rms_norm else 2 * layout.width) * shape.hidden * tokens
+        loss = min(4.0 * shape.vocabulary * tokens, 4.0 * shape.hidden * (shape.vocabulary + tokens))
+        room = (model.activation_memory_gib or 0.0) * 2**30 - final_norm - loss
+        edge = layout.width * shape.hidden * tokens
+        return next((n for n in range(layers) if (layers - n) * block + n * edge <= room), layers)
+    return {"selective": -(-layers // model.checkpointing_every), "full": layers}.get(layout.checkpointing, 0)
+
+
+def recomputed_share(shape: Shape, layout: Layout, block: float) -> float:
+    """[fraction] Of a forward pass's matmul FLOPs, those that the backward pass repeats."""
+    if layout.checkpointing not in ("attention", "ops"):
+        return recomputed_blocks(shape, layout, block) / shape.layers
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    scores = 4.0 * queries * layout.sequence  # QK^T and PV
+    if layout.checkpointing == "ops":
+        again = scores if layout.attention == "eager" else 0.0
+    else:
+        again = scores + 2.0 * shape.hidden * 2 * (queries + keys)
+    return 3.0 * shape.layers * again / shape.flops_per_token(layout.sequence)
+
+
+def _matmul_bytes(shape: Shape, layout: Layout) -> float:
+    """[bytes] Of one token in one block, the results of its matmuls and of fused attention."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    mlp = (2 if shape.gated else 1) * shape.intermediate + shape.hidden
+    fused = 0 if layout.attention == "eager" else layout.width * queries + 4 * shape.heads
+    return float(layout.width * (queries + 2 * keys + shape.hidden + mlp) + fused)

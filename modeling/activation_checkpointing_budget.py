@@ -1,0 +1,184 @@
+"""Recompute as few blocks as a memory budget allows: `model.activation_checkpointing = budget`.
+
+What autograd saves is counted, not computed by a formula: a forward pass of one micro-batch runs under
+`torch.autograd.graph.saved_tensors_hooks`, once with no block recomputed and once with all. What is saved inside of a
+block is counted and let go, so that the count needs no more memory than a forward pass without gradients. A storage
+counts once, however many views of it are saved; parameters and buffers, which stay anyway, do not count, wherever
+ZeRO-3 has gathered them. On the manifest path the 16-bit copies of weights do: they are made for each micro-batch.
+
+The peak of a choice is the larger of what is kept when the backward pass begins, and of what is there while a
+recomputed block is at work: all that was kept up to it, and all that this block keeps when it is not recomputed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import PreTrainedModel
+
+from config.errors import UserError
+from modeling.activation_checkpointing import blocks_of, recompute_blocks
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one forward pass saves for its backward pass."""
+
+    before: int
+    """[bytes] Until the first block begins."""
+    blocks: tuple[int, ...]
+    """[bytes] In each block, what enters it included unless the block before has saved it."""
+    after: int
+    """[bytes] Elsewhere: the final norm, logits and the loss."""
+
+    @property
+    def total(self) -> int:
+        """[bytes] When the backward pass begins."""
+        return self.before + sum(self.blocks) + self.after
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which blocks are recomputed, and what that needs."""
+
+    recomputed: tuple[int, ...]
+    """Indices of blocks."""
+    peak: int
+    """[bytes] Of activations, parameters aside, counted with these blocks recomputed."""
+    text: str
+    """The same in words."""
+
+
+def keep_within(
+    model: PreTrainedModel,
+    gib: float,
+    *,
+    forward: Callable[[], Any],
+    largest: Callable[[Sequence[int]], list[int]] = list,
+) -> Choice:
+    """Recompute the fewest blocks, spread evenly, whose peak of activations is at most `gib` GiB.
+
+    The model has activation checkpointing switched on. forward: runs one micro-batch as training will, loss included;
+    it is called three times or a few more, and no random numbers are used up. largest: of each number, the largest over
+    ranks, so that all choose alike.
+
+    Raises UserError where no choice fits, with the GiB that the smallest needs.
+    """
+    blocks = blocks_of(model)
+
+    def count(chosen: Sequence[int]) -> Saved:
+        recompute_blocks(blocks, chosen)
+        saved = count_saved(model, forward)
+        before, after, *each = largest([saved.before, saved.after, *saved.blocks])
+        return Saved(before, tuple(each), after)
+
+    kept, recomputed = count(()), count(range(len(blocks)))
+    budget = gib * GIB
+    choices = [spread(len(blocks), number) for number in range(len(blocks) + 1)]
+    expected = [peak(kept, recomputed, chosen) for chosen in choices]
+    for chosen, bytes_ in zip(choices, expected, strict=True):
+        if bytes_ > budget:
+            continue
+        needed = max(peak(kept, recomputed, chosen), peak(kept, recomputed, chosen, counted=count(chosen)))
+        if needed <= budget:
+            text = (
+                f"activations: {len(chosen)} of {len(blocks)} blocks are recomputed; {_gib(needed)} GiB a micro-batch "
+                f"of model.activation_memory_gib = {gib:g} (none recomputed: {_gib(expected[0])}, "
+                f"all: {_gib(expected[-1])})"
+            )
+            return Choice(chosen, needed, text)
+    least = min(range(len(choices)), key=lambda number: expected[number])
+    raise UserError(
+        f"model.activation_memory_gib = {gib:g}: the activations of a micro-batch take {_gib(expected[least])} GiB at "
+        f"least, with {least} of {len(blocks)} blocks recomputed, and {_gib(recomputed.after)} of it outside of them; "
+        "raise it, or lower batch.micro_size or data.sequence_length"
+    )
+
+
+def spread(blocks: int, number: int) -> tuple[int, ...]:
+    """`number` of the indices 0 ... blocks - 1, evenly spaced, from the first."""
+    return tuple(index * blocks // number for index in range(number))
+
+
+def peak(kept: Saved, recomputed: Saved, chosen: Sequence[int], *, counted: Saved | None = None) -> int:
+    """[bytes] That activations take at most when the blocks `chosen` are recomputed.
+
+    kept, recomputed: counted with no block recomputed, and with all. counted: what was counted for this very choice;
+    without it each block is taken to save what it saved in those.
+    """
+    each = tuple(recomputed.blocks[index] if index in chosen else whole for index, whole in enumerate(kept.blocks))
+    now = counted or Saved(kept.before, each, kept.after)
+    return max(now.total, *(now.before + sum(now.blocks[: index + 1]) + kept.blocks[index] for index in chosen), 0)
+
+
+def count_saved(model: PreTrainedModel, forward: Callable[[], Any]) -> Saved:
+    """Count what `forward`, a pass in training mode with gradients, saves. No backward pass can follow it."""
+    devices = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
+    with torch.random.fork_rng(devices), _Counter(model) as counter:
+        forward()
+    return Saved(counter.bytes[-1], tuple(counter.bytes[: len(counter.blocks)]), counter.bytes[-2])
+
+
+class _Counter:
+    """Adds up the storages that autograd saves, by block. `bytes`: of each block, then after and before them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.blocks = blocks_of(model)
+        self.bytes = [0] * (len(self.blocks) + 2)
+        inside = {id(tensor) for block in self.blocks for tensor in _own(block)}
+        self._stay = [_own(block) for block in self.blocks]
+        elsewhere = [tensor for tensor in _own(model) if id(tensor) not in inside]
+        self._stay += [elsewhere, elsewhere]
+        self._now = -1
+        # A weak reference keeps the address of a storage that is gone from being given to another one.
+        self._seen: set[StorageWeakRef] = set()
+        self._handles: list[Any] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed)
+
+    def __enter__(self) -> _Counter:
+        for index, block in enumerate(self.blocks):
+            self._handles.append(block.register_forward_pre_hook(self._enters(index)))
+            self._handles.append(block.register_forward_hook(self._leaves))
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._hooks.__exit__(kind, value, trace)
+        for handle in self._handles:
+            handle.remove()
+
+    def _enters(self, index: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self._now = index
+
+        return hook
+
+    def _leaves(self, *_: Any) -> None:
+        self._now = -2
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
+        stays = any(item.untyped_storage()._cdata == storage._cdata for item in self._stay[self._now])
+        if not stays and reference not in self._seen:
+            self._seen.add(reference)
+            self.bytes[self._now] += storage.nbytes()
+        return None if self._now >= 0 else tensor  # a chunked loss runs its own backward pass
+
+
+def _own(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _gib(size: float) -> str:
+    """Three significant digits, never less than it is."""
+    digits = 2 - math.floor(math.log10(size / GIB)) if size else 0
+    return f"{math.ceil(size / GIB * 10**digits) / 10**digits:g}"

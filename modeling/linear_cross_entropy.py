@@ -1,0 +1,174 @@
+"""Cross-entropy of a linear layer's logits, some tokens at a time: no tensor ever holds all logits.
+
+The gradients of a chunk are made while its logits are there, in the forward pass, as in Liger Kernel (Hsu et al. 2024,
+Liger Kernel: Efficient Triton Kernels for LLM Training, section 3.2): three matmuls as ever, none repeated. Two things
+are done otherwise, for 16 bits.
+
+- *The weight's gradient is summed over chunks in FP32* and rounded once. Summed in BF16 it would be rounded once a
+  chunk, by an error relative to the whole sum.
+- *Gradients are made times `gradient_scale`*, the factor that the backward pass is going to bring. Without it an FP16
+  gradient of the hidden states would be rounded before the loss scale could lift it, and the scale be for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from modeling.loss import IGNORED
+
+
+class Head(NamedTuple):
+    """What turns hidden states into logits: cap(scale x (hidden weight^T + bias))."""
+
+    weight: torch.Tensor
+    """(vocabulary, hidden size)"""
+    bias: torch.Tensor | None
+    """(vocabulary,)"""
+    scale: float = 1.0
+    cap: float | None = None
+    """Logits x become cap tanh(x / cap), as in Gemma 2."""
+
+
+def linear_cross_entropy_sum(
+    hidden: torch.Tensor,
+    head: Head,
+    labels: torch.Tensor,
+    *,
+    chunk_tokens: int,
+    gradient_scale: torch.Tensor | float = 1.0,
+) -> torch.Tensor:
+    """Summed cross-entropy in nats over the labels that count, as a scalar: FP32, or FP64 where the logits are.
+
+    hidden: (..., hidden size). labels: (...) int64, already shifted, IGNORED where masked. Matmuls run in the dtype of
+    autocast where it is on, else in that of the weight; the softmax in FP32 or wider. gradient_scale: what the gradient
+    of the result is going to be; any other one is right as well, but its 16-bit gradients are rounded at this scale.
+    One backward pass can run through the result, which keeps gradients instead of activations. Raises ValueError when
+    hidden states and labels are not of the same tokens.
+    """
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(f"hidden states of {tuple(hidden.shape[:-1])} tokens, labels of {tuple(labels.shape)}")
+    device = hidden.device.type
+    compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
+    scale = torch.as_tensor(gradient_scale, device=hidden.device)
+    scale = torch.where(scale == 0, 1.0, scale)  # gradients that are not wanted must still be numbers
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    options = (head.scale, head.cap, chunk_tokens, compute, torch.is_grad_enabled())
+    return _ChunkedLoss.apply(flat, head.weight, head.bias, labels.reshape(-1), scale, *options)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        gradient_scale: torch.Tensor,
+        scale: float,
+        cap: float | None,
+        chunk_tokens: int,
+        compute: torch.dtype,
+        with_gradients: bool,
+    ) -> torch.Tensor:
+        wide = torch.promote_types(compute, torch.float32)
+        needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
+        sums = _Gradients(hidden, weight, bias, wide, needs)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        gradient_scale = gradient_scale.to(wide)
+        with torch.autocast(hidden.device.type, enabled=False):
+            narrow = weight.to(compute)
+            offset = None if bias is None else bias.to(compute)
+            for start in range(0, len(labels), chunk_tokens):
+                rows = slice(start, start + chunk_tokens)
+                states = hidden[rows].to(compute)
+                logits = _logits(states, narrow, offset).to(wide)
+                total += _softmax_loss(logits, labels[rows], scale, cap, any(needs))
+                if any(needs):
+                    sums.add(rows, logits.mul_(gradient_scale), states, narrow)
+                del logits  # before the next ones are made
+        ctx.made, ctx.scale = sums.made(), gradient_scale
+        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.made is None:
+            raise RuntimeError("a chunked loss has one backward pass: its gradients were handed out already")
+        made, ctx.made = ctx.made, None
+        ratio = upstream[0] / ctx.scale  # 1 where the caller told the scale; nan or inf where the loss was spoiled
+        pairs = zip(made, ctx.dtypes, strict=True)
+        gradients = [None if item is None else item.mul_(ratio).to(dtype) for item, dtype in pairs]
+        return (*gradients, *[None] * 7)
+
+
+def _logits(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return states @ weight.t() if bias is None else torch.addmm(bias, states, weight.t())
+
+
+def _softmax_loss(
+    logits: torch.Tensor, labels: torch.Tensor, scale: float, cap: float | None, with_gradient: bool
+) -> torch.Tensor:
+    """Summed loss of a chunk. Leaves in `logits` its gradient by them, or something else.
+
+    logits: (tokens, vocabulary), FP32 or wider, before scale and cap.
+    """
+    counts = (labels != IGNORED).unsqueeze(1)
+    targets = labels.clamp(min=0).unsqueeze(1)
+    if scale != 1.0:
+        logits.mul_(scale)
+    slope = None
+    if cap is not None:
+        logits.div_(cap).tanh_()
+        slope = 1 - logits.square() if with_gradient else None
+        logits.mul_(cap)
+    logits.sub_(logits.amax(dim=1, keepdim=True))
+    of_target = logits.gather(1, targets)
+    sums = logits.exp_().sum(dim=1, keepdim=True)
+    loss = torch.where(counts, sums.log() - of_target, 0.0).sum()
+    if not with_gradient:
+        return loss
+    logits.div_(sums)
+    logits.scatter_add_(1, targets, torch.full_like(of_target, -1.0))
+    logits.mul_(counts)
+    if scale != 1.0:
+        logits.mul_(scale)
+    if slope is not None:
+        logits.mul_(slope)
+    return loss
+
+
+class _Gradients:
+    """Of hidden states, weight and bias, summed over chunks."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        wide: torch.dtype,
+        needs: list[bool],
+    ) -> None:
+        self._hidden = torch.empty_like(hidden) if needs[0] else None
+        self._weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        self._bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
+
+    def add(self, rows: slice, gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor) -> None:
+        """A chunk's gradient by its logits, FP32 or wider; its hidden states and the weight in the compute dtype."""
+        narrow = gradient.to(weight.dtype)
+        if self._hidden is not None:
+            self._hidden[rows] = narrow @ weight
+        if self._bias is not None:
+            self._bias += gradient.sum(dim=0)
+        if self._weight is None:
+            return
+        if narrow.dtype != gradient.dtype and narrow.is_cuda:  # tensor cores take 16 bits and sum in FP32
+            torch.addmm(self._weight, narrow.t(), states, out_dtype=gradient.dtype, out=self._weight)
+        else:
+            self._weight.addmm_(gradient.t(), states.to(gradient.dtype))
+
+    def made(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """By hidden states, in their dtype, and by weight and bias, in FP32 or wider."""
+        return self._hidden, self._weight, self._bias

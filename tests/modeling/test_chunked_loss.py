@@ -1,0 +1,237 @@
+"""The chunked loss against FP64 and against the models' own logits, and the memory it takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from config.command_line import REPOSITORY
+from config.loss_chunks import AUTO_FROM_LOGITS, CHUNK_LOGITS, loss_chunk
+from config.schema_work import ModelSection
+from launch.plan_memory import loss_bytes
+from modeling.chunked_head import ChunkedHead
+from modeling.linear_cross_entropy import Head, linear_cross_entropy_sum
+from modeling.loss import label_loss_sum
+
+VOCABULARY, HIDDEN = 61, 24
+ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def draw(dtype: torch.dtype, *, bias: bool, seed: int) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    """Hidden states of (3, 11) tokens, weight and bias, and labels of which a whole sequence and more are masked."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(3, 11, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,)]
+    tensors = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    labels = torch.randint(VOCABULARY, (3, 11), generator=generator)
+    labels[0, :4], labels[2] = -100, -100
+    return [tensors[0], tensors[1], tensors[2] if bias else None], labels
+
+
+def in_fp64(tensors: list[torch.Tensor | None], labels: torch.Tensor, scale: float, cap: float | None) -> Any:
+    """(loss, gradients) with all logits at once."""
+    wide = [None if item is None else item.detach().double().requires_grad_() for item in tensors]
+    logits = functional.linear(*wide) * scale
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    loss.backward()
+    return loss.detach(), [None if item is None else item.grad for item in wide]
+
+
+@pytest.mark.parametrize("dtype", ROUNDOFF)
+@pytest.mark.parametrize(
+    ("chunk", "scale", "cap", "bias"),
+    [(7, 1.0, None, False), (1, 1 / 3, None, True), (5, 1.0, 2.0, True), (99, 1.0, None, False)],
+)
+def test_value_and_gradients_are_those_of_fp64(dtype, chunk: int, scale: float, cap: float | None, bias: bool) -> None:
+    """Loss within rounding of the logits, gradients within some roundings of their norm."""
+    tensors, labels = draw(dtype, bias=bias, seed=chunk)
+    hidden, weight, offset = tensors
+    loss = linear_cross_entropy_sum(hidden, Head(weight, offset, scale, cap), labels, chunk_tokens=chunk)
+    loss.backward()
+    exact, gradients = in_fp64(tensors, labels, scale, cap)
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    assert relative(loss.detach(), exact) < 4 * ROUNDOFF[dtype] + 2e-15
+    for item, gradient in zip(tensors, gradients, strict=True):
+        if item is not None:
+            assert item.grad.dtype == dtype
+            assert relative(item.grad, gradient) < 8 * ROUNDOFF[dtype] + 2e-15
+
+
+def test_a_gradient_of_another_size_than_told_is_right_too() -> None:
+    """A fault on the loss, say, changes it after the forward pass; and 0 was told for a micro-batch that counts not."""
+    found = {}
+    for told, brought in ((0.25, 0.25), (1.0, 0.25), (0.0, 0.0)):
+        (hidden, weight, _), labels = draw(torch.float32, bias=False, seed=1)
+        loss = linear_cross_entropy_sum(hidden, Head(weight, None), labels, chunk_tokens=7, gradient_scale=told)
+        (loss * brought).backward()
+        found[told] = hidden.grad, weight.grad
+    torch.testing.assert_close(found[0.25], found[1.0])
+    assert all(not gradient.any() for gradient in found[0.0])
+
+
+def test_fp16_gradients_that_the_scale_lifts_are_not_flushed_before() -> None:
+    """Of a token predicted to 1.5e-8, half of what FP16 rounds to zero: two logits, 9 and -9, both exact."""
+    weight, label, found = torch.tensor([[1.0], [-1.0]]).half(), torch.tensor([0]), {}
+    for told in (2.0**12, 1.0):
+        hidden = torch.tensor([[9.0]]).half().requires_grad_()
+        loss = linear_cross_entropy_sum(hidden, Head(weight, None), label, chunk_tokens=1, gradient_scale=told)
+        (loss * 2.0**12).backward()
+        assert hidden.grad is not None
+        found[told] = float(hidden.grad) / 2.0**12
+    wide = torch.tensor([[9.0]], requires_grad=True)
+    label_loss_sum(functional.linear(wide, weight.float())[None], label[None]).backward()
+    assert wide.grad is not None
+    assert found[1.0] == 0.0
+    assert found[2.0**12] == pytest.approx(float(wide.grad), rel=2 * ROUNDOFF[torch.float16])
+
+
+def test_a_weight_gradient_of_many_chunks_is_rounded_once() -> None:
+    """In BF16, with as many chunks as tokens; summing in BF16 is several times further off."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(size, HIDDEN, generator=generator).bfloat16() for size in (512, VOCABULARY))
+    labels = torch.randint(VOCABULARY, (512,), generator=generator)
+    once, each = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+    linear_cross_entropy_sum(hidden, Head(once, None), labels, chunk_tokens=1).backward()
+    for state, label in zip(hidden.split(1), labels.split(1), strict=True):
+        label_loss_sum(functional.linear(state, each)[None], label[None]).backward()
+    _, gradients = in_fp64([hidden[None], weight, None], labels[None], 1.0, None)
+    assert relative(once.grad, gradients[1]) < ROUNDOFF[torch.bfloat16] < relative(each.grad, gradients[1]) / 2
+
+
+def test_autocast_does_not_round_the_gradient_of_an_fp32_weight() -> None:
+    """Matmuls in BF16 as with the full loss, whose weight gradient has BF16's 8 bits; the chunked one's has more."""
+    (hidden, weight, _), labels = draw(torch.float32, bias=False, seed=6)
+    _, exact = in_fp64([hidden, weight, None], labels, 1.0, None)
+    made = {}
+    for way in ("full", "chunked"):
+        hidden.grad = weight.grad = None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if way == "full":
+                loss = label_loss_sum(functional.linear(hidden, weight), labels)
+            else:
+                loss = linear_cross_entropy_sum(hidden, Head(weight, None), labels, chunk_tokens=7)
+        loss.backward()
+        made[way] = weight.grad
+        assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+        assert ROUNDOFF[torch.bfloat16] / 8 < relative(weight.grad, exact[1]) < 4 * ROUNDOFF[torch.bfloat16], way
+    assert torch.equal(made["full"].bfloat16().float(), made["full"])
+    assert not torch.equal(made["chunked"].bfloat16().float(), made["chunked"])
+    assert relative(made["chunked"], exact[1]) < relative(made["full"], exact[1])
+
+
+def test_one_backward_pass_and_none_without_gradients() -> None:
+    (hidden, weight, _), labels = draw(torch.float32, bias=False, seed=4)
+    loss = linear_cross_entropy_sum(hidden, Head(weight, None), labels, chunk_tokens=7)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        loss.backward()
+    with torch.no_grad():
+        again = linear_cross_entropy_sum(hidden, Head(weight, None), labels, chunk_tokens=7)
+    assert torch.equal(again, loss.detach()) and not again.requires_grad
+    with pytest.raises(ValueError, match="labels of"):
+        linear_cross_entropy_sum(hidden, Head(weight, None), labels[:2], chunk_tokens=7)
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": VOCABULARY}
+SIZES |= {"intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
+FAMILIES = {
+    "llama": {"tie_word_embeddings": True},
+    "gpt2": {"n_positions": 32},
+    "phi": {},  # a bias in its head
+    "gemma2": {"final_logit_softcapping": 0.5, "head_dim": 16},
+    "granite": {"logits_scaling": 3.0},
+    "cohere": {"logit_scale": 0.3},
+    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
+}
+
+
+def model_of(family: str, **more: Any) -> torch.nn.Module:
+    config = AutoConfig.for_model(family, **{**SIZES, "pad_token_id": None, **FAMILIES.get(family, {}), **more})
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_model_has_the_loss_of_its_own_logits(family: str) -> None:
+    """Whatever it does to them: factor, soft cap, bias, tied weights; the gradients of all its weights, too."""
+    model = model_of(family)
+    with torch.no_grad():  # logits that its soft cap or factor bends visibly
+        model.get_output_embeddings().weight.mul_(20)
+    ids, labels = (torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(5)) for _ in range(2))
+    labels[0, :3] = -100
+    full = label_loss_sum(model(input_ids=ids, use_cache=False).logits, labels)
+    full.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    head = ChunkedHead(model, chunk_tokens=5)
+    with torch.no_grad():
+        head.learn(lambda: model(input_ids=ids[:1, :2], use_cache=False))
+    with head.loss_of(labels, 1.0):
+        chunked = model(input_ids=ids, use_cache=False).logits.sum()
+    chunked.backward()
+    torch.testing.assert_close(chunked, full)
+    torch.testing.assert_close({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
+    assert model(input_ids=ids, use_cache=False).logits.shape == (2, 9, VOCABULARY), "idle outside"
+    head.close()
+    assert "forward" not in model.__dict__ and "forward" not in model.get_output_embeddings().__dict__
+
+
+def test_a_model_that_does_something_else_to_its_logits_is_told() -> None:
+    model, ids = model_of("llama"), torch.zeros((1, 2), dtype=torch.int64)
+    head = ChunkedHead(model, chunk_tokens=5)
+    for spoil, reason in (
+        (lambda output: output.logits[..., 3].fill_(-1e4), "not known here"),
+        (lambda output: setattr(output, "logits", output.logits[..., :-1]), "it makes logits of"),
+    ):
+        handle = model.register_forward_hook(lambda module, inputs, output, spoil=spoil: (spoil(output), output)[1])
+        with torch.no_grad(), pytest.raises(ValueError, match=reason):
+            head.learn(lambda: model(input_ids=ids, use_cache=False))
+        handle.remove()
+    head.close()
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match="Sequential, not a plain linear layer"):
+        ChunkedHead(model, chunk_tokens=5)
+
+
+def test_auto_is_chunked_where_logits_are_many() -> None:
+    auto, vocabulary = ModelSection(), 128_256
+    few = AUTO_FROM_LOGITS // vocabulary
+    assert loss_chunk(auto, tokens=few, vocabulary=vocabulary) == 0
+    chunk = loss_chunk(auto, tokens=few + 1, vocabulary=vocabulary)
+    assert chunk % 64 == 0 and CHUNK_LOGITS / 2 < chunk * vocabulary <= CHUNK_LOGITS
+    assert loss_chunk(ModelSection(loss="full"), tokens=10**6, vocabulary=vocabulary) == 0
+    assert loss_chunk(ModelSection(loss="chunked"), tokens=1, vocabulary=10**9) == 64
+    assert loss_chunk(ModelSection(loss="chunked", loss_chunk_tokens=3), tokens=1, vocabulary=4) == 3
+
+
+PEAK = """
+import sys
+from training.benchmark_loss import measure
+way, dtype = sys.argv[1:]
+print(measure(way, vocabulary=131072, hidden=16, tokens=1024, dtype=dtype, repeats=0)["peak_bytes"])
+"""
+
+
+@pytest.mark.parametrize(("way", "compute"), [("full", "fp32"), ("chunked", "bf16")])
+def test_logits_of_a_large_vocabulary_take_what_the_planner_says(way: str, compute: str) -> None:
+    """1,024 tokens of 131,072 logits are 512 MiB in FP32: three times that all at once, half of it in chunks of 512."""
+    command = [sys.executable, "-c", PEAK, way, compute]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    shape: Any = SimpleNamespace(vocabulary=131072, hidden=16)
+    width = {"fp32": 4, "bf16": 2}[compute]
+    layout: Any = SimpleNamespace(micro=1, sequence=1024, manifest=False, width=width, model=ModelSection(loss=way))
+    said = loss_bytes(shape, layout)
+    assert said <= {"full": 3, "chunked": 0.8}[way] * 512 * 2**20
+    assert int(done.stdout) == pytest.approx(said, rel=0.06)

@@ -1,0 +1,94 @@
+"""The chunked loss on two real ranks, against the full one: training, manifests, who watches, and who is blamed."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.modeling import chunked_loss_cases as cases
+
+
+@cache
+def found(pair: Any, stage: int, compute: str, loss: str, *overrides: str, manifest: str = "") -> list[dict[str, Any]]:
+    """Both ranks' results of two steps; the full loss in FP32 at stage 0 is asked for by every test."""
+    options = {"stage": stage, "compute": compute, "loss": loss, "overrides": overrides, "manifest": manifest}
+    return pair.run(cases.two_steps, **options)
+
+
+def off(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    """||gradients - exact|| / ||exact|| over all parameters together."""
+    squares = sum(float((gradients[name] - exact[name]).square().sum()) for name in exact)
+    return (squares / sum(float(gradient.square().sum()) for gradient in exact.values())) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("compute", "stage"),
+    [("fp32", 0), *((compute, stage) for compute in ("fp32", "bf16", "fp16") for stage in (1, 2, 3))],
+)
+def test_two_ranks_train_as_with_the_full_loss(pair, stage: int, compute: str) -> None:
+    """In FP32 to rounding, masters included; in 16 bits no further from FP32's gradients than the full loss is.
+
+    Masters after a step of AdamW differ by the sign of the smallest gradients in 16 bits, so that they prove nothing.
+    """
+    exact = found(pair, 0, "fp32", "full")[0]
+    full, chunked = (found(pair, stage, compute, loss) for loss in ("full", "chunked"))
+    assert all(rank["chunked"] and rank["why_full"] is None for rank in chunked)
+    assert not full[0]["chunked"]
+    tolerance = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-4}[compute]
+    for (loss, norm, applied), (loss_of_full, norm_of_full, _) in zip(chunked[0]["rows"], full[0]["rows"], strict=True):
+        assert applied and loss == pytest.approx(loss_of_full, rel=tolerance)
+        assert norm == pytest.approx(norm_of_full, rel=tolerance)
+    assert chunked[0]["evaluated"] == pytest.approx(full[0]["evaluated"], rel=tolerance)
+    if compute == "fp32":
+        assert off(chunked[0]["gradients"], exact["gradients"]) < 1e-6
+        assert off(chunked[0]["masters"], full[0]["masters"]) < 1e-5
+    else:
+        allowed = 1.1 * off(full[0]["gradients"], exact["gradients"])
+        assert off(chunked[0]["gradients"], exact["gradients"]) < allowed, allowed
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_head_keeps_its_precision_region(pair, tmp_path, stage: int) -> None:
+    """lm_head in FP16 among BF16 modules, and FP32 masters."""
+    exact = found(pair, 0, "fp32", "full", "model.config.tie_word_embeddings=false")[0]
+    untied = ("model.config.tie_word_embeddings=false",)
+    ways = {loss: found(pair, stage, "fp32", loss, *untied, manifest=str(tmp_path))[0] for loss in ("full", "chunked")}
+    assert ways["chunked"]["chunked"]
+    for row, of_full in zip(ways["chunked"]["rows"], ways["full"]["rows"], strict=True):
+        assert row == pytest.approx(of_full, rel=1e-3)
+    for names in (set(exact["gradients"]), {"lm_head.weight"}):
+        of = {name: exact["gradients"][name] for name in names}
+        assert off(ways["chunked"]["gradients"], of) < 1.1 * off(ways["full"]["gradients"], of)
+
+
+def test_who_watches_the_head_sees_logits(pair) -> None:
+    """A meter measures the same as with the full loss, in a step that has the same loss."""
+    full, chunked = (pair.run(cases.watched, loss=loss)[0] for loss in ("full", "chunked"))
+    assert chunked["maximum"] == full["maximum"] and full["seen"] == full["unseen"]
+    assert chunked["seen"] == pytest.approx(chunked["unseen"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [("lm_head", "nan_activation"), ("model.layers.1.mlp.down_proj", "nan_activation"), ("lm_head", "inf_gradient")],
+)
+def test_a_spoiled_step_names_the_same_module_without_making_logits(pair, module: str, kind: str) -> None:
+    full, chunked = (pair.run(cases.spoiled, loss=loss, module=module, kind=kind)[0] for loss in ("full", "chunked"))
+    assert not chunked["finite"] and chunked["blamed"] == full["blamed"] != []
+    assert full["shapes"] == {(2, 16, 64)} and chunked["shapes"] <= {(1, 1, 1)} | full["shapes"]
+
+
+def test_what_cannot_be_chunked_is_refused_or_stays_full(pair) -> None:
+    """RecurrentGemma caps its logits under a name of its own."""
+    for rank in pair.run(cases.cannot):
+        assert rank["refused"].startswith("model.loss = chunked: cannot be had for model recurrent_gemma: it changes")
+        assert rank["refused"].endswith("set model.loss=auto or full")
+        assert not rank["chunked"] and "not known here" in rank["why_full"]
+        assert rank["loss"] == rank["loss_of_full"]
+
+
+def test_a_micro_batch_that_counts_for_nothing_has_gradients_of_numbers(pair) -> None:
+    assert all(gradient.isfinite().all() for gradient in pair.run(cases.unwanted)[0].values())

@@ -1,0 +1,78 @@
+"""How the engine gets its loss: from all logits of a micro-batch, or from chunks of them that are never kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from config.command_line import Resolved
+from config.errors import UserError
+from config.loss_chunks import loss_chunk
+from modeling.chunked_head import ChunkedHead
+from modeling.loss import label_loss_sum
+
+
+class LossPath:
+    """Summed losses of micro-batches on one DeepSpeed engine."""
+
+    def __init__(self, engine: Any, resolved: Resolved, device: torch.device) -> None:
+        """A collective where the loss is chunked: it runs two tokens through the model.
+
+        Raises UserError where the config asks for a chunked loss and the model cannot have one.
+        """
+        self._engine, self._device = engine, device
+        self._head: ChunkedHead | None = None
+        self.why_full: str | None = None
+        """What keeps a loss from being chunked that was to be; None where nothing does."""
+        section, model = resolved.config.model, engine.module
+        tokens = resolved.batch.micro_size * resolved.config.data.sequence_length
+        chunk = loss_chunk(section, tokens=tokens, vocabulary=model.config.get_text_config().vocab_size)
+        if not chunk:
+            return
+        try:
+            self._head = ChunkedHead(model, chunk_tokens=chunk)
+            self._head.learn(self._try)
+        except ValueError as problem:
+            self.close()
+            self.why_full = f"model {model.config.model_type}: {problem}"
+            if section.loss == "chunked":
+                fix = "set model.loss=auto or full"
+                raise UserError(f"model.loss = chunked: cannot be had for {self.why_full}; {fix}") from problem
+
+    @property
+    def chunked(self) -> bool:
+        """Whether logits are not kept."""
+        return self._head is not None
+
+    def loss_sum(
+        self,
+        inputs: dict[str, Any],
+        labels: torch.Tensor,
+        gradient_scale: torch.Tensor | float,
+        *,
+        inspected: bool,
+    ) -> torch.Tensor:
+        """Summed cross-entropy of a micro-batch in nats, a scalar. inputs, labels: as `Batch.micro_batches` gives them.
+
+        gradient_scale: factor that the backward pass will bring, the loss scale in it. Whoever has laid a hook on the
+        output embedding is there to measure logits and gets them all; inspected: but wants to know only whether they
+        are finite, which the loss tells as well, for a step that goes wrong must not need more memory than others.
+        """
+        if self._head is None or (self._head.watched and not inspected):
+            return label_loss_sum(self._engine(**inputs, use_cache=False).logits, labels)
+        with self._head.loss_of(labels, gradient_scale):
+            return self._engine(**inputs, use_cache=False).logits.sum()
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        if self._head is not None:
+            self._head.close()
+            self._head = None
+
+    @torch.no_grad()
+    def _try(self) -> Any:
+        self._engine.eval()
+        output = self._engine(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=self._device), use_cache=False)
+        self._engine.train()
+        return output
