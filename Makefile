@@ -9,7 +9,7 @@ PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup demo test test-cluster test-long check parity parity-defects analyze matrix envelope chaos clean
+.PHONY: help setup demo test test-cluster test-long check benchmark parity parity-defects analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -31,8 +31,11 @@ test: setup  ## Run all tests, two files at a time (ARGS="-n 0" for one)
 test-cluster: setup  ## Test on machines made of network namespaces, and on a Slurm of two nodes (root; skips with the reason)
 	$(BIN)/python -m pytest -rs tests/launch/cluster_*.py $(ARGS)
 
-test-long: setup  ## Hold the planner's memory formulas against real ranks, and kill real sweeps
-	$(BIN)/python -m pytest tests/launch/long_plan_memory.py tests/launch/long_sweep.py $(ARGS)
+test-long: setup  ## Hold the planner against real ranks, kill real sweeps, run every contestant of the benchmark
+	$(BIN)/python -m pytest tests/launch/long_plan_memory.py tests/launch/long_sweep.py tests/training/long_benchmark.py $(ARGS)
+
+benchmark: setup  ## Mantissa against the loops its users would write: runs/benchmark
+	$(BIN)/python -m training.benchmark --config config/recipes/benchmark.yaml $(ARGS)
 
 parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
 	$(BIN)/python -m training.parity --config config/recipes/demo.yaml $(ARGS)

@@ -1,0 +1,68 @@
+"""All contestants of the benchmark as real jobs: they train the same, at ZeRO-2 and 3 and in BF16, and one that does
+not is found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.training.test_benchmark import RECIPE, SMALL
+from training import benchmark
+from training.benchmark_jobs import MANTISSA, PEERS, Field, Run, choose
+from training.benchmark_report import STAGES, compare
+from training.benchmark_spec import Spec
+
+ALL = ",".join([*MANTISSA, *PEERS])
+SHORT = ["--rounds", "1", "--steps", "4", "--warm-up", "2", "--processes", "2"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    return f"data.cache_dir={tmp_path_factory.mktemp('cache')}"
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute", "contestants", "tolerance"),
+    [
+        (2, "fp32", ALL, 1e-6),
+        (2, "bf16", "mantissa,bare,accelerate,trainer", 1e-6),
+        (3, "bf16", "mantissa,bare,trainer", 1e-3),
+    ],
+)
+def test_every_contestant_trains_the_same(stage, compute, contestants, tolerance, tmp_path, cache) -> None:
+    precision = [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
+    there = ["--contestants", contestants, "--out", str(tmp_path)]
+    code = benchmark.main(["--config", RECIPE, *SHORT, *there, *SMALL, *precision, cache])
+    found = json.loads((tmp_path / "benchmark.json").read_text())
+    assert code == benchmark.ALL_HOLD
+    assert list(found["contestants"]) == contestants.split(",")
+    for name, mine in found["contestants"].items():
+        assert mine["loss_difference"] < tolerance, name
+        assert mine["ratio"]["tokens_per_second"]["median"] > 0
+        assert set(mine["split"]["seconds"]) <= set(STAGES)
+        assert mine["split"]["steps"] == 4
+        assert mine["split"]["seconds"]["forward"] > 0 and mine["split"]["seconds"]["backward"] > 0
+        sent, bare = (sum(each["split"]["bytes_sent"].values()) for each in (mine, found["contestants"]["bare"]))
+        assert sent == pytest.approx(bare, rel=0.1)
+    assert 0 < found["peak"]["flops"] < 1e14
+
+
+def test_a_peer_that_is_given_other_work_is_found(tmp_path, cache) -> None:
+    there = ["--contestants", "mantissa,bare", "--peak-tflops", "1", "--no-split", "--out", str(tmp_path)]
+    assert benchmark.main(["--config", RECIPE, *SHORT, *there, *SMALL, cache]) == benchmark.ALL_HOLD
+    spec = Spec.read(tmp_path / "spec.json")
+    other = replace(spec, learning_rates=[rate * 1.02 for rate in spec.learning_rates])
+    field = Field(tmp_path, (), 2, (), other)
+    runs = {"bare": [_of(field, spec)], "other": [field.run("bare", "other")]}
+    found = compare(runs, tokens=256, flops_per_token=1.0, peak=1.0, tolerance=benchmark.TOLERANCE["fp32"])
+    assert found["contestants"]["bare"]["trains_the_same"] and not found["contestants"]["other"]["trains_the_same"]
+
+
+def _of(field: Field, spec: Spec) -> Run:
+    return replace(field, spec=spec).run("bare", "same")
+
+
+def test_every_contestant_has_a_loop() -> None:
+    assert choose(ALL) == (ALL.split(","), {})

@@ -1,0 +1,184 @@
+"""What one step does beside the work itself, counted: run on real ranks by test_step_costs.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from precision.guard import Guard
+from tests.training.checkpoint_cases import RandomBatches
+from tests.training.small_run import ROOT, engine_of, resolve
+from tracking.jsonl import JsonlSink
+from tracking.record import Record
+from training.attempt import attempt
+from training.benchmark_guard import bare_step
+from training.checkpoint import Checkpoints, Retention
+from training.distributed import Place
+from training.parts import Parts
+from training.preemption import Preemption
+from training.progress import Progress
+from training.recovery import Promotions
+
+_WAITS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "nonzero", "allclose")
+"""What makes the host wait for the device when the tensor lives on one."""
+_COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "broadcast",
+    "broadcast_object_list",
+    "reduce",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "barrier",
+)
+_OURS = tuple(f"{ROOT}/{folder}/" for folder in ("config", "data", "modeling", "precision", "tracking", "training"))
+
+
+class _Waits(TorchFunctionMode):
+    """Counts the calls of `_WAITS` by the file they come from: Mantissa's, or upstream's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours: list[str] = []
+        self.upstream = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in _WAITS:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and "/torch/" in frame.f_code.co_filename:
+                frame = frame.f_back
+            assert frame is not None
+            if frame.f_code.co_filename.startswith(_OURS):
+                self.ours.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
+            else:
+                self.upstream += 1
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _collectives() -> Iterator[Counter[str]]:
+    """Counts torch.distributed's collectives; DeepSpeed's go through them as well."""
+    counted: Counter[str] = Counter()
+    own = {name: getattr(dist, name) for name in _COLLECTIVES}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counted[name] += 1
+            return own[name](*args, **kwargs)
+
+        return call
+
+    for name in own:
+        setattr(dist, name, counting(name))
+    try:
+        yield counted
+    finally:
+        for name, function in own.items():
+            setattr(dist, name, function)
+
+
+@contextmanager
+def parts_of(place: Place, folder: Path, *, overrides: tuple[str, ...] = (), **options: Any) -> Iterator[Parts]:
+    """A run with the guard, spikes included, and its events on disk."""
+    resolved = resolve(place, overrides=["guard.spike_sigmas=6", "schedule.warmup_steps=2", *overrides], **options)
+    with engine_of(place, resolved) as engine:
+        yield Parts(
+            resolved=resolved,
+            engine=engine,
+            batches=RandomBatches(place),
+            validation=list,
+            guard=Guard(resolved.config.guard),
+            promotions=Promotions(),
+            checkpoints=Checkpoints(folder, keep=Retention(1), identity={}, place=place),
+            preemption=Preemption(),
+            telemetry=None,
+            record=Record([JsonlSink(folder / "events.jsonl")]) if place.is_main else Record.silent(),
+            first_step=0,
+        )
+
+
+def waits_and_collectives(place: Place, *, stage: int, compute: str) -> dict[str, Any]:
+    """Counts of one bare and one guarded step, both warm."""
+    with tempfile.TemporaryDirectory() as folder, parts_of(place, Path(folder), stage=stage, compute=compute) as parts:
+        progress = Progress()
+        for _ in range(3):
+            progress, _, _ = attempt(parts, progress)
+        with _collectives() as bare, _Waits() as bare_waits:
+            bare_step(parts)
+        with _collectives() as guarded, _Waits() as guarded_waits:
+            attempt(parts, progress)
+    return {
+        "bare": dict(bare),
+        "guarded": dict(guarded),
+        "ours": guarded_waits.ours,
+        "upstream": (bare_waits.upstream, guarded_waits.upstream),
+    }
+
+
+def lines_of_a_step(place: Place, *, layers: int, stage: int, before: int = 3) -> int:
+    """Lines of Mantissa's own Python that the guarded step after `before` others runs."""
+    model = (
+        "model.config={hidden_size: 32, intermediate_size: 48, num_attention_heads: 2, num_key_value_heads: 2, "
+        f"num_hidden_layers: {layers}}}"
+    )
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return None
+        lines += event == "line"
+        return trace
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        parts_of(place, Path(folder), overrides=(model,), stage=stage, compute="bf16") as parts,
+    ):
+        progress = Progress()
+        for _ in range(before):
+            progress, _, _ = attempt(parts, progress)
+        sys.settrace(trace)
+        try:
+            attempt(parts, progress)
+        finally:
+            sys.settrace(None)
+    return lines
+
+
+def files_of_a_step(place: Place) -> tuple[int, int]:
+    """Lines that 20 steps append to the event file, and how often anything was forced to the disk meanwhile."""
+    forced = 0
+    own = os.fsync
+
+    def counted(handle: int) -> None:
+        nonlocal forced
+        forced += 1
+        own(handle)
+
+    with tempfile.TemporaryDirectory() as folder, parts_of(place, Path(folder), stage=2, compute="bf16") as parts:
+        events, progress = Path(folder) / "events.jsonl", Progress()
+        progress, _, _ = attempt(parts, progress)
+        before = _lines(events)
+        os.fsync = counted
+        try:
+            for _ in range(20):
+                progress, _, _ = attempt(parts, progress)
+        finally:
+            os.fsync = own
+        return _lines(events) - before, forced
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_bytes().splitlines()) if path.exists() else 0

@@ -1,0 +1,43 @@
+"""A guarded step costs what it has to: counted in device waits, collectives, lines of Python and system calls.
+
+Times would depend on the machine; counts do not. `python -m training.benchmark` has the times.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.process_group import ProcessGroup
+from tests.training import step_cost_cases
+
+STAGES = [(1, "bf16"), (2, "fp16"), (3, "bf16")]
+
+
+@pytest.mark.parametrize(("stage", "compute"), STAGES)
+def test_one_wait_for_the_device_and_one_collective_more_than_a_bare_step(
+    pair: ProcessGroup, stage: int, compute: str
+) -> None:
+    for counted in pair.run(step_cost_cases.waits_and_collectives, stage=stage, compute=compute):
+        assert counted["ours"] == ["engine.py:health"]
+        assert counted["upstream"][1] == counted["upstream"][0], "upstream waits no more often than in a bare step"
+        more = Counter(counted["guarded"])
+        more.subtract(counted["bare"])
+        # the bare step has the sum of label tokens too: it belongs to the loss
+        assert {name: count for name, count in more.items() if count} == {"all_reduce": 1}
+
+
+def test_bookkeeping_does_not_grow_with_the_model(pair: ProcessGroup) -> None:
+    small, large = (pair.run(step_cost_cases.lines_of_a_step, layers=layers, stage=2) for layers in (1, 6))
+    assert small == large
+    assert min(small) > 50, "lines were counted"
+
+
+def test_bookkeeping_does_not_grow_with_the_run(pair: ProcessGroup) -> None:
+    early, late = (pair.run(step_cost_cases.lines_of_a_step, layers=1, stage=2, before=before) for before in (3, 40))
+    assert early == late
+
+
+def test_a_step_writes_one_line_and_forces_nothing_to_the_disk(pair: ProcessGroup) -> None:
+    assert pair.run(step_cost_cases.files_of_a_step) == [(20, 0), (0, 0)]

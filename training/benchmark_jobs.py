@@ -1,0 +1,189 @@
+"""The contestants of `training.benchmark`: how each is started, and what is read of it when it has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from config.errors import UserError
+from tracking.jsonl import read_events
+from training.benchmark_spec import Result, Spec
+from training.launched import TRAIN, last_words, launch
+
+MANTISSA = {
+    "mantissa": (),
+    "mantissa-full": (
+        "telemetry.every_steps=10",
+        "telemetry.probe=false",
+        "precision.verify_every_steps=10",
+        "tracking.prometheus_port=0",
+        "tracking.log_every_steps=1",
+        "guard.spike_sigmas=6",
+    ),
+    "mantissa-off": (
+        "telemetry.every_steps=0",
+        "precision.verify_every_steps=0",
+        "tracking.prometheus_port=null",
+        "tracking.wandb=disabled",
+        "tracking.log_every_steps=1000000",
+        "guard.spike_sigmas=0",
+        "guard.attribute_overflows=false",
+    ),
+}
+"""Mantissa as its config has it, with everything on, and with all off that can be: overrides by name."""
+PEERS = {
+    "bare": "training.peers.bare_loop",
+    "accelerate": "training.peers.accelerate_loop",
+    "trainer": "training.peers.trainer_loop",
+}
+"""Loops with other libraries: module by name."""
+NOT_WRITTEN = {
+    "torchtitan": "no loop is written for it: torchtitan 0.3.0 wants datasets < 4.8 and cannot be installed beside "
+    "requirements.txt",
+}
+"""Contestants that are passed over, and why."""
+# What no other contestant does while it is timed.
+ALIKE = (
+    "run.resume=never",
+    "evaluate.every_steps=0",
+    "checkpoint.every_steps=0",
+    "checkpoint.dir=null",
+    "generate.tokens=0",
+    "profile.steps=0",
+    "tracking.otlp_endpoint=null",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job of one contestant."""
+
+    contestant: str
+    launched: float
+    """[seconds since the epoch]"""
+    job_seconds: float
+    """From the launcher's start to its end."""
+    warm_up: int
+    result: Result
+
+    @property
+    def first_step_seconds(self) -> float:
+        """From the launcher's start to the end of the first step."""
+        return self.result.stamps[0] - self.launched
+
+    @property
+    def steps(self) -> list[float]:
+        """Seconds of each timed step."""
+        stamps = self.result.stamps[self.warm_up - 1 :]
+        return [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean of the timed steps."""
+        return sum(self.steps) / len(self.steps)
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where and how all of them run."""
+
+    folder: Path
+    arguments: tuple[str, ...]
+    """`--config FILE` and overrides, for train.py."""
+    processes: int
+    launcher: tuple[str, ...]
+    spec: Spec
+
+    def run(self, contestant: str, label: str) -> Run:
+        """One job to its end. Raises UserError, with the log's name, when it does not reach it."""
+        target = self.folder / "results" / f"{label}.json"
+        launched = time.time()
+        if contestant in MANTISSA:
+            self._start([*TRAIN, *self._mantissa(contestant, label)], label)
+        else:
+            self._start(self._peer(contestant, target, split=False), label)
+        ended = time.time()
+        result = self._recorded(label) if contestant in MANTISSA else Result.read(target)
+        if contestant in MANTISSA:
+            result.write(target)
+            shutil.rmtree(self.folder / "runs" / label / "checkpoints", ignore_errors=True)
+        return Run(contestant, launched, ended - launched, self.spec.warm_up, result)
+
+    def split(self, contestant: str) -> dict[str, Any]:
+        """The time of a step by stage, of one more job; see `training.benchmark_split`."""
+        label = f"{contestant}-split"
+        target = self.folder / "results" / f"{label}.json"
+        if contestant not in MANTISSA:
+            self._start(self._peer(contestant, target, split=True), label)
+            found = Result.read(target).split
+            assert found is not None
+            return found
+        counts = [str(self.spec.warm_up), str(self.spec.steps)]
+        program = ["-m", "training.benchmark_split", str(target), *counts]
+        self._start([*program, *self._mantissa(contestant, label)], label)
+        shutil.rmtree(self.folder / "runs" / label / "checkpoints", ignore_errors=True)
+        return json.loads(target.read_text())
+
+    def peak(self) -> dict[str, Any]:
+        """What all processes at once reach in matmuls of the work's dtype; see `training.benchmark_peak`."""
+        target = self.folder / "results" / "peak.json"
+        self._start(["-m", "training.benchmark_peak", self.spec.compute, str(target)], "peak")
+        return json.loads(target.read_text())
+
+    def _start(self, program: Sequence[str], label: str) -> None:
+        log = self.folder / "logs" / f"{label}.log"
+        (self.folder / "results").mkdir(parents=True, exist_ok=True)
+        code = launch(program, processes=self.processes, log=log, launcher=self.launcher)
+        if code:
+            raise UserError(f"{label} did not reach its end: {last_words(log)}; see {log}")
+
+    def _mantissa(self, contestant: str, label: str) -> list[str]:
+        where = [f"run.dir={self.folder / 'runs'}", f"run.name={label}"]
+        return [*self.arguments, *ALIKE, *where, *MANTISSA[contestant]]
+
+    def _peer(self, contestant: str, target: Path, *, split: bool) -> list[str]:
+        path = self.folder / ("spec-split.json" if split else "spec.json")
+        dataclasses.replace(self.spec, split=split).write(path)
+        return ["-m", PEERS[contestant], str(path), str(target)]
+
+    def _recorded(self, label: str) -> Result:
+        """What Mantissa's own record says."""
+        events = read_events(self.folder / "runs" / label / "events.jsonl")
+        steps = [event for event in events if event["event"] == "step"]
+        return Result(
+            losses=[event["loss"] for event in steps],
+            stamps=[event["time"] for event in steps],
+            memory_bytes=steps[-1]["memory_bytes"],
+            engine="Mantissa",
+        )
+
+
+def choose(names: str) -> tuple[list[str], dict[str, str]]:
+    """The contestants of a comma-separated list, and those that are passed over, with the reason.
+
+    Raises UserError: no such contestant, one twice, or none left.
+    """
+    chosen: list[str] = []
+    passed: dict[str, str] = {}
+    for name in filter(None, names.split(",")):
+        if name not in {*MANTISSA, *PEERS, *NOT_WRITTEN}:
+            known = ", ".join([*MANTISSA, *PEERS, *NOT_WRITTEN])
+            raise UserError(f"--contestants = {names}: there is no {name}; choose among {known}")
+        if name in chosen:
+            raise UserError(f"--contestants = {names}: {name} is there twice; name each once")
+        if name in NOT_WRITTEN:
+            passed[name] = NOT_WRITTEN[name]
+        elif name in ("accelerate", "trainer") and find_spec("accelerate") is None:
+            passed[name] = "accelerate is not installed"
+        else:
+            chosen.append(name)
+    if not chosen:
+        raise UserError(f"--contestants = {names}: leaves nobody to measure; name one of {', '.join(MANTISSA)}")
+    return chosen, passed
