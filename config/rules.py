@@ -35,6 +35,7 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
         _run,
         _model,
         _activation_checkpointing,
+        _compile,
         _data,
         _schedule,
         _precision,
@@ -85,6 +86,27 @@ def _activation_checkpointing(config: Config) -> Iterator[Problem]:
         yield "model.activation_memory_gib", f"= {budget:g} is only read by {key} = budget; remove it"
     if mode in ("attention", "ops") and model.checkpointing_reentrant:
         yield "model.checkpointing_reentrant", f"= true does not go with {key} = {mode}; remove it"
+
+
+def _compile(config: Config) -> Iterator[Problem]:
+    model, key = config.model, "model.compile"
+    if not model.compile:
+        return
+    if model.activation_checkpointing not in ("none", "full", "selective"):
+        mode = f"model.activation_checkpointing = {model.activation_checkpointing}"
+        yield key, f"= true does not go with {mode}; set that to selective, full or none, or remove {key}"
+    if model.checkpointing_reentrant:
+        yield key, "= true does not go with model.checkpointing_reentrant = true; remove one of them"
+    if model.attention not in ("sdpa", "eager"):
+        fix = f"set that to sdpa, or remove {key}"
+        yield key, f"= true is not verified with model.attention = {model.attention}; {fix}"
+    if config.precision.path == "manifest":
+        yield key, f"= true does not go with precision.path = manifest; use the cast path, or remove {key}"
+    if config.data.document_masking:
+        yield key, "= true is not verified with data.document_masking = true; remove one of them"
+    if config.profile.steps:
+        fix = f"set profile.steps=0, or remove {key}"
+        yield key, f"= true: a profile marks modules, whose blocks would then not run compiled; {fix}"
 
 
 def _data(config: Config) -> Iterator[Problem]:

@@ -38,6 +38,8 @@ class ModelSection:
     passes at the start."""
     checkpointing_reentrant: bool = False
     """[true or false] Use torch's reentrant checkpointing (the older of its two implementations)."""
+    compile: bool = False
+    """[true or false] Compile the transformer blocks with torch.compile, at ZeRO 0 to 2 (docs/compile.md)."""
     loss: Literal["auto", "full", "chunked"] = "auto"
     """[choice] full computes all logits of a micro-batch at once; chunked computes them and their gradients for some
     tokens at a time, so that they are never all in memory; auto is chunked where a micro-batch has many logits and the

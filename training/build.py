@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from data.prepare import Corpus
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.activation_checkpointing_budget import keep_within
 from modeling.build import Gather, build_model, count_parameters
+from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
 from precision.guard import Guard
 from tracking.run_dir import RunDir
@@ -151,6 +152,8 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
 def build_engine(resolved: Resolved, model_config: PretrainedConfig, place: Place) -> Engine:
     """The model under the resolved DeepSpeed config, with its activation checkpointing, on this rank."""
     config = resolved.config
+    if config.model.compile:
+        require_compilable(resolved.zero_stage)
     # transformers builds and loads the model partitioned for as long as this object lives and says ZeRO-3.
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
     gather = _gather_partitioned(place) if zero3 else _already_whole
@@ -168,6 +171,8 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, place: Plac
         _require_documents_apart(engine)
     if config.model.activation_memory_gib is not None:
         _recompute_within(engine, resolved, config.model.activation_memory_gib)
+    if config.model.compile:
+        engine.notes.append(compile_blocks(engine.model, _one_micro_batch(engine, resolved)))
     return engine
 
 
@@ -181,22 +186,29 @@ def _require_documents_apart(engine: Engine) -> None:
     engine.deepspeed.train()
 
 
-def _recompute_within(engine: Engine, resolved: Resolved, gib: float) -> None:
-    place, vocabulary = engine.place, engine.model.config.get_text_config().vocab_size
+def _one_micro_batch(engine: Engine, resolved: Resolved) -> Callable[[], None]:
+    """A forward pass in training, on a micro-batch of the run's shape."""
+    vocabulary = engine.model.config.get_text_config().vocab_size
     shape = (resolved.batch.micro_size, resolved.config.data.sequence_length)
     inputs: dict[str, Any] = {"input_ids": torch.arange(math.prod(shape)).remainder_(vocabulary).view(shape)}
     if resolved.config.data.document_masking:  # the mask is kept as well
         inputs["position_ids"] = torch.arange(shape[1]).remainder_(max(shape[1] // 2, 1)).expand(shape)
-    inputs = {name: ids.to(place.device) for name, ids in inputs.items()}
+    inputs = {name: ids.to(engine.place.device) for name, ids in inputs.items()}
 
     def forward() -> None:
+        engine.deepspeed.train()
         engine.loss_path.loss_sum(inputs, inputs["input_ids"], 1.0, inspected=False)
+
+    return forward
+
+
+def _recompute_within(engine: Engine, resolved: Resolved, gib: float) -> None:
+    place, forward = engine.place, _one_micro_batch(engine, resolved)
 
     def largest(values: Sequence[int]) -> list[int]:
         rows = place.gather(torch.tensor(values, dtype=torch.float64, device=place.device))
         return [int(value) for value in rows.amax(dim=0).tolist()]
 
-    engine.deepspeed.train()
     engine.notes.append(keep_within(engine.model, gib, forward=forward, largest=largest).text)
 
 

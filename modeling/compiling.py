@@ -1,0 +1,117 @@
+"""Compile the transformer blocks of a model with `torch.compile`, and step aside whenever somebody looks.
+
+One block at a time ("regional compilation"): blocks of equal shape share one graph, so compiling takes as long for 48
+of them as for one. What is around a block stays as it was: the embedding, the head and the loss, activation
+checkpointing, DeepSpeed's hooks on parameters, hooks on the block itself.
+
+Hooks inside a compiled block do not fire: torch.compile does not check for hooks that came after it. Everything that
+explains a number here is a hook or a mode (the observed dtypes, the cause of a non-finite value, telemetry, parity).
+So each call first asks whether anybody is looking, and runs the block's own code if so. Both draw the same random
+numbers in the same order, so that a step that is run again under hooks drops the same values.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from config.errors import UserError
+from modeling.activation_checkpointing import blocks_of
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CHECKPOINTS_IN_FORWARD = "__call__" not in GradientCheckpointingLayer.__dict__
+"""Where transformers calls torch's checkpointing: in the blocks' forward, or, before 5.20 or so, around it."""
+_OPTIONS: dict[str, Any] = {
+    # Round where the block's own code rounds: a fused chain of 16-bit operators would round once, at its end.
+    "emulate_precision_casts": True,
+    # torch's generators instead of the compiler's own, which would drop other values.
+    "fallback_random": True,
+}
+
+
+class CompiledBlock:
+    """Takes the place of one block's `forward`.
+
+    To be made last, after DeepSpeed and everything else has laid the hooks and forwards that are to stay.
+    """
+
+    def __init__(self, block: GradientCheckpointingLayer) -> None:
+        """Raises ValueError where the block's forward is not that of its class."""
+        if "forward" in block.__dict__:
+            raise ValueError(f"the forward of {type(block).__name__} has been replaced")
+        self._block: Any = block
+        self._own = block.forward
+        # Checkpointing stays outside, or the compiler would choose by itself what the backward pass computes again.
+        own: Any = type(block).forward
+        function = own.__wrapped__ if _CHECKPOINTS_IN_FORWARD else own
+        self._compiled = torch.compile(
+            types.MethodType(function, block), fullgraph=True, dynamic=False, options=dict(_OPTIONS)
+        )
+        self._inside = [module for module in block.modules() if module is not block]
+        self._hooks, self._parameters = self._now_hooks(), self._now_parameters()
+        self.compiled_calls = 0
+        """Calls that ran compiled; recomputation is not counted."""
+        self.own_calls = 0
+        """Calls that ran the block's own code: in evaluation, and while somebody looked."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's output, compiled or not."""
+        if self._watched() or not (self._block.training and torch.is_grad_enabled()):
+            self.own_calls += 1
+            return self._own(*args, **kwargs)
+        self.compiled_calls += 1
+        if _CHECKPOINTS_IN_FORWARD and self._block.gradient_checkpointing:
+            return self._block._gradient_checkpointing_func(functools.partial(self._compiled, **kwargs), *args)
+        return self._compiled(*args, **kwargs)
+
+    def _watched(self) -> bool:
+        modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+        of_all_modules = any(getattr(global_hooks, f"_global{name}") for name in _HOOKS)
+        # Other parameters: the caller has put its own in their places, to compute in another dtype.
+        return bool(
+            modes or of_all_modules or self._now_hooks() != self._hooks or self._now_parameters() != self._parameters
+        )
+
+    def _now_hooks(self) -> int:
+        return sum(len(getattr(module, name)) for module in self._inside for name in _HOOKS)
+
+    def _now_parameters(self) -> list[int]:
+        return [id(parameter) for parameter in self._block.parameters()]
+
+
+def require_compilable(zero_stage: int) -> None:
+    """Raises UserError for a ZeRO stage whose hooks torch.compile cannot trace."""
+    if zero_stage == 3:
+        raise UserError(
+            "model.compile = true: ZeRO-3 gathers parameters in hooks inside the blocks, which torch.compile does not "
+            "trace; use ZeRO-2, or remove it"
+        )
+
+
+def compile_blocks(model: nn.Module, run: Callable[[], None]) -> str:
+    """Compile every block by one forward pass; what was done, in words. run: a pass in training, of the run's shape.
+
+    Raises UserError, with the compiler's first line, where a block cannot be compiled as a whole.
+    """
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # imports the whole compiler
+
+    blocks = blocks_of(model)
+    started = time.perf_counter()
+    try:
+        if not blocks:
+            raise ValueError("no blocks are found")
+        for block in blocks:
+            block.forward = CompiledBlock(block)
+        run()
+    except (ValueError, TorchDynamoException, FailOnRecompileLimitHit) as problem:
+        reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
+        raise UserError(f"model.compile = true: {type(model).__name__}: {reason}; remove it") from problem
+    return f"{len(blocks)} blocks are compiled ({time.perf_counter() - started:.1f} s for the forward pass)"
