@@ -31,8 +31,8 @@ test: setup  ## Run all tests, two files at a time (ARGS="-n 0" for one)
 test-cluster: setup  ## Test on machines made of network namespaces, and on a Slurm of two nodes (root; skips with the reason)
 	$(BIN)/python -m pytest -rs tests/launch/cluster_*.py $(ARGS)
 
-test-long: setup  ## Hold the planner against real ranks, kill real sweeps, run every contestant of the benchmark, compile
-	$(BIN)/python -m pytest tests/launch/long_plan_memory.py tests/launch/long_sweep.py tests/training/long_benchmark.py tests/training/long_compile.py $(ARGS)
+test-long: setup  ## Long tests: the planner on real ranks, killed sweeps, benchmark contestants, compiled blocks
+	$(BIN)/python -m pytest tests/*/long_*.py $(ARGS)
 
 benchmark: setup  ## Mantissa against the loops its users would write: runs/benchmark
 	$(BIN)/python -m training.benchmark --config config/recipes/benchmark.yaml $(ARGS)

@@ -194,16 +194,6 @@ def unbroken(folder):
 NAMED = r"error: rank {} \(pid \d+ on .*\) was killed by SIGKILL, seen at .* UTC \(.*\); rank {} stops, exit code 69"
 
 
-def test_torchrun_restarts_a_job_whose_rank_0_was_killed(folder, unbroken):
-    line = real(folder, "elastic", "torchrun", f"SIGKILL:0:3:{folder}/elastic.mark")
-    lines, code = finish([line[0], "--max-restarts", "1", *line[1:]])
-    output = "".join(text for _, text in lines)
-    assert code == 0, output
-    assert re.search(NAMED.format(0, 1), output)
-    assert [event["resumed_from"] is not None for event in events(folder, "elastic", "run_start")] == [False, True]
-    assert trace(folder, "elastic") == unbroken
-
-
 def test_a_supervised_deepspeed_job_whose_rank_1_was_killed_goes_on(folder, unbroken):
     line = real(folder, "supervised", "deepspeed", f"SIGKILL:1:3:{folder}/supervised.mark")
     lines, code = finish(line, before=[sys.executable, "-m", "launch.supervise", "--wait", "0.1", "--"])
