@@ -11,8 +11,8 @@ import pytest
 from tests.training.test_benchmark import RECIPE, SMALL
 from training import benchmark
 from training.benchmark_jobs import MANTISSA, PEERS, Field, Run, choose
-from training.benchmark_report import STAGES, compare
-from training.benchmark_spec import Spec
+from training.benchmark_report import STAGES, compare, page
+from training.benchmark_spec import Result, Spec
 
 ALL = ",".join([*MANTISSA, *PEERS])
 SHORT = ["--rounds", "1", "--steps", "4", "--warm-up", "2", "--processes", "2"]
@@ -66,3 +66,35 @@ def _of(field: Field, spec: Spec) -> Run:
 
 def test_every_contestant_has_a_loop() -> None:
     assert choose(ALL) == (ALL.split(","), {})
+
+
+def test_two_contestants_as_real_jobs_train_the_same(tmp_path, capsys) -> None:
+    bounds = ["--at-least", "mantissa/bare=0.001", "--at-least", "bare/mantissa=1000"]
+    options = [
+        "--contestants",
+        "mantissa,bare,torchtitan",
+        "--rounds",
+        "1",
+        "--steps",
+        "6",
+        "--warm-up",
+        "2",
+        "--no-split",
+    ]
+    folder, cache = tmp_path / "benchmark", f"data.cache_dir={tmp_path}/cache"
+    there = ["--processes", "2", "--peak-tflops", "0.1", "--out", str(folder)]
+    code = benchmark.main(["--config", RECIPE, *options, *bounds, *there, *SMALL, cache])
+    found = json.loads((folder / "benchmark.json").read_text())
+    assert code == benchmark.FAILED  # the second bound
+    assert [check["holds"] for check in found["bounds"]] == [True, False]
+    bare, mantissa = found["contestants"]["bare"], found["contestants"]["mantissa"]
+    assert bare["engine"] == "DeepSpeedEngine, DeepSpeedZeroOptimizer, cpu"
+    assert bare["loss_difference"] < 1e-6 and bare["trains_the_same"]
+    assert mantissa["last_loss"] < 5.4  # of ln 257 = 5.55 at the start
+    assert 1 < mantissa["first_step_seconds"]["median"] < mantissa["job_seconds"]["median"]
+    assert found["peak"]["flops"] == 0.2e12
+    assert "torchtitan" in found["passed_over"]
+    assert page(found) == (folder / "benchmark.md").read_text()
+    assert "bare/mantissa >= 1000.0: fails at" in capsys.readouterr().out
+    steps = [Result.read(folder / "results" / f"{name}-1.json") for name in ("mantissa", "bare")]
+    assert all(len(each.stamps) == len(each.losses) == 8 for each in steps)
