@@ -169,7 +169,8 @@ def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
 
 
 def _hidden(file: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(root).parts)
+    # Python writes __pycache__ when it pleases, and a corpus would become another one.
+    return any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(root).parts)
 
 
 def _files_identity(root: Path, files: list[Path]) -> str:

@@ -187,3 +187,11 @@ def test_identity_of_a_hub_dataset_needs_no_network() -> None:
         section("hub", "o/n", split="test"),
     ]
     assert len({open_source(name).identity for name in names}) == len(names)
+
+
+def test_what_python_caches_beside_its_files_makes_no_other_corpus(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("a = 1")
+    before = open_source(section("text", tmp_path)).identity
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"\xff\xfe")
+    assert open_source(section("text", tmp_path)).identity == before

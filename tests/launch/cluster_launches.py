@@ -59,6 +59,8 @@ def job(folder: Path, name: str, *overrides: str) -> list[str]:
 def environment(folder: Path) -> dict[str, str]:
     """A user's, with what goes to the machines in a file of its own."""
     passed = {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    if "TORCH_EXTENSIONS_DIR" in os.environ:
+        passed["TORCH_EXTENSIONS_DIR"] = os.environ["TORCH_EXTENSIONS_DIR"]
     (folder / "deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in passed.items()))
     prefixes = ("PYTHON", "GLOO", "RANK", "WORLD", "LOCAL", "MASTER", "ACCELERATE", "TORCHELASTIC")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
