@@ -26,7 +26,7 @@ demo: setup  ## Train a small Llama on real text and leave runs/demo
 	deepspeed --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
 
 test: setup  ## Run all tests, two files at a time (ARGS="-n 0" for one)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-cluster: setup  ## Test on machines made of network namespaces, and on a Slurm of two nodes (root; skips with the reason)
 	$(BIN)/python -m pytest -rs tests/launch/cluster_*.py $(ARGS)

@@ -26,7 +26,7 @@ def off(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> f
 
 @pytest.mark.parametrize(
     ("compute", "stage"),
-    [("fp32", 0), *((compute, stage) for compute in ("fp32", "bf16", "fp16") for stage in (1, 2, 3))],
+    [("fp32", 0), *((compute, stage) for compute in ("fp32", "bf16") for stage in (1, 2, 3)), ("fp16", 3)],
 )
 def test_two_ranks_train_as_with_the_full_loss(pair, stage: int, compute: str) -> None:
     """In FP32 to rounding, masters included; in 16 bits no further from FP32's gradients than the full loss is.
