@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,22 +187,3 @@ def test_an_array_of_one_run_is_refused(cluster, work):
     number = cluster.submit("--array=0", SBATCH, *arguments(work, "same"))
     assert cluster.ended(number)["ExitCode"] == "2:0"
     assert "put %a into run.name" in cluster.log(number)
-
-
-def test_a_machine_that_is_cut_off(tmp_path, work, unbroken):
-    """Slurm notices it and requeues the job, which goes on with the machine that is left when it is told to."""
-    with slurm_cluster(tmp_path) as cluster:
-        number = cluster.submit(*TWO_NODES, SBATCH, *arguments(work, "lost", *LONG))
-        cluster.until(lambda: reached(work, "lost", 50), "step 50", seconds=200, why=lambda: cluster.log(number))
-        cluster.machines["right"].run("ip", "link", "set", "eth0", "down")
-        began = time.monotonic()
-        cluster.until(lambda: cluster.job(number)["JobState"] == "PENDING", "it is requeued", seconds=200)
-        print(f"requeued {time.monotonic() - began:.0f} s after the machine was cut off")
-        cluster.ask("scontrol", "update", f"JobId={number}", "NumNodes=1", "NumTasks=1", "StartTime=now", check=True)
-        job = cluster.ended(number)
-        log = cluster.log(number)
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), log
-    assert [start["world_size"] for start in sessions(work, "lost")] == [2, 1], log
-    assert "NODE FAILURE" in log and "resumed from" in log
-    both = zip(steps(work, "lost"), unbroken, strict=True)
-    assert all(ours[0] == theirs[0] and ours[1] == pytest.approx(theirs[1], rel=1e-4) for ours, theirs in both)
