@@ -24,8 +24,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
+from config.arguments import Arguments
 from config.errors import UserError
 from config.load import load_config
 from launch.job import Job, ended_how, say
@@ -252,14 +253,9 @@ class Supervisor:
             say(f"{name}: the run saves and ends; once more kills it")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"command line: {message}; see python -m launch.supervise --help")
-
-
 def main(arguments: Sequence[str]) -> int:
     """Supervise the command behind `--`; returns the exit code."""
-    parser = _Parser(prog="python -m launch.supervise", description=__doc__)
+    parser = Arguments(prog="python -m launch.supervise", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--restarts", type=int, default=Limits.restarts, help="at most so many (%(default)s) ...")
     parser.add_argument(

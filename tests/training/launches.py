@@ -14,6 +14,16 @@ from tracking.jsonl import read_events
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
+SMALL = [
+    "data.source=text",
+    f"data.path={ROOT}/data",
+    "data.tokenizer=bytes",
+    "data.sequence_length=32",
+    "data.validation_fraction=0.2",
+    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
+]
+"""A model of a few thousand parameters on Mantissa's own source."""
+
 LAUNCHERS = {
     "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "{port}"],
     "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "{port}"],
@@ -38,13 +48,8 @@ def command(launcher: str, folder: Path, name: str, *overrides: str) -> list[str
         "run.steps=6",
         "run.resume=auto",
         "schedule.warmup_steps=2",
-        "data.source=text",
-        f"data.path={ROOT}/data",
+        *SMALL,
         f"data.cache_dir={folder}/cache",
-        "data.tokenizer=bytes",
-        "data.sequence_length=32",
-        "data.validation_fraction=0.2",
-        "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
         "deepspeed.config=ds_configs/zero2_fp32.json",
         "precision.compute=fp32",
         "batch.global_size=8",

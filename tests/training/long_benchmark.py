@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.training.test_benchmark import RECIPE, SMALL
+from tests.training.launches import SMALL
+from tests.training.test_benchmark import RECIPE
 from training import benchmark
 from training.benchmark_jobs import MANTISSA, PEERS, Field, Run, choose
 from training.benchmark_report import STAGES, compare, page

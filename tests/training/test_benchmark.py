@@ -20,14 +20,6 @@ from training.benchmark_spec import Result, flops_per_token
 from training.benchmark_split import Stages
 
 RECIPE = str(ROOT / "config/recipes/benchmark.yaml")
-SMALL = [
-    "data.source=text",
-    f"data.path={ROOT}/data",
-    "data.tokenizer=bytes",
-    "data.sequence_length=32",
-    "data.validation_fraction=0.2",
-    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
-]
 
 
 def run_of(name: str, seconds: list[float], *, losses: list[float] | None = None, first: float = 10.0) -> Run:

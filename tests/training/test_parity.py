@@ -7,6 +7,7 @@ import json
 import pytest
 
 from config.errors import UserError
+from tests.training import launches
 from tests.training.launches import ROOT
 from training import parity, parity_jobs
 from training.launched import last_words, launch
@@ -14,12 +15,7 @@ from training.launched import last_words, launch
 DEMO = str(ROOT / "config/recipes/demo.yaml")
 NORM = "model.layers.1.post_attention_layernorm"
 SMALL = [
-    "data.source=text",
-    f"data.path={ROOT}/data",
-    "data.tokenizer=bytes",
-    "data.sequence_length=32",
-    "data.validation_fraction=0.2",
-    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
+    *launches.SMALL,
     "batch.micro_size=2",
     "evaluate.every_steps=0",
     "evaluate.batches=4",
