@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from config import op_builds
 from launch import doctor_folders
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "wandb", "ninja")
@@ -41,7 +42,7 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
     request: `folders` {role: path}, `hosts` [name], `port`, `cwd`, `marks` [name of a file in the run folder].
     """
     run = doctor_folders.there(request["folders"]["run"])
-    extensions = doctor_folders.extensions_folder()
+    extensions = op_builds.extensions_folder()
     folders = {**request["folders"], "op builds": str(extensions)}
     return {
         "hostname": socket.gethostname(),
@@ -58,7 +59,7 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
         "infiniband": Path("/dev/infiniband").exists(),
         "folders": doctor_folders.examine_folders(folders),
         "shared": [name for name in request["marks"] if (run / name).exists()],
-        "locks": doctor_folders.locks(extensions),
+        "locks": op_builds.locks(extensions),
         "built": sorted({path.stem for path in extensions.glob("**/*.so")}),
         "gpus": _gpus(),
         "names": {name: _addresses(name) for name in {*request["hosts"], socket.gethostname()}},

@@ -1,4 +1,4 @@
-"""What one machine says about its folders: space, speed, and the locks of op builds. The standard library only."""
+"""What one machine says about its folders: space and speed. The standard library only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from config.op_builds import mount_of
+
 SPEED_BYTES = 64 * 2**20
 """Size of the file that is written and read back to see how fast a folder is."""
-_LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs")
-"""File systems that no other machine writes to."""
 
 
 def examine_folders(paths: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -32,7 +32,7 @@ def examine_folder(name: str, measured: set[str]) -> dict[str, Any]:
     try:
         of = os.statvfs(path)
         free = of.f_frsize * of.f_bavail
-        facts.update(free=free, free_files=of.f_favail if of.f_files else None, **_mount(path))
+        facts.update(free=free, free_files=of.f_favail if of.f_files else None, **mount_of(path))
         facts["noexec"] = bool(of.f_flag & os.ST_NOEXEC)
         facts.update(_speed(probe, 0 if facts["mount"] in measured else min(SPEED_BYTES, free // 4)))
         measured.add(facts["mount"])
@@ -62,57 +62,9 @@ def _speed(probe: Path, size: int) -> dict[str, float | None]:
     return {"write": size / wrote if enough else None, "read": size / read if enough else None}
 
 
-def _mount(path: Path) -> dict[str, str]:
-    """The file system that holds `path`, as /proc/self/mounts names it."""
-    best = ("", "?")
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, point, kind, *_ = line.split()
-        point = point.replace("\\040", " ")
-        if (path.resolve() == Path(point) or Path(point) in path.resolve().parents) and len(point) >= len(best[0]):
-            best = (point, kind)
-    return {"mount": best[0], "filesystem": best[1]}
-
-
 def there(path: str) -> Path:
     """The folder, or the nearest one above it that there is: looking must not make folders."""
     folder = Path(path).expanduser().absolute()
     while not folder.exists():
         folder = folder.parent
     return folder
-
-
-def extensions_folder() -> Path:
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
-
-
-def locks(folder: Path) -> list[dict[str, Any]]:
-    """Locks of op builds. Who builds keeps its lock file open, so one that nobody has open was left by a dead build."""
-    locks = {str(path.resolve()): path for path in folder.glob("**/lock")}
-    holders: dict[str, int] = {}
-    hidden = False
-    for entry in Path("/proc").glob("[0-9]*/fd") if locks else ():
-        try:
-            for link in entry.iterdir():
-                holders.setdefault(str(link.readlink()), int(entry.parent.name))
-        except PermissionError:
-            hidden = True
-        except OSError:
-            continue
-    facts = []
-    for real, path in locks.items():
-        try:
-            age = time.time() - path.stat().st_mtime
-        except OSError:  # its build ended just now
-            continue
-        unsure = (hidden and _compiling()) or _mount(path)["filesystem"] not in _LOCAL
-        facts.append({"path": str(path), "pid": holders.get(real), "age": age, "unsure": unsure})
-    return facts
-
-
-def _compiling() -> bool:
-    """Whether anybody compiles on this machine."""
-    for path in Path("/proc").glob("[0-9]*/comm"):
-        with suppress(OSError):
-            if path.read_text().strip() in ("ninja", "cc1plus", "nvcc", "cicc", "ptxas"):
-                return True
-    return False

@@ -22,7 +22,14 @@ from config.errors import UserError
 from launch import doctor_agent
 
 HERE = "localhost"
-_SENT = ("launch", "launch.doctor_folders", "launch.doctor_facts", "launch.doctor_agent")
+_SENT = (
+    "config",
+    "config.op_builds",
+    "launch",
+    "launch.doctor_folders",
+    "launch.doctor_facts",
+    "launch.doctor_agent",
+)
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _PASSED_ON = ("NCCL", "PYTHON", "UCX", "MLFLOW", "MV2")
 """Beginnings of the variables that the deepspeed launcher passes on; the others come from .deepspeed_env."""
@@ -56,8 +63,8 @@ class Host:
             raise Unreachable(f"cannot start {command[0]}: {error.strerror}") from error
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
         threading.Thread(target=self._hear, args=(self._process,), daemon=True).start()
-        folder = Path(__file__).parent
-        sources = [[name, (folder / f"{name[7:]}.py").read_text() if "." in name else ""] for name in _SENT]
+        top = Path(__file__).parent.parent
+        sources = [[name, (top / f"{name.replace('.', '/')}.py").read_text() if "." in name else ""] for name in _SENT]
         self._write(json.dumps([{} if self.local else _environment(), sources]))
         self.ask("time", 30.0)
 

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from config import op_builds
 from tests.process_group import ProcessGroup
+
+
+def pytest_sessionstart() -> None:
+    """A session that was killed in a build would stall those tests that start DeepSpeed without Mantissa."""
+    op_builds.clear_abandoned("*", say=print)
 
 
 @pytest.fixture(scope="session")

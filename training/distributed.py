@@ -22,6 +22,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
+from config import op_builds
 from config.command_line import Resolved
 
 
@@ -105,8 +106,7 @@ def start(*, rank: int, world_size: int, local_rank: int, timeout_minutes: float
     if accelerator.device_name() == "cpu":
         _share_cores()
         _use_own_ninja()
-        if rank == 0:
-            _tell_about_the_build("deepspeed_shm_comm")
+        _clear_the_way_for("deepspeed_shm_comm", tell=rank == 0)
     accelerator.set_device(local_rank)
     timeout = timedelta(minutes=timeout_minutes)
     if _restarted_by_torchrun():
@@ -117,6 +117,8 @@ def start(*, rank: int, world_size: int, local_rank: int, timeout_minutes: float
             f"the launcher said rank {rank} of {world_size}, the process group says rank {dist.get_rank()} of "
             f"{dist.get_world_size()}; check RANK and WORLD_SIZE in the launcher's environment"
         )
+    if accelerator.device_name() == "cpu":
+        _forget_the_name_of_shared_memory(rank)
     device = torch.device(accelerator.device_name() if accelerator.device_name() == "cpu" else f"cuda:{local_rank}")
     return Place(rank, world_size, local_rank, device)
 
@@ -181,13 +183,22 @@ def _use_own_ninja() -> None:
         os.environ["PATH"] = os.pathsep.join([programs, *path])
 
 
-def _tell_about_the_build(op: str) -> None:
-    """Say what is about to take a minute, or would wait for ever: a killed build leaves its lock behind."""
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
-    for lock in folder.glob(f"**/{op}/lock"):
-        print(f"waiting for {lock}: another process builds {op}; if none does, remove that file", flush=True)
-    if not any(folder.glob(f"**/{op}.so")):
+def _clear_the_way_for(op: str, tell: bool) -> None:
+    """Remove what a killed build left, and say what is about to take a minute."""
+    op_builds.clear_abandoned(op, say=lambda line: print(line, flush=True))
+    if tell and not any(op_builds.extensions_folder().glob(f"**/{op}.so")):
         print("building DeepSpeed's shared-memory op, once on a machine, about a minute", flush=True)
+
+
+def _forget_the_name_of_shared_memory(rank: int) -> None:
+    """Leave this rank's 66 MiB of shared memory to those who have it: it then goes when they do, however they end.
+
+    DeepSpeed 0.19.8 never removes it: every port that a run used would keep its own in memory until the machine is
+    started again.
+    """
+    dist.barrier()  # all have it
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)
 
 
 def _free_port() -> int:
