@@ -9,7 +9,7 @@ PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup demo test test-cluster test-long check benchmark parity parity-defects analyze matrix envelope chaos clean
+.PHONY: help setup demo test test-cluster test-long check benchmark benchmark-gpu parity parity-defects analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -36,6 +36,18 @@ test-long: setup  ## Long tests: the planner on real ranks, killed sweeps, bench
 
 benchmark: setup  ## Mantissa against the loops its users would write: runs/benchmark
 	$(BIN)/python -m training.benchmark --config config/recipes/benchmark.yaml $(ARGS)
+
+# Every line, whether or not the one before it held its bounds. --no-split and small micro-batches: FP32 has to fit, too.
+BENCHMARK_1B := -$(BIN)/python -m training.benchmark --config config/recipes/benchmark_1b.yaml --rounds 3 --steps 20
+benchmark-gpu: setup  ## The goals for one GPU of 80 GB, in docs/performance.md: runs/benchmark-gpu
+	$(BENCHMARK_1B) --contestants mantissa,mantissa-full,bare,accelerate,trainer --out runs/benchmark-gpu/2048 \
+		--at-least mantissa/bare=0.99 --at-least mantissa/trainer=1.3 $(ARGS)
+	$(BENCHMARK_1B) --contestants mantissa,bare,trainer --out runs/benchmark-gpu/4096 --at-least mantissa/bare=0.99 \
+		--at-least mantissa/trainer=1.3 data.sequence_length=4096 batch.micro_size=4 batch.global_size=16 $(ARGS)
+	$(BENCHMARK_1B) --contestants mantissa-bf16,mantissa-fp32,mantissa-fp16 --out runs/benchmark-gpu/precision --no-split \
+		--at-least mantissa-bf16/mantissa-fp32=2 --at-least mantissa-fp16/mantissa-bf16=0.97 batch.micro_size=4 $(ARGS)
+	$(BENCHMARK_1B) --contestants mantissa-bf16,mantissa-manifest --out runs/benchmark-gpu/manifest --no-split \
+		--at-least mantissa-manifest/mantissa-bf16=0.95 deepspeed.config=ds_configs/zero3_bf16.json batch.micro_size=4 $(ARGS)
 
 parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
 	$(BIN)/python -m training.parity --config config/recipes/demo.yaml $(ARGS)

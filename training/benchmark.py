@@ -5,10 +5,11 @@
 
 Contestants: mantissa (as the config has it), mantissa-full (telemetry, spike detection and Prometheus as well),
 mantissa-off (no wandb, a silent console), bare (`deepspeed.initialize` and a loop), accelerate and trainer (Hugging
-Face, both on DeepSpeed). All start from the same weights and see the same tokens in the same order, under the same
-learning rates and the same resolved DeepSpeed JSON. Each round runs every contestant once, in an order that is
-reversed from round to round; ratios are taken round by round, so that a machine whose speed drifts disturbs all alike.
-Losses are compared, too: who trains something else gets no ratio.
+Face, both on DeepSpeed); mantissa-fp32, -bf16, -fp16 and -manifest are Mantissa in that precision, whatever the config
+says. All start from the same weights and see the same tokens in the same order, under the same learning rates and the
+same resolved DeepSpeed JSON. Each round runs every contestant once, in an order that is reversed from round to round;
+ratios are taken round by round, so that a machine whose speed drifts disturbs all alike. Losses are compared, too: who
+trains something else gets no ratio.
 
 The folder gets `benchmark.json` and `benchmark.md`, logs and results. Exit code 0; 3: losses part, or a bound of
 --at-least fails; 2: it cannot be done. What Mantissa's care for a step costs on one and the same engine is measured by
@@ -36,7 +37,7 @@ from config.environment import as_launched
 from config.errors import UserError
 from tracking.environment import environment
 from tracking.jsonl import plain
-from training.benchmark_jobs import ALIKE, Field, Run, choose
+from training.benchmark_jobs import ALIKE, PRECISIONS, Field, Run, choose
 from training.benchmark_report import bound, compare, page
 from training.benchmark_spec import Work, prepare_work
 from training.launched import default_processes
@@ -151,7 +152,8 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     else:
         peak = {"flops": options.peak_tflops * 1e12 * processes, "how": "--peak-tflops x processes"}
     runs = run_rounds(field, contestants, options.rounds)
-    tolerance = options.loss_tolerance or TOLERANCE[resolved.compute]
+    lower = not PRECISIONS.keys().isdisjoint(contestants)
+    tolerance = options.loss_tolerance or TOLERANCE["bf16" if lower else resolved.compute]
     tokens = resolved.batch.global_size * resolved.config.data.sequence_length
     found = compare(runs, tokens=tokens, flops_per_token=work.flops_per_token, peak=peak["flops"], tolerance=tolerance)
     if not options.no_split:

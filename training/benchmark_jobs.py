@@ -17,7 +17,7 @@ from tracking.jsonl import read_events
 from training.benchmark_spec import Result, Spec
 from training.launched import TRAIN, last_words, launch
 
-MANTISSA = {
+MANTISSA: dict[str, tuple[str, ...]] = {
     "mantissa": (),
     "mantissa-full": (
         "telemetry.every_steps=10",
@@ -38,6 +38,23 @@ MANTISSA = {
     ),
 }
 """Mantissa as its config has it, with everything on, and with all off that can be: overrides by name."""
+PRECISIONS: dict[str, tuple[str, ...]] = {
+    f"mantissa-{compute}": (
+        f"precision.compute={compute}",
+        f"deepspeed.config=ds_configs/zero{{stage}}_{compute}{{offload}}.json",
+    )
+    for compute in ("fp32", "bf16", "fp16")
+}
+PRECISIONS["mantissa-fp16"] += ("loss_scale.initial=4096",)  # steps skipped while it is found would part the losses
+PRECISIONS["mantissa-manifest"] = (
+    "precision.compute=auto",
+    "precision.path=manifest",
+    "precision.manifest=config/manifests/bf16.json",
+    "deepspeed.config=ds_configs/zero{stage}_fp32{offload}.json",
+)
+"""Mantissa with another precision than the config's, on the work of all others: overrides by name, for a ZeRO stage and
+"_offload" or nothing."""
+OWN = MANTISSA | PRECISIONS
 PEERS = {
     "bare": "training.peers.bare_loop",
     "accelerate": "training.peers.accelerate_loop",
@@ -105,13 +122,13 @@ class Field:
         """One job to its end. Raises UserError, with the log's name, when it does not reach it."""
         target = self.folder / "results" / f"{label}.json"
         launched = time.time()
-        if contestant in MANTISSA:
+        if contestant in OWN:
             self._start([*TRAIN, *self._mantissa(contestant, label)], label)
         else:
             self._start(self._peer(contestant, target, split=False), label)
         ended = time.time()
-        result = self._recorded(label) if contestant in MANTISSA else Result.read(target)
-        if contestant in MANTISSA:
+        result = self._recorded(label) if contestant in OWN else Result.read(target)
+        if contestant in OWN:
             result.write(target)
             shutil.rmtree(self.folder / "runs" / label / "checkpoints", ignore_errors=True)
         return Run(contestant, launched, ended - launched, self.spec.warm_up, result)
@@ -120,7 +137,7 @@ class Field:
         """The time of a step by stage, of one more job; see `training.benchmark_split`."""
         label = f"{contestant}-split"
         target = self.folder / "results" / f"{label}.json"
-        if contestant not in MANTISSA:
+        if contestant not in OWN:
             self._start(self._peer(contestant, target, split=True), label)
             found = Result.read(target).split
             assert found is not None
@@ -146,7 +163,9 @@ class Field:
 
     def _mantissa(self, contestant: str, label: str) -> list[str]:
         where = [f"run.dir={self.folder / 'runs'}", f"run.name={label}"]
-        return [*self.arguments, *ALIKE, *where, *MANTISSA[contestant]]
+        offload = "" if self.spec.offload == "none" else "_offload"
+        overrides = [text.format(stage=self.spec.stage, offload=offload) for text in OWN[contestant]]
+        return [*self.arguments, *ALIKE, *where, *overrides]
 
     def _peer(self, contestant: str, target: Path, *, split: bool) -> list[str]:
         path = self.folder / ("spec-split.json" if split else "spec.json")
@@ -173,8 +192,8 @@ def choose(names: str) -> tuple[list[str], dict[str, str]]:
     chosen: list[str] = []
     passed: dict[str, str] = {}
     for name in filter(None, names.split(",")):
-        if name not in {*MANTISSA, *PEERS, *NOT_WRITTEN}:
-            known = ", ".join([*MANTISSA, *PEERS, *NOT_WRITTEN])
+        if name not in {*OWN, *PEERS, *NOT_WRITTEN}:
+            known = ", ".join([*OWN, *PEERS, *NOT_WRITTEN])
             raise UserError(f"--contestants = {names}: there is no {name}; choose among {known}")
         if name in chosen:
             raise UserError(f"--contestants = {names}: {name} is there twice; name each once")
@@ -185,5 +204,5 @@ def choose(names: str) -> tuple[list[str], dict[str, str]]:
         else:
             chosen.append(name)
     if not chosen:
-        raise UserError(f"--contestants = {names}: leaves nobody to measure; name one of {', '.join(MANTISSA)}")
+        raise UserError(f"--contestants = {names}: leaves nobody to measure; name one of {', '.join(OWN)}")
     return chosen, passed

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from training.benchmark_jobs import MANTISSA, Run
+from training.benchmark_jobs import OWN, Run
 
 STAGES = ("data", "forward", "backward", "collectives", "step", "health", "tracking", "other")
 """Of the split, in the order of a step; whatever a contestant has no name for is other."""
@@ -35,7 +35,7 @@ def compare(
     by more than `tolerance` gets no ratio.
     """
     baseline = "bare" if "bare" in runs else next(iter(runs))
-    reference = next((name for name in runs if name in MANTISSA), next(iter(runs)))
+    reference = next((name for name in runs if name in OWN), next(iter(runs)))
     expected = runs[reference][0].result.losses
     found: dict[str, Any] = {}
     for name, mine in runs.items():

@@ -10,12 +10,14 @@ import pytest
 
 from tests.training.launches import SMALL
 from tests.training.test_benchmark import RECIPE
+from tracking.jsonl import read_events
 from training import benchmark
-from training.benchmark_jobs import MANTISSA, PEERS, Field, Run, choose
+from training.benchmark_jobs import MANTISSA, PEERS, PRECISIONS, Field, Run, choose
 from training.benchmark_report import STAGES, compare, page
 from training.benchmark_spec import Result, Spec
 
 ALL = ",".join([*MANTISSA, *PEERS])
+COMPUTES = {"mantissa-fp32": "fp32", "mantissa-fp16": "fp16", "mantissa-manifest": "bf16"}
 SHORT = ["--rounds", "1", "--steps", "4", "--warm-up", "2", "--processes", "2"]
 
 
@@ -48,6 +50,21 @@ def test_every_contestant_trains_the_same(stage, compute, contestants, tolerance
         sent, bare = (sum(each["split"]["bytes_sent"].values()) for each in (mine, found["contestants"]["bare"]))
         assert sent == pytest.approx(bare, rel=0.1)
     assert 0 < found["peak"]["flops"] < 1e14
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_mantissas_precisions_do_the_same_work(stage, tmp_path, cache) -> None:
+    """Whatever the config's own: each computes as its name says, and follows FP32."""
+    names = ["mantissa", *PRECISIONS]
+    there = ["--contestants", ",".join(names), "--no-split", "--peak-tflops", "1", "--out", str(tmp_path)]
+    config = [f"deepspeed.config=ds_configs/zero{stage}_bf16.json", "precision.compute=bf16"]
+    assert benchmark.main(["--config", RECIPE, *SHORT, *there, *SMALL, *config, cache]) == benchmark.ALL_HOLD
+    found = json.loads((tmp_path / "benchmark.json").read_text())["contestants"]
+    assert found["mantissa-bf16"]["loss_difference"] == 0
+    for name in ("mantissa-fp32", "mantissa-fp16", "mantissa-manifest"):
+        assert 0 < found[name]["loss_difference"] < 5e-3, name
+        start = next(read_events(tmp_path / "runs" / f"{name}-1" / "events.jsonl"))
+        assert (start["compute"], start["zero_stage"]) == (COMPUTES[name], stage)
 
 
 def test_a_peer_that_is_given_other_work_is_found(tmp_path, cache) -> None:
