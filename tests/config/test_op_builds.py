@@ -19,6 +19,7 @@ OP = "deepspeed_shm_comm"
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The lock of a build ten minutes ago."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(op_builds, "_compiling", lambda: False)  # whatever else this machine does
     path = tmp_path / "py311_cpu" / OP / "lock"
     path.parent.mkdir(parents=True)
     path.touch()
@@ -83,6 +84,13 @@ def test_a_lock_on_a_shared_file_system_may_be_another_machines(lock, monkeypatc
     assert lock.exists()
 
 
+def test_a_lock_may_be_that_of_another_user_who_compiles(lock, monkeypatch):
+    monkeypatch.setattr(op_builds, "_compiling", lambda: True)
+    monkeypatch.setattr(op_builds, "_open_files", lambda: ({}, True))
+    assert clear()[0].startswith(f"waiting for {lock}: another process builds")
+    assert lock.exists()
+
+
 def test_no_folder_is_no_lock_and_none_is_made(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
     assert clear() == []
@@ -95,6 +103,7 @@ def test_ranks_that_come_together_do_not_take_each_others_new_locks(lock):
         "import os, sys, time\n"
         "from pathlib import Path\n"
         "from config import op_builds\n"
+        "op_builds._compiling = lambda: False\n"
         "lock = Path(sys.argv[1])\n"
         "op_builds.clear_abandoned(lock.parent.name, lambda line: None, young_seconds=0.0)\n"
         "try:\n"

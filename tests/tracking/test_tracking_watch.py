@@ -351,6 +351,7 @@ def test_ctrl_c_leaves(fp16_run: RunDir) -> None:
     with watching(fp16_run.path) as (child, master):
         until(master, "done .exit 0")
         child.send_signal(signal.SIGINT)
+        until(master, "\x1b\\[[?]25h")  # a terminal goes on taking what is written to it
         assert child.wait(20) == 0
 
 

@@ -102,7 +102,7 @@ def test_a_rank_killed_on_another_machine_is_named_with_its_signal(ranks):
 
 
 def test_a_rank_that_stands_still_on_another_machine_is_spoken_of_and_waited_for(ranks):
-    codes, logs, _ = ranks.run("stopped", elsewhere=True, timeout=6)
+    codes, logs, _ = ranks.run("stopped", elsewhere=True, timeout=10)
     assert codes == [LOST, -signal.SIGKILL]  # stopped until the test killed it
     told, named = logs[0].splitlines()
     assert "has been silent for 1 s, stopped or too busy to run Python; rank 0 waits for it" in told
