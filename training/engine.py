@@ -37,7 +37,7 @@ from training.loss_path import LossPath
 from training.loss_scaler import LossScaler
 from training.masters import UpdateMeter
 from training.memory import peak_memory_bytes
-from training.optimizer import build_optimizer
+from training.optimizer import build_optimizer, import_muon_uncompiled
 from training.work_time import WorkTime, by_rank
 
 
@@ -53,6 +53,7 @@ class Engine:
         self.slow_fp16 = self.compute == "fp16" and allow_slow_fp16()
         self.faults = Faults(resolved.config.faults, rank=place.rank, model=model)
         self._defects = Defects(resolved.config.defects, rank=place.rank, model=model)
+        import_muon_uncompiled()
         self.deepspeed, *_ = deepspeed.initialize(
             model=model,
             optimizer=build_optimizer(

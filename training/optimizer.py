@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.runtime import compiler
 from transformers import PreTrainedModel
 
 from config.schema import OptimizerSection
@@ -25,3 +26,16 @@ def build_optimizer(
 
         return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon before its ZeRO stages do, which they do whatever the optimizer is, without `torch.compile`.
+
+    Compiling its kernels imports all of torch's compiler, in the first step of every run: 1.3 s of CPU time of each
+    process of a small Llama's start (python -X importtime). Mantissa has no Muon.
+    """
+    compile_, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = compile_
