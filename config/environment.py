@@ -67,8 +67,11 @@ def launch_command(place: Place, environment: Mapping[str, str], arguments: Sequ
     """The command line that starts this run again, by the launcher that started it.
 
     Of several machines it is this one's, and takes the hostfile to be where launch/deepspeed/ wants it: the deepspeed
-    launcher does not tell its processes, and given --num_nodes it refuses a hostfile that is not there.
+    launcher does not tell its processes, and given --num_nodes it refuses a hostfile that is not there. Who starts
+    train.py by other means, such as launch/slurm/train.sbatch, says in MANTISSA_START what comes before the arguments.
     """
+    if environment.get("MANTISSA_START"):
+        return f"{environment['MANTISSA_START']} {shlex.join(arguments)}"
     world = place.world_size
     local = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world)
     nodes = max(1, world // local)

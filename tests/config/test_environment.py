@@ -114,3 +114,9 @@ def test_the_command_that_starts_the_run_again(place: Place, variables: dict[str
     command = launch_command(place, environment(**variables), arguments)
     assert command.startswith(f"{expected} train.py ")
     assert shlex.split(command)[-3:] == arguments
+
+
+def test_whoever_starts_train_py_by_other_means_says_how() -> None:
+    given = environment(LOCAL_SIZE=2, MANTISSA_START="sbatch --nodes=2 launch/slurm/train.sbatch")
+    command = launch_command(Place(0, 2, 0), given, ["--config", "a b.yaml"])
+    assert command == "sbatch --nodes=2 launch/slurm/train.sbatch --config 'a b.yaml'"
