@@ -7,8 +7,8 @@ from config.schema_work import ModelSection
 CHUNK_LOGITS = 2**26
 """[logits] Of one chunk, unless model.loss_chunk_tokens says otherwise: 256 MiB in FP32."""
 AUTO_FROM_LOGITS = 2**22
-"""[logits] Of a micro-batch, from which on model.loss = auto is chunked, be it one chunk. In FP32 the softmax over so many
-and its gradients take 48 MiB and more time than gradients made in place (docs/loss.md); below it makes no difference."""
+"""[logits] Of a micro-batch, from which on model.loss = auto is chunked, be it one chunk. In FP32 the softmax over so
+many and its gradients take 48 MiB, and more time than gradients made in place (docs/loss.md); below, as much."""
 _MULTIPLE = 64
 """[tokens] Chunks are cut to what tensor cores like."""
 

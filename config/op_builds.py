@@ -1,7 +1,9 @@
 """Where DeepSpeed's ops are built, and the locks of builds that were killed. The standard library only.
 
 torch builds an op under a lock file and waits for a lock that is there, for ever and without a word. Who builds keeps
-the file open (`torch.utils.file_baton`), so a lock that no process has open was left by a build that was killed.
+the file open (`torch.utils.file_baton`), so a lock that no process has open was left by a build that was killed; but
+processes of other containers and machines cannot be seen. So who builds here also holds a file of Mantissa's locked,
+in a way that ends with the process: one that says of a build and is not held any more is a killed build's.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-YOUNG_SECONDS = 120.0
-"""A build that changed a file this short ago may belong to a process that cannot be seen: one of another container."""
+YOUNG_SECONDS = 900.0
+"""A build that changed a file this short ago may belong to a process that cannot be seen: one of another container,
+which did not say that it builds. A file of DeepSpeed's takes six minutes to compile on a busy machine."""
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs")
 """File systems that no other machine writes to."""
 
@@ -27,26 +30,41 @@ def extensions_folder() -> Path:
 def locks(folder: Path, op: str = "*") -> list[dict[str, Any]]:
     """Locks of builds of `op`: path, pid of who holds it or None, age in seconds, and whether that pid is `unsure`."""
     found = {str(path.resolve()): path for path in folder.glob(f"**/{op}/lock")}
-    holders, hidden = _open_files() if found else ({}, False)
+    holders = _open_files() if found else {}
+    out_of_sight = bool(found) and None in _compilers()
     facts = []
     for real, path in found.items():
         try:
             age = time.time() - path.stat().st_mtime
         except OSError:  # its build ended just now
             continue
-        unsure = (hidden and _compiling()) or mount_of(path)["filesystem"] not in _LOCAL
+        unsure = out_of_sight or mount_of(path)["filesystem"] not in _LOCAL
         facts.append({"path": str(path), "pid": holders.get(real), "age": age, "unsure": unsure})
     return facts
 
 
-def clear_abandoned(op: str, say: Callable[[str], None], young_seconds: float = YOUNG_SECONDS) -> None:
-    """Remove the lock that a killed build of `op` left, and come back when this process may build or wait.
+@contextmanager
+def alone(op: str, say: Callable[[str], None], young_seconds: float = YOUNG_SECONDS) -> Iterator[None]:
+    """The only process of Mantissa on this machine that builds or loads `op`, with no lock in its way that is nobody's.
 
-    One process of a machine does it at a time: a lock that is taken meanwhile has a holder and stays. A lock of a
-    build whose files changed within `young_seconds` is looked at again when they are older. `say` gets one line on
-    what was removed or is waited for.
+    A lock of a build that did not say so, and whose files changed within `young_seconds`, is waited for until they are
+    older. `say` gets one line on what is waited for or was removed.
     """
-    folder = extensions_folder()
+    with _mark(op, say) as mark:
+        killed = mark is not None and bool(os.pread(mark, 1, 0))
+        clear_abandoned(op, say, young_seconds=0.0 if killed else young_seconds)
+        built = any(extensions_folder().glob(f"**/{op}.so"))
+        if mark is not None:
+            os.pwrite(mark, b"loads\n" if built else b"builds\n", 0)
+        try:
+            yield
+        finally:
+            if mark is not None:
+                os.ftruncate(mark, 0)
+
+
+def clear_abandoned(op: str, say: Callable[[str], None], young_seconds: float = YOUNG_SECONDS) -> None:
+    """Remove locks that killed builds of `op` left. Returns when there is none, or one that is somebody's, perhaps."""
     said = set()
 
     def tell(line: str) -> None:
@@ -54,11 +72,7 @@ def clear_abandoned(op: str, say: Callable[[str], None], young_seconds: float = 
             say(line)
         said.add(line)
 
-    while True:
-        with _alone(folder):
-            young = [lock for lock in locks(folder, op) if not _settled(lock, tell, young_seconds)]
-        if not young:
-            return
+    while not all(_settled(lock, tell, young_seconds) for lock in locks(extensions_folder(), op)):
         time.sleep(0.5)
 
 
@@ -72,15 +86,24 @@ def _settled(lock: dict[str, Any], say: Callable[[str], None], young_seconds: fl
     if lock["unsure"]:
         say(f"waiting for {path}: another process builds {op}; if none does, on any machine, remove that file")
         return True
+    if str(path.parent.resolve()) in _compilers():
+        say(f"waiting for what a killed build left running in {path.parent}")
+        return False
     try:
+        before = path.stat()
         age = time.time() - max(file.stat().st_mtime for file in path.parent.iterdir())
     except OSError:  # files of a build that goes on
         return False
     if age < young_seconds:
-        say(f"waiting for {path}: nobody here holds it; it is removed when its build is {young_seconds:.0f} s old")
+        when = f"it is removed when its build is {young_seconds:.0f} s old"
+        say(f"waiting for {path}: nobody here holds it; {when}; if no container builds {op}, remove it")
         return False
     try:
-        path.unlink(missing_ok=True)
+        if path.stat().st_ino != before.st_ino:
+            return False
+        path.unlink()
+    except FileNotFoundError:
+        return False
     except OSError as error:
         say(f"waiting for {path}, which a killed build left: {error.strerror}; remove it")
     else:
@@ -89,43 +112,59 @@ def _settled(lock: dict[str, Any], say: Callable[[str], None], young_seconds: fl
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process of this machine at a time; a folder that cannot be locked or written to is used as it is."""
+def _mark(op: str, say: Callable[[str], None]) -> Iterator[int | None]:
+    """A file that says whether `op` is being built, held by one process at a time; None where that cannot be had."""
+    folder = extensions_folder()
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        folder.mkdir(parents=True, exist_ok=True)
+        mark = os.open(folder / f".{op}.mantissa", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError:
-        yield
+        yield None
         return
     try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield mark if _hold(mark, lambda: say(f"waiting for another process, which builds {op}")) else None
     finally:
-        os.close(descriptor)
+        os.close(mark)
 
 
-def _open_files() -> tuple[dict[str, int], bool]:
-    """Path of each open file to a process that has it, and whether some processes' files cannot be seen."""
+def _hold(mark: int, tell: Callable[[], None]) -> bool:
+    """Wait until nobody else holds the file; False on a file system without locks."""
+    try:
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if os.pread(mark, 6, 0) == b"builds":
+                tell()
+            fcntl.flock(mark, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+def _open_files() -> dict[str, int]:
+    """Path of each open file to a process that has it, as far as they can be seen."""
     holders: dict[str, int] = {}
-    hidden = False
     for entry in Path("/proc").glob("[0-9]*/fd"):
         try:
             for link in entry.iterdir():
                 holders.setdefault(str(link.readlink()), int(entry.parent.name))
-        except PermissionError:
-            hidden = True
         except OSError:
             continue
-    return holders, hidden
+    return holders
 
 
-def _compiling() -> bool:
-    """Whether anybody compiles on this machine."""
-    for path in Path("/proc").glob("[0-9]*/comm"):
-        with suppress(OSError):
-            if path.read_text().strip() in ("ninja", "cc1plus", "nvcc", "cicc", "ptxas"):
-                return True
-    return False
+def _compilers() -> list[str | None]:
+    """Where each compiler that runs on this machine works; None where that cannot be seen."""
+    found: list[str | None] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "comm").read_text().strip() in ("ninja", "cc1plus", "nvcc", "cicc", "ptxas"):
+                found.append(str((process / "cwd").readlink()))
+        except PermissionError:
+            found.append(None)
+        except OSError:  # it has ended
+            continue
+    return found
 
 
 def mount_of(path: Path) -> dict[str, str]:

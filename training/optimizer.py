@@ -29,7 +29,7 @@ def build_optimizer(
 
 
 def import_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon before its ZeRO stages do, which they do whatever the optimizer is, without `torch.compile`.
+    """Import DeepSpeed's Muon without `torch.compile`, before its ZeRO stages do, whatever the optimizer is.
 
     Compiling its kernels imports all of torch's compiler, in the first step of every run: 1.3 s of CPU time of each
     process of a small Llama's start (python -X importtime). Mantissa has no Muon.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,15 +18,15 @@ OP = "deepspeed_shm_comm"
 
 @pytest.fixture
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The lock of a build ten minutes ago."""
+    """The lock of a build a while ago."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(op_builds, "_compiling", lambda: False)  # whatever else this machine does
+    monkeypatch.setattr(op_builds, "_compilers", list)  # whatever else this machine does
     path = tmp_path / "py311_cpu" / OP / "lock"
     path.parent.mkdir(parents=True)
     path.touch()
     (path.parent / "shm.o").write_bytes(b"half an object")
     for file in path.parent.iterdir():
-        age(file, 600)
+        age(file, 6000)
     return path
 
 
@@ -71,7 +72,7 @@ def test_a_build_of_a_moment_ago_is_given_time(lock):
     began = time.monotonic()
     said = clear(young_seconds=2.0)
     assert 1.5 < time.monotonic() - began < 30
-    assert said[0].endswith("it is removed when its build is 2 s old")
+    assert "it is removed when its build is 2 s old" in said[0]
     assert said[1].startswith("removed")
     assert not lock.exists()
 
@@ -85,10 +86,36 @@ def test_a_lock_on_a_shared_file_system_may_be_another_machines(lock, monkeypatc
 
 
 def test_a_lock_may_be_that_of_another_user_who_compiles(lock, monkeypatch):
-    monkeypatch.setattr(op_builds, "_compiling", lambda: True)
-    monkeypatch.setattr(op_builds, "_open_files", lambda: ({}, True))
+    monkeypatch.setattr(op_builds, "_compilers", lambda: [None])
     assert clear()[0].startswith(f"waiting for {lock}: another process builds")
     assert lock.exists()
+
+
+def test_a_compiler_that_a_killed_build_left_running_is_waited_for(lock, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[2]))
+    compiler = lock.parents[2] / "cc1plus"
+    shutil.copy("/bin/sleep", compiler)
+    left = subprocess.Popen([compiler, "1.5"], cwd=lock.parent)
+    said = clear()
+    assert left.poll() is not None or left.wait(5) == 0
+    assert said == [
+        f"waiting for what a killed build left running in {lock.parent}",
+        f"removed {lock}: the build of {OP} that left it was killed",
+    ]
+
+
+def test_compilers_elsewhere_are_nobodys_business(lock, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[2]))
+    compiler = tmp_path / "cc1plus"
+    shutil.copy("/bin/sleep", compiler)
+    other = subprocess.Popen([compiler, "60"], cwd=tmp_path)
+    try:
+        assert clear()[-1].startswith("removed")
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_no_folder_is_no_lock_and_none_is_made(tmp_path, monkeypatch):
@@ -97,22 +124,50 @@ def test_no_folder_is_no_lock_and_none_is_made(tmp_path, monkeypatch):
     assert not (tmp_path / "none").exists()
 
 
-def test_ranks_that_come_together_do_not_take_each_others_new_locks(lock):
-    """Each clears and then builds under a lock, as torch does; every build must find its lock in place at its end."""
+def take(lock: Path, seconds: float) -> subprocess.Popen[str]:
+    """A process that builds as torch does, under `alone`: says "begun" once it has the lock."""
     program = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
         "from config import op_builds\n"
-        "op_builds._compiling = lambda: False\n"
+        "op_builds._compilers = list\n"
         "lock = Path(sys.argv[1])\n"
-        "op_builds.clear_abandoned(lock.parent.name, lambda line: None, young_seconds=0.0)\n"
-        "try:\n"
+        "with op_builds.alone(lock.parent.name, lambda line: print(line, flush=True)):\n"
         "    descriptor = os.open(lock, os.O_CREAT | os.O_EXCL)\n"
-        "except FileExistsError:\n"
-        "    sys.exit(0)\n"
-        "time.sleep(0.5)\n"
-        "assert os.fstat(descriptor).st_nlink, 'somebody removed the lock of a build that went on'\n"
-        "lock.unlink()\n"
+        "    print('begun', flush=True)\n"
+        f"    time.sleep({seconds})\n"
+        "    assert os.fstat(descriptor).st_nlink, 'somebody removed the lock of a build that went on'\n"
+        "    lock.unlink()\n"
+        "print('ended', flush=True)\n"
     )
-    ranks = [subprocess.Popen([sys.executable, "-c", program, str(lock)], cwd=Path.cwd()) for _ in range(6)]
-    assert [rank.wait(60) for rank in ranks] == [0] * 6
+    command = [sys.executable, "-c", program, str(lock)]
+    return subprocess.Popen(command, cwd=Path.cwd(), stdout=subprocess.PIPE, text=True)
+
+
+def test_ranks_that_come_together_build_one_after_the_other(lock):
+    ranks = [take(lock, 0.3) for _ in range(5)]
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 5
+    assert sum("removed" in output for output in outputs) == 1  # the fixture's; every other lock was its builder's
+    assert not lock.exists()
+
+
+def test_what_a_killed_build_of_ours_left_is_removed_at_once(lock):
+    lock.unlink()
+    first = take(lock, 60)
+    assert first.stdout.readline() == "begun\n"
+    second = take(lock, 0)
+    assert second.stdout.readline() == f"waiting for another process, which builds {OP}\n"
+    first.kill()
+    first.communicate()
+    began = time.monotonic()
+    output, _ = second.communicate(timeout=60)
+    assert time.monotonic() - began < 20
+    assert output.splitlines() == [f"removed {lock}: the build of {OP} that left it was killed", "begun", "ended"]
+
+
+def test_a_folder_that_may_not_be_written_is_used_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    with op_builds.alone(OP, print):
+        pass
