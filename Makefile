@@ -9,7 +9,7 @@ PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup demo test test-cluster test-long check benchmark benchmark-gpu parity parity-defects analyze matrix envelope chaos clean
+.PHONY: help setup demo test test-cluster test-long test-kernels check benchmark benchmark-gpu parity parity-defects analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -34,13 +34,17 @@ test-cluster: setup  ## Test on machines made of network namespaces, and on a Sl
 test-long: setup  ## Long tests: the planner on real ranks, killed sweeps, benchmark contestants, compiled blocks
 	$(BIN)/python -m pytest tests/*/long_*.py $(ARGS)
 
+test-kernels: setup  ## Liger's kernels in Triton's interpreter, beside torch's code (no GPU needed)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/kernels triton==3.7.1 liger-kernel==0.8.5
+	PYTHONPATH=$(CURDIR)/$(VENV)/kernels TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/modeling/test_kernels.py $(ARGS)
+
 benchmark: setup  ## Mantissa against the loops its users would write: runs/benchmark
 	$(BIN)/python -m training.benchmark --config config/recipes/benchmark.yaml $(ARGS)
 
 # Every line, whether or not the one before it held its bounds. --no-split and small micro-batches: FP32 has to fit, too.
 BENCHMARK_1B := -$(BIN)/python -m training.benchmark --config config/recipes/benchmark_1b.yaml --rounds 3 --steps 20
 benchmark-gpu: setup  ## The goals for one GPU of 80 GB, in docs/performance.md: runs/benchmark-gpu
-	$(BENCHMARK_1B) --contestants mantissa,mantissa-full,bare,accelerate,trainer --out runs/benchmark-gpu/2048 \
+	$(BENCHMARK_1B) --contestants mantissa,mantissa-full,mantissa-liger,bare,accelerate,trainer --out runs/benchmark-gpu/2048 \
 		--at-least mantissa/bare=0.99 --at-least mantissa/trainer=1.3 $(ARGS)
 	$(BENCHMARK_1B) --contestants mantissa,bare,trainer --out runs/benchmark-gpu/4096 --at-least mantissa/bare=0.99 \
 		--at-least mantissa/trainer=1.3 data.sequence_length=4096 batch.micro_size=4 batch.global_size=16 $(ARGS)

@@ -36,6 +36,7 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
         _model,
         _activation_checkpointing,
         _compile,
+        _kernels,
         _data,
         _schedule,
         _precision,
@@ -107,6 +108,19 @@ def _compile(config: Config) -> Iterator[Problem]:
     if config.profile.steps:
         fix = f"set profile.steps=0, or remove {key}"
         yield key, f"= true: a profile marks modules, whose blocks would then not run compiled; {fix}"
+
+
+def _kernels(config: Config) -> Iterator[Problem]:
+    model, key = config.model, "model.kernels"
+    if model.kernels == "torch":
+        return
+    if model.activation_checkpointing == "ops":
+        other = "model.activation_checkpointing = ops, which keeps what these kernels write over"
+        yield key, f"= liger does not go with {other}; set that to attention, selective, full or none"
+    if model.compile:
+        yield key, "= liger is not verified with model.compile = true; remove one of them"
+    if config.precision.path == "manifest":
+        yield key, f"= liger does not go with precision.path = manifest; use the cast path, or remove {key}"
 
 
 def _data(config: Config) -> Iterator[Problem]:

@@ -189,6 +189,7 @@ def _on_the_manifest_path(manifest: Path, deepspeed: Path) -> list[str]:
     return [
         "precision.path=manifest",
         "precision.compute=fp32",
+        "model.kernels=torch",
         f"precision.manifest={manifest}",
         f"deepspeed.config={deepspeed}",
         "faults=[]",

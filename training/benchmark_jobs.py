@@ -54,7 +54,9 @@ PRECISIONS["mantissa-manifest"] = (
 )
 """Mantissa with another precision than the config's, on the work of all others: overrides by name, for a ZeRO stage and
 "_offload" or nothing."""
-OWN = MANTISSA | PRECISIONS
+KERNELS: dict[str, tuple[str, ...]] = {"mantissa-liger": ("model.kernels=liger",)}
+"""Mantissa with Liger's kernels: overrides by name."""
+OWN = MANTISSA | PRECISIONS | KERNELS
 PEERS = {
     "bare": "training.peers.bare_loop",
     "accelerate": "training.peers.accelerate_loop",
@@ -201,8 +203,18 @@ def choose(names: str) -> tuple[list[str], dict[str, str]]:
             passed[name] = NOT_WRITTEN[name]
         elif name in ("accelerate", "trainer") and find_spec("accelerate") is None:
             passed[name] = "accelerate is not installed"
+        elif name in KERNELS and (reason := _why_no_liger()) is not None:
+            passed[name] = reason
         else:
             chosen.append(name)
     if not chosen:
         raise UserError(f"--contestants = {names}: leaves nobody to measure; name one of {', '.join(OWN)}")
     return chosen, passed
+
+
+def _why_no_liger() -> str | None:
+    import torch  # takes seconds
+
+    from modeling.kernels import why_not
+
+    return why_not(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -106,6 +106,7 @@ def train_twin(chosen: Plan, seed: int, say: Say, *, control: int | None = None)
         "precision.path=cast",
         "precision.manifest=null",
         "precision.compute=fp32",
+        "model.kernels=torch",
         "checkpoint.every_steps=0",
         "faults=[]",
         "defects=[]",

@@ -1,0 +1,269 @@
+"""Norms, rotary embeddings and gated activations of a model by Liger's Triton kernels: `model.kernels = liger`.
+
+Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training". Each kernel reads and writes memory once
+where torch's operators do it several times, and keeps less for the backward pass.
+
+Liger's own way of patching a model (`apply_liger_kernel_to_llama`) exchanges functions and classes of transformers, and
+with them those of every other model in the process, the FP32 reference among them. So only its autograd functions are
+taken. A module gets a subclass of its own class, made here, with another `forward`: its name, its parameters, its hooks
+and what it is an instance of stay.
+
+Calls in another dtype than the run's, such as telemetry's pass over the FP32 masters, run the module's own code.
+
+The rotary embedding is written over what the projections put out, and the gradients of a gated activation over what it
+was given; autograd does not hear of it. Nobody reads those again in a pass that keeps its activations or computes whole
+modules anew. torch's selective checkpointing (`activation_checkpointing = ops`) keeps what projections put out, which
+is why the config refuses it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from config.errors import UserError
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ROTATION = "apply_rotary_pos_emb"
+_ROWS = 8
+"""Tokens that a kernel is tried on."""
+_FLOOR = 1e-5
+"""Relative error that is granted in any dtype: sums in another order."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """How an architecture's RMSNorm computes."""
+
+    offset: float = 0.0
+    """Added to the weight."""
+    casting: str = "llama"
+    """In Liger's words: llama rounds to the input's dtype before it multiplies with the weight, gemma after."""
+
+
+ARCHITECTURES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3"), Norm()),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), Norm(1.0, "gemma")),
+    "olmo2": Norm(0.0, "gemma"),
+}
+"""Hugging Face model types that can have these kernels."""
+
+
+@dataclass(frozen=True)
+class _Replacement:
+    """A kernel for one class of modules, beside the code whose place it takes."""
+
+    what: str
+    forward: Callable[..., Any]
+    own: Callable[..., Any]
+    """The module's own code, as a function of tensors of `shapes`."""
+    kernel: Callable[..., Any]
+    """The same by the kernel."""
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def why_not(device: torch.device) -> str | None:
+    """What keeps Liger's kernels from running on this device; None where nothing is known to."""
+    if find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed; pip install --no-deps liger-kernel==0.8.5"
+    if find_spec("triton") is None:
+        return "triton is not installed, which comes with torch for CUDA"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "Triton kernels need a GPU, and this is a CPU"
+    return None
+
+
+def require_liger(architecture: str, device: torch.device) -> None:
+    """Raises UserError, with the reason, where this model type cannot have Liger's kernels on this device."""
+    problem = why_not(device)
+    if architecture not in ARCHITECTURES:
+        problem = f"it is not known here for {architecture}, but for {', '.join(sorted(ARCHITECTURES))}"
+    if problem is not None:
+        raise UserError(f"model.kernels = liger: {problem}; or set model.kernels=torch")
+
+
+def use_liger(model: PreTrainedModel, *, compute: str, device: torch.device) -> str:
+    """Let the model, in place, compute with Liger's kernels; what was replaced, in words.
+
+    compute: fp32, bf16 or fp16, in which the model is going to train. device: where. Each kernel is first tried there,
+    forward and backward, on random numbers of the model's widths.
+
+    Raises UserError where Liger cannot be had, or where a kernel fails or is further from FP32 than torch's own code.
+    """
+    architecture, dtype = model.config.model_type, _DTYPES[compute]
+    require_liger(architecture, device)
+    made: dict[type, type] = {}
+    counts: Counter[str] = Counter()
+    for module in list(model.modules()):
+        found = _replacement(module, model.config.get_text_config(), dtype)
+        if found is None:
+            continue
+        own = type(module)
+        if own not in made:
+            _hold_against_torch(found, own.__name__, dtype, device)
+            made[own] = type(own.__name__, (own,), {"forward": found.forward, "__module__": own.__module__})
+        module.__class__ = made[own]
+        counts[found.what] += 1
+    kinds = ", ".join(f"{what} in {count} modules" for what, count in sorted(counts.items()))
+    return f"Liger {version('liger-kernel')} computes {kinds}"
+
+
+def _replacement(module: nn.Module, config: Any, dtype: torch.dtype) -> _Replacement | None:
+    kind = type(module).__name__
+    if kind.endswith("RMSNorm"):
+        return _norm(module, ARCHITECTURES[config.model_type], dtype)
+    if kind.endswith("MLP"):
+        return _gated(module, config, dtype)
+    if kind.endswith("Attention"):
+        return _rotation(module, config, dtype)
+    return None
+
+
+def _norm(module: Any, norm: Norm, dtype: torch.dtype) -> _Replacement:
+    from liger_kernel.ops import LigerRMSNormFunction
+
+    own = type(module).forward
+    name = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.dtype != dtype:
+            return own(self, hidden)
+        # The last argument but one: not in place, because the gradient it is given may be another module's as well.
+        epsilon = getattr(self, name)
+        return LigerRMSNormFunction.apply(hidden, self.weight, epsilon, norm.offset, norm.casting, False, None)
+
+    def with_weight(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            stand_in = copy.copy(module)
+            stand_in._parameters = {"weight": weight}
+            return function(stand_in, hidden)
+
+        return run
+
+    width = getattr(module.weight, "ds_shape", module.weight.shape)[0]
+    shapes = ((1, _ROWS, width), (width,))
+    return _Replacement("RMSNorm", forward, with_weight(own), with_weight(forward), shapes)
+
+
+def _gated(module: Any, config: Any, dtype: torch.dtype) -> _Replacement | None:
+    from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction, LigerGELUMulFunction, LigerSiLUMulFunction
+
+    own = type(module).forward
+    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    silu = name in ("silu", "swish")
+    if hasattr(module, "gate_up_proj"):
+        if not silu:
+            return None
+
+        def fused(both: torch.Tensor) -> torch.Tensor:
+            rows = both.flatten(0, -2)  # Liger 0.8.5 hands back the gradient of rows whatever it was given
+            return LigerFusedGateUpSiLUMulFunction.apply(rows).unflatten(0, both.shape[:-1])
+
+        def fused_forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+            if hidden.dtype != dtype:
+                return own(self, hidden)
+            return self.down_proj(fused(self.gate_up_proj(hidden)))
+
+        def by_torch(both: torch.Tensor) -> torch.Tensor:
+            gate, up = both.chunk(2, dim=-1)
+            return up * module.activation_fn(gate)
+
+        width = 2 * config.intermediate_size
+        return _Replacement("SwiGLU", fused_forward, by_torch, fused, ((1, _ROWS, width),))
+    if not silu and name != "gelu_pytorch_tanh":
+        return None
+    product = LigerSiLUMulFunction.apply if silu else LigerGELUMulFunction.apply
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.dtype != dtype:
+            return own(self, hidden)
+        return self.down_proj(product(self.gate_proj(hidden), self.up_proj(hidden)))
+
+    shapes = ((1, _ROWS, config.intermediate_size),) * 2
+    what = "SwiGLU" if silu else "GEGLU"
+    return _Replacement(what, forward, lambda gate, up: module.act_fn(gate) * up, product, shapes)
+
+
+def _rotation(module: Any, config: Any, dtype: torch.dtype) -> _Replacement | None:
+    from liger_kernel.ops import LigerRopeFunction
+
+    own = type(module).forward
+    rotate = own.__globals__.get(_ROTATION)
+    if rotate is None or _ROTATION not in own.__code__.co_names:  # wrapped by a decorator, say
+        return None
+
+    def rotate_by_kernel(
+        query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if query.dtype != dtype:
+            return rotate(query, key, cos, sin)
+        return LigerRopeFunction.apply(query, key, cos, sin)
+
+    # The attention's own code, which finds another function under the name that it calls.
+    forward = types.FunctionType(
+        own.__code__, {**own.__globals__, _ROTATION: rotate_by_kernel}, own.__name__, own.__defaults__, own.__closure__
+    )
+    forward.__kwdefaults__ = own.__kwdefaults__
+    share = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    width = int(module.head_dim * share)
+
+    def at_positions(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(query: torch.Tensor, key: torch.Tensor) -> Any:
+            angles = torch.outer(torch.arange(_ROWS), torch.logspace(0, -2, width // 2)).repeat(1, 2)[None]
+            cos, sin = (values.to(query) for values in (angles.cos(), angles.sin()))
+            return function(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+
+        return run
+
+    heads = (config.num_attention_heads, config.num_key_value_heads)
+    query, key = ((1, _ROWS, count, module.head_dim) for count in heads)
+    return _Replacement("rotary embedding", forward, at_positions(rotate), at_positions(rotate_by_kernel), (query, key))
+
+
+def _hold_against_torch(found: _Replacement, where: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises UserError unless the kernel is as near to torch's FP32 as twice torch's own distance in `dtype`."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(shape, generator=generator).to(device, dtype) for shape in found.shapes]
+    exact = _outputs_and_gradients(found.own, [tensor.float() for tensor in given], dtype)
+    try:
+        own, kernel = (_outputs_and_gradients(function, given, dtype) for function in (found.own, found.kernel))
+    except Exception as problem:  # whatever Triton and its compiler may raise
+        words = " ".join(str(problem).split())[:200] or type(problem).__name__
+        raise UserError(
+            f"model.kernels = liger: {found.what} in {where} cannot run on {device}: {words}; set model.kernels=torch"
+        ) from problem
+    for reference, ours, theirs in zip(exact, own, kernel, strict=True):
+        allowed, error = 2 * _distance(ours, reference) + _FLOOR, _distance(theirs, reference)
+        if not error <= allowed:
+            raise UserError(
+                f"model.kernels = liger: {found.what} in {where} is {error:.1e} away from FP32 on {device}, where "
+                f"{allowed:.1e} is granted because of torch's own code; set model.kernels=torch"
+            )
+
+
+def _outputs_and_gradients(
+    function: Callable[..., Any], given: Sequence[torch.Tensor], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """What a function puts out, then the gradients of what it was given, from random upstream ones that fit `dtype`."""
+    leaves = [tensor.clone().requires_grad_() for tensor in given]
+    found = function(*leaves)
+    outputs = list(found) if isinstance(found, tuple) else [found]
+    values = [output.detach().clone() for output in outputs]
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(value.shape, generator=generator).to(dtype).to(value) for value in values]
+    return [*values, *(gradient.detach() for gradient in torch.autograd.grad(outputs, leaves, upstream))]
+
+
+def _distance(tensor: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((tensor.double() - reference.double()).norm() / reference.double().norm())

@@ -1,0 +1,87 @@
+"""What runs inside the processes of test_kernels.py. Every function is called on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precision.observe import Observation
+from tests.modeling import interpreted_liger
+from tests.training.small_run import batch_of, engine_of, masters_of, resolve
+from training.attribution import attribute
+from training.distributed import Place
+from training.telemetry import Telemetry
+from training.whole_tensors import whole_gradient
+
+MICRO = 2
+SICK = "model.layers.0.mlp.up_proj"
+SHAPE = (
+    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2, "
+    "num_key_value_heads: 1, tie_word_embeddings: true}"
+)
+
+
+def two_steps(
+    place: Place, *, stage: int, compute: str, kernels: str, overrides: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Two steps from the seeded weights, two micro-batches a rank, and an evaluation."""
+    with _engine(place, stage, compute, kernels, overrides) as engine:
+        rows: list[tuple[float, float]] = []
+        gradients: dict[str, Any] = {}
+        for step in (1, 2):
+            health = engine.health(engine.forward_backward(batch_of(place, MICRO, seed=step), step=step))
+            if not gradients:
+                for name, parameter in engine.model.named_parameters():
+                    gradient = whole_gradient(engine, parameter)
+                    assert gradient is not None, name
+                    gradients[name] = gradient.float().cpu()
+            rows.append((health.loss, health.grad_norm))
+            engine.step(health, 0.01)
+        evaluated = engine.evaluate([batch_of(place, MICRO, seed=9)])
+        masters = {name: master.cpu() for name, master in masters_of(engine).items()}
+        scale = engine.loss_scale
+        gradients = {name: gradient / scale for name, gradient in gradients.items()}
+        return {
+            "rows": rows,
+            "evaluated": evaluated,
+            "gradients": gradients,
+            "masters": masters,
+            "notes": [note for note in engine.notes if "Liger" in note],
+        }
+
+
+def looks(place: Place, *, kernels: str) -> dict[str, Any]:
+    """What telemetry and observation say of a step in BF16, and who is blamed for one that is not finite."""
+    with _engine(place, 2, "bf16", kernels, ()) as engine:
+        batch = batch_of(place, MICRO, seed=0)
+        telemetry = Telemetry(engine, probe=True)
+        with telemetry.watching(batch):
+            engine.forward_backward(batch, step=1)
+        probe = dict(telemetry._reference)
+        event = telemetry.finish()
+        engine.discard_quietly()
+        with Observation(engine.model) as seen:
+            engine.forward_backward(batch, step=1)
+        engine.discard_quietly()
+        matmuls = {name: dtypes for name, dtypes in seen.computed.items() if "norm" not in name}
+        with torch.no_grad():
+            engine.model.get_submodule(SICK).weight[0, 0] = float("inf")
+        outcome = engine.forward_backward(batch, step=1)
+        finite = engine.health(outcome).finite
+        causes = [(rank, cause.module, cause.tensor, cause.kind) for rank, cause in attribute(engine, batch, step=1)]
+        return {
+            "probe": probe,
+            "event": event,
+            "computed": matmuls,
+            "flops": dict(seen.flops),
+            "finite": finite,
+            "causes": causes,
+        }
+
+
+def _engine(place: Place, stage: int, compute: str, kernels: str, overrides: tuple[str, ...]) -> Any:
+    if kernels == "liger":
+        interpreted_liger.prepare()
+    given = [SHAPE, f"model.kernels={kernels}", *overrides]
+    return engine_of(place, resolve(place, stage=stage, compute=compute, micro=MICRO, overrides=given))
