@@ -39,6 +39,9 @@ class RunSection:
     never: start anew; an earlier folder of that name is renamed, not deleted. A path: go on from that checkpoint."""
     hypothesis: str = ""
     """[text] What this run is meant to show; kept with the run folder, the report and wandb."""
+    bind_cores: Literal["auto", "always", "never"] = "auto"
+    """[choice] Whether each rank stays on cores of its own, near its GPU where it has one. auto: on machines of several
+    NUMA nodes. always: there and elsewhere, unless a launcher has bound the ranks. never: the kernel moves them."""
 
 
 @dataclass(frozen=True)

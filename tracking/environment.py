@@ -17,6 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from config import core_binding
+
 PACKAGES = (
     "torch",
     "deepspeed",
@@ -75,7 +77,12 @@ def environment(extra: dict[str, Any]) -> dict[str, Any]:
         "working_folder": str(Path.cwd()),
         "hostname": platform.node(),
         "platform": platform.platform(),
-        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable_cores": _usable_cores()},
+        "cpu": {
+            "model": _cpu_model(),
+            "cores": os.cpu_count(),
+            "usable_cores": len(core_binding.usable_cpus()),
+            "binding": core_binding.outcome(),
+        },
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "git": _git_state(_CODE_FOLDER),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
@@ -127,11 +134,6 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _usable_cores() -> int | None:
-    """Cores this process may run on, which a scheduler often makes fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _git_state(folder: Path) -> dict[str, Any] | None:

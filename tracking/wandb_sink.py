@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from config import core_binding
 from config.command_line import REPOSITORY
 from tracking.environment import redact
 from tracking.events import Event
@@ -98,6 +99,7 @@ class WandbSink:
                 env=variables,
                 start_new_session=True,  # Ctrl-C is for training; the worker ends when training has ended
             )
+        core_binding.release(process.pid)  # the cores of rank 0 are for training
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         process.stdin.write(hide(json.dumps(job, default=str).encode(), known_secrets(os.environ)) + b"\n")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
-from config import op_builds
+from config import core_binding, op_builds
 from config.command_line import Resolved
 
 
@@ -81,17 +81,24 @@ class Place:
 
 def join(resolved: Resolved) -> Place:
     """Join the process group of a run, as its config and the launcher's environment say. Raises as `start` does."""
-    minutes = resolved.config.run.timeout_minutes
+    run = resolved.config.run
     return start(
-        rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank, timeout_minutes=minutes
+        rank=resolved.rank,
+        world_size=resolved.world_size,
+        local_rank=resolved.local_rank,
+        timeout_minutes=run.timeout_minutes,
+        bind_cores=run.bind_cores,
     )
 
 
-def start(*, rank: int, world_size: int, local_rank: int, timeout_minutes: float = 30.0) -> Place:
-    """Join the process group and take this rank's device.
+def start(
+    *, rank: int, world_size: int, local_rank: int, timeout_minutes: float = 30.0, bind_cores: str = "never"
+) -> Place:
+    """Join the process group and take this rank's device, and its share of the machine's cores.
 
-    The arguments are what the launcher's environment said. Raises RuntimeError when the process group disagrees: then
-    two parts of the launch see different worlds, and training would be wrong without a word.
+    The first three arguments are what the launcher's environment said. bind_cores: as `run.bind_cores`. Raises
+    RuntimeError when the process group disagrees with the launcher: then two parts of the launch see different worlds,
+    and training would be wrong without a word.
     """
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
@@ -104,9 +111,8 @@ def start(*, rank: int, world_size: int, local_rank: int, timeout_minutes: float
     warnings.filterwarnings("ignore", message=".*deprecated.*", module="torch.distributed.c10d_logger")
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        _share_cores()
         _use_own_ninja()
-        _clear_the_way_for("deepspeed_shm_comm", tell=rank == 0)
+        _load_shared_memory_op(rank)
     accelerator.set_device(local_rank)
     timeout = timedelta(minutes=timeout_minutes)
     if _restarted_by_torchrun():
@@ -120,7 +126,9 @@ def start(*, rank: int, world_size: int, local_rank: int, timeout_minutes: float
     if accelerator.device_name() == "cpu":
         _forget_the_name_of_shared_memory(rank)
     device = torch.device(accelerator.device_name() if accelerator.device_name() == "cpu" else f"cuda:{local_rank}")
-    return Place(rank, world_size, local_rank, device)
+    place = Place(rank, world_size, local_rank, device)
+    _take_cores(place, bind_cores)
+    return place
 
 
 def allow_slow_fp16() -> bool:
@@ -167,12 +175,24 @@ def _join_apart_from_the_dead(rank: int, world_size: int, timeout: timedelta) ->
     )
 
 
-def _share_cores() -> None:
-    """Give each process of this machine its share of the cores, as torchrun does; the deepspeed launcher does not."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+def _take_cores(place: Place, bind_cores: str) -> None:
+    """Compute with this rank's share of its machine's cores, and bind it to them where that is wanted. A collective.
+
+    The deepspeed launcher leaves every rank all of them. Threads are set when OMP_NUM_THREADS is not.
+    """
+    gpu = None
+    if place.device.type == "cuda":
+        found: Any = torch.cuda.get_device_properties(place.device)  # torch does not declare these
+        gpu = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    claims = place.gather_objects(core_binding.Claim.here(gpu))
+    binding = core_binding.decide(bind_cores, claims, place.rank)
+    told = ", as OMP_NUM_THREADS says" if "OMP_NUM_THREADS" in os.environ else ""
+    if not told:
+        torch.set_num_threads(binding.threads)
+    threads = torch.get_num_threads()
+    line = core_binding.bind(binding)
+    if line is not None and place.is_main:
+        print(f"{line}; {threads} thread{'s' * (threads > 1)}{told}", flush=True)
 
 
 def _use_own_ninja() -> None:
@@ -183,11 +203,19 @@ def _use_own_ninja() -> None:
         os.environ["PATH"] = os.pathsep.join([programs, *path])
 
 
-def _clear_the_way_for(op: str, tell: bool) -> None:
-    """Remove what a killed build left, and say what is about to take a minute."""
-    op_builds.clear_abandoned(op, say=lambda line: print(line, flush=True))
-    if tell and not any(op_builds.extensions_folder().glob(f"**/{op}.so")):
-        print("building DeepSpeed's shared-memory op, once on a machine, about a minute", flush=True)
+def _load_shared_memory_op(rank: int) -> None:
+    """Build it or load it, before DeepSpeed does, which waits for ever for what a killed build left."""
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
+        return
+    with op_builds.alone("deepspeed_shm_comm", say):
+        if rank == 0 and not any(op_builds.extensions_folder().glob("**/deepspeed_shm_comm.so")):
+            say("building DeepSpeed's shared-memory op, once on a machine, about a minute")
+        builder.load()
 
 
 def _forget_the_name_of_shared_memory(rank: int) -> None:

@@ -112,6 +112,24 @@ def test_training_that_is_killed_outright_is_delivered_and_marked_as_failed(tmp_
     assert [int(row["step"]) for row in _rows(folders[0]) if "train/loss" in row] == [1, 2, 3]
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: there is nothing to bind")
+def test_the_worker_may_use_the_cores_that_training_does_not(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from pathlib import Path; from config.core_binding import Binding, bind\n"
+        "from tracking.run_dir import RunDir; from tracking.wandb_sink import WandbSink\n"
+        "allowed = os.sched_getaffinity(0)\n"
+        "assert bind(Binding(1, frozenset([min(allowed)]), 'the first', True)) == 'cores: bound to the first'\n"
+        "run_dir = RunDir.create(Path(sys.argv[1]), 'demo', fresh=False)\n"
+        "sink = WandbSink(run_dir, {}, mode='offline', project='p', name='n', notes='', log_every_steps=1)\n"
+        "assert os.sched_getaffinity(0) == {min(allowed)} != allowed\n"
+        "assert os.sched_getaffinity(sink._process.pid) == allowed\n"
+        "sink._process.kill()"
+    )
+    arguments = [str(tmp_path), str(Path(__file__).resolve().parents[2])]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True)
+
+
 def test_a_wandb_that_cannot_be_started_costs_one_line(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir.path / "wandb.log").mkdir()
     _session(run_dir, _sink(run_dir), 1, 2)

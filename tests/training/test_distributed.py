@@ -1,7 +1,8 @@
-"""What a process finds at its start from those that were killed before it, and what it leaves when it is."""
+"""What a process finds at its start from those that were killed before it, and what it leaves; which cores it takes."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,12 +14,19 @@ from pathlib import Path
 import pytest
 
 from config import op_builds
+from config.cores import cpus_text, plan, read_cores
 
 PROGRAM = """
-import os, sys, torch
+import json, os, sys, torch
+from pathlib import Path
 from training.distributed import start
 rank = int(sys.argv[1])
-place = start(rank=rank, world_size=2, local_rank=rank)
+place = start(rank=rank, world_size=2, local_rank=rank, bind_cores="always")
+threads = torch.get_num_threads()
+torch.set_num_threads(threads + 2)
+torch.ones(1 << 20).exp()  # which makes torch's threads
+masks = {task.name: sorted(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()}
+print("cores", json.dumps([threads, list(masks.values())]))
 print("sum", int(place.sum(torch.ones(1))), os.path.exists(sys.argv[2]), flush=True)
 sys.stdin.read()
 """
@@ -26,9 +34,10 @@ sys.stdin.read()
 
 def begin(rank: int, port: int, name: str, **environment: str) -> subprocess.Popen[str]:
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_SIZE": "2", **environment}
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(rank), name],
-        env={**os.environ, **variables},
+        env=inherited | variables,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -39,11 +48,12 @@ def begin(rank: int, port: int, name: str, **environment: str) -> subprocess.Pop
 def outputs(tmp_path_factory) -> list[str]:
     """What two ranks print that start beside an old lock; they are killed then."""
     extensions = tmp_path_factory.mktemp("extensions")
-    for built in op_builds.extensions_folder().glob("*/deepspeed_shm_comm"):
-        shutil.copytree(built, extensions / built.parent.name / built.name)
-    for folder in extensions.glob("*/*"):
-        (folder / "lock").touch()
-        os.utime(folder / "lock", (0, 0))
+    build = extensions / "deepspeed_shm_comm"  # torch puts none of its own folders between when it is told where
+    for built in op_builds.extensions_folder().glob("**/deepspeed_shm_comm"):
+        shutil.copytree(built, build, dirs_exist_ok=True)
+    build.mkdir(exist_ok=True)
+    (build / "lock").touch()
+    (extensions / ".deepspeed_shm_comm.mantissa").write_text("builds\n")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -72,3 +82,20 @@ def test_killed_ranks_leave_no_shared_memory(outputs):
     assert "sum 2 False" in outputs[0]
     assert "sum 2 False" in outputs[1]
     assert outputs[2] == ""
+
+
+@pytest.mark.skipif(
+    sum(map(len, read_cores(frozenset(os.sched_getaffinity(0))).values())) < 2, reason="two ranks need two cores"
+)
+def test_ranks_are_bound_to_cores_of_their_own_with_all_their_threads(outputs):
+    expected = plan(read_cores(frozenset(os.sched_getaffinity(0))), 2)
+    assert not expected[0].cpus & expected[1].cpus
+    for share, output in zip(expected, outputs[:2], strict=True):
+        (told,) = [line for line in output.splitlines() if line.startswith("cores [")]
+        threads, masks = json.loads(told.removeprefix("cores "))
+        assert threads == len(share.own)
+        # Those that gloo had made before, and those that torch made after.
+        assert len(masks) > threads + 3 and all(mask == sorted(share.cpus) for mask in masks)
+    assert "cores: bound to CPU" in outputs[0] and f" {cpus_text(expected[0].cpus)} of NUMA node" in outputs[0]
+    assert f"; {len(expected[0].own)} thread" in outputs[0] and "OMP_NUM_THREADS" not in outputs[0]
+    assert "cores: bound" not in outputs[1]

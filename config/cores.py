@@ -1,0 +1,151 @@
+"""Which cores a machine has, and how its ranks divide them. The standard library only.
+
+Linux tells in /sys/devices/system which hardware threads make up a core and which NUMA node a core or a GPU is at
+(Documentation/ABI/stable/sysfs-devices-node, sysfs-devices-system-cpu). A core stays whole, whatever is divided. CPUs
+are counted as the kernel counts them: one for each hardware thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+Core = frozenset[int]
+"""The CPUs of one core: its hardware threads."""
+UNKNOWN = -1
+"""What the kernel says of a device whose NUMA node it was not told, as in most virtual machines."""
+_SYS = Path("/sys")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank gets."""
+
+    own: tuple[Core, ...]
+    """Cores that no other rank has; empty where there are fewer of them than ranks."""
+    around: frozenset[int]
+    """All CPUs that the ranks may use of the NUMA nodes among which its cores were chosen."""
+
+    @property
+    def cpus(self) -> frozenset[int]:
+        """Those of `own`."""
+        return frozenset[int]().union(*self.own)
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """The kernel's way to write a set of CPUs, such as `0-3,8-11`. Raises ValueError for anything else."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def cpus_text(cpus: Iterable[int]) -> str:
+    """The same the other way."""
+    parts: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if parts and parts[-1][1] == cpu - 1:
+            parts[-1][1] = cpu
+        else:
+            parts.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def read_cores(allowed: Set[int], root: Path = _SYS) -> dict[int, list[Core]]:
+    """NUMA node -> its cores, of those CPUs that are `allowed`; nodes that have none, as of memory alone, are left out.
+
+    A core of which some hardware threads are not allowed is a core of the others. What cannot be read is one node, 0,
+    and a core for each CPU.
+    """
+    nodes: dict[int, frozenset[int]] = {}
+    for folder in (root / "devices/system/node").glob("node[0-9]*"):
+        with suppress(OSError, ValueError):
+            nodes[int(folder.name.removeprefix("node"))] = parse_cpus((folder / "cpulist").read_text())
+    if not allowed <= frozenset[int]().union(*nodes.values()):
+        nodes = {0: frozenset(allowed)}
+    cores: dict[int, list[Core]] = {}
+    left = frozenset(allowed)
+    for node, cpus in sorted(nodes.items()):
+        found = {_threads_of_core(cpu, root) & cpus & left for cpu in cpus & left}
+        if found:
+            cores[node] = sorted(found, key=min)
+        left -= cpus  # the nodes of an emulated NUMA machine (numa=fake) may share their CPUs
+    return cores
+
+
+def gpu_node(address: str, root: Path = _SYS) -> int:
+    """The NUMA node of the device at a PCI address such as `0000:dc:00.0`, or UNKNOWN."""
+    try:
+        return int((root / "bus/pci/devices" / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return UNKNOWN
+
+
+def plan(nodes: dict[int, list[Core]], ranks: int, near: Sequence[Sequence[int]] | None = None) -> list[Share]:
+    """How `ranks` ranks divide the cores of `nodes`: disjoint, contiguous, equal but for one core among the same nodes.
+
+    near: as `near_gpus` gives it; the cores of the same nodes are divided by the ranks that have these. Without it
+    nodes get ranks by the number of their cores, so that the rank that has fewest has most, and a rank stays within a
+    node, or has several whole ones where nodes are more than ranks.
+    """
+    homes = _homes(nodes, ranks) if near is None else near
+    shares: dict[int, Share] = {}
+    for home in {frozenset(home) for home in homes}:
+        # By their GPUs' nodes, so that of the contiguous parts each is at its GPU's node, or next to it.
+        here = sorted((rank for rank in range(ranks) if home == set(homes[rank])), key=lambda rank: homes[rank][0])
+        cores = [core for node in sorted(home) for core in nodes[node]]
+        around = frozenset[int]().union(*cores)
+        parts = _split(cores, len(here)) if len(cores) >= len(here) else [()] * len(here)
+        shares |= {rank: Share(tuple(part), around) for rank, part in zip(here, parts, strict=True)}
+    return [shares[rank] for rank in range(ranks)]
+
+
+def near_gpus(gpu_nodes: Sequence[int], nodes: Iterable[int], root: Path = _SYS) -> list[tuple[int, ...]]:
+    """Those of `nodes` in the socket of each rank's GPU, the GPU's own first. gpu_nodes: the node of each rank's GPU.
+
+    Not that one alone: on a machine that divides its sockets into more nodes than have GPUs (AMD's NPS4, as in a DGX
+    A100) the cores of the others are no farther from any other GPU.
+    """
+    sockets = {node: _socket(node, root) for node in nodes}
+    return [
+        (own, *sorted(node for node in sockets if node != own and sockets[node] == sockets[own])) for own in gpu_nodes
+    ]
+
+
+def _homes(nodes: dict[int, list[Core]], ranks: int) -> list[tuple[int, ...]]:
+    if ranks < len(nodes):
+        return [tuple(part) for part in _split(sorted(nodes), ranks)]
+    given = dict.fromkeys(sorted(nodes), 0)
+    for _ in range(ranks):  # the method of highest averages (D'Hondt), which makes the smallest share largest
+        best = max(given, key=lambda node: len(nodes[node]) / (given[node] + 1))
+        given[best] += 1
+    return [(node,) for node, count in given.items() for _ in range(count)]
+
+
+def _socket(node: int, root: Path) -> str:
+    """What tells its socket from others; the node itself where that is not known."""
+    with suppress(OSError, ValueError):
+        first = min(parse_cpus((root / f"devices/system/node/node{node}/cpulist").read_text()))
+        return (root / f"devices/system/cpu/cpu{first}/topology/physical_package_id").read_text().strip()
+    return f"node {node}"
+
+
+def _split(items: Sequence[T], parts: int) -> list[Sequence[T]]:
+    """Contiguous parts, the first ones longer by one where it does not come out even."""
+    size, more = divmod(len(items), parts)
+    starts = [part * size + min(part, more) for part in range(parts + 1)]
+    return [items[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+
+
+def _threads_of_core(cpu: int, root: Path) -> frozenset[int]:
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the second until Linux 5.3
+        with suppress(OSError, ValueError):
+            found = parse_cpus((root / f"devices/system/cpu/cpu{cpu}/topology/{name}").read_text())
+            if cpu in found:
+                return found
+    return frozenset((cpu,))
