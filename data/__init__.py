@@ -19,16 +19,17 @@ What holds already at that size:
   flight. Shards have a fixed number of tokens (`prepare.SHARD_TOKENS`): 10^12 tokens are about 15,000 files.
 - Reading is a memory map: a rank touches the pages of its own windows and the page cache does the rest. Shards may
   lie on a shared file system, or be copied to every node; only their names and sizes are looked at when they open.
+  No more shards are mapped at a time than a process may have mappings (`shards.SHARDS_MAPPED`).
 - The sampler's memory does not depend on the corpus (`sampler` has the reason and the source), so the shuffle is over
   the whole corpus and resuming at any position costs nothing.
 
 What is not built, and would be needed:
 
 - Preparation on many machines. One process reads the stream and writes the shards, its workers tokenize. A worker
-  does about 3 MB of text a second with a BPE of 4096 and 5 MB with bytes (standard library, 2-core virtual machine),
-  so 4 TB of text is 15 core-days; and the one reader, which decodes about 140 MB of JSON lines a second, is the limit
-  beyond some forty workers. The stream would be cut into ranges by source file, a job for each, and the indexes
-  merged; the shard format allows that already, the merge is not written.
+  does 2 to 3 MB of text a second with a BPE of 4096 (standard library, 2-core virtual machine), so 4 TB of text is 15
+  to 23 core-days; with bytes it is faster than its reader. `python -m data.benchmark` says how many workers one reader
+  keeps busy: some eighteen where every document is a file of 18 kB. The stream would be cut into ranges by source
+  file, a job for each, and the indexes merged; the shard format allows that already, the merge is not written.
 - Continuing a killed preparation. It starts again from the first document.
 - Verification by sampling. `data.verify` reads every shard on every start; at terabytes set it to false, which still
   checks every size and header, and run the full check once after copying.

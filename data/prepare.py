@@ -150,7 +150,7 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
         data.workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=start_worker,
-        initargs=(tokenizer_json, end_of_document, dtype, data.validation_fraction),
+        initargs=(tokenizer_json, end_of_document, dtype, data.validation_fraction, data.tokenizer == "bytes"),
     )
     with pool:
         for encoded in _in_order(pool, source, skipped, 2 * data.workers):

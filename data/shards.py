@@ -18,7 +18,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ from config.errors import UserError
 FORMAT_VERSION = "1"
 _DTYPE_NAMES = {"U16": "uint16", "U32": "uint32"}
 _LARGEST_HEADER = 1 << 20
+SHARDS_MAPPED = 1 << 14
+"""Shards of a split that are mapped at a time, 10^12 tokens. Linux gives a process 65,530 mappings (vm.max_map_count)
+and fails it, wherever it asks next for memory, when they are used up."""
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -56,7 +59,7 @@ def write_shard(path: Path, tokens: np.ndarray, header: dict[str, str]) -> dict[
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard file, checked; its tokens are mapped when they are first read."""
+    """One shard file, checked; its tokens are mapped when they are asked for."""
 
     path: Path
     tokens: int
@@ -64,9 +67,9 @@ class Shard:
     offset: int
     """[bytes] Where the tokens start in the file."""
 
-    @cached_property
+    @property
     def array(self) -> np.ndarray:
-        """(tokens,) read-only view of the file."""
+        """(tokens,) read-only view of the file, a new mapping each time."""
         return np.memmap(self.path, dtype=self.dtype, mode="r", offset=self.offset, shape=(self.tokens,))
 
     def windows(self, sequence_length: int) -> int:
@@ -93,9 +96,16 @@ def open_shard(path: Path, expected: dict[str, Any], *, verify: bool) -> Shard:
         raise damaged(path, f"its header cannot be read: {type(error).__name__}") from error
     if described != (expected["header"], expected["tokens"], expected["header"]["dtype"], 0, expected["bytes"]):
         raise damaged(path, "its header is not the one in index.json")
-    if verify and hashlib.sha256(shard.array.data).hexdigest() != expected["header"]["sha256"]:
+    if verify and _sha256_from(path, shard.offset) != expected["header"]["sha256"]:
         raise damaged(path, "its tokens do not have the sha256 in its header")
     return shard
+
+
+def _sha256_from(path: Path, offset: int) -> str:
+    """Of the bytes from `offset` on. Read and not mapped: what is read of a mapping counts as memory of the process."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def damaged(path: Path, reason: str) -> UserError:
@@ -109,6 +119,7 @@ class TokenShards:
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = tuple(shards)
         self._ends: dict[int, np.ndarray] = {}
+        self._array = lru_cache(SHARDS_MAPPED)(lambda number: self.shards[number].array)
 
     @property
     def tokens(self) -> int:
@@ -136,7 +147,7 @@ class TokenShards:
         owners = np.searchsorted(ends, ids, side="right") - 1
         for row, (number, owner) in enumerate(zip(ids, owners, strict=True)):
             first = int(number - ends[owner]) * sequence_length
-            windows[row] = self.shards[owner].array[first : first + sequence_length + 1]
+            windows[row] = self._array(int(owner))[first : first + sequence_length + 1]
         return windows
 
     def _window_ends(self, sequence_length: int) -> np.ndarray:

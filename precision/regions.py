@@ -62,9 +62,7 @@ class Regions:
         """Raises UserError when a rule of the manifest matches nothing (see `precision.manifest.assign`)."""
         self.manifest = manifest
         self.assignments: dict[str, Assignment] = assign(manifest, model)
-        """What the manifest says, with rule and reason; live changes are in `changes`."""
-        self.changes: list[Change] = []
-        """Live changes in their order."""
+        """What the manifest says, with rule and reason; `dtypes` has what holds now."""
         self._model = model
         self._kinds = find_regions(model)
         self._compute: dict[str, str] = {name: given.compute for name, given in self.assignments.items()}
@@ -105,9 +103,7 @@ class Regions:
         if old == compute:
             return None
         self._compute[name] = compute
-        change = Change(name, old, compute, reason)
-        self.changes.append(change)
-        return change
+        return Change(name, old, compute, reason)
 
     def state_dict(self) -> dict[str, str]:
         """Region name to dtype, of the regions whose dtype is no longer the manifest's."""

@@ -50,9 +50,10 @@ def promotable(regions: Regions | None, causes: Causes, *, to: str) -> list[str]
     """
     if regions is None:
         return []
-    narrower = [name for name, compute in regions.dtypes.items() if _WIDTH[compute] < _WIDTH[to]]
+    dtypes = regions.dtypes
+    narrower = [name for name, compute in dtypes.items() if _WIDTH[compute] < _WIDTH[to]]
     if not causes:
-        return [name for name in narrower if regions.dtypes[name] == "fp16"]
+        return [name for name in narrower if dtypes[name] == "fp16"]
     blamed = {finding.module for _, finding in causes}
     return [name for name in narrower if any(_related(name, module) for module in blamed)]
 

@@ -21,7 +21,7 @@ import data.encode
 import data.tokenizer
 from config.errors import UserError
 from config.schema_work import DataSection
-from data.encode import END_OF_DOCUMENT, encode_batch, is_validation, pieces, start_worker, train_bpe
+from data.encode import END_OF_DOCUMENT, byte_ids, encode_batch, is_validation, pieces, start_worker, train_bpe
 from data.sources import Source, open_source
 from data.tokenizer import draw_sample, load_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size
 
@@ -166,7 +166,19 @@ def test_pieces_join_to_the_text_and_are_bounded(text: str, limit: int) -> None:
     assert all(piece.endswith("\n") for piece in cut[:-1] if "\n" in piece)
 
 
-def test_documents_end_with_the_end_of_document_and_nothing_else_does(source: Source) -> None:
+def test_the_table_of_bytes_gives_what_its_tokenizer_gives(source: Source) -> None:
+    tokenizer = make_tokenizer("bytes", source, 0.0).backend_tokenizer
+    tokenizer.encode_special_tokens = True
+    everything = "".join(map(chr, [*range(0x800), 0x20AC, 0xFFFF, 0x1F642, 0x10FFFF])) + END_OF_DOCUMENT
+    # Valid UTF-8 has every byte but 0xC0, 0xC1 and 0xF5 to 0xFF; the table is whole all the same.
+    wanted = tokenizer.encode(everything, add_special_tokens=False).ids
+    assert byte_ids()[list(everything.encode())].tolist() == wanted
+    assert sorted(byte_ids().tolist()) == list(range(256))
+    assert [tokenizer.decode([token]) for token in byte_ids()[:0x80].tolist()] == [chr(code) for code in range(0x80)]
+
+
+@pytest.mark.parametrize("bytewise", [True, False])
+def test_documents_end_with_the_end_of_document_and_nothing_else_does(source: Source, bytewise: bool) -> None:
     """In another process, because a worker's initialiser changes how its process handles signals."""
     tokenizer = make_tokenizer("bytes", source, 0.0)
     texts = [text for text in EXAMPLES if text]
@@ -174,7 +186,7 @@ def test_documents_end_with_the_end_of_document_and_nothing_else_does(source: So
         1,
         mp_context=get_context("spawn"),
         initializer=start_worker,
-        initargs=(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, "uint16", 0.5),
+        initargs=(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, "uint16", 0.5, bytewise),
     ) as pool:
         splits = pool.submit(encode_batch, texts).result()
     for split, validation in zip(splits, (False, True), strict=True):

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -15,15 +15,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from precision.guard import Guard
+from precision.guard import Guard, Verdict
 from tests.training.checkpoint_cases import RandomBatches
 from tests.training.small_run import ROOT, engine_of, resolve
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
+from training import benchmark_growth
 from training.attempt import attempt
 from training.benchmark_guard import bare_step
 from training.checkpoint import Checkpoints, Retention
 from training.distributed import Place
+from training.loop import save_now
 from training.parts import Parts
 from training.preemption import Preemption
 from training.progress import Progress
@@ -127,34 +129,110 @@ def waits_and_collectives(place: Place, *, stage: int, compute: str) -> dict[str
     }
 
 
-def lines_of_a_step(place: Place, *, layers: int, stage: int, before: int = 3) -> int:
-    """Lines of Mantissa's own Python that the guarded step after `before` others runs."""
-    model = (
+def layers_of(layers: int) -> str:
+    """The small model with so many blocks, as an override."""
+    return (
         "model.config={hidden_size: 32, intermediate_size: 48, num_attention_heads: 2, num_key_value_heads: 2, "
         f"num_hidden_layers: {layers}}}"
     )
-    lines = 0
+
+
+@contextmanager
+def lines_of_python() -> Iterator[Counter[str]]:
+    """Counts the lines of Mantissa's own Python that run inside, by file."""
+    lines: Counter[str] = Counter()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal lines
         if not frame.f_code.co_filename.startswith(_OURS):
             return None
-        lines += event == "line"
+        if event == "line":
+            lines[Path(frame.f_code.co_filename).name] += 1
         return trace
 
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
+
+
+def lines_of_a_step(place: Place, *, layers: int, stage: int, before: int) -> int:
+    """Lines of Mantissa's own Python of the guarded step after `before` others; the guard looks back 16 steps."""
+    overrides = (layers_of(layers), "guard.spike_window=16")
     with (
         tempfile.TemporaryDirectory() as folder,
-        parts_of(place, Path(folder), overrides=(model,), stage=stage, compute="bf16") as parts,
+        parts_of(place, Path(folder), overrides=overrides, stage=stage, compute="bf16") as parts,
     ):
         progress = Progress()
         for _ in range(before):
+            progress, _, _ = attempt(parts, progress)
+        with lines_of_python() as lines:
+            attempt(parts, progress)
+    return lines.total()
+
+
+def calls_beside_the_model(place: Place, *, layers: int) -> tuple[int, int]:
+    """On the manifest path, of a step after three others: how many regions, and how many of Mantissa's functions run.
+
+    Those of the forward and backward passes are left out: every region has a forward of its own there.
+    """
+    calls, passing = 0, False
+
+    def watch_passes(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal passing
+        passing = event != "return"
+        return watch_passes
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal calls
+        code = frame.f_code
+        if code.co_name == "forward_backward":
+            return watch_passes(frame, event, argument)
+        calls += not passing and code.co_filename.startswith(_OURS) and not code.co_name.startswith("<")
+        return None
+
+    overrides = (layers_of(layers), "precision.path=manifest", f"precision.manifest={ROOT}/config/manifests/bf16.json")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        parts_of(place, Path(folder), overrides=overrides, stage=2, compute="fp32") as parts,
+    ):
+        progress = Progress()
+        for _ in range(3):
             progress, _, _ = attempt(parts, progress)
         sys.settrace(trace)
         try:
             attempt(parts, progress)
         finally:
             sys.settrace(None)
-    return lines
+        assert parts.engine.regions is not None
+        return len(parts.engine.regions.dtypes), calls
+
+
+def step_events(place: Place, *, after: int) -> list[str]:
+    """The lines of the event file that three steps leave behind `after` others; none but on rank 0."""
+    with tempfile.TemporaryDirectory() as folder, parts_of(place, Path(folder), stage=2, compute="bf16") as parts:
+        progress = Progress(step=after, applied=after, tokens=after * 2**22, position=after)
+        for _ in range(3):
+            progress, judgement, _ = attempt(parts, progress)
+            assert judgement.verdict is Verdict.STEP
+        events = Path(folder) / "events.jsonl"
+        return events.read_text().splitlines() if place.is_main else []
+
+
+def files_of_checkpoints(place: Place, *, folder: str, at: Sequence[int]) -> list[dict[str, int]]:
+    """Bytes of each file of the checkpoints after so many steps; the guard looks back 16 steps."""
+    found = []
+    with parts_of(place, Path(folder), overrides=("guard.spike_window=16",), stage=2, compute="fp16") as parts:
+        progress = Progress()
+        while progress.step < max(at):
+            progress, _, _ = attempt(parts, progress)
+            if progress.step in at:
+                assert save_now(parts, progress) is None
+                saved = Path(folder) / f"step-{progress.step}"
+                files = [path for path in saved.rglob("*") if path.is_file()] if place.is_main else []
+                found.append({str(path.relative_to(saved)): path.stat().st_size for path in files})
+    return found
 
 
 def files_of_a_step(place: Place) -> tuple[int, int]:
@@ -182,3 +260,13 @@ def files_of_a_step(place: Place) -> tuple[int, int]:
 
 def _lines(path: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def growth_rows(place: Place) -> list[benchmark_growth.Row]:
+    """Two rows of the benchmark of growth on the smallest model."""
+    rows = []
+    for _ in range(2):
+        resolved = benchmark_growth.resolve(["--config", f"{ROOT}/config/recipes/demo.yaml"], 1e5)
+        with tempfile.TemporaryDirectory() as folder, benchmark_growth.parts_of(resolved, place, Path(folder)) as parts:
+            rows.append(benchmark_growth.measure(parts, steps=2))
+    return rows
