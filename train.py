@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from config.command_line import CONFIG_ERROR, Resolved, read_command_line
-from config.errors import UserError
+from config.errors import UserError, tell
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,8 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return run(resolved)
     except UserError as error:
-        if resolved.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
+        tell(error, resolved.rank)
         return CONFIG_ERROR
 
 

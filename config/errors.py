@@ -1,8 +1,24 @@
 """The one exception that means: the user can fix this, and here is how."""
 
+from __future__ import annotations
+
+import sys
+import time
+
 
 class UserError(Exception):
     """A mistake in a config, a command line or an input file, told in one line without a traceback.
 
     The message names the file, the key, the value and what to do. `train.py` prints it and ends with exit code 2.
     """
+
+
+WAIT_SECONDS = 3.0
+"""Longer than a launcher takes to end the other ranks when rank 0 has ended."""
+
+
+def tell(error: UserError, rank: int) -> None:
+    """Print a user's mistake once, whichever ranks met it: rank 0 speaks at once, another if it still runs then."""
+    if rank:
+        time.sleep(WAIT_SECONDS)
+    print(f"error: {error}" + (f" (rank {rank})" if rank else ""), file=sys.stderr, flush=True)

@@ -45,7 +45,8 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
     )
     for compute in ("fp32", "bf16", "fp16")
 }
-PRECISIONS["mantissa-fp16"] += ("loss_scale.initial=4096",)  # steps skipped while it is found would part the losses
+# Steps that are skipped while a scale is found would part the losses.
+PRECISIONS["mantissa-fp16"] += ("precision.loss_scale.initial=4096",)
 PRECISIONS["mantissa-manifest"] = (
     "precision.compute=auto",
     "precision.path=manifest",

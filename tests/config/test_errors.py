@@ -1,0 +1,33 @@
+"""A mistake is told once, and by somebody."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(program: Path, *arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3", str(program)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    return done.returncode, done.stderr
+
+
+def test_ranks_tell_of_a_mistake_once_whoever_meets_it(tmp_path: Path) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(
+        "import os, sys, time\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from config.errors import UserError, tell\n"
+        "rank = int(os.environ['RANK'])\n"
+        "if str(rank) not in sys.argv[1]:\n"
+        "    time.sleep(60)\n"
+        "tell(UserError('no such folder'), rank)\n"
+        "sys.exit(2)\n"
+    )
+    code, text = torchrun(program, "012")
+    assert code and text.count("no such folder") == 1 and "error: no such folder\n" in text
+    code, text = torchrun(program, "1")
+    assert code and text.count("error: no such folder (rank 1)\n") == 1
