@@ -26,6 +26,7 @@ MANTISSA: dict[str, tuple[str, ...]] = {
         "tracking.prometheus_port=0",
         "tracking.log_every_steps=1",
         "guard.spike_sigmas=6",
+        "guard.spike_window=16",
     ),
     "mantissa-off": (
         "telemetry.every_steps=0",

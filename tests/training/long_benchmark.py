@@ -18,7 +18,7 @@ from training.benchmark_spec import Result, Spec
 
 ALL = ",".join([*MANTISSA, *PEERS])
 COMPUTES = {"mantissa-fp32": "fp32", "mantissa-fp16": "fp16", "mantissa-manifest": "bf16"}
-SHORT = ["--rounds", "1", "--steps", "4", "--warm-up", "2", "--processes", "2"]
+SHORT = ["--rounds", "1", "--steps", "8", "--warm-up", "2", "--processes", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_every_contestant_trains_the_same(stage, compute, contestants, tolerance
         assert mine["loss_difference"] < tolerance, name
         assert mine["ratio"]["tokens_per_second"]["median"] > 0
         assert set(mine["split"]["seconds"]) <= set(STAGES)
-        assert mine["split"]["steps"] == 4
+        assert mine["split"]["steps"] == 8
         assert mine["split"]["seconds"]["forward"] > 0 and mine["split"]["seconds"]["backward"] > 0
         sent, bare = (sum(each["split"]["bytes_sent"].values()) for each in (mine, found["contestants"]["bare"]))
         assert sent == pytest.approx(bare, rel=0.1)
