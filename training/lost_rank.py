@@ -98,6 +98,7 @@ class Watch:
             # several machines keeps a store through a restart, with what was said of those who died.
             store = cast(Any, dist.distributed_c10d._get_default_store()).clone()
             self._store = dist.PrefixStore(place.from_main(os.urandom(8).hex()), store)
+            self._store.set(f"beat/{self._me.rank}", "0 at its start")  # whoever stops now has been heard of once
             for work in (self._watch_near, self._watch_store):
                 threading.Thread(target=work, daemon=True).start()
 
@@ -108,11 +109,11 @@ class Watch:
             self._links.close(well=well)
 
     def tell(self, line: str) -> None:
-        """Print the line that names the lost rank, once."""
+        """Print the line that names the lost rank, once; it is out when this returns, whichever thread printed it."""
         with self._lock:
-            told, self._told = self._told, True
-        if not told:
-            _say(f"error: {line}")
+            if not self._told:
+                _say(f"error: {line}")
+            self._told = True
 
     def blame(self) -> str | None:
         """The line that says which rank a collective failed for; None when the others are well as far as one can see.

@@ -306,6 +306,7 @@ def watching(run: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[byt
         cwd=ROOT,
         env=environment,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     try:
         yield child, master

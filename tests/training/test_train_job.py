@@ -222,7 +222,7 @@ def test_an_overflow_that_persists_falls_back_by_itself(folder):
 
 
 def test_a_spike_is_skipped_when_asked_for(folder):
-    overrides = ["faults=[{kind: loss_spike, step: 18}]", "guard.spike_sigmas=6", "guard.spike_window=16"]
+    overrides = ["faults=[{kind: loss_spike, step: 18}]", "guard.spike_sigmas=20", "guard.spike_window=16"]
     finish(command("python", folder, "spiked", "run.steps=20", *overrides))
     refused = [event["step"] for event in events(folder, "spiked", "step") if not event["applied"]]
     assert refused == [18]
