@@ -44,15 +44,15 @@ def locks(folder: Path, op: str = "*") -> list[dict[str, Any]]:
 
 
 @contextmanager
-def alone(op: str, say: Callable[[str], None], young_seconds: float = YOUNG_SECONDS) -> Iterator[None]:
+def alone(op: str, say: Callable[[str], None]) -> Iterator[None]:
     """The only process of Mantissa on this machine that builds or loads `op`, with no lock in its way that is nobody's.
 
-    A lock of a build that did not say so, and whose files changed within `young_seconds`, is waited for until they are
+    A lock of a build that did not say so, and whose files changed within YOUNG_SECONDS, is waited for until they are
     older. `say` gets one line on what is waited for or was removed.
     """
     with _mark(op, say) as mark:
         killed = mark is not None and bool(os.pread(mark, 1, 0))
-        clear_abandoned(op, say, young_seconds=0.0 if killed else young_seconds)
+        clear_abandoned(op, say, young_seconds=0.0 if killed else YOUNG_SECONDS)
         built = any(extensions_folder().glob(f"**/{op}.so"))
         if mark is not None:
             os.pwrite(mark, b"loads\n" if built else b"builds\n", 0)
