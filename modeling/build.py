@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -60,6 +61,8 @@ def build_model(section: ModelSection, config: PretrainedConfig, *, seed: int, g
     Raises UserError when the attention implementation cannot be used here or the weights cannot be loaded.
     """
     options = {"attn_implementation": section.attention, "trust_remote_code": section.trust_remote_code}
+    if section.attention == "flex_attention" and not torch.accelerator.is_available():
+        _require_flex_attention_on_cpu()
     try:
         if section.name_or_path is not None:
             return AutoModelForCausalLM.from_pretrained(
@@ -74,6 +77,17 @@ def build_model(section: ModelSection, config: PretrainedConfig, *, seed: int, g
         ) from error
     draw_weights(model, seed=seed, gather=gather)
     return model
+
+
+def _require_flex_attention_on_cpu() -> None:
+    one = torch.zeros(1, 1, 1, 16, requires_grad=True)
+    try:
+        flex_attention(one, one, one)
+    except NotImplementedError as error:
+        raise UserError(
+            f"model.attention = flex_attention: there is no GPU here, and torch {torch.__version__} says: "
+            f"{_one_line(error)} Set it to sdpa"
+        ) from error
 
 
 @torch.no_grad()

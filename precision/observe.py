@@ -11,20 +11,22 @@ FLOPs count one multiply-add as two (torch.utils.flop_counter's formulas; attent
 not deducted) and are booked under the dtype of the operands, of forward and recomputation.
 
 It changes no bit of the pass. It slows it down, and sees nothing inside a `torch.compile`d graph: use it on a pass now
-and then.
+and then. FlexAttention is such a graph, and torch enters none while anybody watches operators: it runs unwatched, and
+what it is called with is seen.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config.errors import UserError
 
@@ -45,7 +47,8 @@ _MATMULS = {
     "aten::_addmm_activation": (1, 2),
 }
 # Fused attention kernels, whatever their suffix; operands are query, key and value.
-_ATTENTIONS = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn", "flex_attention")
+_FLEX = "flex_attention"
+_ATTENTIONS = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn", _FLEX)
 _NORMS = {
     "aten::rsqrt": (0,),
     "aten::native_layer_norm": (0,),
@@ -92,6 +95,7 @@ class Observation:
                 after = module.register_forward_hook(self._leaving, always_call=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
+            stack.enter_context(self._flex_attention_unwatched())
             stack.enter_context(_Watch(self._see))
             self._exit = stack.pop_all()
         return self
@@ -110,6 +114,22 @@ class Observation:
 
     def _leaving(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
+
+    @contextmanager
+    def _flex_attention_unwatched(self) -> Iterator[None]:
+        function = ALL_ATTENTION_FUNCTIONS[_FLEX]
+
+        def attend(module: torch.nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                output = function(module, query, key, value, *args, **kwargs)
+            self._see(None, _FLEX, (query, key, value), output)
+            return output
+
+        ALL_ATTENTION_FUNCTIONS[_FLEX] = attend
+        try:
+            yield
+        finally:
+            ALL_ATTENTION_FUNCTIONS[_FLEX] = function
 
     def _see(self, func: Any, name: str, args: tuple, output: Any) -> None:
         if not self._running or "backward" in name:

@@ -16,6 +16,7 @@ from data.documents import cumulative_lengths, document_positions
 from data.loader import IGNORED_LABEL, Batch
 from modeling.document_masking import require_documents_apart
 from modeling.loss import label_loss_sum
+from tests.flex_on_cpu import flex_on_cpu
 
 SMALL = {
     "hidden_size": 64,
@@ -115,6 +116,31 @@ def test_packed_documents_train_as_each_one_alone(name: str, one_row: bool) -> N
     assert sorted(varlen) == (["cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q"] if one_row else [])
     assert inputs["input_ids"].shape == ((1, 48) if one_row else (2, 24))
     whole = loss_and_gradients(built, label_loss_sum(built(**inputs, use_cache=False).logits, labels))
+    assert_as_alone(built, ids, batch, whole)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_flex_attention_trains_packed_documents_as_each_one_alone(name: str) -> None:
+    """Documents from below one of its blocks of 128 positions to above, in rows that are no multiple of it."""
+    built = model(name, {**APART[name], "max_position_embeddings": 300, "n_positions": 300})
+    generator = np.random.default_rng(3)
+    ids = generator.integers(4, 128, size=(2, 300))
+    ids[0, [20, 210, 299]] = ids[1, [149, 150, 280]] = END
+    batch = a_batch(ids, one_row=False)
+    ((inputs, labels),) = batch.micro_batches(torch.device("cpu"))
+    other, built.config._attn_implementation = built.config._attn_implementation, "flex_attention"
+    with flex_on_cpu():
+        whole = loss_and_gradients(built, label_loss_sum(built(**inputs, use_cache=False).logits, labels))
+        built.eval()
+        require_documents_apart(forward_of(built), built.config, torch.device("cpu"))
+    built.config._attn_implementation = other
+    assert_as_alone(built.train(), ids, batch, whole)
+
+
+def assert_as_alone(
+    built: PreTrainedModel, ids: np.ndarray, batch: Batch, whole: tuple[float, dict[str, torch.Tensor]]
+) -> None:
+    """Loss and gradients are those of every document run alone."""
     alone = torch.zeros(())
     for row, targets in zip(ids, batch.labels[0], strict=True):
         at = 0

@@ -86,6 +86,11 @@ def test_shared_parameters_count_once(tied):
             ModelSection(architecture="llama", config=LLAMA, attention="flash_attention_2"),
             "model.attention = flash_attention_2",
         ),
+        pytest.param(
+            ModelSection(architecture="llama", config=LLAMA, attention="flex_attention"),
+            "model.attention = flex_attention: there is no GPU here, .* does not support backward on CPU.* to sdpa",
+            marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU here"),
+        ),
     ],
 )
 def test_a_mistake_is_one_line(section, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from modeling.activation_checkpointing import apply_activation_checkpointing
 from precision.observe import ROOT, Observation, PrecisionMismatch, verify
+from tests.flex_on_cpu import flex_on_cpu
 
 
 def llama(attention: str = "eager") -> PreTrainedModel:
@@ -67,21 +70,44 @@ def test_the_backward_pass_is_not_counted() -> None:
     assert backward.flops == {} and backward.computed == {} and backward.flop_share() == {}
 
 
+def gradients(model: PreTrainedModel, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The loss, and the gradient of every parameter."""
+    model.zero_grad()
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        loss = model(IDS).logits.float().logsumexp(-1).sum()
+    loss.backward()
+    return [loss.detach(), *(item.grad.clone() for item in model.parameters())]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_observing_changes_no_bit(dtype: torch.dtype) -> None:
     model = llama("sdpa")
-
-    def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        with torch.autocast("cpu", dtype):
-            loss = model(IDS).logits.float().logsumexp(-1).sum()
-        loss.backward()
-        return [loss.detach(), *(item.grad.clone() for item in model.parameters())]
-
-    plain = gradients()
+    plain = gradients(model, dtype)
     with Observation(model):
-        observed = gradients()
+        observed = gradients(model, dtype)
     assert all(map(torch.equal, plain, observed))
+
+
+@pytest.mark.parametrize(("mode", "first"), [("none", "observed"), ("full", "not observed"), ("ops", "observed")])
+def test_flex_attention_is_compiled_and_seen_all_the_same(mode: Any, first: str) -> None:
+    """torch enters no compiled graph while operators are watched, and FlexAttention is one. The first pass compiles."""
+    torch.compiler.reset()
+    model, same = llama("flex_attention"), llama("sdpa")
+    same.load_state_dict(model.state_dict())
+    for each in (model, same):
+        apply_activation_checkpointing(each.train(), mode, reentrant=False)
+    with Observation(same) as expected:
+        fused = gradients(same, torch.float32)
+    with flex_on_cpu():
+        plain = gradients(model, torch.float32) if first != "observed" else []
+        with Observation(model) as seen:
+            observed = gradients(model, torch.float32)
+        plain = plain or gradients(model, torch.float32)
+    assert all(map(torch.equal, plain, observed))
+    assert seen.computed == expected.computed
+    assert seen.flops == expected.flops or mode == "ops"  # which keeps what a fused kernel gives, and no graph's
+    for found, wanted in zip(observed, fused, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_operators_that_come_whole_under_inference_mode() -> None:

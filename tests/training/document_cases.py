@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn import functional
 from config.errors import UserError
 from data.documents import document_positions
 from data.loader import IGNORED_LABEL, Batch
+from tests.flex_on_cpu import flex_on_cpu
 from tests.training.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import Place
 
@@ -34,11 +36,14 @@ def packed(place: Place, *, rank: int | None = None) -> Batch:
     )
 
 
-def against_separate_documents(place: Place, *, stage: int, compute: str, loss: str = "full") -> dict[str, float]:
+def against_separate_documents(
+    place: Place, *, stage: int, compute: str, loss: str = "full", attention: str = "sdpa"
+) -> dict[str, float]:
     """Loss and norm of the engine on packed documents, and of plain FP32 torch on each document alone."""
-    overrides = ["data.document_masking=true", f"model.loss={loss}"]
+    overrides = ["data.document_masking=true", f"model.loss={loss}", f"model.attention={attention}"]
     resolved = resolve(place, stage=stage, compute=compute, overrides=overrides)
-    with engine_of(place, resolved) as engine:
+    flex = flex_on_cpu() if attention == "flex_attention" else nullcontext()
+    with flex, engine_of(place, resolved) as engine:
         plain = plain_model(resolved, masters_of(engine))
         batch = packed(place)
         health = engine.health(engine.forward_backward(batch, step=1))

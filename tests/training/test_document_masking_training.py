@@ -9,11 +9,22 @@ from tests.training import document_cases
 
 
 @pytest.mark.parametrize(
-    ("stage", "compute", "loss"),
-    [(1, "fp32", "full"), (2, "fp32", "chunked"), (3, "fp32", "full"), (2, "bf16", "full"), (3, "bf16", "chunked")],
+    ("stage", "compute", "loss", "attention"),
+    [
+        (1, "fp32", "full", "sdpa"),
+        (2, "fp32", "chunked", "sdpa"),
+        (3, "fp32", "full", "sdpa"),
+        (2, "bf16", "full", "sdpa"),
+        (3, "bf16", "chunked", "sdpa"),
+        (2, "bf16", "full", "flex_attention"),
+        (3, "fp32", "chunked", "flex_attention"),
+    ],
 )
-def test_packed_documents_train_as_each_one_alone(pair: ProcessGroup, stage: int, compute: str, loss: str) -> None:
-    for found in pair.run(document_cases.against_separate_documents, stage=stage, compute=compute, loss=loss):
+def test_packed_documents_train_as_each_one_alone(
+    pair: ProcessGroup, stage: int, compute: str, loss: str, attention: str
+) -> None:
+    case = {"stage": stage, "compute": compute, "loss": loss, "attention": attention}
+    for found in pair.run(document_cases.against_separate_documents, **case):
         close = 1e-5 if compute == "fp32" else 2e-2
         assert found["loss"] == pytest.approx(found["alone"], rel=close)
         assert found["evaluated"] == pytest.approx(found["alone"], rel=close)

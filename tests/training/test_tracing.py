@@ -88,7 +88,9 @@ def test_the_standard_variables_are_heard(pair, tmp_path):
 )
 def test_a_collector_that_takes_nothing_costs_one_note(pair, tmp_path, kind, seconds, reason):
     """nobody listens; somebody accepts and never answers; somebody answers 401."""
-    quick = {"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_BSP_MAX_QUEUE_SIZE": "32", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "8"}
+    quick = {"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "8"}
+    # a full queue is told, too: before the time-out of who never answers it would be the first trouble
+    quick |= {"OTEL_BSP_MAX_QUEUE_SIZE": "512" if kind == "silent" else "32"}
     quick |= {"OTEL_EXPORTER_OTLP_TIMEOUT": str(seconds)}
     arguments = {"folder": str(tmp_path), "steps": 30, "environment": quick}
     plain = pair.run(tracing_cases.traced, endpoint=None, **arguments)
