@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from config.command_line import read_command_line
+from config.command_line import Resolved, read_command_line
 from data.loader import Batches
-from data.prepare import prepare
+from data.prepare import Corpus, prepare
 from modeling.build import model_config
 from precision.guard import Guard
 from tracking.run_dir import RunDir
@@ -29,6 +29,7 @@ from training import distributed
 from training.attempt import attempt
 from training.build import batch_shape, build_engine, seed_everything
 from training.checkpoint import Checkpoints, Retention
+from training.distributed import Place
 from training.open_record import open_record
 from training.parts import Parts
 from training.preemption import Preemption
@@ -73,6 +74,28 @@ def compare(parts: Parts, *, pairs: int, steps: int) -> list[tuple[float, float]
     return measured
 
 
+def open_parts(resolved: Resolved, corpus: Corpus, place: Place, folder: Path) -> Parts:
+    """What a run of the config has, its run folder below `folder`, with nothing restored and nothing to be saved."""
+    config = resolved.config
+    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+    seed_everything(config.run.seed + place.rank)
+    engine = build_engine(resolved, shape, place)
+    run_dir = RunDir.create(folder, config.run.name, fresh=False)
+    return Parts(
+        resolved=resolved,
+        engine=engine,
+        batches=Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus)),
+        validation=list,
+        guard=Guard(config.guard),
+        promotions=Promotions(),
+        checkpoints=Checkpoints(folder, keep=Retention(1), identity={}, place=place),
+        preemption=Preemption(),
+        telemetry=None,
+        record=open_record(resolved, corpus, engine, run_dir, place),
+        first_step=0,
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison and print medians and the spread of the ratio."""
     parser = argparse.ArgumentParser(prog="python -m training.benchmark_guard", description=__doc__)
@@ -80,27 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="steps in a block")
     options, rest = parser.parse_known_args(arguments)
     resolved = read_command_line([*rest, "guard.spike_sigmas=6"])
-    config = resolved.config
-    corpus = prepare(config.data, progress=resolved.rank == 0)
-    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+    corpus = prepare(resolved.config.data, progress=resolved.rank == 0)
     place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
     with tempfile.TemporaryDirectory() as folder:
-        seed_everything(config.run.seed + place.rank)
-        engine = build_engine(resolved, shape, place)
-        run_dir = RunDir.create(Path(folder), config.run.name, fresh=False)
-        parts = Parts(
-            resolved=resolved,
-            engine=engine,
-            batches=Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus)),
-            validation=list,
-            guard=Guard(config.guard),
-            promotions=Promotions(),
-            checkpoints=Checkpoints(Path(folder), keep=Retention(1), identity={}, place=place),
-            preemption=Preemption(),
-            telemetry=None,
-            record=open_record(resolved, corpus, engine, run_dir, place),
-            first_step=0,
-        )
+        parts = open_parts(resolved, corpus, place, Path(folder))
         measured = compare(parts, pairs=options.pairs, steps=options.steps)
         parts.batches.close()
         parts.record.close()
