@@ -31,7 +31,7 @@ import deepspeed
 import numpy as np
 import torch
 
-from config.command_line import Resolved, read_command_line
+from config.command_line import CONFIG_ERROR, Resolved, read_command_line
 from config.errors import UserError
 from data.loader import Batches
 from data.prepare import Corpus, prepare
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         distributed.stop()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return CONFIG_ERROR
     if not place.is_main:
         return 0
     return report(measured, steps=options.steps, compute=resolved.compute, at_least=options.at_least)
