@@ -9,7 +9,7 @@ PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup demo test test-cluster test-long test-kernels check benchmark benchmark-gpu parity parity-defects analyze matrix envelope chaos clean
+.PHONY: help setup demo test test-cluster test-long test-kernels check benchmark benchmark-gpu benchmark-titan titan test-titan parity parity-defects analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -38,20 +38,48 @@ test-kernels: setup  ## Liger's kernels in Triton's interpreter, beside torch's 
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/kernels triton==3.7.1 liger-kernel==0.8.5
 	PYTHONPATH=$(CURDIR)/$(VENV)/kernels TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/modeling/test_kernels.py $(ARGS)
 
+# torchtitan wants an older `datasets` than requirements.txt: it goes into a folder of its own, without what it names. triton
+# comes with torch for CUDA, and must stay that one.
+TITAN := $(VENV)/titan
+TITAN_STAMP := $(TITAN)/.torchtitan-0.3.0
+TITAN_ONLY := torchtitan==0.3.0 torchdata==0.11.0 torch_checkpointing==0.1.1 spmd_types==0.2.3 tyro==1.0.17 \
+	docstring_parser==0.18.0 tensorboard==2.21.0 absl-py==2.5.1
+WITH_TITAN := PYTHONPATH=$(CURDIR)/$(TITAN)
+
+$(TITAN_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TITAN) $(TITAN_ONLY)
+	$(BIN)/python -c 'import triton' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TITAN) triton==3.7.1
+	@touch $@
+
+titan: setup $(TITAN_STAMP)  ## Install torchtitan beside Mantissa: .venv/titan
+
+test-titan: titan  ## The benchmark's contestant torchtitan against Mantissa, two CPU processes, 5 to 10 minutes
+	$(WITH_TITAN) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/training/long_titan.py $(ARGS)
+
 benchmark: setup  ## Mantissa against the loops its users would write: runs/benchmark
 	$(BIN)/python -m training.benchmark --config config/recipes/benchmark.yaml $(ARGS)
 
+benchmark-titan: titan  ## The same with torchtitan's own Trainer among them: runs/benchmark
+	$(WITH_TITAN) $(BIN)/python -m training.benchmark --config config/recipes/benchmark.yaml $(ARGS)
+
 # Every line, whether or not the one before it held its bounds. --no-split and small micro-batches: FP32 has to fit, too.
-BENCHMARK_1B := -$(BIN)/python -m training.benchmark --config config/recipes/benchmark_1b.yaml --rounds 3 --steps 20
+BENCHMARK_1B := $(BIN)/python -m training.benchmark --config config/recipes/benchmark_1b.yaml --rounds 3 --steps 20
 benchmark-gpu: setup  ## The goals for one GPU of 80 GB, in docs/performance.md: runs/benchmark-gpu
-	$(BENCHMARK_1B) --contestants mantissa,mantissa-full,mantissa-liger,bare,accelerate,trainer --out runs/benchmark-gpu/2048 \
+	-$(BENCHMARK_1B) --contestants mantissa,mantissa-full,mantissa-liger,bare,accelerate,trainer --out runs/benchmark-gpu/2048 \
 		--at-least mantissa/bare=0.99 --at-least mantissa/trainer=1.3 $(ARGS)
-	$(BENCHMARK_1B) --contestants mantissa,bare,trainer --out runs/benchmark-gpu/4096 --at-least mantissa/bare=0.99 \
+	-$(BENCHMARK_1B) --contestants mantissa,bare,trainer --out runs/benchmark-gpu/4096 --at-least mantissa/bare=0.99 \
 		--at-least mantissa/trainer=1.3 data.sequence_length=4096 batch.micro_size=4 batch.global_size=16 $(ARGS)
-	$(BENCHMARK_1B) --contestants mantissa-bf16,mantissa-fp32,mantissa-fp16 --out runs/benchmark-gpu/precision --no-split \
+	-$(BENCHMARK_1B) --contestants mantissa-bf16,mantissa-fp32,mantissa-fp16 --out runs/benchmark-gpu/precision --no-split \
 		--at-least mantissa-bf16/mantissa-fp32=2 --at-least mantissa-fp16/mantissa-bf16=0.97 batch.micro_size=4 $(ARGS)
-	$(BENCHMARK_1B) --contestants mantissa-bf16,mantissa-manifest --out runs/benchmark-gpu/manifest --no-split \
+	-$(BENCHMARK_1B) --contestants mantissa-bf16,mantissa-manifest --out runs/benchmark-gpu/manifest --no-split \
 		--at-least mantissa-manifest/mantissa-bf16=0.95 deepspeed.config=ds_configs/zero3_bf16.json batch.micro_size=4 $(ARGS)
+ifneq ($(wildcard $(TITAN_STAMP)),)
+	-$(WITH_TITAN) $(BENCHMARK_1B) --contestants mantissa,torchtitan --out runs/benchmark-gpu/titan --no-split \
+		--at-least mantissa/torchtitan=1.0 $(ARGS)
+else
+	@echo 'mantissa/torchtitan: not measured; make titan installs torchtitan'
+endif
 
 parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
 	$(BIN)/python -m training.parity --config config/recipes/demo.yaml $(ARGS)

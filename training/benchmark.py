@@ -1,15 +1,16 @@
 """Mantissa against the loops its users would write: the same work, in turn, as real jobs.
 
     python -m training.benchmark --config config/recipes/benchmark.yaml [--rounds 5] [--steps 30] [--out runs/benchmark]
-        [--contestants mantissa,bare,accelerate,trainer] [--at-least mantissa/bare=0.99] [key.sub=value ...]
+        [--contestants mantissa,bare,accelerate,trainer,torchtitan] [--at-least mantissa/bare=0.99] [key.sub=value ...]
 
 Contestants: mantissa (as the config has it), mantissa-full (telemetry, spike detection and Prometheus as well),
 mantissa-off (no wandb, a silent console), bare (`deepspeed.initialize` and a loop), accelerate and trainer (Hugging
-Face, both on DeepSpeed); mantissa-fp32, -bf16, -fp16 and -manifest are Mantissa in that precision, whatever the config
-says. All start from the same weights and see the same tokens in the same order, under the same learning rates and the
-same resolved DeepSpeed JSON. Each round runs every contestant once, in an order that is reversed from round to round;
-ratios are taken round by round, so that a machine whose speed drifts disturbs all alike. Losses are compared, too: who
-trains something else gets no ratio.
+Face, both on DeepSpeed), torchtitan (its own Trainer, on FSDP2, where it is installed); mantissa-fp32, -bf16, -fp16 and
+-manifest are Mantissa in that precision, whatever the config says. All start from the same weights and see the same
+tokens in the same order, under the same learning rates and the same resolved DeepSpeed JSON (torchtitan: what it says,
+in torchtitan's terms). Each round runs every contestant once, in an order that is reversed from round to round; ratios
+are taken round by round, so that a machine whose speed drifts disturbs all alike. Losses are compared, too: who trains
+something else gets no ratio.
 
 The folder gets `benchmark.json` and `benchmark.md`, logs and results. Exit code 0; 3: losses part, or a bound of
 --at-least fails; 2: it cannot be done. What Mantissa's care for a step costs on one and the same engine is measured by
@@ -25,7 +26,7 @@ import math
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,7 +38,7 @@ from config.environment import as_launched
 from config.errors import UserError
 from tracking.environment import environment
 from tracking.jsonl import plain
-from training.benchmark_jobs import ALIKE, PRECISIONS, Field, Run, choose
+from training.benchmark_jobs import ALIKE, PRECISIONS, WITHOUT_SPLIT, Field, Run, choose, pass_over
 from training.benchmark_report import bound, compare, page
 from training.benchmark_spec import Work, prepare_work
 from training.launched import default_processes
@@ -45,6 +46,8 @@ from training.launched import default_processes
 ALL_HOLD, FAILED = 0, 3
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
 """Largest relative difference of a step's loss, by dtype of forward and backward."""
+EVERYBODY = "mantissa,bare,accelerate,trainer,torchtitan"
+"""Who takes part unless others are named; who is not installed is passed over, with the reason."""
 OURS = ("logs", "results", "runs", "weights", "tokens.npy", "spec.json", "spec-split.json")
 """What an earlier benchmark leaves in the folder, and the next one replaces."""
 
@@ -55,7 +58,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m training.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", required=True, help="run config that says what is trained")
-    parser.add_argument("--contestants", default="mantissa,bare,accelerate,trainer", help="who, separated by commas")
+    parser.add_argument("--contestants", default=EVERYBODY, help="who, separated by commas")
     parser.add_argument("--rounds", type=int, default=5, help="how often each of them runs")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of a run")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before them that are not timed")
@@ -84,8 +87,13 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def read_bounds(texts: Sequence[str], contestants: Sequence[str]) -> list[tuple[str, str, float]]:
-    """`A/B=RATIO` as (A, B, RATIO). Raises UserError: another form, or someone who takes no part."""
+def read_bounds(
+    texts: Sequence[str], contestants: Sequence[str], passed: Mapping[str, str]
+) -> list[tuple[str, str, float]]:
+    """`A/B=RATIO` as (A, B, RATIO). passed: those who are passed over, with the reason.
+
+    Raises UserError: another form, or someone who takes no part.
+    """
     bounds = []
     for text in texts:
         names, _, value = text.partition("=")
@@ -96,7 +104,8 @@ def read_bounds(texts: Sequence[str], contestants: Sequence[str]) -> list[tuple[
             raise UserError(f"--at-least {text}: is not of the form mantissa/bare=0.99") from None
         for name in (first, second):
             if name not in contestants:
-                raise UserError(f"--at-least {text}: {name or 'nobody'} takes no part; name it in --contestants")
+                why = f": {passed[name]}" if name in passed else "; name it in --contestants"
+                raise UserError(f"--at-least {text}: {name or 'nobody'} takes no part{why}")
     return bounds
 
 
@@ -136,7 +145,7 @@ def run_rounds(field: Field, contestants: Sequence[str], rounds: int) -> dict[st
 def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     """Run all, compare, and write the report; the content of benchmark.json. Raises UserError."""
     contestants, passed = choose(options.contestants)
-    bounds = read_bounds(options.at_least, contestants)
+    bounds = read_bounds(options.at_least, contestants, passed)
     processes = options.processes or default_processes()
     resolved, arguments = resolve(options, processes)
     folder = options.out.expanduser().resolve()
@@ -146,6 +155,11 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     # in a process of its own: it takes the model's memory, and on a GPU machine a share of a GPU's
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
         work = apart.submit(prepare_work, resolved, folder, warm_up=options.warm_up).result()
+    contestants, unfit = pass_over(contestants, work.spec)
+    passed |= unfit
+    for name, reason in passed.items():
+        print(f"{name} takes no part: {reason}", flush=True)
+    bounds = read_bounds(options.at_least, contestants, passed)
     field = Field(folder, arguments, processes, tuple(shlex.split(options.launch)), work.spec)
     if options.peak_tflops is None:
         peak = field.peak()
@@ -157,7 +171,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     tokens = resolved.batch.global_size * resolved.config.data.sequence_length
     found = compare(runs, tokens=tokens, flops_per_token=work.flops_per_token, peak=peak["flops"], tolerance=tolerance)
     if not options.no_split:
-        for name in contestants:
+        for name in (name for name in contestants if name not in WITHOUT_SPLIT):
             found["contestants"][name]["split"] = field.split(name)
     found |= {"peak": peak, "flops_per_token": work.flops_per_token, "passed_over": passed}
     found["bounds"] = [bound(found, *each) for each in bounds]

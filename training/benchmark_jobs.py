@@ -16,6 +16,7 @@ from config.errors import UserError
 from tracking.jsonl import read_events
 from training.benchmark_spec import Result, Spec
 from training.launched import TRAIN, last_words, launch
+from training.peers import titan_terms
 
 MANTISSA: dict[str, tuple[str, ...]] = {
     "mantissa": (),
@@ -63,13 +64,11 @@ PEERS = {
     "bare": "training.peers.bare_loop",
     "accelerate": "training.peers.accelerate_loop",
     "trainer": "training.peers.trainer_loop",
+    "torchtitan": "training.peers.titan_loop",
 }
 """Loops with other libraries: module by name."""
-NOT_WRITTEN = {
-    "torchtitan": "no loop is written for it: torchtitan 0.3.0 wants datasets < 4.8 and cannot be installed beside "
-    "requirements.txt",
-}
-"""Contestants that are passed over, and why."""
+WITHOUT_SPLIT = ("torchtitan",)
+"""Who does forward and backward in one call, in chunks or as one CUDA graph: the parts of its steps cannot be told."""
 # What no other contestant does while it is timed.
 ALIKE = (
     "run.resume=never",
@@ -196,22 +195,40 @@ def choose(names: str) -> tuple[list[str], dict[str, str]]:
     chosen: list[str] = []
     passed: dict[str, str] = {}
     for name in filter(None, names.split(",")):
-        if name not in {*OWN, *PEERS, *NOT_WRITTEN}:
-            known = ", ".join([*OWN, *PEERS, *NOT_WRITTEN])
+        if name not in {*OWN, *PEERS}:
+            known = ", ".join([*OWN, *PEERS])
             raise UserError(f"--contestants = {names}: there is no {name}; choose among {known}")
         if name in chosen:
             raise UserError(f"--contestants = {names}: {name} is there twice; name each once")
-        if name in NOT_WRITTEN:
-            passed[name] = NOT_WRITTEN[name]
-        elif name in ("accelerate", "trainer") and find_spec("accelerate") is None:
-            passed[name] = "accelerate is not installed"
-        elif name in KERNELS and (reason := _why_no_liger()) is not None:
+        reason = _why_not(name)
+        if reason is not None:
             passed[name] = reason
         else:
             chosen.append(name)
     if not chosen:
         raise UserError(f"--contestants = {names}: leaves nobody to measure; name one of {', '.join(OWN)}")
     return chosen, passed
+
+
+def pass_over(contestants: Sequence[str], spec: Spec) -> tuple[list[str], dict[str, str]]:
+    """Those of them who can do this work, and those who cannot, with the reason. Raises UserError: none is left."""
+    passed: dict[str, str] = {}
+    if "torchtitan" in contestants and (reason := titan_terms.refusal(spec)) is not None:
+        passed["torchtitan"] = reason
+    chosen = [name for name in contestants if name not in passed]
+    if not chosen:
+        reasons = "; ".join(passed.values())
+        raise UserError(f"--contestants = {','.join(contestants)}: nobody can do this work: {reasons}")
+    return chosen, passed
+
+
+def _why_not(name: str) -> str | None:
+    """What keeps a contestant from being started here, whatever the work is."""
+    if name in ("accelerate", "trainer") and find_spec("accelerate") is None:
+        return "accelerate is not installed"
+    if name in KERNELS:
+        return _why_no_liger()
+    return titan_terms.why_not() if name == "torchtitan" else None
 
 
 def _why_no_liger() -> str | None:

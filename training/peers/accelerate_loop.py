@@ -40,7 +40,7 @@ def main() -> None:
         if accelerator.sync_gradients:
             scheduler.step()
             job.step_done()
-    job.finish(model)
+    job.finish(job.deepspeed_engine(model))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def main() -> None:
         job.loss(loss / job.spec.accumulation)
         if index % job.spec.accumulation == 0:
             job.step_done()
-    job.finish(engine)
+    job.finish(job.deepspeed_engine(engine))
 
 
 if __name__ == "__main__":

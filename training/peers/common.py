@@ -8,23 +8,26 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from config.schema import OptimizerSection
-from modeling.activation_checkpointing import apply_activation_checkpointing
 from training.benchmark_spec import Result, Spec
 from training.benchmark_split import Stages, watch_deepspeed
 from training.memory import peak_memory_bytes
-from training.optimizer import build_optimizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Job:
-    """One contestant's process: its work, and what is measured."""
+    """One contestant's process: its work, and what is measured.
+
+    DeepSpeed and transformers' models are imported by the methods that need them: torchtitan's start is to be its own.
+    """
 
     def __init__(self, arguments: Sequence[str] | None = None) -> None:
         """Reads the command line, and completes a launcher's environment where there is none: one process."""
@@ -45,13 +48,23 @@ class Job:
         torch.manual_seed(self.spec.seed + self.rank)
         self._losses: list[torch.Tensor] = []
         self._stamps: list[float] = []
+        self._memory = 0
         steps, warm_up = self.spec.steps, self.spec.warm_up
         self._stages = Stages(self.device, warm_up=warm_up, steps=steps) if self.spec.split else None
         if self._stages is not None:
             watch_deepspeed(self._stages)
 
+    @property
+    def sequence_length(self) -> int:
+        """[tokens] Of a window, the last label not counted."""
+        return Windows(self.spec).length
+
     def load_model(self) -> PreTrainedModel:
         """The initial weights in FP32, with activation checkpointing as the work has it."""
+        from transformers import AutoModelForCausalLM
+
+        from modeling.activation_checkpointing import apply_activation_checkpointing
+
         spec = self.spec
         model = AutoModelForCausalLM.from_pretrained(
             spec.model, dtype=torch.float32, attn_implementation=spec.attention
@@ -64,13 +77,19 @@ class Job:
 
     def optimizer(self, model: PreTrainedModel) -> torch.optim.Optimizer:
         """AdamW, fused, that does not decay norms, biases and embeddings."""
+        from training.optimizer import build_optimizer
+
         section = OptimizerSection(**{**self.spec.optimizer, "betas": tuple(self.spec.optimizer["betas"])})
         return build_optimizer(model, section, offload=self.spec.offload != "none", device=self.device)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         """The learning rate of every step, to be stepped once an optimizer step."""
-        rates, peak = self.spec.learning_rates, self.spec.optimizer["learning_rate"]
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: rates[min(n, len(rates) - 1)] / peak)
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate_of_peak)
+
+    def rate_of_peak(self, step: int) -> float:
+        """The learning rate of a step, counted from 0, as a share of the optimizer's; the last one's after the end."""
+        rates = self.spec.learning_rates
+        return rates[min(step, len(rates) - 1)] / self.spec.optimizer["learning_rate"]
 
     def loader(self) -> torch.utils.data.DataLoader:
         """This rank's micro-batches in order: input_ids, labels and shift_labels, (micro, sequence) int64 each."""
@@ -110,16 +129,30 @@ class Job:
         if self._stages is not None:
             self._stages.step_done()
 
-    def finish(self, engine: Any) -> None:
-        """Check that `engine` is DeepSpeed's, at the work's stage, and write the result. A collective."""
+    def note_memory(self) -> None:
+        """For a library that resets the peak of the device's memory: what is noted before stays."""
+        self._memory = max(self._memory, peak_memory_bytes(self.device))
+
+    def deepspeed_engine(self, engine: Any) -> str:
+        """What trained, in words. Raises RuntimeError: it is not DeepSpeed, at the work's stage, on all ranks."""
         import deepspeed
 
-        split = self._stages.result() if self._stages is not None else None
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
             raise RuntimeError(f"this loop was to train on DeepSpeed and has a {type(engine).__name__}")
-        if engine.zero_optimization_stage() != self.spec.stage or dist.get_world_size() != self.world_size:
-            raise RuntimeError(f"ZeRO-{engine.zero_optimization_stage()} on {dist.get_world_size()} ranks")
-        memory = torch.tensor([peak_memory_bytes(self.device)], dtype=torch.float64, device=self.device)
+        if engine.zero_optimization_stage() != self.spec.stage:
+            raise RuntimeError(f"ZeRO-{engine.zero_optimization_stage()} instead of ZeRO-{self.spec.stage}")
+        return f"{type(engine).__name__}, {type(engine.optimizer).__name__}, {engine.device}"
+
+    def finish(self, engine: str) -> None:
+        """Write the result and leave the process group. A collective. engine: what trained, as seen in this process.
+
+        Raises RuntimeError: the ranks did not train together.
+        """
+        split = self._stages.result() if self._stages is not None else None
+        if dist.get_world_size() != self.world_size:
+            raise RuntimeError(f"{dist.get_world_size()} ranks instead of {self.world_size} trained together")
+        self.note_memory()
+        memory = torch.tensor([self._memory], dtype=torch.float64, device=self.device)
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         losses = torch.stack(self._losses).double().view(self.spec.steps, self.spec.accumulation).sum(1)
         dist.all_reduce(losses)
@@ -128,7 +161,7 @@ class Job:
                 losses=(losses / self.world_size).tolist(),
                 stamps=self._stamps,
                 memory_bytes=int(memory),
-                engine=f"{type(engine).__name__}, {type(engine.optimizer).__name__}, {engine.device}",
+                engine=engine,
                 split=split,
             ).write(self._result)
         dist.barrier()
@@ -141,6 +174,7 @@ class Windows(torch.utils.data.Dataset):
     def __init__(self, spec: Spec) -> None:
         windows = np.load(spec.tokens, mmap_mode="r")
         self._windows = windows.reshape(-1, windows.shape[-1])
+        self.length = windows.shape[-1] - 1
 
     def __len__(self) -> int:
         return len(self._windows)

@@ -92,7 +92,7 @@ def main() -> None:
         )
         trainer.job = job
         trainer.train()
-    job.finish(trainer.model_wrapped)
+    job.finish(job.deepspeed_engine(trainer.model_wrapped))
 
 
 if __name__ == "__main__":
