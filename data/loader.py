@@ -202,11 +202,11 @@ def _make_batch(
         # What a document begins with does not follow from the one before, which is all its last token sees.
         labels[inputs == documents.end_of_document] = IGNORED_LABEL
         label_tokens = int((labels != IGNORED_LABEL).sum())
-        positions = torch.from_numpy(document_positions(inputs, documents.end_of_document)).reshape(shape)
+        positions = _on_host(document_positions(inputs, documents.end_of_document)).reshape(shape)
     return Batch(
         position=position,
-        input_ids=torch.from_numpy(inputs).reshape(shape),
-        labels=torch.from_numpy(labels).reshape(shape),
+        input_ids=_on_host(inputs).reshape(shape),
+        labels=_on_host(labels).reshape(shape),
         sample_ids=ids,
         label_tokens=label_tokens,
         position_ids=positions,
@@ -214,8 +214,14 @@ def _make_batch(
     )
 
 
+def _on_host(values: np.ndarray) -> torch.Tensor:
+    """In pinned memory where there is a GPU: from any other a copy waits until the device has done all before it."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+
 def _lengths(positions: torch.Tensor) -> dict[str, Any]:
     """Arguments of varlen attention, made here on the host: left out, each layer works them out and waits for it."""
     starts = cumulative_lengths(positions.numpy())
-    lengths, longest = torch.from_numpy(starts), int(np.diff(starts).max())
+    lengths, longest = _on_host(starts), int(np.diff(starts).max())
     return {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": longest, "max_length_k": longest}

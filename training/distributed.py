@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -51,6 +52,11 @@ class Place:
     def wait_for_all(self) -> None:
         """Return when every rank has come here."""
         dist.barrier(group=self.group)
+
+    def numbers(self, values: Sequence[float]) -> torch.Tensor:
+        """(n,) float64 on this rank's device, without waiting for it: torch.tensor(..., device=...) would, on a GPU."""
+        on_host = torch.tensor(values, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        return on_host.to(self.device, non_blocking=True)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """values: (n,) float64 on this rank's device -> (world_size, n), row r being rank r's values."""

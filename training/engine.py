@@ -116,8 +116,7 @@ class Engine:
         """
         device = self.place.device
         self.generators_before = generators(device)
-        label_tokens = torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device)
-        label_tokens = self.place.sum(label_tokens).clamp_(min=1.0)
+        label_tokens = self.place.sum(self.place.numbers([batch.label_tokens])).clamp_(min=1.0)[0]
         weight = self.place.world_size / label_tokens
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for index, (inputs, labels) in enumerate(batch.micro_batches(device)):
@@ -156,7 +155,7 @@ class Engine:
         here = [memory, float(preempted_here), self.loss_scale, float(applied), float(skipped), float(save_ended_here)]
         here.append(data_seconds + self._work.take())
         mine = torch.stack([outcome.loss_sum, outcome.label_tokens, self._norm.double()])
-        rows = self.place.gather(torch.cat([mine, mine.new_tensor(here)])).tolist()
+        rows = self.place.gather(torch.cat([mine, self.place.numbers(here)])).tolist()
         require_equal("the gradient norm", [row[2] for row in rows])
         for column, what in (
             (5, "the loss scale"),

@@ -191,3 +191,12 @@ def test_validation_batches_mark_documents_and_filled_up_rows_stay_masked(shards
         assert batch.position_ids is not None
         assert batch.position_ids.shape == batch.input_ids.shape
         assert batch.label_tokens == int((batch.labels != IGNORED_LABEL).sum())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_batches_are_where_a_device_can_fetch_them_by_itself(shards: TokenShards) -> None:
+    batches = Batches(shards, **SIZES, rank=0, world_size=2, documents=Documents(3, one_row=False))
+    batch = batches.next_step()
+    batches.close()
+    assert batch.position_ids is not None
+    assert batch.input_ids.is_pinned() and batch.labels.is_pinned() and batch.position_ids.is_pinned()

@@ -17,7 +17,8 @@ from training.benchmark_report import STAGES, compare, page
 from training.benchmark_spec import Result, Spec
 
 ALL = ",".join([*MANTISSA, *(name for name in PEERS if name != "torchtitan")])  # which long_titan.py has
-COMPUTES = {"mantissa-fp32": "fp32", "mantissa-fp16": "fp16", "mantissa-manifest": "bf16"}
+COMPUTES = {"mantissa-fp32": ("fp32", False), "mantissa-fp16": ("fp16", False), "mantissa-manifest": ("fp32", True)}
+"""The parameters' dtype, and whether regions of a manifest compute in BF16."""
 SHORT = ["--rounds", "1", "--steps", "8", "--warm-up", "2", "--processes", "2"]
 
 
@@ -64,7 +65,8 @@ def test_mantissas_precisions_do_the_same_work(stage, tmp_path, cache) -> None:
     for name in ("mantissa-fp32", "mantissa-fp16", "mantissa-manifest"):
         assert 0 < found[name]["loss_difference"] < 5e-3, name
         start = next(read_events(tmp_path / "runs" / f"{name}-1" / "events.jsonl"))
-        assert (start["compute"], start["zero_stage"]) == (COMPUTES[name], stage)
+        regions = set((start["regions"] or {}).values())
+        assert (start["compute"], "bf16" in regions, start["zero_stage"]) == (*COMPUTES[name], stage)
 
 
 def test_a_peer_that_is_given_other_work_is_found(tmp_path, cache) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
@@ -33,6 +34,8 @@ from training.recovery import Promotions
 
 _WAITS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "nonzero", "allclose")
 """What makes the host wait for the device when the tensor lives on one."""
+_COPIES = ("tensor", "as_tensor", "new_tensor", "to", "copy_", "cuda")
+"""What does so when it brings something from the host's pageable memory to a device."""
 _COLLECTIVES = (
     "all_reduce",
     "all_gather",
@@ -48,8 +51,13 @@ _COLLECTIVES = (
 _OURS = tuple(f"{ROOT}/{folder}/" for folder in ("config", "data", "modeling", "precision", "tracking", "training"))
 
 
+def _copies_and_waits(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    named = kwargs.get("device") is not None or any(isinstance(value, torch.device) for value in args)
+    return name in _COPIES and (named or name in ("new_tensor", "cuda")) and not kwargs.get("non_blocking")
+
+
 class _Waits(TorchFunctionMode):
-    """Counts the calls of `_WAITS` by the file they come from: Mantissa's, or upstream's."""
+    """Counts the calls of `_WAITS` and `_COPIES` by the file they come from: Mantissa's, or upstream's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +65,8 @@ class _Waits(TorchFunctionMode):
         self.upstream = 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in _WAITS:
+        name = getattr(function, "__name__", "")
+        if name in _WAITS or _copies_and_waits(name, args, kwargs or {}):
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and "/torch/" in frame.f_code.co_filename:
                 frame = frame.f_back
