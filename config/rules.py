@@ -110,17 +110,22 @@ def _compile(config: Config) -> Iterator[Problem]:
         yield key, f"= true: a profile marks modules, whose blocks would then not run compiled; {fix}"
 
 
-def _kernels(config: Config) -> Iterator[Problem]:
-    model, key = config.model, "model.kernels"
-    if model.kernels == "torch":
-        return
-    if model.activation_checkpointing == "ops":
+def liger_conflicts(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings that Liger's kernels do not go with, each with what to do."""
+    key = "model.kernels"
+    if config.model.activation_checkpointing == "ops":
         other = "model.activation_checkpointing = ops, which keeps what these kernels write over"
-        yield key, f"= liger does not go with {other}; set that to attention, selective, full or none"
-    if model.compile:
-        yield key, "= liger is not verified with model.compile = true; remove one of them"
+        yield f"does not go with {other}", "set that to attention, selective, full or none"
+    if config.model.compile:
+        yield "is not verified with model.compile = true", "remove one of them"
     if config.precision.path == "manifest":
-        yield key, f"= liger does not go with precision.path = manifest; use the cast path, or remove {key}"
+        yield "does not go with precision.path = manifest", f"use the cast path, or remove {key}"
+
+
+def _kernels(config: Config) -> Iterator[Problem]:
+    if config.model.kernels == "liger":
+        for problem, fix in liger_conflicts(config):
+            yield "model.kernels", f"= liger {problem}; {fix}"
 
 
 def _data(config: Config) -> Iterator[Problem]:

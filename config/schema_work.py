@@ -40,9 +40,9 @@ class ModelSection:
     """[true or false] Use torch's reentrant checkpointing (the older of its two implementations)."""
     compile: bool = False
     """[true or false] Compile the transformer blocks with torch.compile, at ZeRO 0 to 2 (docs/compile.md)."""
-    kernels: Literal["torch", "liger"] = "torch"
+    kernels: Literal["auto", "torch", "liger"] = "auto"
     """[choice] What computes norms, rotary embeddings and gated activations: torch, or the Triton kernels of
-    liger-kernel, which must be installed, on a GPU (docs/kernels.md)."""
+    liger-kernel, which must be installed, on a GPU; auto is liger where it can be had (docs/kernels.md)."""
     loss: Literal["auto", "full", "chunked"] = "auto"
     """[choice] full computes all logits of a micro-batch at once; chunked computes them and their gradients for some
     tokens at a time, so that they are never all in memory; auto is chunked where a micro-batch has many logits and the

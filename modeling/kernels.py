@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and gated activations of a model by Liger's Triton kernels: `model.kernels = liger`.
+"""Norms, rotary embeddings and gated activations of a model by Liger's Triton kernels: `model.kernels` liger or auto.
 
 Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training". Each kernel reads and writes memory once
 where torch's operators do it several times, and keeps less for the backward pass.
@@ -79,9 +79,12 @@ def why_not(device: torch.device) -> str | None:
         return "liger-kernel is not installed; pip install --no-deps liger-kernel==0.8.5"
     if find_spec("triton") is None:
         return "triton is not installed, which comes with torch for CUDA"
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "Triton kernels need a GPU, and this is a CPU"
-    return None
+    return "Triton kernels need a GPU, and this is a CPU" if cannot_run_on(device) else None
+
+
+def cannot_run_on(device: torch.device) -> bool:
+    """Whether Triton has nothing to run on: a CPU, unless Triton's interpreter was asked for."""
+    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 def require_liger(architecture: str, device: torch.device) -> None:
@@ -93,8 +96,24 @@ def require_liger(architecture: str, device: torch.device) -> None:
         raise UserError(f"model.kernels = liger: {problem}; or set model.kernels=torch")
 
 
-def use_liger(model: PreTrainedModel, *, compute: str, device: torch.device) -> str:
-    """Let the model, in place, compute with Liger's kernels; what was replaced, in words.
+@dataclass(frozen=True)
+class Plan:
+    """Kernels that were tried for a model and are not used yet."""
+
+    modules: tuple[tuple[nn.Module, type, str], ...]
+    """Each with the class that it is going to have, and what of it a kernel computes."""
+
+    def apply(self) -> str:
+        """Let the modules, in place, compute with the kernels; what was replaced, in words."""
+        for module, kind, _ in self.modules:
+            module.__class__ = kind
+        counts = sorted(Counter(what for *_, what in self.modules).items())
+        kinds = ", ".join(f"{what} in {count} modules" for what, count in counts)
+        return f"Liger {version('liger-kernel')} computes {kinds}"
+
+
+def plan_liger(model: PreTrainedModel, *, compute: str, device: torch.device) -> Plan:
+    """What Liger's kernels can compute of a model, which stays as it is.
 
     compute: fp32, bf16 or fp16, in which the model is going to train. device: where. Each kernel is first tried there,
     forward and backward, on random numbers of the model's widths.
@@ -104,8 +123,8 @@ def use_liger(model: PreTrainedModel, *, compute: str, device: torch.device) -> 
     architecture, dtype = model.config.model_type, _DTYPES[compute]
     require_liger(architecture, device)
     made: dict[type, type] = {}
-    counts: Counter[str] = Counter()
-    for module in list(model.modules()):
+    modules: list[tuple[nn.Module, type, str]] = []
+    for module in model.modules():
         found = _replacement(module, model.config.get_text_config(), dtype)
         if found is None:
             continue
@@ -113,10 +132,13 @@ def use_liger(model: PreTrainedModel, *, compute: str, device: torch.device) -> 
         if own not in made:
             _hold_against_torch(found, own.__name__, dtype, device)
             made[own] = type(own.__name__, (own,), {"forward": found.forward, "__module__": own.__module__})
-        module.__class__ = made[own]
-        counts[found.what] += 1
-    kinds = ", ".join(f"{what} in {count} modules" for what, count in sorted(counts.items()))
-    return f"Liger {version('liger-kernel')} computes {kinds}"
+        modules.append((module, made[own], found.what))
+    return Plan(tuple(modules))
+
+
+def use_liger(model: PreTrainedModel, *, compute: str, device: torch.device) -> str:
+    """`plan_liger`, and apply it."""
+    return plan_liger(model, compute=compute, device=device).apply()
 
 
 def _replacement(module: nn.Module, config: Any, dtype: torch.dtype) -> _Replacement | None:

@@ -5,8 +5,9 @@
 
 Contestants: mantissa (as the config has it), mantissa-full (telemetry, spike detection and Prometheus as well),
 mantissa-off (no wandb, a silent console), bare (`deepspeed.initialize` and a loop), accelerate and trainer (Hugging
-Face, both on DeepSpeed), torchtitan (its own Trainer, on FSDP2, where it is installed); mantissa-fp32, -bf16, -fp16 and
--manifest are Mantissa in that precision, whatever the config says. All start from the same weights and see the same
+Face, both on DeepSpeed), torchtitan and torchtitan-compile (its own Trainer, on FSDP2, where it is installed);
+mantissa-fp32, -bf16, -fp16 and -manifest are Mantissa in that precision, whatever the config says, mantissa-torch,
+-liger and -compile with those kernels. All start from the same weights and see the same
 tokens in the same order, under the same learning rates and the same resolved DeepSpeed JSON (torchtitan: what it says,
 in torchtitan's terms). Each round runs every contestant once, in an order that is reversed from round to round; ratios
 are taken round by round, so that a machine whose speed drifts disturbs all alike. Losses are compared, too: who trains

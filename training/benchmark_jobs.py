@@ -42,6 +42,7 @@ MANTISSA: dict[str, tuple[str, ...]] = {
 """Mantissa as its config has it, with everything on, and with all off that can be: overrides by name."""
 PRECISIONS: dict[str, tuple[str, ...]] = {
     f"mantissa-{compute}": (
+        "model.kernels=torch",  # the manifest path has no others
         f"precision.compute={compute}",
         f"deepspeed.config=ds_configs/zero{{stage}}_{compute}{{offload}}.json",
     )
@@ -50,6 +51,7 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
 # Steps that are skipped while a scale is found would part the losses.
 PRECISIONS["mantissa-fp16"] += ("precision.loss_scale.initial=4096",)
 PRECISIONS["mantissa-manifest"] = (
+    "model.kernels=torch",
     "precision.compute=auto",
     "precision.path=manifest",
     "precision.manifest=config/manifests/bf16.json",
@@ -57,17 +59,24 @@ PRECISIONS["mantissa-manifest"] = (
 )
 """Mantissa with another precision than the config's, on the work of all others: overrides by name, for a ZeRO stage and
 "_offload" or nothing."""
-KERNELS: dict[str, tuple[str, ...]] = {"mantissa-liger": ("model.kernels=liger",)}
-"""Mantissa with Liger's kernels: overrides by name."""
+KERNELS: dict[str, tuple[str, ...]] = {
+    "mantissa-liger": ("model.kernels=liger",),
+    "mantissa-torch": ("model.kernels=torch",),
+    "mantissa-compile": ("model.kernels=torch", "model.compile=true"),
+}
+"""Mantissa with Liger's kernels, without them where they are installed, and with compiled blocks: overrides by name."""
 OWN = MANTISSA | PRECISIONS | KERNELS
 PEERS = {
     "bare": "training.peers.bare_loop",
     "accelerate": "training.peers.accelerate_loop",
     "trainer": "training.peers.trainer_loop",
     "torchtitan": "training.peers.titan_loop",
+    "torchtitan-compile": "training.peers.titan_loop",
 }
 """Loops with other libraries: module by name."""
-WITHOUT_SPLIT = ("torchtitan",)
+TITAN: dict[str, tuple[str, ...]] = {"torchtitan": (), "torchtitan-compile": ("--compile",)}
+"""Those of torchtitan's, and what its loop is told."""
+WITHOUT_SPLIT = tuple(TITAN)
 """Who does forward and backward in one call, in chunks or as one CUDA graph: the parts of its steps cannot be told."""
 # What no other contestant does while it is timed.
 ALIKE = (
@@ -173,7 +182,7 @@ class Field:
     def _peer(self, contestant: str, target: Path, *, split: bool) -> list[str]:
         path = self.folder / ("spec-split.json" if split else "spec.json")
         dataclasses.replace(self.spec, split=split).write(path)
-        return ["-m", PEERS[contestant], str(path), str(target)]
+        return ["-m", PEERS[contestant], str(path), str(target), *TITAN.get(contestant, ())]
 
     def _recorded(self, label: str) -> Result:
         """What Mantissa's own record says."""
@@ -212,9 +221,9 @@ def choose(names: str) -> tuple[list[str], dict[str, str]]:
 
 def pass_over(contestants: Sequence[str], spec: Spec) -> tuple[list[str], dict[str, str]]:
     """Those of them who can do this work, and those who cannot, with the reason. Raises UserError: none is left."""
-    passed: dict[str, str] = {}
-    if "torchtitan" in contestants and (reason := titan_terms.refusal(spec)) is not None:
-        passed["torchtitan"] = reason
+    titans = [name for name in contestants if name in TITAN]
+    reason = titan_terms.refusal(spec) if titans else None
+    passed = dict.fromkeys(titans, reason) if reason is not None else {}
     chosen = [name for name in contestants if name not in passed]
     if not chosen:
         reasons = "; ".join(passed.values())
@@ -226,9 +235,9 @@ def _why_not(name: str) -> str | None:
     """What keeps a contestant from being started here, whatever the work is."""
     if name in ("accelerate", "trainer") and find_spec("accelerate") is None:
         return "accelerate is not installed"
-    if name in KERNELS:
+    if name == "mantissa-liger":
         return _why_no_liger()
-    return titan_terms.why_not() if name == "torchtitan" else None
+    return titan_terms.why_not() if name in TITAN else None
 
 
 def _why_no_liger() -> str | None:

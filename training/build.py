@@ -28,13 +28,14 @@ from modeling.activation_checkpointing_budget import keep_within
 from modeling.build import Gather, build_model, count_parameters
 from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
-from modeling.kernels import require_liger, use_liger
+from modeling.kernels import require_liger
 from precision.guard import Guard
 from tracking.run_dir import RunDir
 from training.checkpoint import Checkpoints, Retention
 from training.checkpoint_files import Opener
 from training.distributed import Place
 from training.engine import Engine
+from training.kernel_choice import choose_kernels
 from training.open_record import open_record
 from training.parts import Parts
 from training.preemption import Preemption
@@ -155,14 +156,13 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, place: Plac
     config = resolved.config
     if config.model.compile:
         require_compilable(resolved.zero_stage)
-    liger = config.model.kernels == "liger"
-    if liger:
+    if config.model.kernels == "liger":
         require_liger(model_config.model_type, place.device)
     # transformers builds and loads the model partitioned for as long as this object lives and says ZeRO-3.
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
     gather = _gather_partitioned(place) if zero3 else _already_whole
     model = build_model(config.model, model_config, seed=config.run.seed, gather=gather)
-    notes = [use_liger(model, compute=resolved.compute, device=place.device)] if liger else []
+    notes = choose_kernels(model, resolved, place)
     apply_activation_checkpointing(
         model,
         config.model.activation_checkpointing,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 
+from modeling import kernels
+from modeling.kernels import Norm
 from precision.observe import Observation
 from tests.modeling import interpreted_liger
 from tests.training.small_run import batch_of, engine_of, masters_of, resolve
@@ -81,7 +84,18 @@ def looks(place: Place, *, kernels: str) -> dict[str, Any]:
 
 
 def _engine(place: Place, stage: int, compute: str, kernels: str, overrides: tuple[str, ...]) -> Any:
-    if kernels == "liger":
+    if kernels != "torch" and not interpreted_liger.why_not():
         interpreted_liger.prepare()
     given = [SHAPE, f"model.kernels={kernels}", *overrides]
     return engine_of(place, resolve(place, stage=stage, compute=compute, micro=MICRO, overrides=given))
+
+
+def chosen(place: Place, *, overrides: tuple[str, ...] = (), lacking: int | None = None) -> tuple[list[str], int]:
+    """What `model.kernels = auto` says on each rank, and how many modules compute with another class than they had.
+
+    lacking: the rank on whose machine a kernel is found to be wrong.
+    """
+    wrong = {"llama": Norm(1.0)} if lacking == place.rank else {}
+    with mock.patch.dict(kernels.ARCHITECTURES, wrong), _engine(place, 2, "bf16", "auto", overrides) as engine:
+        exchanged = sum(type(module).__mro__[1].__name__ == type(module).__name__ for module in engine.model.modules())
+        return [note for note in engine.notes if "model.kernels" in note or "Liger" in note], exchanged

@@ -224,6 +224,43 @@ def _two_steps(pair: Any, stage: int, compute: str, word: str) -> list[dict[str,
 
 
 @here
+def test_auto_is_liger_where_it_can_be_had(pair: Any) -> None:
+    """Two norms, the final one, a gated activation and a rotation of one block."""
+    assert (
+        pair.run(cases.chosen)
+        == [(["Liger 0.8.5 computes RMSNorm in 3 modules, SwiGLU in 1 modules, rotary embedding in 1 modules"], 5)] * 2
+    )
+
+
+@here
+@pytest.mark.parametrize(
+    ("overrides", "lacking", "words"),
+    [
+        (
+            ("model.activation_checkpointing=ops",),
+            None,
+            "rank 0: liger does not go with model.activation",
+        ),
+        (("model.architecture=gpt2", "model.config={n_embd: 32, n_layer: 1, n_head: 2}"), None, "known here for gpt2"),
+        ((), 1, "because of rank 1: model.kernels = liger: RMSNorm in LlamaRMSNorm is"),
+    ],
+)
+def test_auto_is_torch_on_every_rank_where_one_cannot_have_it(
+    pair: Any, overrides: tuple[str, ...], lacking: int | None, words: str
+) -> None:
+    for notes, exchanged in pair.run(cases.chosen, overrides=overrides, lacking=lacking):
+        assert exchanged == 0
+        [note] = notes
+        assert note.startswith("model.kernels = auto: torch's on every rank") and words in note
+
+
+def test_auto_is_torch_without_a_word_where_there_is_no_gpu(pair: Any) -> None:
+    if torch.cuda.is_available() or not interpreted_liger.why_not():
+        pytest.skip("Triton has something to run on here")
+    assert pair.run(cases.chosen) == [([], 0)] * 2
+
+
+@here
 def test_whoever_looks_sees_the_same(pair: Any) -> None:
     for own, found in zip(*(pair.run(cases.looks, kernels=word) for word in ("torch", "liger")), strict=True):
         assert all(torch.equal(found["probe"][name], own["probe"][name]) for name in own["probe"])

@@ -41,9 +41,17 @@ def cache(tmp_path_factory) -> str:
     return f"data.cache_dir={tmp_path_factory.mktemp('cache')}"
 
 
-def run(folder, *overrides: str, stage: int, compute: str = "fp32", processes: int = 2, split: bool = False) -> dict:
+def run(
+    folder,
+    *overrides: str,
+    stage: int,
+    compute: str = "fp32",
+    processes: int = 2,
+    split: bool = False,
+    names: str = "mantissa,torchtitan",
+) -> dict:
     """The report of Mantissa and torchtitan, side by side for ten steps of two micro-batches a rank."""
-    options = ["--contestants", "mantissa,torchtitan", "--processes", str(processes), "--out", str(folder)]
+    options = ["--contestants", names, "--processes", str(processes), "--out", str(folder)]
     precision = [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
     batch = [f"batch.global_size={4 * processes}"]
     more = [] if split else ["--no-split"]
@@ -69,6 +77,13 @@ def test_it_trains_the_same_in_fp32(stage, overrides, tmp_path, cache) -> None:
     assert 0 < mine["loss_difference"] < 1e-6  # of its own kernels, and not a copy of ours
     assert mine["engine"].startswith("torchtitan's Trainer, ") and "AdamW, torch.float32, cpu" in mine["engine"]
     assert mine["memory_bytes"] > 1e8
+
+
+def test_compiled_it_trains_the_same(tmp_path, cache) -> None:
+    found = run(tmp_path, TIED, cache, stage=2, names="mantissa,torchtitan,torchtitan-compile")["contestants"]
+    plain, compiled = found["torchtitan"], found["torchtitan-compile"]
+    assert "2 compiled modules" in compiled["engine"] and "compiled" not in plain["engine"]
+    assert 0 < compiled["loss_difference"] < 1e-6
 
 
 def test_it_trains_the_same_in_bf16_and_gets_no_split(tmp_path, cache) -> None:

@@ -15,7 +15,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from config.errors import UserError
 from modeling.parameter_groups import parameter_groups
 from training.benchmark import EVERYBODY, read_bounds
-from training.benchmark_jobs import WITHOUT_SPLIT, choose, pass_over
+from training.benchmark_jobs import choose, pass_over
 from training.benchmark_spec import Spec
 from training.peers.titan_terms import LEAST_TORCH, UNDECAYED, largest_norm, llama_of, refusal, why_not
 
@@ -132,12 +132,12 @@ def test_it_decays_what_mantissa_decays(tied) -> None:
 
 def test_where_it_is_not_installed_it_is_passed_over_with_the_reason() -> None:
     reason = why_not()
-    chosen, passed = choose(EVERYBODY)
+    chosen, passed = choose(f"{EVERYBODY},torchtitan-compile")
     if find_spec("torchtitan") is None:
         assert "torchtitan" in str(reason) and "make titan" in str(reason)
     assert ("torchtitan" in chosen) == (reason is None)
-    assert passed.get("torchtitan") == reason
-    assert chosen[:4] == ["mantissa", "bare", "accelerate", "trainer"] and {"torchtitan"} == set(WITHOUT_SPLIT)
+    assert passed.get("torchtitan") == passed.get("torchtitan-compile") == reason
+    assert chosen[:4] == ["mantissa", "bare", "accelerate", "trainer"]
 
 
 def test_a_torch_that_is_too_old_is_named(tmp_path, monkeypatch) -> None:

@@ -35,8 +35,9 @@ class Job:
         parser.add_argument("spec", type=Path)
         parser.add_argument("result", type=Path)
         parser.add_argument("--local_rank", help="what the deepspeed launcher adds; the environment has it, too")
+        parser.add_argument("--compile", action="store_true", help="compile what the library compiles")
         options = parser.parse_args(arguments)
-        self.spec, self._result = Spec.read(options.spec), options.result
+        self.spec, self._result, self.compiled = Spec.read(options.spec), options.result, options.compile
         for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, value)
         os.environ.setdefault("MASTER_PORT", str(_free_port()))

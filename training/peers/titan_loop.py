@@ -1,9 +1,10 @@
 """torchtitan's own Trainer: its Llama, its FSDP2, its optimizer, its train_step.
 
-torchrun --nproc_per_node 2 -m training.peers.titan_loop SPEC RESULT
+torchrun --nproc_per_node 2 -m training.peers.titan_loop SPEC RESULT [--compile]
 
 It is given the work (weights, tokens, learning rates, AdamW's settings) and runs with its defaults otherwise: its loss
-in eight chunks of the sequence, `torch.compile` off (but for FlexAttention, which is always compiled, with autotuning),
+in eight chunks of the sequence, `torch.compile` off (but for FlexAttention, which is always compiled, with autotuning)
+unless `--compile` asks for what its recipes for speed have, each block and the loss compiled,
 CUDA graphs on, FlexAttention on a GPU, a line of metrics every ten steps and its trace of spans. Not its default is the
 `partial_dtensor` backend; see `titan_trainer`. On a CPU CUDA graphs are off and attention is SDPA.
 """

@@ -20,7 +20,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -176,6 +176,7 @@ def trainer_config(job: Job, folder: Path) -> Trainer.Config:
             disable_cuda_graphs=not job.on_cuda,
         ),
         parallelism=parallelism,
+        compile=CompileConfig(enable=job.compiled),
         checkpoint=CheckpointManager.Config(enable=True, load_only=True, initial_load_in_hf=True),
         activation_checkpoint=FullAC.Config() if spec.activation_checkpointing == "full" else None,
         debug=DebugConfig(seed=spec.seed),
@@ -261,4 +262,11 @@ def what_trained(trainer: Measured) -> str:
     if trainer.computed_in != {wanted}:
         raise RuntimeError(f"{job.spec.compute}: it computed in {sorted(map(str, trainer.computed_in))}")
     optimizers = {type(optimizer).__name__ for optimizer in trainer.optimizers}
-    return f"torchtitan's {Trainer.__name__}, {units} FSDPModules, {', '.join(optimizers)}, {wanted}, {job.device}"
+    words = [f"torchtitan's {Trainer.__name__}", f"{units} FSDPModules", *sorted(optimizers), str(wanted)]
+    if job.compiled:
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        modules = sum(module._compiled_call_impl is not None for module in model.modules())
+        if not graphs or not modules:
+            raise RuntimeError(f"it was to be compiled and has {modules} compiled modules and {graphs} graphs")
+        words.append(f"{modules} compiled modules in {graphs} graphs")
+    return ", ".join([*words, str(job.device)])
