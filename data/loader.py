@@ -40,6 +40,8 @@ class Batch:
     """(global_size,) int64, the whole global batch over all ranks; NO_SAMPLE for rows that only fill up."""
     label_tokens: int
     """[tokens] Labels on this rank that count."""
+    label_tokens_of_all: int | None = None
+    """[tokens] The same of all ranks together; None where a rank would have to ask the others: labels are masked."""
     position_ids: torch.Tensor | None = None
     """Same shape as input_ids, int64, from 0 in every document; None where sequences are attended to as a whole."""
     one_row: bool = False
@@ -71,6 +73,7 @@ class Batch:
             input_ids=self.input_ids[:1, :sequences],
             labels=labels,
             label_tokens=int((labels != IGNORED_LABEL).sum()),
+            label_tokens_of_all=None,
             position_ids=None if self.position_ids is None else self.position_ids[:1, :sequences],
         )
 
@@ -209,6 +212,7 @@ def _make_batch(
         labels=_on_host(labels).reshape(shape),
         sample_ids=ids,
         label_tokens=label_tokens,
+        label_tokens_of_all=int((ids != NO_SAMPLE).sum()) * sequence_length if documents is None else None,
         position_ids=positions,
         one_row=documents is not None and documents.one_row,
     )

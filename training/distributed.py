@@ -60,9 +60,9 @@ class Place:
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """values: (n,) float64 on this rank's device -> (world_size, n), row r being rank r's values."""
-        rows = values.new_zeros(self.world_size, values.numel())
-        rows[self.rank] = values
-        return self.sum(rows)
+        rows = values.new_empty(self.world_size * values.numel())
+        dist.all_gather_into_tensor(rows, values, group=self.group)
+        return rows.view(self.world_size, -1)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's plain Python value, in rank order, on every rank. For rare things: it pickles."""

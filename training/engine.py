@@ -33,7 +33,7 @@ from training.faults import Faults
 from training.generators import generators
 from training.gradients import ReducedGradients
 from training.health import Health, Outcome, Update, require_equal
-from training.loss_path import LossPath
+from training.loss_path import LossPath, label_tokens_of_all
 from training.loss_scaler import LossScaler
 from training.masters import UpdateMeter
 from training.memory import peak_memory_bytes
@@ -116,7 +116,7 @@ class Engine:
         """
         device = self.place.device
         self.generators_before = generators(device)
-        label_tokens = self.place.sum(self.place.numbers([batch.label_tokens])).clamp_(min=1.0)[0]
+        label_tokens = label_tokens_of_all(batch, self.place)
         weight = self.place.world_size / label_tokens
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for index, (inputs, labels) in enumerate(batch.micro_batches(device)):

@@ -9,8 +9,17 @@ import torch
 from config.command_line import Resolved
 from config.errors import UserError
 from config.loss_chunks import loss_chunk
+from data.loader import Batch
 from modeling.chunked_head import ChunkedHead
 from modeling.loss import label_loss_sum
+from training.distributed import Place
+
+
+def label_tokens_of_all(batch: Batch, place: Place) -> torch.Tensor:
+    """() float64: what the step's mean is taken over, 1 at least. A collective where `batch` knows only its own."""
+    if batch.label_tokens_of_all is None:
+        return place.sum(place.numbers([batch.label_tokens])).clamp_(min=1.0)[0]
+    return torch.full((), float(max(batch.label_tokens_of_all, 1)), dtype=torch.float64, device=place.device)
 
 
 class LossPath:

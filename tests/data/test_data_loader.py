@@ -193,6 +193,24 @@ def test_validation_batches_mark_documents_and_filled_up_rows_stay_masked(shards
         assert batch.label_tokens == int((batch.labels != IGNORED_LABEL).sum())
 
 
+@pytest.mark.parametrize("micro_size", [1, 3])
+def test_every_rank_knows_the_labels_of_all_unless_documents_mask_some(shards: TokenShards, micro_size: int) -> None:
+    sizes = {**SIZES, "micro_size": micro_size}
+    validation = {name: sizes[name] for name in ("global_size", "micro_size")} | {"sequence_length": LENGTH}
+    for documents in (None, Documents(3, one_row=False)):
+        each_rank = []
+        for rank in (0, 1):
+            batches = Batches(shards, **sizes, rank=rank, world_size=2, documents=documents)
+            read = [batches.next_step() for _ in range(3)]
+            batches.close()
+            options = {**validation, "rank": rank, "world_size": 2, "batches": 4, "documents": documents}
+            each_rank.append([*read, *validation_batches(shards, **options)])
+        for mine, other in zip(*each_rank, strict=True):
+            counted = mine.label_tokens + other.label_tokens
+            assert mine.label_tokens_of_all == other.label_tokens_of_all == (counted if documents is None else None)
+            assert mine.first_sequences(1).label_tokens_of_all is None
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_batches_are_where_a_device_can_fetch_them_by_itself(shards: TokenShards) -> None:
     batches = Batches(shards, **SIZES, rank=0, world_size=2, documents=Documents(3, one_row=False))

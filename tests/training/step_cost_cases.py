@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from precision.guard import Guard, Verdict
 from tests.training.checkpoint_cases import RandomBatches
-from tests.training.small_run import ROOT, engine_of, resolve
+from tests.training.small_run import ROOT, batch_of, engine_of, resolve
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from training import benchmark_growth
@@ -136,6 +137,20 @@ def waits_and_collectives(place: Place, *, stage: int, compute: str) -> dict[str
         "ours": guarded_waits.ours,
         "upstream": (bare_waits.upstream, guarded_waits.upstream),
     }
+
+
+def known_and_asked_label_tokens(place: Place) -> list[dict[str, float]]:
+    """Loss, norm and all-reduces of the same forward and backward pass, the number of all labels told and not told."""
+    batch = batch_of(place, 2, seed=1)
+    found = []
+    with engine_of(place, resolve(place, stage=2, compute="bf16", micro=2)) as engine:
+        for known in (int(place.sum(torch.tensor(batch.label_tokens))), None):
+            with _collectives() as counted:
+                outcome = engine.forward_backward(replace(batch, label_tokens_of_all=known), step=1)
+            health = engine.health(outcome)
+            engine.discard_quietly()
+            found.append({"loss": health.loss, "norm": health.grad_norm, "all_reduce": counted["all_reduce"]})
+    return found
 
 
 def layers_of(layers: int) -> str:

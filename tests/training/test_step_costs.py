@@ -24,8 +24,14 @@ def test_one_wait_for_the_device_and_one_collective_more_than_a_bare_step(
         assert counted["upstream"][1] == counted["upstream"][0], "upstream waits no more often than in a bare step"
         more = Counter(counted["guarded"])
         more.subtract(counted["bare"])
-        # the bare step has the sum of label tokens too: it belongs to the loss
-        assert {name: count for name, count in more.items() if count} == {"all_reduce": 1}
+        # the bare step has the sum of label tokens too: these are masked, and the sum belongs to the loss
+        assert {name: count for name, count in more.items() if count} == {"all_gather_into_tensor": 1}
+
+
+def test_labels_are_not_counted_together_where_every_rank_knows_how_many_there_are(pair: ProcessGroup) -> None:
+    for known, asked in pair.run(step_cost_cases.known_and_asked_label_tokens):
+        assert known["loss"] == asked["loss"] and known["norm"] == asked["norm"]
+        assert asked["all_reduce"] == known["all_reduce"] + 1
 
 
 def test_bookkeeping_does_not_grow_with_the_model_or_the_run(pair: ProcessGroup) -> None:
