@@ -44,7 +44,7 @@ SHARE = 0.9
 
 
 class HostMemory(threading.Thread):
-    """Adds up what this process's children take, and ends them all where that is too much."""
+    """Adds up what the job takes that this process starts next, and ends all of it where that is too much."""
 
     def __init__(self, limit: float) -> None:
         """limit: [bytes]"""
@@ -53,22 +53,34 @@ class HostMemory(threading.Thread):
         """[bytes]"""
         self.exceeded = False
         self._limit = limit
+        self._of_others = {child.pid for child in psutil.Process().children()}
         self._over = threading.Event()
 
     def run(self) -> None:
         """Until `close`."""
         while not self._over.wait(0.5):
-            children = psutil.Process().children(recursive=True)
-            self.peak = max(self.peak, sum(map(_proportional_set, children)))
+            job = self._job()
+            self.peak = max(self.peak, sum(map(_proportional_set, job)))
             if self.peak > self._limit:
                 self.exceeded = True
-                for child in children:
-                    _kill(child)
+                for process in job:
+                    _kill(process)
+
+    def _job(self) -> list[psutil.Process]:
+        started = [child for child in psutil.Process().children() if child.pid not in self._of_others]
+        return [process for child in started for process in (child, *_descendants(child))]
 
     def close(self) -> None:
         """Look no more."""
         self._over.set()
         self.join()
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:  # it has ended
+        return []
 
 
 def _proportional_set(process: psutil.Process) -> int:
