@@ -39,6 +39,7 @@ from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config
 from training import distributed
 from training.attempt import attempt
+from training.benchmark import FAILED, TOLERANCE
 from training.benchmark_guard import open_parts
 from training.build import batch_shape
 from training.distributed import Place
@@ -48,8 +49,6 @@ from training.progress import Progress
 from training.schedule import learning_rate
 
 WARM_UP_STEPS = 5
-TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
-"""[fraction] How far losses may be apart, as in `training.benchmark`."""
 
 
 class BareLoop:
@@ -171,10 +170,10 @@ def report(measured: Measured, *, steps: int, compute: str, at_least: float | No
     print(f"losses    {measured.loss_distance:9.1e} apart at most")
     if not measured.loss_distance <= TOLERANCE[compute]:
         print(f"error: losses part: {measured.loss_distance:.1e} is more than {TOLERANCE[compute]:g}", file=sys.stderr)
-        return 3
+        return FAILED
     if at_least is not None and middle[2] < at_least:
         print(f"error: the median is below {at_least:g} for certain: at most {middle[2]:.4f}", file=sys.stderr)
-        return 3
+        return FAILED
     return 0
 
 
