@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config import accelerate, deepspeed_document, deepspeed_json, help_text
-from config.arguments import Arguments
+from config import accelerate, help_text
 from config.batch import BatchPlan, plan_batch
-from config.deepspeed_json import Dtype
-from config.environment import Place, launch_command, read_place
+from config.cli import Arguments
+from config.deepspeed import document as deepspeed_document
+from config.deepspeed import resolve as deepspeed_json
+from config.deepspeed.resolve import Dtype
 from config.errors import UserError
+from config.launcher import Place, launch_command, read_place
 from config.load import load_config, to_yaml
 from config.schema import CheckpointSection, Config
 from config.secrets import place_of_key, refuse_secrets

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from config.arguments import Arguments
+from config.cli import Arguments
 from config.command_line import CONFIG_ERROR
 from config.errors import UserError
 from config.schema_work import DataSection

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config import deepspeed_document, deepspeed_json
-from config.arguments import Arguments
+from config.cli import Arguments
 from config.command_line import find_deepspeed_json
+from config.deepspeed import document as deepspeed_document
+from config.deepspeed import resolve as deepspeed_json
 from config.errors import UserError
 from config.load import load_config
 from config.schema import Config

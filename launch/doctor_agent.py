@@ -124,8 +124,9 @@ def bootstrap(python: str) -> str:
         "os.environ.update(environment)\n"
         "for name, text in sources:\n"
         "    sys.modules[name] = types.ModuleType(name)\n"
-        "    if '.' in name:\n"
-        "        setattr(sys.modules[name.split('.')[0]], name.split('.')[1], sys.modules[name])\n"
+        "    package, _, module = name.rpartition('.')\n"
+        "    if package:\n"
+        "        setattr(sys.modules[package], module, sys.modules[name])\n"
         "    exec(compile(text, name, 'exec'), sys.modules[name].__dict__)\n"
         "sys.modules['launch.doctor_agent'].serve(sys.stdin.buffer, sys.stdout.buffer)\n"
     )

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from config.op_builds import mount_of
+from config.machine.op_builds import mount_of
 
 SPEED_BYTES = 64 * 2**20
 """Size of the file that is written and read back to see how fast a folder is."""

@@ -205,7 +205,7 @@ def _number(text: str) -> float:
 
 
 def check_offload(host: str, facts: Facts, offload: str, parameters: int | None, hosts: int) -> Iterator[Finding]:
-    """Whether host memory holds what ZeRO keeps there. offload: as `config.deepspeed_document.offload` tells it."""
+    """Whether host memory holds what ZeRO keeps there. offload: as `config.deepspeed.document.offload` tells it."""
     if offload == "none" or parameters is None:
         return
     each = sum(BYTES_A_PARAMETER[part] for part in offload.split("+"))

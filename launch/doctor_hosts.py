@@ -24,7 +24,8 @@ from launch import doctor_agent
 HERE = "localhost"
 _SENT = (
     "config",
-    "config.op_builds",
+    "config.machine",
+    "config.machine.op_builds",
     "launch",
     "launch.doctor_folders",
     "launch.doctor_facts",
@@ -64,7 +65,8 @@ class Host:
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
         threading.Thread(target=self._hear, args=(self._process,), daemon=True).start()
         top = Path(__file__).parent.parent
-        sources = [[name, (top / f"{name.replace('.', '/')}.py").read_text() if "." in name else ""] for name in _SENT]
+        files = {name: top / f"{name.replace('.', '/')}.py" for name in _SENT}
+        sources = [[name, file.read_text() if file.is_file() else ""] for name, file in files.items()]
         self._write(json.dumps([{} if self.local else _environment(), sources]))
         self.ask("time", 30.0)
 

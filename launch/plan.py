@@ -18,10 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from config.arguments import Arguments
+from config.cli import Arguments
 from config.command_line import CONFIG_ERROR, Resolved, read_command_line
-from config.environment import as_launched
 from config.errors import UserError
+from config.launcher import as_launched
 from launch.plan_devices import DEVICES, GIB, Device, find_device
 from launch.plan_memory import layout_of
 from launch.plan_model import Shape, read_shape

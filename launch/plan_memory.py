@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.command_line import Resolved
-from config.deepspeed_document import offload, zero_stage
+from config.deepspeed.document import offload, zero_stage
 from config.loss_chunks import loss_chunk
 from config.schema_work import ModelSection
 from launch.plan_model import Shape

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from config.batch import divisors
-from config.combinations import OFFLOADS, STAGES, Combination, refusal
+from config.deepspeed.combinations import OFFLOADS, STAGES, Combination, refusal
 from launch.plan_devices import Device
 from launch.plan_memory import Layout, Memory, peak_memory
 from launch.plan_model import Shape

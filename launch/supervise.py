@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from config.arguments import Arguments
+from config.cli import Arguments
 from config.errors import UserError
 from config.load import load_config
 from launch.job import Job, ended_how, say

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from config.arguments import Arguments
+from config.cli import Arguments
 from config.command_line import CONFIG_ERROR, REPOSITORY
 from config.errors import UserError
 from launch.supervise import PREEMPTED

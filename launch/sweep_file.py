@@ -17,8 +17,8 @@ from typing import Any
 
 from config import yaml_text
 from config.command_line import REPOSITORY, resolve_run
-from config.environment import as_launched
 from config.errors import UserError
+from config.launcher import as_launched
 from config.load import read_file, show, suggest, to_dict
 from launch.sweep_rule import Hopeless
 

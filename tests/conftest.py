@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from config import op_builds
+from config.machine import op_builds
 from tests.process_group import ProcessGroup
 
 

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from config import core_binding
+from config.machine import binding as core_binding
 
 PACKAGES = (
     "torch",

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config import core_binding
 from config.command_line import REPOSITORY
+from config.machine import binding as core_binding
 from tracking.environment import redact
 from tracking.events import Event
 from tracking.run_dir import RunDir, write_atomically

@@ -33,10 +33,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from config.arguments import Arguments
+from config.cli import Arguments
 from config.command_line import CONFIG_ERROR, Resolved, read_command_line
-from config.environment import as_launched
 from config.errors import UserError
+from config.launcher import as_launched
 from tracking.environment import environment
 from tracking.jsonl import plain
 from training.benchmark_jobs import ALIKE, PRECISIONS, WITHOUT_SPLIT, Field, Run, choose, pass_over

@@ -28,10 +28,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from config.arguments import Arguments
+from config.cli import Arguments
 from config.command_line import CONFIG_ERROR, read_command_line
-from config.environment import as_launched
 from config.errors import UserError
+from config.launcher import as_launched
 from tracking.environment import environment
 from tracking.jsonl import plain, read_events
 from training.benchmark_jobs import ALIKE

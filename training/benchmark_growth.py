@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from config.arguments import Arguments
+from config.cli import Arguments
 from config.command_line import CONFIG_ERROR, Resolved, read_command_line
 from config.errors import UserError
 from data.loader import Batches

@@ -29,10 +29,10 @@ from typing import Any
 
 import psutil
 
-from config.arguments import Arguments
+from config.cli import Arguments
 from config.command_line import CONFIG_ERROR, read_command_line
-from config.environment import as_launched
 from config.errors import UserError
+from config.launcher import as_launched
 from tracking.environment import environment
 from tracking.jsonl import plain, read_events
 from training.benchmark_jobs import ALIKE

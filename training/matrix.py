@@ -4,7 +4,7 @@
 
 Starts itself on several processes, runs one cell after the other in them, and appends every result to
 FOLDER/results.jsonl, so that an interrupted matrix goes on where it stopped. The page is written when every cell is
-there. Exit code 0: every cell came out as config/combinations.py says; 3: some did not; 2: it cannot be done.
+there. Exit code 0: every cell came out as config/deepspeed/combinations.py says; 3: some did not; 2: it cannot be done.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def lead(options: argparse.Namespace) -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(page(cells, found, now), encoding="utf-8")
         print(f"wrote {options.out}")
-    print(f"{len(cells)} cells, {len(different)} not as config/combinations.py says")
+    print(f"{len(cells)} cells, {len(different)} not as config/deepspeed/combinations.py says")
     return SURPRISES if different else AS_THE_TABLE_SAYS
 
 

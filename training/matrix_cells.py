@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from config.combinations import SETTINGS, Combination, Setting, combinations
 from config.command_line import REPOSITORY, Resolved, resolve_run
-from config.deepspeed_document import read_document
-from config.deepspeed_json import complete
+from config.deepspeed.combinations import SETTINGS, Combination, Setting, combinations
+from config.deepspeed.document import read_document
+from config.deepspeed.resolve import complete
 from config.load import load_config
 from precision.tolerance import tolerance
 

@@ -1,11 +1,11 @@
-"""docs/precision-matrix.md: the table of config/combinations.py with what was measured for every row of it."""
+"""docs/precision-matrix.md: the table of config/deepspeed/combinations.py, with what was measured for every row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from config.combinations import COMPUTES, SETTINGS, STAGES, UPSTREAM, Combination, combinations, refusal
+from config.deepspeed.combinations import COMPUTES, SETTINGS, STAGES, UPSTREAM, Combination, combinations, refusal
 from precision.tolerance import tolerance
 from training.matrix_cells import DTYPES, ROUNDINGS, Cell
 
@@ -56,8 +56,9 @@ def _opening(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]
     told = ", ".join(f"{count} {sign}" for sign, count in counts.items() if count)
     return f"""# The precision matrix
 
-Written by `make matrix` from what it measured and from [config/combinations.py](../config/combinations.py), the table
-from which the config refuses; do not edit it.
+Written by `make matrix` from what it measured and from
+[config/deepspeed/combinations.py](../config/deepspeed/combinations.py), the table from which the config refuses; do not
+edit it.
 
 {len(cells)} cells: {told}. Bare DeepSpeed, run beside Mantissa in {compared} of them, is wrong in {wrong}.
 

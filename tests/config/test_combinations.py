@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from config.combinations import (
+from config.deepspeed.combinations import (
     COMPUTES,
     OFFLOADS,
     SETTINGS,
@@ -18,9 +18,9 @@ from config.combinations import (
     refuse_combination,
     refuse_settings,
 )
-from config.deepspeed_document import read_document
-from config.deepspeed_json import resolve
-from config.deepspeed_keys import SECTIONS
+from config.deepspeed.document import read_document
+from config.deepspeed.keys import SECTIONS
+from config.deepspeed.resolve import resolve
 from config.errors import UserError
 from config.load import load_config
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from config.core_binding import Binding, Claim, decide
-from config.cores import UNKNOWN, cpus_text, parse_cpus
+from config.machine.binding import Binding, Claim, decide
+from config.machine.cores import UNKNOWN, cpus_text, parse_cpus
 from tests.config.test_cores import machine, two_sockets
 
 MODES = ("auto", "always", "never")
@@ -133,8 +133,8 @@ def test_a_job_in_a_cpuset_divides_that(tmp_path):
 PROGRAM = """
 import json, os, subprocess, sys, threading
 from pathlib import Path
-from config import core_binding
-from config.core_binding import Binding, Claim, bind
+from config.machine import binding as core_binding
+from config.machine.binding import Binding, Claim, bind
 
 def masks():
     return [sorted(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from config.cores import UNKNOWN, cpus_text, gpu_node, near_gpus, parse_cpus, plan, read_cores
+from config.machine.cores import UNKNOWN, cpus_text, gpu_node, near_gpus, parse_cpus, plan, read_cores
 
 
 def machine(

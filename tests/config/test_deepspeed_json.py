@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from config.deepspeed_document import offload, read_document, zero_stage
-from config.deepspeed_json import resolve
-from config.deepspeed_keys import REFUSED, SECTIONS
+from config.deepspeed.document import offload, read_document, zero_stage
+from config.deepspeed.keys import REFUSED, SECTIONS
+from config.deepspeed.resolve import resolve
 from config.errors import UserError
 from config.load import load_config
 from config.schema import Config

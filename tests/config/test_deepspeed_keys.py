@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from config.deepspeed_document import read_document
-from config.deepspeed_json import resolve
-from config.deepspeed_keys import REFUSED, SECTIONS
+from config.deepspeed.document import read_document
+from config.deepspeed.keys import REFUSED, SECTIONS
+from config.deepspeed.resolve import resolve
 from config.load import load_config
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"

@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from config.environment import Place, launch_command, read_place
 from config.errors import UserError
+from config.launcher import Place, launch_command, read_place
 
 MASTER = {"MASTER_ADDR": "a", "MASTER_PORT": 5}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from config import op_builds
+from config.machine import op_builds
 
 OP = "deepspeed_shm_comm"
 
@@ -129,7 +129,7 @@ def take(lock: Path, seconds: float) -> subprocess.Popen[str]:
     program = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from config import op_builds\n"
+        "from config.machine import op_builds\n"
         "op_builds._compilers = list\n"
         "lock = Path(sys.argv[1])\n"
         "with op_builds.alone(lock.parent.name, lambda line: print(line, flush=True)):\n"

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from config.command_line import Resolved, _parse, resolve_run
-from config.environment import as_launched
 from config.errors import UserError
+from config.launcher import as_launched
 from launch import supervise
 from launch.kubernetes import alive
 from tests.launch.kubernetes_manifests import Document

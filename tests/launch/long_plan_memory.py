@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.command_line import REPOSITORY, read_command_line
-from config.environment import as_launched
+from config.launcher import as_launched
 from launch.plan_memory import activations, block_bytes, layout_of, model_states, peak_memory
 from launch.plan_model import read_shape, shape_of
 from modeling.build import count_parameters

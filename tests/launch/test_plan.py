@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from config.command_line import REPOSITORY, read_command_line
-from config.environment import as_launched
+from config.launcher import as_launched
 from launch import plan
 from launch.plan_devices import DEVICES, GIB, find_device
 from launch.plan_memory import layout_of

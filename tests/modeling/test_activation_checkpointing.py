@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from config.command_line import read_command_line
-from config.environment import as_launched
 from config.errors import UserError
+from config.launcher import as_launched
 from config.load import load_config
 from launch.plan_memory import activations, layout_of
 from launch.plan_model import shape_of

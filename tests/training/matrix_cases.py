@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from config.combinations import Combination
+from config.deepspeed.combinations import Combination
 from data.loader import Batch
 from modeling.loss import IGNORED
 from training import matrix_run

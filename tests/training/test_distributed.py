@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from config import op_builds
-from config.cores import cpus_text, plan, read_cores
+from config.machine import op_builds
+from config.machine.cores import cpus_text, plan, read_cores
 
 PROGRAM = """
 import json, os, sys, torch

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from config.combinations import SETTINGS, UPSTREAM, combinations, refusal
+from config.deepspeed.combinations import SETTINGS, UPSTREAM, combinations, refusal
 from tests.training import matrix_cases
 from training.matrix import main
 from training.matrix_cells import ACCUMULATIONS, CHECKPOINTINGS, all_cells, covering, pairs

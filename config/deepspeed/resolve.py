@@ -1,7 +1,7 @@
 """Merges the run config into a DeepSpeed JSON: every "auto" resolved, nothing said twice that could disagree.
 
 The run config owns batch, clipping, precision and loss scale; the JSON owns how ZeRO shards and moves memory. A number
-that both give must be the same in both. What config/combinations.py does not verify is refused here.
+that both give must be the same in both. What config/deepspeed/combinations.py does not verify is refused here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from config.batch import BatchPlan, plan_batch
-from config.combinations import Combination, refuse_combination, refuse_settings
-from config.deepspeed_document import check_document, leaves, offload, zero_stage
+from config.deepspeed.combinations import Combination, refuse_combination, refuse_settings
+from config.deepspeed.document import check_document, leaves, offload, zero_stage
 from config.errors import UserError
 from config.load import show
 from config.schema import Config

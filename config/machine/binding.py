@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.cores import Core, cpus_text, gpu_node, near_gpus, plan, read_cores
+from config.machine.cores import Core, cpus_text, gpu_node, near_gpus, plan, read_cores
 
 OF_OPENMP = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """Variables by which OpenMP binds its threads itself, the main one included."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from config.deepspeed_keys import REFUSED, SECTIONS
+from config.deepspeed.keys import REFUSED, SECTIONS
 from config.errors import UserError
 from config.load import show, suggest
 
