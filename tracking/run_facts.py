@@ -75,7 +75,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run, as far as its events tell it; files beside them are read by `tracking.compare_sources`.
+    """A run, as far as its events tell it; files beside them are read by `tracking.compare.sources`.
 
     marks: kind to its events, in file order: `scale`, `eval` and `checkpoint` of the surviving history, all others
     (`run_start`, `run_end`, `incident`, `nonfinite`, `fault`, `precision`, `note`) of every session.

@@ -105,7 +105,7 @@ def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: boo
         shutil.rmtree(aside, ignore_errors=True)
     say(facts["export"]["compared"])
     say(f"exported {source.checkpoint} to {out} as {dtype} in {time.perf_counter() - started:.1f} s")
-    say(f"record it in wandb: python -m tracking.wandb_deliver {source.run.path} --export {out} --online")
+    say(f"record it in wandb: python -m tracking.wandb.deliver {source.run.path} --export {out} --online")
     return facts
 
 

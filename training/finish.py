@@ -10,7 +10,7 @@ from rich.console import Console
 from data.prepare import Corpus
 from data.tokenizer import load_tokenizer
 from modeling.generate import sample_text
-from tracking.report import summary_table, write_report
+from tracking.report.command import summary_table, write_report
 from tracking.run_dir import RunDir
 from training.loop import DIVERGED, DONE, PREEMPTED, UNSAVED, Ending
 from training.parts import Parts

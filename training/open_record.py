@@ -16,7 +16,7 @@ from tracking.environment import environment
 from tracking.jsonl import JsonlSink
 from tracking.record import Record, Sink
 from tracking.run_dir import RunDir
-from tracking.wandb_sink import WandbSink
+from tracking.wandb.sink import WandbSink
 from training.distributed import Place
 from training.engine import Engine
 from training.ledger import as_plain, read_ledger
@@ -71,7 +71,7 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
 
 
 def _prometheus(config: Config, console: ConsoleSink) -> Sink:
-    from tracking.prometheus_sink import PrometheusSink  # brings prometheus_client, which most runs do not need
+    from tracking.prometheus.sink import PrometheusSink  # brings prometheus_client, which most runs do not need
 
     sink = PrometheusSink(
         config.run.name,

@@ -17,7 +17,7 @@ from config.launcher import as_launched
 from launch import supervise
 from launch.kubernetes import alive
 from tests.launch.kubernetes_manifests import Document
-from tracking.prometheus_metrics import METRICS
+from tracking.prometheus.metrics import METRICS
 
 Manifests = dict[str, list[Document]]
 APP = "app.kubernetes.io/name"

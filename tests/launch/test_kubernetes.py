@@ -30,7 +30,7 @@ from tests.launch import kubernetes_image as image
 from tests.launch.kubernetes_checks import Manifests, Pod, arguments, pods, problems
 from tests.launch.kubernetes_manifests import API_VERSIONS, NEWEST, Document, all_documents, schema_problems
 from tests.training.launches import BIN
-from tracking.prometheus_sink import PrometheusSink
+from tracking.prometheus.sink import PrometheusSink
 
 # Maps whose keys are free; of these labels nothing here depends on.
 FREE = {"labels", "annotations", "requests", "limits", "data", "stringData", "matchLabels", "pytorchReplicaSpecs"}

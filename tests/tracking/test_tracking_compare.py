@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from synthetic_events import TOKENS_PER_STEP
 
 from config.errors import UserError
-from tracking.compare import main
-from tracking.compare_measures import loss_at, measures
-from tracking.compare_parting import Tolerance, near, part
-from tracking.compare_result import Comparison, compare
-from tracking.compare_sources import labels, read_runs
+from tracking.compare.command import main
+from tracking.compare.divergence import Tolerance, near, part
+from tracking.compare.measures import loss_at, measures
+from tracking.compare.result import Comparison, compare
+from tracking.compare.sources import labels, read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "hunter2hunter2"

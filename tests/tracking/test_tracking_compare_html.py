@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from compare_runs import write_run
 
-from tracking.compare import main
-from tracking.compare_curves import BUCKETS, curve, marks, means
-from tracking.compare_html import data, page
-from tracking.compare_parting import Tolerance
-from tracking.compare_result import Comparison, compare
-from tracking.compare_sources import read_runs
+from tracking.compare.command import main
+from tracking.compare.curves import BUCKETS, curve, marks, means
+from tracking.compare.divergence import Tolerance
+from tracking.compare.html import data, page
+from tracking.compare.result import Comparison, compare
+from tracking.compare.sources import read_runs
 
 SECRET = "hf_" + "a" * 30
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

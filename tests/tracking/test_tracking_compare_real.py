@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tracking.compare_parting import Tolerance
-from tracking.compare_result import compare
-from tracking.compare_sources import read_runs
+from tracking.compare.divergence import Tolerance
+from tracking.compare.result import compare
+from tracking.compare.sources import read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, PLANTED_AT = 8, 5

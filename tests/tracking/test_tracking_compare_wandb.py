@@ -22,13 +22,13 @@ from synthetic_events import start_fields, step_fields
 from wandb_server import StandIn
 
 from config.errors import UserError
-from tracking.compare import main
-from tracking.compare_sources import read_runs
-from tracking.compare_wandb import as_events, offline, read_wandb
+from tracking.compare.command import main
+from tracking.compare.sources import read_runs
+from tracking.compare.wandb_runs import as_events, offline, read_wandb
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
-from tracking.wandb_sink import WandbSink
+from tracking.wandb.sink import WandbSink
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = merged(PLAIN_CONFIG, {"run.hypothesis": "falls " * 12_000})  # longer than two blocks of wandb's log

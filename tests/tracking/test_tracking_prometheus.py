@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from synthetic_events import start_fields, step_fields, ticking_clock
 
 from tracking.jsonl import JsonlSink, read_events
-from tracking.prometheus_metrics import METRICS, VERDICTS, Metrics
-from tracking.prometheus_sink import PrometheusSink
+from tracking.prometheus.metrics import METRICS, VERDICTS, Metrics
+from tracking.prometheus.sink import PrometheusSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
 

@@ -17,8 +17,8 @@ from prometheus_server import MONITORING, ROOT, free_port, needs, prometheus_ser
 from synthetic_events import start_fields, step_fields
 
 from tracking.jsonl import read_events
-from tracking.prometheus_metrics import METRICS, VERDICTS
-from tracking.prometheus_sink import PrometheusSink
+from tracking.prometheus.metrics import METRICS, VERDICTS
+from tracking.prometheus.sink import PrometheusSink
 from tracking.record import Record
 
 DASHBOARDS = sorted((MONITORING / "grafana").glob("*.json"))

@@ -14,7 +14,7 @@ from synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking
 from config.errors import UserError
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
-from tracking.report import main, summary_table, write_report
+from tracking.report.command import main, summary_table, write_report
 from tracking.run_dir import RunDir
 from tracking.summary import summarise
 

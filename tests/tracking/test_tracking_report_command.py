@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from report_runs import session, simple_run
 
-from tracking.report import main
-from tracking.report_finding import TITLES
+from tracking.report.command import main
+from tracking.report.finding import TITLES
 
 ROOT = Path(__file__).resolve().parents[2]
 

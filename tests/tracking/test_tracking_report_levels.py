@@ -12,7 +12,15 @@ import pytest
 from report_runs import session
 
 from config.errors import UserError
-from tracking.service_levels import OBJECTIVES, Level, Tally, objectives_from, run_folders, service_levels, told_budget
+from tracking.report.service_levels import (
+    OBJECTIVES,
+    Level,
+    Tally,
+    objectives_from,
+    run_folders,
+    service_levels,
+    told_budget,
+)
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC).timestamp()
 DAY = 86400.0

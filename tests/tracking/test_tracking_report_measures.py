@@ -14,10 +14,10 @@ from synthetic_events import TOKENS_PER_STEP
 
 from config.errors import UserError
 from tracking.jsonl import history
+from tracking.report.context import Question
+from tracking.report.finding import LIMITS, TITLES, Finding, limits_from
+from tracking.report.measures import caveats, read_run, twelve
 from tracking.report_devices import peak_flops
-from tracking.report_finding import LIMITS, TITLES, Finding, limits_from
-from tracking.report_measures import caveats, read_run, twelve
-from tracking.report_question import Question
 
 NOW = 2e9
 

@@ -11,7 +11,7 @@ from report_runs import Told, session
 
 from config.errors import UserError
 from tracking.jsonl import read_events
-from tracking.report_story import Story, read_story
+from tracking.report.sessions import Story, read_story
 
 
 def _events(folder: Path) -> Path:

@@ -19,8 +19,8 @@ from wandb_server import until
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
-from tracking.wandb_file import _has_end, last_step, mend, mend_all
-from tracking.wandb_sink import WandbSink, run_id
+from tracking.wandb.sink import WandbSink, run_id
+from tracking.wandb.transaction_log import _has_end, last_step, mend, mend_all
 
 
 def _sink(run_dir: RunDir, mode: str = "offline", **changes: Any) -> WandbSink:
@@ -91,7 +91,7 @@ def test_training_that_is_killed_outright_is_delivered_and_marked_as_failed(tmp_
         "import os, sys, time; sys.path[:0] = sys.argv[2:4]\n"
         "from pathlib import Path; from synthetic_events import start_fields, step_fields\n"
         "from tracking.jsonl import JsonlSink; from tracking.record import Record\n"
-        "from tracking.run_dir import RunDir; from tracking.wandb_sink import WandbSink\n"
+        "from tracking.run_dir import RunDir; from tracking.wandb.sink import WandbSink\n"
         "run_dir = RunDir.create(Path(sys.argv[1]), 'demo', fresh=False)\n"
         "sink = WandbSink(run_dir, {}, mode='offline', project='p', name='n', notes='', log_every_steps=1)\n"
         "record = Record([JsonlSink(run_dir.events), sink])\n"
@@ -117,7 +117,7 @@ def test_the_worker_may_use_the_cores_that_training_does_not(tmp_path: Path) -> 
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[2])\n"
         "from pathlib import Path; from config.machine.binding import Binding, bind\n"
-        "from tracking.run_dir import RunDir; from tracking.wandb_sink import WandbSink\n"
+        "from tracking.run_dir import RunDir; from tracking.wandb.sink import WandbSink\n"
         "allowed = os.sched_getaffinity(0)\n"
         "assert bind(Binding(1, frozenset([min(allowed)]), 'the first', True)) == 'cores: bound to the first'\n"
         "run_dir = RunDir.create(Path(sys.argv[1]), 'demo', fresh=False)\n"
@@ -272,7 +272,7 @@ def test_disabled_starts_nothing(run_dir: RunDir) -> None:
 
 def test_training_never_imports_wandb() -> None:
     code = (
-        "import sys, tracking.wandb_sink, tracking.report, tracking.console\n"
+        "import sys, tracking.wandb.sink, tracking.report, tracking.console\n"
         "print([name for name in ('wandb', 'torch', 'deepspeed', 'matplotlib') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

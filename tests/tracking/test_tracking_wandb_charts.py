@@ -12,11 +12,11 @@ from synthetic_events import start_fields, step_fields
 from config import yaml_text
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
-from tracking.wandb_charts import Rows, chart_values, histograms
-from tracking.wandb_follow import Delivered, Follower
-from tracking.wandb_secrets import hide, known_secrets
-from tracking.wandb_tables import ALERT_EVERY_S, MOST_ROWS, STALE_S, Alerts, Tables
-from tracking.wandb_view import DEFINITION, build
+from tracking.wandb.charts import Rows, chart_values, histograms
+from tracking.wandb.follow import Delivered, Follower
+from tracking.wandb.secrets import hide, known_secrets
+from tracking.wandb.tables import ALERT_EVERY_S, MOST_ROWS, STALE_S, Alerts, Tables
+from tracking.wandb.view import DEFINITION, build
 
 _COMMON: dict[str, Any] = {"step": 3, "tokens": 30, "time": 1.0}
 _SCALE: dict[str, Any] = {

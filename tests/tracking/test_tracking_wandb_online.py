@@ -18,12 +18,13 @@ from synthetic_events import start_fields, step_fields
 from wandb_server import StandIn, end_children, stand_in, until
 
 from config import yaml_text
-from tracking import wandb_deliver, wandb_view
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
-from tracking.wandb_models import checkpoint_facts
-from tracking.wandb_sink import WandbSink
+from tracking.wandb import deliver as wandb_deliver
+from tracking.wandb import view as wandb_view
+from tracking.wandb.models import checkpoint_facts
+from tracking.wandb.sink import WandbSink
 
 API_KEY = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = {
@@ -256,7 +257,7 @@ def test_one_command_makes_the_saved_view(server: StandIn, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["displayName"] == "Mantissa" and not server.views
     assert wandb_view.main(["team"]) == 2
     assert "ENTITY/PROJECT" in capsys.readouterr().err
-    command = [sys.executable, "-m", "tracking.wandb_view", "team/p"]
+    command = [sys.executable, "-m", "tracking.wandb.view", "team/p"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).resolve().parents[2])
     (view,) = server.views
     assert (view["entityName"], view["projectName"], view["displayName"]) == ("team", "p", "Mantissa")

@@ -29,16 +29,16 @@ from synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking
 from config.errors import UserError
 from tracking.events import Event
 from tracking.jsonl import JsonlSink, encode, history, read_events
+from tracking.ranks import spread
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from tracking.summary import summarise
-from tracking.watch import Watch, main
-from tracking.watch_curves import Axes, Line, draw
-from tracking.watch_events import EventTail
-from tracking.watch_ranks import spread
-from tracking.watch_screen import View, frame
-from tracking.watch_series import MOST_BUCKETS, Series
-from tracking.watch_state import WatchState
+from tracking.watch.command import Watch, main
+from tracking.watch.curves import Axes, Line, draw
+from tracking.watch.screen import View, frame
+from tracking.watch.series import MOST_BUCKETS, Series
+from tracking.watch.state import WatchState
+from tracking.watch.tail import EventTail
 
 ROOT = Path(__file__).resolve().parents[2]
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tracking.watch_ranks import spread
+from tracking.ranks import spread
 from training.work_time import RANKS_LISTED, WorkTime, by_rank
 
 

@@ -1,0 +1,84 @@
+"""Compare runs: `python -m tracking.compare RUN RUN [RUN ...]`; the first is the baseline.
+
+What differed before they began, where they first part and why, and who is better. A RUN is a run folder (finished,
+crashed or still running), a glob of them, wandb:entity/project/run, or wandb:FOLDER of an offline wandb run. One run
+alone is shown by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from config.errors import UserError
+from tracking.compare.divergence import Tolerance
+from tracking.compare.result import Comparison, compare
+from tracking.compare.sources import read_runs
+from tracking.compare.text import show
+from tracking.jsonl import encode
+from tracking.run_dir import write_atomically
+
+CONFIG_ERROR, PARTED = 2, 3
+_WIDTH = 120  # columns of tables that go to a file or a pipe
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compare and show; 0, or 2 when a run cannot be read, or 3 when --tolerance was given and a run is beyond it."""
+    options = _parser().parse_args(arguments)
+    tolerance = Tolerance(
+        relative=Tolerance.relative if options.tolerance is None else options.tolerance,
+        absolute=options.absolute or 0.0,
+    )
+    gated = options.tolerance is not None or options.absolute is not None
+    try:
+        runs = read_runs(options.runs)
+        if gated and len(runs) < 2:
+            raise UserError(
+                f"--tolerance takes two runs or more, and only {runs[0].source} was named; name another one"
+            )
+        comparison = compare(runs, tolerance=tolerance, price=options.price)
+        if options.html is not None:
+            _write_html(comparison, options.html)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    if options.json:
+        sys.stdout.write(encode(comparison.as_dict()).decode())
+    else:
+        console = Console(highlight=False)
+        console.width = console.width if console.is_terminal else max(console.width, _WIDTH)
+        show(comparison, console)
+    if options.html is not None:
+        print(options.html, file=sys.stderr if options.json else sys.stdout)
+    return PARTED if gated and not comparison.within_tolerance else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tracking.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="runs/demo, 'runs/*' or wandb:entity/project/run")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="SHARE",
+        help="relative distance of losses that is allowed, 0.01 for 1 %% (the default); given, a run beyond it ends "
+        "with exit code 3",
+    )
+    parser.add_argument("--absolute", type=float, metavar="NATS", help="distance of losses that is allowed in any case")
+    parser.add_argument("--price", type=float, metavar="MONEY", help="price of one device for one hour, for costs")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write one interactive page, readable offline")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    return parser
+
+
+def _write_html(comparison: Comparison, path: Path) -> None:
+    from tracking.compare.html import page
+
+    try:
+        write_atomically(path, page(comparison).encode())
+    except OSError as error:
+        raise UserError(f"--html {path}: cannot be written ({error.strerror}); choose another file") from error

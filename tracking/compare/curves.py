@@ -1,0 +1,142 @@
+"""A run's curves in at most a few thousand points, such that no peak, skip or change of scale is lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tracking.compare.divergence import Parting
+from tracking.compare.measures import evaluations
+from tracking.compare.text import told
+from tracking.run_facts import RunFacts
+
+BUCKETS = 500
+"""Stretches of a long run of which extremes and means are kept; shorter runs than twice this are kept whole."""
+
+MOST_MARKS = 300
+"""Marks of one kind and run on the page, spread over the run where there are more."""
+
+_AXES = ("step", "tokens", "seconds")
+_DRAWN = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_second", "memory_bytes")
+_EXTREMES = ("loss", "grad_norm", "tokens_per_second")
+_MARKED = ("incident", "nonfinite", "fault", "scale", "checkpoint", "run_start")
+_DIGITS = 7
+
+
+def curve(run: RunFacts) -> dict[str, list[float | None]]:
+    """Axes and drawn columns at the chosen steps; what is not finite is None."""
+    return _columns(run, _chosen(run))
+
+
+def means(run: RunFacts) -> dict[str, list[float | None]]:
+    """The same columns averaged over BUCKETS stretches of all steps, for smoothing; what is not finite is left out."""
+    columns, edges = run.columns, _edges(len(run.columns))
+    found: dict[str, list[float | None]] = {}
+    for name in (*_AXES, *_DRAWN):
+        values = np.asarray(getattr(columns, name), float)
+        finite = np.isfinite(values)
+        if not values.size:
+            found[name] = []
+            continue
+        sums = np.add.reduceat(np.where(finite, values, 0.0), edges[:-1])
+        counts = np.add.reduceat(finite.astype(float), edges[:-1])
+        found[name] = plain_list(np.divide(sums, counts, out=np.full(len(sums), math.nan), where=counts > 0))
+    return found
+
+
+def _edges(steps: int) -> np.ndarray:
+    """Where the stretches begin, and the end; (stretches + 1,)."""
+    count = steps if steps <= 2 * BUCKETS else BUCKETS
+    return np.unique(np.linspace(0, steps, count + 1).astype(int))
+
+
+def _chosen(run: RunFacts) -> np.ndarray:
+    """Indices of the steps that are drawn: all of a short run, else each stretch's ends and extremes."""
+    columns = run.columns
+    steps = len(columns)
+    if steps <= 2 * BUCKETS:
+        return np.arange(steps)
+    edges = _edges(steps)
+    chosen: list[np.ndarray] = [edges[:-1], np.array([steps - 1])]
+    for name in _EXTREMES:
+        values = getattr(columns, name)
+        for low, high in zip(edges[:-1], edges[1:], strict=True):
+            finite = np.flatnonzero(np.isfinite(values[low:high]))
+            if finite.size:
+                part = values[low:high][finite]
+                chosen.append(low + finite[[int(np.argmin(part)), int(np.argmax(part))]])
+    changes = np.flatnonzero(np.diff(columns.loss_scale) != 0)
+    chosen.append(spread(np.union1d(changes, changes + 1), 4 * BUCKETS))
+    return np.unique(np.concatenate(chosen))
+
+
+def spread(values: np.ndarray, most: int) -> np.ndarray:
+    """At most `most` of `values`, evenly."""
+    if len(values) <= most:
+        return values
+    return values[np.unique(np.linspace(0, len(values) - 1, most).astype(int))]
+
+
+def _columns(run: RunFacts, chosen: np.ndarray) -> dict[str, list[float | None]]:
+    return {name: plain_list(np.asarray(getattr(run.columns, name), float)[chosen]) for name in (*_AXES, *_DRAWN)}
+
+
+def plain_list(values: np.ndarray) -> list[float | None]:
+    """As JSON takes them: None for what is not finite, whole numbers as such, else seven digits."""
+    return [
+        None if not math.isfinite(value) else int(value) if value.is_integer() else float(f"{value:.{_DIGITS}g}")
+        for value in values.tolist()
+    ]
+
+
+def validation(run: RunFacts) -> dict[str, list[float | None]]:
+    """The evaluations on every axis."""
+    return {name: plain_list(values) for name, values in zip((*_AXES, "loss"), evaluations(run), strict=True)}
+
+
+def gap(parting: Parting) -> dict[str, list[float | None]]:
+    """Distance of the run's loss from the baseline's in per cent of the latter, the largest of each stretch."""
+    a, b = parting.baseline.columns, parting.run.columns
+    _, left, right = np.intersect1d(a.step, b.step, assume_unique=True, return_indices=True)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = 100 * (b.loss[right] - a.loss[left]) / np.abs(a.loss[left])
+    share[~np.isfinite(share)] = math.nan
+    chosen = []
+    edges = _edges(len(share))
+    for low, high in zip(edges[:-1], edges[1:], strict=True):
+        part = np.abs(share[low:high])
+        chosen.append(low + (int(np.nanargmax(part)) if np.isfinite(part).any() else 0))
+    at = np.array(chosen, int)
+    columns = {name: plain_list(np.asarray(getattr(b, name), float)[right[at]]) for name in _AXES}
+    return {**columns, "gap": plain_list(share[at])}
+
+
+def marks(run: RunFacts) -> list[dict[str, Any]]:
+    """What happened, each with its place on every axis, the loss there, and a line of text."""
+    columns = run.columns
+    if not len(columns):
+        return []
+    found = [
+        mark
+        for kind in _MARKED
+        for event in _spread_events(run.marks.get(kind, []))
+        if kind != "run_start" or event.get("resumed_from")
+        for mark in [_mark(run, kind, event["step"], told(event))]
+    ]
+    skipped = spread(np.flatnonzero(~columns.applied), MOST_MARKS)
+    return found + [_mark(run, "skip", int(columns.step[index]), "skipped") for index in skipped]
+
+
+def _spread_events(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [events[index] for index in spread(np.arange(len(events)), MOST_MARKS)]
+
+
+def _mark(run: RunFacts, kind: str, step: int, text: str) -> dict[str, Any]:
+    columns = run.columns
+    index = max(0, min(len(columns) - 1, int(np.searchsorted(columns.step, step, side="right")) - 1))
+    names = ("tokens", "seconds", "loss", "loss_scale")
+    values = plain_list(np.array([getattr(columns, name)[index] for name in names], float))
+    return {"kind": kind, "text": text[:200], "step": step, **dict(zip(names, values, strict=True))}

@@ -1,0 +1,202 @@
+"""A comparison as one self-contained page: tables as plain HTML, curves drawn by plotly.js, which is inlined.
+
+The page needs no network and no server. plotly.js comes with the `plotly` package, unchanged; it is what makes the page
+5 MB.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from tracking.compare.curves import curve, gap, marks, means, validation
+from tracking.compare.differences import Difference, shown
+from tracking.compare.measures import Measure
+from tracking.compare.result import Comparison, Pair
+from tracking.compare.text import ALIKE, SIDE_BY_SIDE, told, value_text
+from tracking.environment import redact
+from tracking.run_facts import RunFacts
+
+_PAGE, _SCRIPT, _STYLE = (Path(__file__).with_name(f"page.{suffix}") for suffix in ("html", "js", "css"))
+_MOST_EVENTS = 60
+
+
+def page(comparison: Comparison) -> str:
+    """The whole page, UTF-8 text."""
+    from plotly.offline import get_plotlyjs
+
+    few = len(comparison.runs) <= SIDE_BY_SIDE
+    parts = {
+        "@TITLE@": escape(
+            " / ".join(run.label for run in comparison.runs[:3]) + (" / ..." * (len(comparison.runs) > 3))
+        ),
+        "@STYLE@": _STYLE.read_text(),
+        "@LEGEND@": "".join(_chip(index, run) for index, run in enumerate(comparison.runs)),
+        "@CAVEATS@": _caveats(comparison) if comparison.pairs else "",
+        "@ANSWERS@": _answers(comparison, few),
+        "@PARTINGS@": _section("The steps around", "".join(_pair(pair, few) for pair in comparison.pairs)),
+        "@MEASURES@": _measures(comparison),
+        "@DIFFERENCES@": _section("What differed", _differences(comparison) if comparison.pairs else ""),
+        "@DATA@": data(comparison),
+        "@SCRIPT@": _SCRIPT.read_text(),
+        "@PLOTLY@": get_plotlyjs(),
+    }
+    pieces: list[str] = re.split(
+        r"(@[A-Z]+@)", _PAGE.read_text()
+    )  # before anything is put in: a part may hold such a word too
+    return "".join(parts.get(piece, piece) for piece in pieces)
+
+
+def data(comparison: Comparison) -> str:
+    """What the script draws, as JSON that may stand within a <script>."""
+    runs = [
+        {
+            "label": run.label,
+            "curve": curve(run),
+            "means": means(run),
+            "validation": validation(run),
+            "marks": marks(run),
+        }
+        for run in comparison.runs
+    ]
+    gaps = [gap(pair.parting) for pair in comparison.pairs]
+    partings = [
+        {"run": index, "step": pair.parting.step, "beyond": pair.parting.beyond}
+        for index, pair in enumerate(comparison.pairs, start=1)
+    ]
+    content = redact("", {"runs": runs, "gaps": gaps, "partings": partings})
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _chip(index: int, run: RunFacts) -> str:
+    role = "baseline, " if index == 0 else ""
+    title = escape(f"{role}{run.status}: {run.source}", quote=True)
+    return (
+        f'<button class="chip" data-run="{index}" title="{title}" aria-pressed="true">'
+        f'<svg width="26" height="8"><line x1="0" y1="4" x2="26" y2="4"/></svg>{escape(run.label)}</button>'
+    )
+
+
+def _caveats(comparison: Comparison) -> str:
+    if not comparison.caveats:
+        return f'<div class="note good"><b>{ALIKE}</b></div>'
+    lines = "".join(f"<li>{escape(line)}</li>" for line in comparison.caveats)
+    return f'<div class="note warn"><b>Not apples to apples</b><ul>{lines}</ul></div>'
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{title}</h2>{content}</section>" if content else ""
+
+
+def _answers(comparison: Comparison, few: bool) -> str:
+    partings = "".join(_brief(pair, few) for pair in comparison.pairs)
+    verdicts = "".join(f"<li>{escape(line)}</li>" for line in comparison.verdicts) or "<li>no difference</li>"
+    if not partings:
+        return ""
+    return f"{_section('Where they part', f'<ul>{partings}</ul>')}{_section('Who is better', f'<ul>{verdicts}</ul>')}"
+
+
+def _brief(pair: Pair, few: bool) -> str:
+    step = pair.parting.step
+    headline = f"{escape(pair.headline)}<br>" if few or step is None else f"part at step {step}: "
+    return f"<li><b>{escape(pair.run.label)}</b>: {headline}{escape(pair.cause)}</li>"
+
+
+def _pair(pair: Pair, few: bool) -> str:
+    parting = pair.parting
+    buttons = "".join(
+        f'<button class="go" data-step="{step}">look at step {step}</button>'
+        for step in dict.fromkeys((parting.step, parting.beyond))
+        if step is not None
+    )
+    beyond = f"<p>Beyond the tolerance {escape(pair.beyond_cause)}.</p>" if pair.beyond_cause else ""
+    unfolded = " open" if few and parting.step is not None else ""
+    return (
+        f"<details{unfolded} class='pair'><summary><b>{escape(pair.run.label)}</b> "
+        f"{escape(pair.headline)}</summary><p><b>Cause:</b> {escape(pair.cause)}.</p>{beyond}{buttons}"
+        f"{_near(pair)}{_events(pair)}</details>"
+    )
+
+
+def _near(pair: Pair) -> str:
+    if not pair.parting.near:
+        return ""
+    places = {pair.parting.step, pair.parting.beyond}
+    rows = []
+    for row in sorted(pair.parting.near, key=lambda row: row["step"]):
+        cells = [
+            str(row["step"]),
+            escape(row["run"]),
+            _number(row["loss"], 10),
+            _number(row["grad_norm"], 8),
+            _number(row["lr"], 6),
+            _number(row["loss_scale"], 6),
+            "yes" if row["applied"] else "skipped",
+            f"<code>{row['sample_ids_sha256']}</code>",
+        ]
+        hit = ' class="hit"' if row["step"] in places else ""
+        rows.append(f"<tr{hit}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    head = ("step", "run", "loss", "gradient norm", "learning rate", "loss scale", "applied", "sample ids (sha256)")
+    return _table([f"<th>{name}</th>" for name in head], rows)
+
+
+def _events(pair: Pair) -> str:
+    lines = [
+        f"<li>step {event['step']}, {escape(label)}: {escape(str(redact('', told(event))))}</li>"
+        for label, event in pair.parting.events[:_MOST_EVENTS]
+    ]
+    return f"<ul class='events'>{''.join(lines)}</ul>" if lines else ""
+
+
+def _measures(comparison: Comparison) -> str:
+    head = ["<th></th>", *(f"<th>{escape(run.label)}</th>" for run in comparison.runs)]
+    return _table(head, [_measure(row) for row in comparison.measures], sticky=True)
+
+
+def _measure(row: Measure) -> str:
+    cells = []
+    for index, value in enumerate(row.values):
+        look = "best" * (index in row.best) or "text" * (row.kind == "text")
+        cells.append(
+            f"<td class='{look}'>{escape(value_text(row.kind, value))}{_change(row, value) if index else ''}</td>"
+        )
+    return f"<tr><th>{escape(row.title)}</th>{''.join(cells)}</tr>"
+
+
+def _change(row: Measure, value: float | str) -> str:
+    """How far a value is from the baseline's, marked as better or worse; empty where that says nothing."""
+    base = row.values[0]
+    if not row.better or isinstance(value, str) or isinstance(base, str) or value == base or not base:
+        return ""
+    share = value / base - 1
+    if not math.isfinite(share) or abs(share) < 0.0005:
+        return ""
+    better = (value < base) == (row.better == "lower")
+    return f' <span class="{"up" if better else "down"}">{share:+.1%}</span>'
+
+
+def _differences(comparison: Comparison) -> str:
+    head = ["<th></th>", "<th></th>", *(f"<th>{escape(run.label)}</th>" for run in comparison.runs)]
+    rows = [_difference(item) for item in comparison.differences]
+    return _table(head, rows, sticky=True) if rows else "<p>Nothing that was recorded.</p>"
+
+
+def _difference(item: Difference) -> str:
+    cells = "".join(
+        f"<td{'' if value == item.values[0] else ' class=other'}>{escape(shown(value))}</td>" for value in item.values
+    )
+    return f"<tr><td class='dim'>{item.group}</td><th><code>{escape(item.key)}</code></th>{cells}</tr>"
+
+
+def _table(head: list[str], rows: list[str], *, sticky: bool = False) -> str:
+    kind = " class='sticky'" if sticky else ""
+    top = f"<thead><tr>{''.join(head)}</tr></thead>"
+    return f"<div class='scroll'><table{kind}>{top}<tbody>{''.join(rows)}</tbody></table></div>"
+
+
+def _number(value: Any, digits: int) -> str:
+    return f"{value:.{digits}g}" if math.isfinite(value) else str(value)

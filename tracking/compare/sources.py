@@ -1,0 +1,69 @@
+"""What `python -m tracking.compare` is pointed at: run folders, globs of them, and wandb runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from glob import has_magic
+from pathlib import Path
+
+from config.errors import UserError
+from tracking.run_dir import RunDir
+from tracking.run_facts import RunFacts, read_facts
+from tracking.summary import read_inputs
+
+WANDB = "wandb:"
+
+
+def read_runs(arguments: Sequence[str]) -> list[RunFacts]:
+    """The runs that `arguments` name, in that order, each once; the labels are the shortest that tell them apart.
+
+    Raises UserError when an argument names no run.
+    """
+    sources = list(dict.fromkeys(source for argument in arguments for source in _expanded(argument)))
+    return [_read(source, label) for source, label in zip(sources, labels(sources), strict=True)]
+
+
+def _expanded(argument: str) -> list[str]:
+    """Run folders that one argument stands for; of a glob, those with events, in the order of their names."""
+    if argument.startswith(WANDB):
+        return [argument]
+    path = Path(argument).expanduser()
+    if not has_magic(argument) or path.exists():
+        return [str(_folder(path))]
+    found = sorted(str(_folder(match)) for match in Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    runs = [folder for folder in dict.fromkeys(found) if RunDir(Path(folder)).events.exists()]
+    if not runs:
+        raise UserError(f"{argument}: no folder with an events.jsonl matches; give run folders such as 'runs/*'")
+    return runs
+
+
+def _folder(path: Path) -> Path:
+    """The run folder itself, also where its events.jsonl was named."""
+    return path.parent if path.name == "events.jsonl" else path
+
+
+def _read(source: str, label: str) -> RunFacts:
+    if source.startswith(WANDB):
+        from tracking.compare.wandb_runs import read_wandb
+
+        return read_wandb(source.removeprefix(WANDB), label)
+    run_dir = RunDir(Path(source))
+    config, deepspeed, environment = read_inputs(run_dir)
+    facts = read_facts(run_dir.events, label)
+    return replace(facts, config=config, deepspeed=deepspeed, environment=environment)
+
+
+def labels(sources: Sequence[str]) -> list[str]:
+    """For each source the fewest last parts of its path that no other source ends with."""
+    parts = [
+        source.removeprefix(WANDB).split("/") if source.startswith(WANDB) else list(Path(source).resolve().parts)
+        for source in sources
+    ]
+    chosen = []
+    for own in parts:
+        count = 1
+        while count < len(own) and sum(other[-count:] == own[-count:] for other in parts) > 1:
+            count += 1
+        chosen.append("/".join(own[-count:]))
+    return chosen

@@ -1,0 +1,166 @@
+"""The twelve measures of a run with verdicts, or the service levels of many runs, from run folders alone.
+
+    python -m tracking.report RUN [--baseline FP32_RUN]     writes RUN/report.md too; also of a crashed or running run
+    python -m tracking.report --runs 'runs/*'               job success, divergence and restores, with an error budget
+
+Exit codes: 0; 2 a run cannot be read or an option is wrong; 3 with --gate, when a verdict is "fail".
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from config.errors import UserError
+from tracking.environment import redact
+from tracking.jsonl import encode
+from tracking.report.context import Question
+from tracking.report.finding import limits_from
+from tracking.report.html import levels_page, run_page
+from tracking.report.measures import caveats, counted, read_run, twelve
+from tracking.report.page import resume_command_of, summary_table, write_report
+from tracking.report.service_levels import objectives_from, run_folders, service_levels
+from tracking.report.text import show_findings, show_levels
+from tracking.run_dir import RunDir, write_atomically
+from tracking.summary import summarise
+
+__all__ = ["main", "summary_table", "write_report"]
+
+CONFIG_ERROR, FAILED = 2, 3
+_DAY = 86400.0
+_WIDTH = 140  # columns of tables that go to a file or a pipe
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Report on one run or on many; returns the exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+        if (options.run is None) == (options.runs is None):
+            raise UserError("command line: give a run folder, or --runs with folders or globs, and not both")
+        failed = _one(options) if options.run is not None else _many(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    return FAILED if options.gate and failed else 0
+
+
+def _one(options: argparse.Namespace) -> bool:
+    """Whether a measure of the run fails."""
+    run_dir = RunDir(options.run)
+    asked = Question(
+        run=read_run(run_dir.path),
+        baseline=read_run(options.baseline) if options.baseline is not None else None,
+        limits=limits_from(options.limit),
+        price=options.price,
+        peak=None if options.peak_tflops is None else options.peak_tflops * 1e12,
+        now=time.time(),
+    )
+    findings, remarks = twelve(asked), caveats(asked)
+    failed = any(item.verdict == "fail" for item in findings)
+    summary, command = summarise(run_dir), resume_command_of(run_dir)
+    report = _written(
+        lambda: write_report(
+            run_dir, sample=None, resume_command=command, findings=findings, remarks=remarks, summary=summary
+        )
+    )
+    if options.html is not None:
+        _write(options.html, run_page(run_dir, summary, findings, remarks))
+    if options.json:
+        baseline = None if options.baseline is None else str(options.baseline)
+        content = {"run": str(options.run), "baseline": baseline, "caveats": remarks, "failed": failed}
+        _print_json(content | {"measures": [asdict(item) for item in findings]})
+        return failed
+    console = _console()
+    console.print(summary_table(run_dir, summary))
+    show_findings(findings, remarks, console)
+    console.print(counted(findings))
+    for path in filter(None, (report, options.html)):
+        print(path)
+    return failed
+
+
+def _many(options: argparse.Namespace) -> bool:
+    """Whether an objective is missed."""
+    now = time.time()
+    since = -math.inf if options.days is None else now - options.days * _DAY
+    objectives = objectives_from(options.objective)
+    found = service_levels(run_folders(options.runs), objectives=objectives, now=now, since=since)
+    if options.html is not None:
+        _write(options.html, levels_page(found))
+    if options.json:
+        _print_json(found.as_dict())
+        return found.failed
+    show_levels(found, _console())
+    if options.html is not None:
+        print(options.html)
+    return found.failed
+
+
+def _console() -> Console:
+    console = Console(highlight=False, emoji=False, markup=False)
+    console.width = console.width if console.is_terminal else max(console.width, _WIDTH)
+    return console
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    sys.stdout.write(encode(redact("", content)).decode())
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise UserError(f"--html {path}: cannot be written ({error.strerror}); choose another file") from error
+
+
+def _written(write: Callable[[], Path]) -> Path | None:
+    """The report's path; None, with a line that says so, where the run folder may only be read."""
+    try:
+        return write()
+    except OSError as error:
+        print(f"report.md was not written: {error.filename}: {error.strerror}", file=sys.stderr)
+        return None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"command line: {message}; see python -m tracking.report --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m tracking.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder, such as runs/demo")
+    parser.add_argument("--baseline", type=Path, metavar="RUN", help="run folder of the same work in FP32")
+    parser.add_argument("--price", type=_positive, metavar="MONEY", help="price of one device for one hour")
+    parser.add_argument("--peak-tflops", type=_positive, metavar="N", help="dense 16-bit peak of one device")
+    parser.add_argument(
+        "--limit", action="append", default=[], metavar="KEY=VALUE", help="another limit, such as epoch_time=0.8"
+    )
+    parser.add_argument("--runs", nargs="+", metavar="GLOB", help="service levels of these run folders instead")
+    parser.add_argument(
+        "--days", type=_positive, metavar="N", help="with --runs: only runs that ended in the last N days"
+    )
+    parser.add_argument(
+        "--objective", action="append", default=[], metavar="KEY=SHARE", help="with --runs: such as job_success=0.995"
+    )
+    parser.add_argument("--gate", action="store_true", help="end with exit code 3 when a verdict is fail")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page, readable offline")
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value

@@ -1,0 +1,227 @@
+"""`report.md`, one page about a run, read from its folder alone; and the same numbers as a table for the console."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from tracking.console import duration, human
+from tracking.plots import plot_run
+from tracking.report.context import Question
+from tracking.report.finding import LIMITS, Finding
+from tracking.report.measures import counted, read_run, twelve
+from tracking.report.text import markdown
+from tracking.run_dir import RunDir, write_atomically
+from tracking.summary import Summary, read_inputs, summarise
+
+
+def write_report(
+    run_dir: RunDir,
+    *,
+    sample: str | None,
+    resume_command: str,
+    findings: Sequence[Finding] | None = None,
+    remarks: Sequence[str] = (),
+    summary: Summary | None = None,
+) -> Path:
+    """Draw the plot, write `report.md` and return its path.
+
+    sample: text from the trained model, kept in `sample.txt`; None takes what is already there. findings: the twelve
+    measures; None measures them without a baseline. remarks: what to know before these are believed. summary: the
+    run's; None reads it.
+    Raises UserError when nothing has been recorded in the run folder.
+    """
+    summary = summary or summarise(run_dir)
+    if findings is None:
+        alone = Question(read_run(run_dir.path), None, LIMITS, price=None, peak=None, now=time.time())
+        findings = twelve(alone)
+    config, deepspeed, environment = read_inputs(run_dir)
+    if sample is not None:
+        write_atomically(run_dir.sample, sample.encode())
+    text = run_dir.sample.read_text() if run_dir.sample.exists() else None
+    parts = [f"# {summary.name}\n"]
+    hypothesis = _at(config, "run.hypothesis")
+    if hypothesis:
+        parts.append(f"> {' '.join(str(hypothesis).split())}\n")
+    parts.append(f"**{summary.status}**" + _sessions(summary) + "\n")
+    parts.append("## What ran\n\n" + _markdown(_what_ran(summary, config, deepspeed, environment)))
+    parts.append("## Results\n\n" + _markdown(results(summary)))
+    if summary.steps:
+        plot_run(run_dir.events, run_dir.plots / "run.png")
+        parts.append("![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)\n")
+    parts.append(f"## Measures\n\n{counted(findings)}.\n\n{markdown(findings, remarks)}")
+    if environment.get("ledger"):
+        parts.append("## Dtypes\n\n" + _ledger(environment["ledger"]))
+    if summary.notes:
+        parts.append("## Notes\n\n" + "".join(f"- {note}\n" for note in summary.notes))
+    if text:
+        parts.append(f"## A sample from the trained model\n\n{_fenced(text)}\n")
+    checkpoint = f"Newest checkpoint: `{summary.checkpoint or 'none'}`"
+    parts.append(f"## Go on\n\n{checkpoint}\n\n" + _fenced(resume_command, "bash"))
+    write_atomically(run_dir.report, "\n".join(parts).encode())
+    return run_dir.report
+
+
+def summary_table(run_dir: RunDir, summary: Summary | None = None) -> Table:
+    """The results as a table for the console; summary: the run's, None reads it.
+
+    Raises UserError when nothing has been recorded.
+    """
+    summary = summary or summarise(run_dir)
+    table = Table(title=f"{summary.name}: {summary.status}", show_header=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column()
+    for what, value in results(summary):
+        table.add_row(what, value)
+    return table
+
+
+def results(summary: Summary) -> list[tuple[str, str]]:
+    """What came out, as (measure, value) rows; a measure that does not apply is left out."""
+    best = "never finite"
+    if summary.best_loss_step is not None:
+        best = f"best {_number(summary.best_loss)} at step {summary.best_loss_step}"
+    rows = [
+        ("training loss (nats)", f"{_number(summary.first_loss)} -> {_number(summary.last_loss)} ({best})"),
+        ("losses that were not finite", str(summary.nonfinite_losses) if summary.nonfinite_losses else ""),
+    ]
+    if summary.eval_loss is not None and summary.perplexity is not None:
+        evaluated = f"{_number(summary.first_eval_loss)} -> {_number(summary.eval_loss)}"
+        rows.append(("validation loss (nats)", f"{evaluated} (perplexity {summary.perplexity:.2f})"))
+    rows += [
+        ("steps", f"{summary.steps} attempted, {summary.applied} applied, {summary.skipped} skipped"),
+        ("loss scale", _scale_story(summary)),
+        ("gradient norm", _norm_story(summary)),
+        ("incidents", str(summary.incidents) if summary.incidents else ""),
+        ("non-finite tensors", _nonfinite_story(summary)),
+        ("tokens", f"{summary.tokens:,}"),
+        ("speed (median)", _speed(summary)),
+        ("wall time", duration(summary.wall_seconds)),
+        ("peak memory (largest rank)", _gib(summary.memory_bytes)),
+        ("checkpoint", summary.checkpoint or ""),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _sessions(summary: Summary) -> str:
+    return f" in {summary.sessions} sessions" if summary.sessions > 1 else ""
+
+
+def _scale_story(summary: Summary) -> str:
+    if summary.start["compute"] != "fp16" or summary.first_scale is None:
+        return ""
+    reasons = ", ".join(f"{count} x {reason}" for reason, count in sorted(summary.scale_reasons.items()))
+    return f"{summary.first_scale:g} -> {summary.last_scale:g} ({reasons or 'never changed'})"
+
+
+def _norm_story(summary: Summary) -> str:
+    if summary.grad_norm_median is None:
+        return ""
+    return (
+        f"median {summary.grad_norm_median:.3g}, largest {summary.grad_norm_max:.3g}; "
+        f"clipped on {summary.clipped} of {summary.steps} steps"
+    )
+
+
+def _nonfinite_story(summary: Summary) -> str:
+    if not summary.nonfinite:
+        return ""
+    first = summary.nonfinite[0]
+    where = (
+        f"{first['kind']} in the {first['tensor']} of {first['module']} on rank {first['rank']}, step {first['step']}"
+    )
+    return f"{len(summary.nonfinite)} found; the first: {where}"
+
+
+def _speed(summary: Summary) -> str:
+    if summary.tokens_per_second is None:
+        return ""
+    return f"{human(summary.tokens_per_second)} tokens/s, {summary.step_seconds:.3g} s a step"
+
+
+def _what_ran(
+    summary: Summary, config: dict[str, Any], deepspeed: dict[str, Any], environment: dict[str, Any]
+) -> list[tuple[str, str]]:
+    start = summary.start
+    versions = environment.get("versions", {})
+    git = environment.get("git") or {}
+    global_size, micro = _at(config, "batch.global_size"), _at(config, "batch.micro_size")
+    model = start.get("model") or _at(config, "model.name_or_path") or _at(config, "model.architecture")
+    rows = [
+        ("model", f"{model or '?'}, {start['parameters']:,} parameters"),
+        ("data", _join(_at(config, "data.source"), _at(config, "data.path"), _at(config, "data.name"))),
+        ("tokenizer", str(_at(config, "data.tokenizer") or "")),
+        (
+            "batch",
+            f"{global_size} sequences of {_at(config, 'data.sequence_length')} tokens, micro-batch {micro}, "
+            f"accumulation {start.get('accumulation') or deepspeed.get('gradient_accumulation_steps', '?')}",
+        ),
+        ("precision", f"{start['compute']} compute, FP32 masters, {_at(config, 'precision.path') or 'cast'} path"),
+        ("ZeRO", f"stage {start['zero_stage']}, {start['world_size']} process(es)"),
+        ("hardware", _hardware(environment, start["world_size"])),
+        ("software", ", ".join(f"{name} {number}" for name, number in versions.items() if number)),
+        ("code", f"{git.get('commit', '')[:12]}{' with local changes' if git.get('dirty') else ''}" if git else ""),
+        ("config sha256", str(start["config_sha256"])[:16]),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _hardware(environment: dict[str, Any], world_size: int) -> str:
+    """Host and devices: the accelerators as training named them, else the CPU."""
+    accelerator = (environment.get("accelerator") or {}).get("device", "cpu")
+    cpu = environment.get("cpu", {})
+    devices = f"{cpu.get('model', '?')}, {cpu.get('usable_cores', '?')} cores"
+    if accelerator != "cpu":
+        devices = accelerator if world_size == 1 else f"{world_size} x {accelerator}"
+    return f"{environment.get('hostname', '?')}: {devices}"
+
+
+def _at(config: dict[str, Any], dotted: str) -> Any:
+    value: Any = config
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _join(*parts: Any) -> str:
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _markdown(rows: list[tuple[str, str]]) -> str:
+    escaped = [(what, value.replace("|", "\\|")) for what, value in rows]
+    return "| | |\n|---|---|\n" + "".join(f"| {what} | {value} |\n" for what, value in escaped)
+
+
+def _ledger(ledger: list[dict[str, Any]]) -> str:
+    lines = []
+    for row in ledger:
+        size = f"{row['bytes'] / 2**20:,.1f}" if row["bytes"] else ""
+        lines.append(f"| {row['what']} | {row['dtype']} | {size} |\n")
+    return "| what | dtype | MiB |\n|---|---|---:|\n" + "".join(lines)
+
+
+def _fenced(text: str, language: str = "text") -> str:
+    """`text` as a code block whose fence is longer than any fence within it."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}\n"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _gib(value: int | None) -> str:
+    return f"{value / 2**30:.2f} GiB" if value else ""
+
+
+def resume_command_of(run_dir: RunDir) -> str:
+    """How to go on with the run: what training noted in environment.json, else the command line it was started with."""
+    environment = read_inputs(run_dir)[2]
+    return environment.get("resume_command") or shlex.join(environment.get("command_line", ["train.py"]))

@@ -1,0 +1,295 @@
+"""Service levels of many runs: how many ended as they should, and what is left of the error budget.
+
+The words are those of Google's SRE workbook. An indicator is good events over valid events; an objective is what it has
+to be at least; the error budget is one minus the objective, times the valid events: how many may go wrong. A burn rate
+of 1 spends exactly the budget of its period. A run that may still be running is no valid event yet. One run at a time
+is held in memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from glob import has_magic
+from pathlib import Path
+from typing import Any
+
+from config.errors import UserError
+from tracking.report.absolute import GOOD_ENDINGS, SILENT_SECONDS
+from tracking.report.finding import Verdict, percent
+from tracking.report.sessions import Story, read_story
+from tracking.run_dir import RunDir
+
+OBJECTIVES = {"job_success": 0.99, "no_divergence": 0.99, "restore_success": 1.0}
+"""Least share of good events by level. That of job success and of restores is the field's, the other was chosen."""
+
+TITLES = {
+    "job_success": "jobs that ended as they should",
+    "no_divergence": "runs without numeric divergence",
+    "restore_success": "restores that succeeded",
+}
+_MOST_TROUBLES = 20
+_NUMERICS = 3  # train.py's exit code for a run that its guard stopped
+
+
+@dataclass
+class Tally:
+    """Valid events, counted."""
+
+    good: int = 0
+    count: int = 0
+
+    @property
+    def bad(self) -> int:
+        """Events that are not good."""
+        return self.count - self.good
+
+    @property
+    def level(self) -> float | None:
+        """Share of good events; None without any."""
+        return self.good / self.count if self.count else None
+
+    def add(self, good: int, count: int) -> None:
+        """Count further events."""
+        self.good += good
+        self.count += count
+
+
+@dataclass
+class Level:
+    """One service level: its objective and what was counted, in all and by ISO week of the runs' ends."""
+
+    key: str
+    objective: float
+    total: Tally = field(default_factory=Tally)
+    weeks: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
+
+    @property
+    def title(self) -> str:
+        """The level in words."""
+        return TITLES[self.key]
+
+    @property
+    def allowed(self) -> float:
+        """The whole error budget, in events."""
+        return (1.0 - self.objective) * self.total.count
+
+    @property
+    def budget_left(self) -> float | None:
+        """Share of the error budget that is not spent, negative when overspent; None where there is no budget."""
+        return 1.0 - self.total.bad / self.allowed if self.allowed > 0 else None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the objective is met."""
+        if self.total.level is None:
+            return "not measured"
+        return "pass" if self.total.level >= self.objective - 1e-12 else "fail"
+
+    def burn_rate(self, tally: Tally) -> float | None:
+        """Share of bad events in a period over the share that the objective allows; None where it allows none."""
+        if not tally.count or self.objective >= 1.0:
+            return None
+        return tally.bad / tally.count / (1.0 - self.objective)
+
+
+@dataclass(frozen=True, order=True)
+class Trouble:
+    """A run that spent error budget. Ordered by time."""
+
+    time: float
+    run: str
+    what: str
+
+    @property
+    def when(self) -> str:
+        """The day, UTC."""
+        return _moment(self.time).strftime("%Y-%m-%d")
+
+
+@dataclass
+class ServiceLevels:
+    """All levels over the runs that were read."""
+
+    levels: list[Level]
+    ended: int = 0
+    running: int = 0
+    left_out: int = 0
+    """Runs that ended before the period asked for."""
+    troubles: list[Trouble] = field(default_factory=list)
+    """The newest, newest first."""
+    more_troubles: int = 0
+    unreadable: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        """Whether an objective is missed."""
+        return any(level.verdict == "fail" for level in self.levels)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What was not counted, and why."""
+        found = [f"{self.running:,} runs may still be running and are not counted"] if self.running else []
+        if self.left_out:
+            found.append(f"{self.left_out:,} runs ended before the period and are not counted")
+        small = [level for level in self.levels if 0 < level.allowed < 1]
+        if small and self.ended:
+            most = max(math.ceil(1 / (1 - level.objective) - 1e-9) for level in small)
+            found.append(f"below {most:,} runs a single failure overspends the budget")
+        return found + [f"left out: {line}" for line in self.unreadable]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return {
+            "ended": self.ended,
+            "running": self.running,
+            "levels": [
+                {
+                    "key": level.key,
+                    "title": level.title,
+                    "objective": level.objective,
+                    "good": level.total.good,
+                    "count": level.total.count,
+                    "level": level.total.level,
+                    "allowed_failures": level.allowed,
+                    "error_budget_left": level.budget_left,
+                    "verdict": level.verdict,
+                    "weeks": {
+                        week: {"good": tally.good, "count": tally.count, "burn_rate": level.burn_rate(tally)}
+                        for week, tally in sorted(level.weeks.items())
+                    },
+                }
+                for level in self.levels
+            ],
+            "troubles": [{"time": item.time, "run": item.run, "what": item.what} for item in self.troubles],
+            "more_troubles": self.more_troubles,
+            "remarks": self.remarks,
+        }
+
+
+def service_levels(
+    folders: Iterable[Path], *, objectives: Mapping[str, float], now: float, since: float = -math.inf
+) -> ServiceLevels:
+    """Count the runs in `folders`. since: runs that ended before are not counted; both in seconds since the epoch."""
+    found = ServiceLevels([Level(key, objective) for key, objective in objectives.items()])
+    newest: list[Trouble] = []
+    for folder in folders:
+        try:
+            story = read_story(RunDir(folder).events)
+        except UserError as error:
+            found.unreadable.append(str(error))
+            continue
+        if not story.sessions:
+            found.unreadable.append(f"{folder}: no run_start event; nothing was recorded")
+            continue
+        ended = story.sessions[-1].last
+        if story.end is None and now - ended < SILENT_SECONDS:
+            found.running += 1
+        elif ended < since:
+            found.left_out += 1
+        else:
+            found.ended += 1
+            _count(found.levels, story, _moment(ended))
+            for what in _troubles(story):
+                heapq.heappush(newest, Trouble(ended, str(folder), what))
+                if len(newest) > _MOST_TROUBLES:
+                    heapq.heappop(newest)
+                    found.more_troubles += 1
+    found.troubles = sorted(newest, reverse=True)
+    return found
+
+
+def _count(levels: Sequence[Level], story: Story, ended: datetime) -> None:
+    week = f"{ended.isocalendar().year}-W{ended.isocalendar().week:02d}"
+    for level in levels:
+        good, count = _events(level.key, story)
+        level.total.add(good, count)
+        if count:
+            level.weeks[week].add(good, count)
+
+
+def _events(key: str, story: Story) -> tuple[int, int]:
+    """(good, valid) events of one run."""
+    match key:
+        case "job_success":
+            return int(story.end is not None and story.end["status"] in GOOD_ENDINGS), 1
+        case "no_divergence":
+            return int(not _diverged(story)), 1
+        case _:
+            return story.restores
+
+
+def _diverged(story: Story) -> bool:
+    return story.diverged is not None or any(
+        session.end is not None and session.end["exit_code"] == _NUMERICS for session in story.sessions
+    )
+
+
+def _troubles(story: Story) -> list[str]:
+    """What went wrong, in words; a run that diverged is told once."""
+    restored, due = story.restores
+    told = []
+    if story.end is None:
+        told.append("crashed: no run_end event")
+    elif story.end["status"] not in GOOD_ENDINGS:
+        why = f": {story.end['reason']}" if story.end.get("reason") else ""
+        told.append(f"{story.end['status']}, exit code {story.end['exit_code']}{why}")
+    if _diverged(story) and not (story.end and story.end["exit_code"] == _NUMERICS):
+        told.append(f"stopped on numerics in an earlier session: {story.diverged or 'no reason recorded'}")
+    if restored < due:
+        told.append(f"{due - restored} of {due} restores failed")
+    return told
+
+
+def run_folders(patterns: Sequence[str]) -> list[Path]:
+    """The run folders that folders and globs name, each once, by name. Raises UserError when there is none."""
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        matches = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) if has_magic(pattern) else [path]
+        found |= {match: None for match in matches if RunDir(match).events.is_file()}
+    if not found:
+        raise UserError(
+            f"--runs {' '.join(patterns)}: no folder with an events.jsonl; give run folders such as 'runs/*'"
+        )
+    return list(found)
+
+
+def objectives_from(arguments: Sequence[str]) -> dict[str, float]:
+    """OBJECTIVES with those replaced that KEY=SHARE `arguments` name. Raises UserError for what is no such thing."""
+    objectives = dict(OBJECTIVES)
+    for argument in arguments:
+        key, _, text = argument.partition("=")
+        if key not in objectives:
+            raise UserError(f"--objective {argument}: unknown level; take one of {', '.join(OBJECTIVES)}")
+        try:
+            value = float(text)
+        except ValueError as error:
+            raise UserError(f"--objective {argument}: {text!r} is no number; example: {key}=0.99") from error
+        if not 0.0 < value <= 1.0:
+            raise UserError(f"--objective {argument}: a share above 0 and at most 1 is needed; example: {key}=0.99")
+        objectives[key] = value
+    return objectives
+
+
+def told_level(level: Level) -> str:
+    """The share of good events in words."""
+    return "-" if level.total.level is None else percent(level.total.level)
+
+
+def told_budget(level: Level) -> str:
+    """The error budget in words."""
+    if level.total.level is None:
+        return "-"
+    if level.budget_left is None:
+        return "the objective allows no failure"
+    spent = f"{level.total.bad:,} of {level.allowed:.3g} spent"
+    return f"{percent(level.budget_left)} ({spent})" if level.budget_left >= 0 else f"overspent ({spent})"
+
+
+def _moment(time: float) -> datetime:
+    return datetime.fromtimestamp(time, UTC)

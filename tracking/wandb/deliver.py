@@ -1,0 +1,86 @@
+"""Give wandb what it has not been given of a run, and record checkpoints and exports of it as models.
+
+    python -m tracking.wandb.deliver runs/demo --online
+    python -m tracking.wandb.deliver runs/demo --online --export exported/demo
+    python -m tracking.wandb.deliver runs/demo --online --checkpoint runs/demo/checkpoints/step-400 --parity parity.json
+
+All of it goes to the wandb run that the run folder names. Without --online an offline run is written, for `wandb sync`.
+Exit code 0: delivered. 1: wandb failed, and why. 2: it cannot be done, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from config.command_line import CONFIG_ERROR
+from config.errors import UserError
+from tracking.run_dir import RunDir
+from tracking.summary import read_inputs
+from tracking.wandb.models import export_facts, named_checkpoint_facts, parity_facts
+from tracking.wandb.sink import WandbSink
+
+FAILED = 1
+FINISH_TIMEOUT_S = 600.0
+
+
+def deliver(run_dir: RunDir, *, online: bool, models: Sequence[dict[str, Any]]) -> None:
+    """Deliver and wait for it. Raises UserError for no run folder, RuntimeError when wandb fails."""
+    run, deepspeed, environment = read_inputs(run_dir)
+    if not run or not run_dir.events.is_file():
+        raise UserError(f"{run_dir.path}: holds no config.yaml and events.jsonl; give a run folder")
+    sink = WandbSink(
+        run_dir,
+        {"run": run, "deepspeed": deepspeed, "environment": environment},
+        mode="online" if online else "offline",
+        project=run["tracking"]["project"],
+        name=run["run"]["name"],
+        notes=run["run"]["hypothesis"],
+        log_every_steps=run["tracking"]["log_every_steps"],
+        models=models,
+        finish_timeout_s=FINISH_TIMEOUT_S,
+    )
+    sink.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    options = _parser().parse_args(arguments)
+    try:
+        parity = parity_facts(options.parity) if options.parity else None
+        if parity and not options.checkpoint:
+            raise UserError("--parity: is the verdict on a --checkpoint; an export brings its own")
+        run_dir = RunDir(options.run)
+        config = dict(zip(("run", "deepspeed", "environment"), read_inputs(run_dir), strict=True))
+        models = [named_checkpoint_facts(path, config, parity) for path in options.checkpoint]
+        models += [export_facts(path) for path in options.export]
+        deliver(run_dir, online=options.online, models=models)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tracking.wandb.deliver",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, of a run that has ended")
+    parser.add_argument("--online", action="store_true", help="send it now instead of writing an offline run")
+    several: dict[str, Any] = {"type": Path, "action": "append", "default": []}
+    parser.add_argument("--checkpoint", **several, metavar="FOLDER", help="a checkpoints/step-N; may be repeated")
+    parser.add_argument("--parity", type=Path, metavar="FILE", help="parity.json with the verdict on the checkpoints")
+    parser.add_argument("--export", **several, metavar="OUT", help="OUT of training.export_hf; may be repeated")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Events given to one wandb run: rows of the charts, tables, alerts, models, the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tracking.events import Event
+from tracking.jsonl import decode
+from tracking.wandb.charts import AXIS, Rows, histograms
+from tracking.wandb.follow import Delivered, Line
+from tracking.wandb.models import checkpoint_facts, log_artifact
+from tracking.wandb.secrets import hide, known_secrets
+from tracking.wandb.tables import Alerts, Tables
+from tracking.wandb.transaction_log import at_rest, last_step, mend, require_end, require_room
+
+_PREEMPTED = "preempted"
+
+
+class Delivery:
+    """Gives events to one wandb run. What is not a row of a chart may fail without ending it."""
+
+    def __init__(self, run: Any, job: dict[str, Any]) -> None:
+        self._run = run
+        self._config = job["init"]["config"]
+        self._every = job["log_every_steps"]
+        self._file = Path(run.settings.sync_file)
+        self._delivered = Delivered(Path(job["delivered"]))
+        # A server knows itself what it has; offline it is what was found in the files of earlier sessions.
+        self._skip = self._delivered.lines if run.offline else max(0, run.starting_step - 1)
+        self._rows, self._tables, self._alerts = Rows(), Tables(), Alerts()
+        self._line = Line(0, b"")
+        self._secrets = known_secrets(os.environ)
+        self._told: set[str] = set()
+        self._end: Event | None = None
+
+    def take(self, line: Line) -> None:
+        """Log a new line; one of an earlier session is only counted."""
+        earlier = line.number <= self._skip
+        self._line = line
+        if earlier and self._rows.pass_step(line.text):
+            return
+        event = decode(hide(line.text, self._secrets))
+        if event is None:
+            return  # a damaged line is the readers' to report, not a reason to lose the rest
+        if event["event"] in ("run_start", "run_end"):
+            self._end = event if event["event"] == "run_end" else None
+        if earlier:
+            self._rows.pass_event(event)
+        else:
+            self._log(event, line.number)
+        self._tables.add(event, self._rows.attempts, delivered=earlier)
+        if not earlier and self._delivered.due():
+            if self._run.offline:
+                require_room(self._file)
+            self.note()
+
+    def give_up(self) -> None:
+        """Write down how much is safe after wandb failed."""
+        at_rest(self._file)
+        self._delivered.note(max(self._skip, mend(self._file)))
+
+    def note(self) -> None:
+        """Write down how much is safe, which is what wandb's own file holds."""
+        self._delivered.note(max(self._skip, last_step(self._file)))
+
+    def _log(self, event: Event, number: int) -> None:
+        row, kind = self._rows.row(event), event["event"]
+        if kind != "step" or event["step"] % self._every == 0 or not event["applied"]:
+            self._run.log(row | histograms(event), step=number)
+        if kind == "run_start":
+            session = {name: event.get(name) for name in ("regions", "world_size", "resumed_from", "config_sha256")}
+            self._run.config.update({"session": session}, allow_val_change=True)
+        elif kind == "checkpoint":
+            self._try("a checkpoint", lambda: self._artifact(event))
+        elif kind == "incident" and not self._run.offline:
+            self._try("an alert", lambda: self._alert(event))
+
+    def _artifact(self, event: Event) -> None:
+        if "://" in event["path"] or Path(event["path"]).is_dir():  # it may be gone by now, to make room
+            log_artifact(self._run, checkpoint_facts(event, self._config))
+
+    def _alert(self, event: Event) -> None:
+        arguments = self._alerts.alert(event, self._run.name, time.time())
+        if arguments is not None:
+            self._run.alert(**arguments)
+
+    def tables(self, *, now: bool = False) -> None:
+        """Log the tables that changed, when that is due or `now`."""
+        clock = time.monotonic()
+        if self._tables.due(clock) or now:
+            self._try("a table", lambda: self._log_tables(clock))
+
+    def _log_tables(self, clock: float) -> None:
+        if tables := self._tables.take(clock):
+            self._run.log(tables | {AXIS: self._rows.attempts}, step=self._line.number)
+
+    def _try(self, what: str, act: Callable[[], None]) -> None:
+        """Do it; trouble is told once for each kind of thing, and goes to the run's wandb.log whole."""
+        try:
+            act()
+        except Exception as error:
+            traceback.print_exc()
+            if what not in self._told:
+                self._told.add(what)
+                say("tell", f"wandb did not take {what}: {one_line(error)}; the rest goes on")
+
+    def finish(self) -> None:
+        """Close the wandb run as training ended; without a `run_end` it crashed."""
+        self.tables(now=True)
+        if self._end is not None and self._end["status"] == _PREEMPTED:
+            self._run.mark_preempting()
+        self._run.finish(exit_code=1 if self._end is None else self._end["exit_code"])
+        if self._run.offline:
+            require_end(self._file)
+        self._delivered.note(self._line.number)
+
+
+def say(kind: str, text: str) -> None:
+    """One line to training; it may be gone already, and that is no trouble."""
+    try:
+        print(f"{kind}: {text}", flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - keeps the interpreter from failing at exit
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text on one line of at most 200 characters."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]

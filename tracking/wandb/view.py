@@ -1,0 +1,107 @@
+"""Make the saved view that compares runs of a wandb project.
+
+    python -m tracking.wandb.view ENTITY/PROJECT
+    python -m tracking.wandb.view ENTITY/PROJECT --show
+
+The panels are in docs/wandb/saved_view.yaml. Each call makes a new view; an old one is deleted in wandb. --show prints
+what would be sent and reaches no server. Needs wandb-workspaces. Exit code 0: made, 2: it cannot be, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from config import yaml_text
+from config.command_line import CONFIG_ERROR, REPOSITORY
+from config.errors import UserError
+
+DEFINITION = REPOSITORY / "docs" / "wandb" / "saved_view.yaml"
+
+
+def build(entity: str, project: str, definition: dict[str, Any]) -> Any:
+    """The workspace of a definition, unsaved. Raises UserError without wandb-workspaces or for a wrong definition."""
+    try:
+        import wandb_workspaces.workspaces as ws
+    except ImportError:
+        raise UserError("wandb-workspaces is not installed; pip install -r requirements.txt") from None
+    try:
+        sections = [
+            ws.Section(
+                name=section["name"],
+                panels=[_panel(panel) for panel in section["panels"]],
+                is_open=True,
+            )
+            for section in definition["sections"]
+        ]
+        columns = [f"summary:{name}" for name in definition["columns"]]
+        return ws.Workspace(
+            entity=entity,
+            project=project,
+            name=definition["name"],
+            sections=sections,
+            settings=ws.WorkspaceSettings(x_axis="attempt", max_runs=20),
+            runset_settings=ws.RunsetSettings(pinned_columns=columns),
+            auto_generate_panels=True,  # below ours: what telemetry has by module, histograms
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"the definition of the view is wrong ({type(error).__name__}: {why}); put it right") from None
+
+
+def _panel(panel: dict[str, Any]) -> Any:
+    import wandb_workspaces.reports.v2 as reports
+
+    kind = panel.get("panel", "line")
+    if kind == "run_comparer":
+        return reports.RunComparer(diff_only="split")
+    if kind == "table":
+        return reports.WeavePanelSummaryTable(table_name=panel["table"])
+    if kind == "line":
+        return reports.LinePlot(title=panel["title"], x=panel["x"], y=panel["y"], log_y=panel.get("log_y"))
+    raise ValueError(f"panel: {kind} is none of line, table, run_comparer")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tracking.wandb.view", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("project", metavar="ENTITY/PROJECT", help="a wandb project")
+    parser.add_argument("--definition", type=Path, default=DEFINITION, metavar="FILE", help="the panels, in YAML")
+    parser.add_argument("--show", action="store_true", help="print the view as JSON and send nothing")
+    options = parser.parse_args(arguments)
+    try:
+        print(_make(options.project, options.definition, show=options.show))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    return 0
+
+
+def _make(path: str, definition: Path, *, show: bool) -> str:
+    """Make the view; its address, or with `show` its JSON."""
+    entity, _, project = path.partition("/")
+    if not entity or not project or "/" in project:
+        raise UserError(f"{path}: is not ENTITY/PROJECT; give a wandb user or team and a project")
+    try:
+        parsed = yaml_text.parse(definition.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--definition {definition}: cannot be read ({' '.join(str(error).split())[:200]})") from None
+    view = build(entity, project, parsed)
+    if show:
+        return json.dumps(view._to_model().model_dump(by_alias=True, exclude_none=True, mode="json"), indent=1)
+    try:
+        view.save()
+        return str(view.url)
+    except Exception as error:  # no login, no network, no such project: the client has an own class for each
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{path}: not saved ({why}); check the name, `wandb login` and the network") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The process that owns wandb: follows `events.jsonl` and logs it, until told to end or training is gone.
+
+Started by `tracking.wandb.sink`, never by hand. Standard input brings one line of JSON (the job) and later the line
+"end"; standard output takes one-line messages: "tell: ..." for the user, "failed: ..." as last words.
+
+wandb's own step counter is the line number of the event in `events.jsonl`. It never goes back, also not over resumed
+sessions, so wandb drops nothing. The axis of the charts is in `tracking.wandb.charts`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tracking.wandb.charts import AXIS
+from tracking.wandb.follow import Delivered, Follower, alone
+from tracking.wandb.models import log_artifact
+from tracking.wandb.transaction_log import FileNotWhole, mend_all
+from tracking.wandb.upload import Delivery, one_line, say
+
+POLL_S = 0.5
+ATTEMPTS = 3
+
+
+def start_run(job: dict[str, Any]) -> Any:
+    """Start the wandb run, offline when online cannot be had."""
+    import wandb
+
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        # The raw command line, git remotes and the user's e-mail stay out; our config says what matters.
+        disable_git=True,
+        disable_code=True,
+        x_disable_meta=True,
+        x_save_requirements=False,
+        init_timeout=job["init_timeout_s"],
+        login_timeout=job["init_timeout_s"],
+        finish_timeout=job["finish_timeout_s"],
+        finish_timeout_raises=True,
+    )
+    run = None
+    if job["mode"] == "online":
+        try:
+            if not wandb.login(prompt=False):
+                raise RuntimeError("no login: run `wandb login` or set WANDB_API_KEY")
+            run = wandb.init(mode="online", settings=settings, reinit="create_new", **job["init"])
+        except Exception as error:  # every way of not reaching the server ends in an offline run
+            say("tell", f"wandb is recorded offline, since online failed: {one_line(error)}")
+    if run is None:
+        run = wandb.init(mode="offline", settings=settings, reinit="create_new", **job["init"])
+    run.define_metric(AXIS)
+    run.define_metric("*", step_metric=AXIS)
+    return run
+
+
+def follow(run: Any, delivery: Delivery, job: dict[str, Any]) -> None:
+    """Log events as they come; returns when training said "end" or is gone and every event is logged."""
+    follower = Follower(Path(job["events"]))
+    last_round = False
+    while not last_round:
+        ready, _, _ = select.select([sys.stdin], [], [], POLL_S)
+        last_round = bool(ready) or os.getppid() != job["training_pid"]
+        while lines := follower.new_lines():
+            for line in lines:
+                delivery.take(line)
+        delivery.tables()
+    for facts in job["models"]:
+        log_artifact(run, facts)
+    delivery.finish()
+
+
+def attempt(job: dict[str, Any]) -> None:
+    """Follow the events; when wandb dies on the way start it again, and go on behind what is safe.
+
+    wandb's helper ends at the SIGTERM that a scheduler or launcher sends to all of a job, long before training does.
+    """
+    newest, delivered = mend_all(Path(job["init"]["dir"]) / "wandb"), Delivered(Path(job["delivered"]))
+    if 0 < newest < delivered.lines:
+        delivered.note(newest)  # a machine that lost power lost what its disk had not got
+    for left in reversed(range(ATTEMPTS)):
+        run = start_run(job)
+        delivery = Delivery(run, job)
+        try:
+            follow(run, delivery, job)
+            return
+        except Exception as error:
+            traceback.print_exc()
+            forget_wandb()
+            delivery.give_up()
+            if left == 0 or isinstance(error, FileNotWhole):
+                raise
+
+
+def forget_wandb() -> None:
+    """Make the next start of wandb a fresh one."""
+    import wandb
+
+    try:
+        wandb.teardown(exit_code=1)
+    except Exception:
+        traceback.print_exc()  # it is dead, which is why
+
+
+def main() -> int:
+    """Read the job, run it; 1 after any failure, whose traceback goes to standard error (the run's wandb.log)."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a scheduler signals the whole job; the events are still to be delivered
+    job = json.loads(sys.stdin.readline())
+    try:
+        with alone(Path(job["lock"]), job["finish_timeout_s"]):
+            attempt(job)
+    except Exception as error:
+        traceback.print_exc()
+        say("failed", one_line(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

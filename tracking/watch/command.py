@@ -1,0 +1,165 @@
+"""A run in the terminal, live or when it is over: `python -m tracking.watch RUN`.
+
+Reads nothing but the run folder, so it works for a run on any machine that shares its disk, and disturbs none. Keys: q
+leaves, x puts the steps on a logarithmic axis. With --once, or when the output is no terminal, one frame is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from config.errors import UserError
+from tracking.run_dir import RunDir
+from tracking.summary import read_inputs
+from tracking.watch.screen import View, frame
+from tracking.watch.state import WatchState
+from tracking.watch.tail import EventTail
+
+_REFRESH_S = 0.5
+_SLICE_S = 0.2  # of reading between two frames
+_DUMB_REFRESH_S = 10.0
+_ONCE_HEIGHT = 36
+
+
+class Watch:
+    """Follows one run folder and draws it."""
+
+    def __init__(self, run_dir: RunDir, *, log_steps: bool = False, ascii_only: bool = False) -> None:
+        self._run_dir = run_dir
+        self.folder = run_dir.path
+        self.log_steps, self._ascii = log_steps, ascii_only
+        self.state = WatchState()
+        self._tail = EventTail(run_dir.events)
+        self._planned: int | None = None
+
+    def read(self, seconds: float) -> bool:
+        """Take in new events for at most so long; whether there is more to read at once."""
+        if self._tail.replaced():
+            self._tail.close()
+            self.state, self._tail = WatchState(), EventTail(self._run_dir.events)
+        for event in self._tail.events(seconds):
+            self.state.add(event)
+            if event["event"] == "run_start":
+                self._planned = _planned_steps(self._run_dir)
+        return not self._tail.at_end
+
+    def view(self, width: int, height: int, *, keys: bool) -> View:
+        """What the next frame is drawn for."""
+        size = 0 if self._tail.at_end else self._tail.size
+        return View(
+            name=self._run_dir.name,
+            planned_steps=self._planned,
+            width=width,
+            height=height,
+            now=time.time(),
+            log_steps=self.log_steps,
+            ascii=self._ascii,
+            read=min(1.0, self._tail.read_bytes / size) if size else 1.0,
+            damaged=self._tail.damaged,
+            keys=keys,
+        )
+
+
+def _planned_steps(run_dir: RunDir) -> int | None:
+    try:
+        steps = (read_inputs(run_dir)[0].get("run") or {}).get("steps")
+    except UserError:
+        return None  # being written, or damaged: the events are worth watching all the same
+    return steps if isinstance(steps, int) else None
+
+
+def once(watch: Watch, console: Console, *, svg: Path | None = None) -> None:
+    """Print one frame of everything there is."""
+    while watch.read(60.0):
+        pass
+    console.print(frame(watch.state, watch.view(console.width, _ONCE_HEIGHT, keys=False)))
+    if svg is not None:
+        console.save_svg(str(svg), title=f"python -m tracking.watch {watch.folder}")
+
+
+def live(watch: Watch, console: Console) -> None:
+    """Redraw the whole terminal until q or Ctrl-C."""
+    with _keys() as key, Live(console=console, screen=True, auto_refresh=False) as screen:
+        while True:
+            behind = watch.read(_SLICE_S)
+            width, height = console.size
+            screen.update(frame(watch.state, watch.view(width, height, keys=True)), refresh=True)
+            pressed = key(0.0 if behind else _REFRESH_S)
+            if pressed in ("q", "Q", "\x03"):
+                return
+            if pressed == "x":
+                watch.log_steps = not watch.log_steps
+
+
+def repeat(watch: Watch, console: Console) -> None:
+    """For a terminal that cannot move its cursor: a frame now and then, until the run has ended."""
+    while True:
+        while watch.read(_DUMB_REFRESH_S):
+            pass
+        console.print(frame(watch.state, watch.view(console.width, _ONCE_HEIGHT, keys=False)))
+        if watch.state.end is not None:
+            return
+        time.sleep(_DUMB_REFRESH_S)
+
+
+@contextmanager
+def _keys() -> Iterator[Any]:
+    """A function that waits so many seconds for a key and returns it, or None. Without a keyboard it only waits."""
+    if not sys.stdin.isatty():
+        yield time.sleep
+        return
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def key(seconds: float) -> str | None:
+        ready, _, _ = select.select([descriptor], [], [], seconds)
+        return os.read(descriptor, 1).decode(errors="replace") if ready else None
+
+    try:
+        tty.setcbreak(descriptor)
+        yield key
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Watch one run; 2 when the folder does not exist."""
+    parser = argparse.ArgumentParser(prog="python -m tracking.watch", description=__doc__)
+    parser.add_argument("run", type=Path, help="run folder, such as runs/demo; it may still be empty")
+    parser.add_argument("--once", action="store_true", help="print one frame and leave")
+    parser.add_argument("--log-steps", action="store_true", help="steps on a logarithmic axis")
+    parser.add_argument("--ascii", action="store_true", help="only ASCII characters")
+    parser.add_argument("--svg", type=Path, help="with --once: also write the frame to this file")
+    given = parser.parse_args(arguments)
+    console = Console(highlight=False, record=given.svg is not None)
+    ascii_only = given.ascii or console.is_dumb_terminal or not console.encoding.lower().startswith("utf")
+    try:
+        if not given.run.is_dir():
+            raise UserError(f"{given.run}: there is no such run folder; give one such as runs/demo")
+        watch = Watch(RunDir(given.run), log_steps=given.log_steps, ascii_only=ascii_only)
+        if given.once or given.svg or not console.is_terminal:
+            once(watch, console, svg=given.svg)
+        elif console.is_dumb_terminal:
+            repeat(watch, console)
+        else:
+            live(watch, console)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+    return 0

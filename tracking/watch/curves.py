@@ -1,0 +1,181 @@
+"""Curves in a terminal: braille dots, two by four to a character; stars where the terminal has only ASCII."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from tracking.watch.series import Bucket, Series
+
+LABEL = 9  # characters left of a curve
+_DOT = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of a braille character by row and column
+_FAR = 2.0  # heights of the middle 96% of a curve beyond which a value is cut off, lest it flattens all others
+_MARK = "not dim bold red"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of a panel."""
+
+    series: Series
+    style: str
+    points: bool = False
+    """Only marks, one for each bucket: for what is measured now and then."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """How a panel is drawn."""
+
+    width: int
+    """[characters] The labels included."""
+    height: int
+    """[characters] The line of steps included."""
+    last_step: int
+    log_steps: bool = False
+    log_values: bool = False
+    ascii: bool = False
+
+
+def draw(lines: Sequence[Line], marks: Series, axes: Axes, label: Callable[[float], str]) -> Text:
+    """The panel as `axes.height` lines of text. marks: steps to point out below, such as the skipped ones.
+
+    Where several steps share a column of dots, the bright line is their mean and the dim band reaches from the lowest
+    to the highest. A value far outside all others is cut off and pointed out.
+    """
+    columns, rows = max(4, axes.width - LABEL), max(1, axes.height - 1)
+    known = [bucket for line in lines for bucket in line.series.buckets]
+    if not known:
+        return Text("no finite value yet" + "\n" * rows, style="dim")
+    log = axes.log_values and min(bucket.low for bucket in known) > 0
+    to, back = (math.log10, lambda height: 10.0**height) if log else (float, float)
+    low, high = _range(known, to)
+    canvas = _Canvas(columns, rows, axes, first=max(1, min(bucket.first for bucket in known)), span=(low, high), to=to)
+    for line in lines:
+        canvas.points(line) if line.points else canvas.curve(line)
+    text = Text(no_wrap=True)
+    for row in range(rows):
+        shown = row in (0, rows - 1) or (row == rows // 2 and rows >= 5)
+        at = high - (high - low) * (row / max(1, rows - 1))
+        text.append((label(back(at)) if shown else "")[: LABEL - 1].rjust(LABEL - 1) + " ", style="dim")
+        canvas.write(row, text)
+        text.append("\n")
+    text.append(canvas.steps(marks))
+    return text
+
+
+def _range(known: Sequence[Bucket], to: Callable[[float], float]) -> tuple[float, float]:
+    """Lowest and highest value to show, a little apart at least."""
+    lows, highs = sorted(to(bucket.low) for bucket in known), sorted(to(bucket.high) for bucket in known)
+    aside = len(known) // 50
+    bottom, top = lows[aside], highs[-1 - aside]
+    reach = _FAR * (top - bottom)
+    low = lows[0] if lows[0] >= bottom - reach or not reach else bottom
+    high = highs[-1] if highs[-1] <= top + reach or not reach else top
+    if high - low > 1e-6 * max(abs(high), abs(low)):
+        return low, high
+    return low - 0.05 * (abs(low) or 1.0), high + 0.05 * (abs(high) or 1.0)
+
+
+class _Canvas:
+    """Dots over characters; a character has the style of what was drawn there last."""
+
+    def __init__(
+        self,
+        columns: int,
+        rows: int,
+        axes: Axes,
+        *,
+        first: int,
+        span: tuple[float, float],
+        to: Callable[[float], float],
+    ) -> None:
+        self._columns, self._rows, self._axes, self._first = columns, rows, axes, first
+        self._low, self._high = span
+        self._to = to
+        self._bits = [[0] * columns for _ in range(rows)]
+        self._styles = [[""] * columns for _ in range(rows)]
+        self._signs: dict[tuple[int, int], str] = {}  # characters instead of dots
+
+    def _x(self, step: int) -> int:
+        """Column of dots of a step."""
+        first, last = self._first, max(self._axes.last_step, self._first + 1)
+        step = min(last, max(step, first))
+        place = (step - first) / (last - first)
+        if self._axes.log_steps:
+            place = math.log(step / first) / math.log(last / first)
+        return min(2 * self._columns - 1, int(place * (2 * self._columns - 1) + 0.5))
+
+    def _y(self, value: float) -> int:
+        """Row of dots of a value, from 0 at the top."""
+        dots = 4 * self._rows
+        return min(dots - 1, max(0, int((self._high - self._to(value)) / (self._high - self._low) * (dots - 1) + 0.5)))
+
+    def points(self, line: Line) -> None:
+        """One mark for each bucket."""
+        for bucket in line.series.buckets:
+            place = self._y(bucket.total / bucket.count) // 4, self._x(bucket.last) // 2
+            self._signs[place] = "o" if self._axes.ascii else "●"
+            self._styles[place[0]][place[1]] = line.style
+
+    def curve(self, line: Line) -> None:
+        """The band of all values, and through it the line of the means."""
+        columns: dict[int, Bucket] = {}
+        for bucket in line.series.buckets:
+            x = self._x(bucket.last)
+            if x not in columns:
+                columns[x] = Bucket(**{name: getattr(bucket, name) for name in Bucket.__slots__})
+                continue
+            into = columns[x]
+            into.low, into.high = min(into.low, bucket.low), max(into.high, bucket.high)
+            into.total += bucket.total
+            into.count += bucket.count
+        for x, column in columns.items():
+            self._vertical(x, self._y(column.high), self._y(column.low), f"dim {line.style}")
+        before: tuple[int, int] | None = None
+        for x, column in sorted(columns.items()):
+            here = (x, self._y(column.total / column.count))
+            self._connect(before or here, here, line.style)
+            before = here
+        for x, column in columns.items():
+            if self._to(column.high) > self._high:
+                self._point_out(0, x // 2, "^" if self._axes.ascii else "▲")
+            if self._to(column.low) < self._low:
+                self._point_out(self._rows - 1, x // 2, "v" if self._axes.ascii else "▼")
+
+    def _point_out(self, row: int, column: int, sign: str) -> None:
+        self._signs[row, column] = sign
+        self._styles[row][column] = _MARK
+
+    def _connect(self, start: tuple[int, int], end: tuple[int, int], style: str) -> None:
+        (x, y), (to_x, to_y) = start, end
+        for column in range(x, to_x + 1):
+            part = [(column - x + side) / max(1, to_x - x) for side in (-0.5, 0.5)]
+            a, b = (round(y + (to_y - y) * min(1.0, max(0.0, p))) for p in part)
+            self._vertical(column, a, b, style)
+
+    def _vertical(self, x: int, a: int, b: int, style: str) -> None:
+        for y in range(min(a, b), max(a, b) + 1):
+            self._bits[y // 4][x // 2] |= _DOT[y % 4][x % 2]
+            self._styles[y // 4][x // 2] = style
+
+    def write(self, row: int, text: Text) -> None:
+        """Append one row of characters."""
+        for column, (bits, style) in enumerate(zip(self._bits[row], self._styles[row], strict=True)):
+            drawn = "*" if self._axes.ascii else chr(0x2800 + bits)
+            text.append(self._signs.get((row, column), drawn if bits else " "), style=style or None)
+
+    def steps(self, marks: Series) -> Text:
+        """The line below: first and last step, and a mark where a step was skipped."""
+        left, right = f"{self._first:,}", f" {self._axes.last_step:,}"
+        cells = list((left + right.rjust(self._columns - len(left)))[: self._columns])
+        marked = sorted({self._x(bucket.first) // 2 for bucket in marks.buckets})
+        for column in marked:  # over the numbers, too: a skipped step matters more
+            cells[column] = "!" if self._axes.ascii else "▾"
+        line = Text(" " * LABEL + "".join(cells), style="dim", no_wrap=True)
+        for column in marked:
+            line.stylize(_MARK, LABEL + column, LABEL + column + 1)
+        return line

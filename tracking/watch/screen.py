@@ -1,0 +1,255 @@
+"""The dashboard: one frame of a run, cut to the terminal it is shown on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import ASCII, ROUNDED
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from tracking.console import duration, human
+from tracking.ranks import spread
+from tracking.watch.curves import Axes, Line, draw
+from tracking.watch.state import WatchState
+
+_LEVELS = {"good": "green", "plain": "", "warn": "yellow", "bad": "bold red"}
+_TWO_COLUMNS = 100  # characters from which curves stand side by side
+_FACTS = 42  # characters of the column of numbers
+_HEAD = 2  # lines above everything
+_LOSS = "loss, nats per token"
+_SLOW = 1.3  # times the median that a rank may need before it stands out
+
+
+@dataclass(frozen=True)
+class View:
+    """What one frame is drawn for."""
+
+    name: str
+    planned_steps: int | None
+    width: int
+    height: int
+    now: float
+    """[seconds since the epoch]"""
+    log_steps: bool = False
+    ascii: bool = False
+    read: float = 1.0
+    """[fraction] Of the events file that has been read."""
+    damaged: int = 0
+    keys: bool = False
+    """Whether someone can press keys."""
+
+
+def frame(state: WatchState, view: View) -> RenderableType:
+    """The run as it is, in at most `view.height` lines of `view.width` characters."""
+    head = _head(state, view)
+    if state.start is None:
+        return Group(head)
+    return Group(head, *(_wide(state, view) if view.width >= _TWO_COLUMNS else _narrow(state, view)))
+
+
+def _wide(state: WatchState, view: View) -> list[RenderableType]:
+    """Curves beside numbers, what happened below."""
+    room = view.height - _HEAD
+    remarks = min(10, max(1, room // 4 - 1))
+    body = room - remarks - 2
+    facts = _facts(state, view)[: body - 2]
+    ranks = _ranks(state, body - len(facts) - 4)
+    right = [_panel(_rows(facts, _FACTS - 4), "now", view)]
+    if ranks:
+        right.append(_panel(_rows(ranks, _FACTS - 4), "ranks: least / median / most", view))
+    wide = view.width - _FACTS
+    lower = max(3, body // 2 - 2)
+    log = _scaled(state)
+    halves = Table.grid()
+    halves.add_row(
+        _curve("grad_norm", "gradient norm", state, view, wide // 2, lower, log=True),
+        _curve("loss_scale", "loss scale", state, view, wide - wide // 2, lower, log=True)
+        if log
+        else _curve("tokens_per_second", "tokens/s, all ranks", state, view, wide - wide // 2, lower),
+    )
+    grid = Table.grid()
+    grid.add_column(width=wide)
+    grid.add_column(width=_FACTS)
+    grid.add_row(Group(_curve("loss", _LOSS, state, view, wide, max(3, body - lower - 4)), halves), Group(*right))
+    return [grid, _remarks(state, view, remarks)]
+
+
+def _narrow(state: WatchState, view: View) -> list[RenderableType]:
+    """The loss above numbers in two columns."""
+    room = view.height - _HEAD
+    half = (view.width - 6) // 2
+    facts = _facts(state, view)[: 2 * max(1, min(6, (room - 7) // 2))]
+    rows = (len(facts) + 1) // 2
+    remarks = min(8, max(0, room - rows - 12))
+    curve = _curve("loss", _LOSS, state, view, view.width, max(2, room - rows - 4 - (remarks + 2 if remarks else 0)))
+    numbers = Table.grid(padding=(0, 1, 0, 0))
+    numbers.add_row(_rows(facts[:rows], half), _rows(facts[rows:], half))
+    return [curve, _panel(numbers, "now", view), *([_remarks(state, view, remarks)] if remarks else [])]
+
+
+def _scaled(state: WatchState) -> bool:
+    assert state.start is not None
+    regions = set((state.start.get("regions") or {}).values())
+    return state.start["compute"] == "fp16" or "fp16" in regions
+
+
+def _panel(content: RenderableType, title: str, view: View, *, width: int | None = None, style: str = "dim") -> Panel:
+    box = ASCII if view.ascii else ROUNDED
+    return Panel(content, title=title, title_align="left", box=box, border_style=style, width=width, padding=(0, 1))
+
+
+def _curve(
+    name: str, title: str, state: WatchState, view: View, width: int, height: int, *, log: bool = False
+) -> Panel:
+    """height: of the curve alone, without its frame."""
+    lines = [Line(state.curves[name], "cyan")]
+    if name == "loss":
+        lines.append(Line(state.validation, "bold yellow", points=True))
+    axes = Axes(width - 4, height, max(1, state.step), log_steps=view.log_steps, log_values=log, ascii=view.ascii)
+    newest = (state.newest or {}).get(name)
+    shown = f"{title} {_number(newest)}" if newest is not None else title
+    return _panel(draw(lines, state.skips, axes, _number), shown, view, width=width)
+
+
+def _number(value: float) -> str:
+    if value != value or value in (float("inf"), float("-inf")):
+        return str(value)
+    if abs(value) >= 1e5:
+        return human(value) if abs(value) < 1e12 else f"{value:.1e}"
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _head(state: WatchState, view: View) -> RenderableType:
+    status, style = _status(state, view)
+    first = Text.assemble((view.name, "bold"), "  ", (status, style), no_wrap=True, overflow="ellipsis")
+    if state.start is not None:
+        start = state.start
+        computes = sorted(set((start.get("regions") or {}).values())) or [start["compute"]]
+        ranks = f"{start['world_size']} rank{'' if start['world_size'] == 1 else 's'}"
+        what = f"{human(start['parameters'])} parameters, {'+'.join(computes)}, ZeRO-{start['zero_stage']}, {ranks}"
+        first.append(f"  {what}", style="dim")
+    return Group(first, _progress(state, view))
+
+
+def _status(state: WatchState, view: View) -> tuple[str, str]:
+    if view.read < 1.0:
+        return f"reading {view.read:.0%}", "cyan"
+    if state.start is None:
+        return "nothing recorded yet", "yellow"
+    if state.end is not None:
+        good = state.end["exit_code"] == 0
+        return f"{state.end['status']} (exit {state.end['exit_code']})", "bold green" if good else "bold red"
+    silent = state.silent_seconds(view.now)
+    if silent is not None:
+        return f"no event for {duration(silent)}: stalled, or ended without a word", "bold red"
+    return "running", "bold green"
+
+
+def _progress(state: WatchState, view: View) -> Text:
+    planned = view.planned_steps
+    done = min(1.0, state.step / planned) if planned else None
+    eta = state.eta_seconds(planned)
+    words = [f"step {state.step:,}" + (f" of {planned:,}" if planned else "")]
+    if eta is not None and state.silent_seconds(view.now) is None:
+        words.append(f"ETA {duration(eta)}")
+    if state.session_time is not None and state.time is not None:
+        words.append(f"session {state.sessions}: {duration(state.time - state.session_time)}")
+    if view.damaged:
+        words.append(f"{view.damaged} damaged lines")
+    if view.keys:
+        words.append("q leaves, x log steps")
+    text = "   ".join(words)
+    room = min(40, view.width - len(text) - 3)
+    bar = Text(no_wrap=True, overflow="ellipsis")
+    if done is not None and room >= 10:
+        full = int(done * room)
+        on, off = ("#", "-") if view.ascii else ("━", "━")
+        bar.append(on * full, style="green")
+        bar.append(off * (room - full) + "  ", style="dim")
+    bar.append(text)
+    return bar
+
+
+def _facts(state: WatchState, view: View) -> list[tuple[str, str, str]]:
+    """(what, value, style) of everything worth a look now, the unhealthy in colour; what does not apply is left out."""
+    newest: dict[str, Any] = state.newest or {}
+    count = state.counts
+    skipped = newest.get("skipped_total", 0)
+    share = f" ({skipped / state.step:.1%})" if skipped and state.step else ""
+    incidents = ", ".join(f"{n} {what}" for (kind, what), n in count.items() if kind == "incident")
+    scales = f"{count['scale', 'overflow']} down, {count['scale', 'growth']} up" if _scaled(state) else ""
+    speed, seconds = state.tokens_per_second, state.step_seconds
+    saved = state.checkpoint
+    rows = [
+        ("tokens", human(state.tokens), ""),
+        ("speed", f"{human(speed)} tokens/s" if speed else "", ""),
+        ("a step", f"{seconds:.3g} s{_waiting(newest)}" if seconds else "", ""),
+        ("memory", f"{state.memory_bytes / 2**30:.2f} GiB, peak" if state.memory_bytes else "", ""),
+        ("learning rate", f"{newest['lr']:.3g}" if newest else "", ""),
+        ("validation", f"{state.validated['loss']:.4f} at {state.validated['step']:,}" if state.validated else "", ""),
+        ("skipped", f"{skipped:,}{share}", "yellow" if skipped else ""),
+        ("loss scale", scales, ""),
+        ("loss not finite", f"{state.nonfinite_losses:,} x" if state.nonfinite_losses else "", "bold red"),
+        ("incidents", incidents or "none", "bold red" if incidents else ""),
+        ("inf or nan", "; ".join(_tail(what, 22) for what, _ in state.causes.most_common(1)), "bold red"),
+        ("checkpoint", f"step {saved['step']:,}{_age(saved, state, view)}" if saved else "none", ""),
+        ("computed in", ", ".join(f"{k} {v:.0%}" for k, v in state.flop_share.items() if v), ""),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _tail(text: str, width: int) -> str:
+    """The end of a module's name tells most."""
+    return text if len(text) <= width else "..." + text[3 - width :]
+
+
+def _waiting(newest: dict[str, Any]) -> str:
+    waited = newest.get("data_seconds")
+    return f", {waited / newest['step_seconds']:.0%} data wait" if waited is not None else ""
+
+
+def _age(event: dict[str, Any], state: WatchState, view: View) -> str:
+    return "" if state.end is not None else f", {duration(max(0.0, view.now - event['time']))} ago"
+
+
+def _rows(rows: Sequence[tuple[str, str, str]], width: int) -> Text:
+    text = Text("\n").join(
+        Text.assemble((f"{what:<15} ", "dim"), (value[: max(8, width - 16)], style)) for what, value, style in rows
+    )
+    text.no_wrap = True
+    return text
+
+
+def _ranks(state: WatchState, most: int) -> list[tuple[str, str, str]]:
+    """Own work and memory, least, median and most, and of every rank where they fit into `most` rows."""
+    newest: dict[str, Any] = state.newest or {}
+    memory, work = spread(newest, "memory_bytes"), spread(newest, "work_seconds")
+    rows = []
+    if work is not None:
+        unit, factor = ("s", 1.0) if work.most >= 1.0 else ("ms", 1e3)
+        times = " / ".join(f"{seconds * factor:.3g}" for seconds in (work.least, work.median, work.most))
+        rows.append((f"own work, {unit}", times, ""))
+        rows.append(("slowest", f"rank {work.rank}", "bold red" if work.most > _SLOW * work.median else ""))
+    if memory is not None:
+        sizes = " / ".join(f"{size / 2**30:.2f}" for size in (memory.least, memory.median, memory.most))
+        rows.append(("memory, GiB", sizes, ""))
+        rows.append(("largest", f"rank {memory.rank}", ""))
+    each = list(zip(memory.all, work.all, strict=False)) if memory and work else []
+    if each and len(each) <= most - len(rows):
+        rows += [(f"rank {rank}", f"{size / 2**30:.2f} GiB, {s:.3g} s", "") for rank, (size, s) in enumerate(each)]
+    return rows[: max(0, most)]
+
+
+def _remarks(state: WatchState, view: View, height: int) -> Panel:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    newest = list(state.remarks)[-height:]
+    for index, (step, level, words) in enumerate([(0, "plain", "")] * (height - len(newest)) + newest):
+        text.append("\n" if index else "")
+        text.append(f"{step:>8,}  " if words else "", style="dim")
+        text.append(words, style=_LEVELS[level])
+    return _panel(text, "what happened", view, width=view.width)
