@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from config.errors import UserError
-from launch.supervise_hosts import Hosts
+from launch.hosts import Hosts
 
 KILL_AFTER_SECONDS = 15.0
 """How long processes that outlive their launcher have to end after SIGTERM; then SIGKILL."""

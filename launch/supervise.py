@@ -29,8 +29,8 @@ from typing import Any
 from config.cli import Arguments
 from config.errors import UserError
 from config.load import load_config
+from launch.hosts import Choice, Hosts
 from launch.job import Job, ended_how, say
-from launch.supervise_hosts import Choice, Hosts
 
 CONFIG_ERROR, DIVERGED, UNSAVED, PREEMPTED = 2, 3, 74, 75
 """Exit codes of train.py beside 0 that say how a run ended, as docs/run-folder.md has them."""

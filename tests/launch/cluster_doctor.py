@@ -216,7 +216,7 @@ def test_what_needs_torch(bench):
 
 ASK = """
 import sys
-from launch.doctor_hosts import Host, on_all
+from launch.doctor.hosts import Host, on_all
 
 def ask(hosts, ssh, token):
     for host in hosts:

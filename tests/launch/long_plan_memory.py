@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.command_line import REPOSITORY, read_command_line
 from config.launcher import as_launched
-from launch.plan_memory import activations, block_bytes, layout_of, model_states, peak_memory
-from launch.plan_model import read_shape, shape_of
+from launch.plan.layout import layout_of
+from launch.plan.memory import activations, block_bytes, model_states, peak_memory
+from launch.plan.model import read_shape, shape_of
 from modeling.build import count_parameters
 from modeling.loss import label_loss_sum
 from tests.launch import plan_cases

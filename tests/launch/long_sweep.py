@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.sweep_trial import MARK
+from launch.sweep.trial import MARK
 from tests.training.launches import BIN, ROOT, events
 from tracking.jsonl import read_events
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from config.errors import UserError
-from launch import doctor_facts
-from launch.doctor_cluster_checks import check_all_reduce, check_clock, check_cluster, check_device
-from launch.doctor_host_checks import check_host, check_offload
-from launch.doctor_hosts import read_hostfile
-from launch.doctor_report import amber, green, red, show
+from launch.doctor import facts as doctor_facts
+from launch.doctor.cluster_checks import check_all_reduce, check_clock, check_cluster, check_device
+from launch.doctor.host_checks import check_host, check_offload
+from launch.doctor.report import amber, green, red, show
+from launch.hostfile import read_hostfile
 
 GIB = 2**30
 
@@ -152,7 +152,7 @@ def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path):
                 read_hostfile(path)
         else:
             read += 1
-            assert {host.name: host.slots for host in read_hostfile(path)} == expected
+            assert read_hostfile(path) == expected
     assert read > 20
 
 

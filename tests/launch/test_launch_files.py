@@ -17,7 +17,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from deepspeed.launcher.runner import _parse_hostfile
 
 from config.command_line import CONFIG_ERROR, Resolved, read_command_line
-from launch.doctor_hosts import read_hostfile
+from launch.hostfile import read_hostfile
 
 ROOT = Path(__file__).resolve().parents[2]
 ACCELERATE = sorted((ROOT / "launch/accelerate").glob("*.yaml"))
@@ -124,9 +124,7 @@ def test_a_precision_in_the_file_must_be_the_run_s(tmp_path, capsys):
 
 def test_the_hostfile_is_read_alike_by_the_launcher_and_the_doctor():
     lines = (DEEPSPEED / "hostfile.example").read_text().splitlines()
-    assert dict(_parse_hostfile(lines)) == {
-        host.name: host.slots for host in read_hostfile(DEEPSPEED / "hostfile.example")
-    }
+    assert dict(_parse_hostfile(lines)) == read_hostfile(DEEPSPEED / "hostfile.example")
 
 
 def test_the_environment_file_is_nothing_but_variables():

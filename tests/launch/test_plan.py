@@ -13,12 +13,12 @@ import pytest
 
 from config.command_line import REPOSITORY, read_command_line
 from config.launcher import as_launched
-from launch import plan
-from launch.plan_devices import DEVICES, GIB, find_device
-from launch.plan_memory import layout_of
-from launch.plan_model import read_shape
-from launch.plan_search import Planner, dominated_from
-from launch.plan_time import mfu_of, ring_bandwidth, speed, traffic
+from launch.plan import command as plan
+from launch.plan.devices import DEVICES, GIB, find_device
+from launch.plan.layout import layout_of
+from launch.plan.model import read_shape
+from launch.plan.search import Planner, dominated_from
+from launch.plan.speed import mfu_of, ring_bandwidth, speed, traffic
 from tests.launch import plan_cases
 
 RECIPES = REPOSITORY / "config/recipes"
@@ -177,7 +177,7 @@ def test_a_wrong_config_ends_as_in_training(capsys) -> None:
 
 
 def test_help_needs_neither_torch_nor_transformers() -> None:
-    code = "import sys, launch.plan\ntry: launch.plan.main(['--help'])\nexcept SystemExit: pass\n"
+    code = "import sys, launch.plan.command\ntry: launch.plan.command.main(['--help'])\nexcept SystemExit: pass\n"
     code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'deepspeed', 'rich')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
 

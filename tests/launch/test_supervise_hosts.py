@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.supervise_hosts import Hosts, largest
+from launch.hosts import Hosts, largest
 from tests.training.launches import BIN, ROOT
 
 DIED = {"exit": 1, "steps": 3, "saved": 2, "end": None}

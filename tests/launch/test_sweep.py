@@ -18,12 +18,12 @@ import yaml
 from wandb.wandb_agent import Agent
 
 from config.errors import UserError
-from launch.sweep_events import History
-from launch.sweep_file import as_setting, read_sweep
-from launch.sweep_folder import prepare
-from launch.sweep_rule import Hopeless, Report, verdict
-from launch.sweep_slots import slot_environments
-from launch.sweep_trial import command_of
+from launch.sweep.events import History
+from launch.sweep.file import as_setting, read_sweep
+from launch.sweep.folder import prepare
+from launch.sweep.rule import Hopeless, Report, verdict
+from launch.sweep.slots import slot_environments
+from launch.sweep.trial import command_of
 from tests.training.launches import BIN, ROOT
 
 DEMO = str(ROOT / "config/recipes/demo.yaml")

@@ -13,8 +13,9 @@ from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
 from config.load import load_config
-from launch.plan_memory import activations, layout_of
-from launch.plan_model import shape_of
+from launch.plan.layout import layout_of
+from launch.plan.memory import activations
+from launch.plan.model import shape_of
 from modeling.activation_checkpointing import _policy, apply_activation_checkpointing
 from modeling.activation_checkpointing_budget import GIB, peak
 from tests.modeling import activation_checkpointing_cases as cases

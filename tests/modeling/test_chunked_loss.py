@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from config.command_line import REPOSITORY
 from config.loss_chunks import AUTO_FROM_LOGITS, CHUNK_LOGITS, loss_chunk
 from config.schema_work import ModelSection
-from launch.plan_memory import loss_bytes
+from launch.plan.memory import loss_bytes
 from modeling.chunked_head import ChunkedHead
 from modeling.linear_cross_entropy import Head, linear_cross_entropy_sum
 from modeling.loss import label_loss_sum

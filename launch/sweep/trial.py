@@ -22,10 +22,10 @@ from config.command_line import REPOSITORY
 from config.errors import UserError
 from launch.job import KILL_AFTER_SECONDS, Job, ended_how
 from launch.supervise import CONFIG_ERROR, DIVERGED, PREEMPTED
-from launch.sweep_events import History, refreshed
-from launch.sweep_file import as_setting
-from launch.sweep_folder import ENDED, Entry, Outcome, Plan, Status, held
-from launch.sweep_rule import verdict
+from launch.sweep.events import History, refreshed
+from launch.sweep.file import as_setting
+from launch.sweep.folder import ENDED, Entry, Outcome, Plan, Status, held
+from launch.sweep.rule import verdict
 
 MARK = "MANTISSA_SWEEP_TRIAL"
 """Environment variable that every process of a trial has: its run folder."""

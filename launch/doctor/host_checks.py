@@ -1,11 +1,11 @@
-"""What the facts of one machine mean. Pure functions of what `launch.doctor_facts` collected."""
+"""What the facts of one machine mean. Pure functions of what `launch.doctor.facts` collected."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from launch.doctor_report import Finding, amber, green, red, size
+from launch.doctor.report import Finding, amber, green, red, size
 
 Facts = dict[str, Any]
 MIN_OPEN_FILES, GOOD_OPEN_FILES = 256, 4096

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from config.batch import divisors
 from config.deepspeed.combinations import OFFLOADS, STAGES, Combination, refusal
-from launch.plan_devices import Device
-from launch.plan_memory import Layout, Memory, peak_memory
-from launch.plan_model import Shape
-from launch.plan_time import Speed
+from launch.plan.devices import Device
+from launch.plan.layout import Layout
+from launch.plan.memory import Memory, peak_memory
+from launch.plan.model import Shape
+from launch.plan.speed import Speed
 
 WORLDS = tuple(2**power for power in range(11))
 """[devices] 1 to 1,024."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from launch.sweep_rule import Hopeless, Report
+from launch.sweep.rule import Hopeless, Report
 
 LAST_STEPS = 20
 """Steps whose mean is a run's training loss."""

@@ -20,7 +20,7 @@ from config.command_line import REPOSITORY, resolve_run
 from config.errors import UserError
 from config.launcher import as_launched
 from config.load import read_file, show, suggest, to_dict
-from launch.sweep_rule import Hopeless
+from launch.sweep.rule import Hopeless
 
 _OURS = ("run.name", "run.dir")
 """Keys that are the sweep's to set for each trial."""

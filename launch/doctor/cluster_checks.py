@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launch.doctor_report import Finding, amber, green, red
+from launch.doctor.report import Finding, amber, green, red
 
 Facts = dict[str, Any]
 BAD_SKEW, SEEN_SKEW = 30.0, 1.0

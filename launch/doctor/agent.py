@@ -19,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from launch import doctor_facts, doctor_folders
+from launch.doctor import facts as doctor_facts
+from launch.doctor import folders as doctor_folders
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
@@ -128,6 +129,6 @@ def bootstrap(python: str) -> str:
         "    if package:\n"
         "        setattr(sys.modules[package], module, sys.modules[name])\n"
         "    exec(compile(text, name, 'exec'), sys.modules[name].__dict__)\n"
-        "sys.modules['launch.doctor_agent'].serve(sys.stdin.buffer, sys.stdout.buffer)\n"
+        "sys.modules['launch.doctor.agent'].serve(sys.stdin.buffer, sys.stdout.buffer)\n"
     )
     return shlex.join([python, "-c", program])

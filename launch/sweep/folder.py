@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 from config.errors import UserError
 from config.load import show
-from launch.sweep_file import Sweep
-from launch.sweep_rule import Hopeless
+from launch.sweep.file import Sweep
+from launch.sweep.rule import Hopeless
 
 Status = Literal["waiting", "running", "done", "hopeless", "diverged", "stopped", "refused", "crashed"]
 ENDED = ("done", "hopeless", "diverged")

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch import doctor_programs as programs
-from launch.doctor_cluster_checks import check_all_reduce, check_clock, check_cluster, check_device, check_reach
-from launch.doctor_host_checks import check_host, check_offload
-from launch.doctor_hosts import Host, Unreachable, on_all
-from launch.doctor_report import Finding, amber, green, red
+from launch.doctor import programs
+from launch.doctor.cluster_checks import check_all_reduce, check_clock, check_cluster, check_device, check_reach
+from launch.doctor.host_checks import check_host, check_offload
+from launch.doctor.hosts import Host, Unreachable, on_all
+from launch.doctor.report import Finding, amber, green, red
 
 Answers = dict[str, Any]
 _FACTS_SECONDS, _PROGRAM_SECONDS = 120.0, 240.0

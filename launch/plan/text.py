@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launch.plan_devices import GIB
-from launch.plan_search import Option, dominated_from
-from launch.plan_time import traffic
+from launch.plan.devices import GIB
+from launch.plan.search import Option, dominated_from
+from launch.plan.speed import traffic
 
 if TYPE_CHECKING:
-    from launch.plan import Plan
+    from launch.plan.plan import Plan
 
 _MEANS = {
     "parameters": "what the model computes with",

@@ -15,9 +15,9 @@ from config.command_line import REPOSITORY
 from config.errors import UserError
 from launch.job import ended_how
 from launch.supervise import DIVERGED, PREEMPTED
-from launch.sweep_events import read_history
-from launch.sweep_folder import ENDED, Entry, Outcome, Plan
-from launch.sweep_trial import PARENT, end_strays, say
+from launch.sweep.events import read_history
+from launch.sweep.folder import ENDED, Entry, Outcome, Plan
+from launch.sweep.trial import PARENT, end_strays, say
 
 FRUITLESS = 3
 """Trials that failed in a row without a step, after which no further one is started."""

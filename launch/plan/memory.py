@@ -9,102 +9,15 @@ over the vocabulary in FP32, of all tokens (modeling/loss.py) or of a chunk (mod
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from config.command_line import Resolved
-from config.deepspeed.document import offload, zero_stage
 from config.loss_chunks import loss_chunk
-from config.schema_work import ModelSection
-from launch.plan_model import Shape
-from launch.plan_recomputed import attention_bytes, kept_bytes
+from launch.plan.layout import _DEFAULTS, Layout
+from launch.plan.model import Shape
+from launch.plan.recompute import attention_bytes, kept_bytes
 
 _BUFFERED_ALLREDUCE = 500_000_000
 """[elements] DeepSpeed flattens so many gradients for one all-reduce where no ZeRO bucket does (engine.py)."""
-_DEFAULTS = {
-    "reduce_bucket_size": 5e8,
-    "stage3_max_live_parameters": 1e9,
-    "stage3_prefetch_bucket_size": 5e7,
-    "sub_group_size": 1e9,
-}
-"""[elements] DeepSpeed's own, where its JSON does not say."""
 _OF_GATHERING = ("stage3_max_live_parameters", "stage3_prefetch_bucket_size")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a run is spread over ranks, and in which dtypes."""
-
-    stage: int
-    world: int
-    micro: int
-    """[sequences] In one forward pass."""
-    accumulation: int
-    sequence: int
-    """[tokens]"""
-    compute: str
-    """fp32, bf16 or fp16: dtype of parameters and activations on the cast path."""
-    manifest: bool
-    """FP32 parameters whose matmuls run in 16 bits under autocast."""
-    reduced: int
-    """[bytes] Of one gradient value on the network."""
-    checkpointing: str
-    """none, full, selective, attention, ops or budget."""
-    attention: str
-    model: ModelSection
-    """Says whether the loss is computed in chunks."""
-    offload: str
-    """none, optimizer, param or optimizer+param."""
-    overlap: bool
-    zero: dict[str, Any]
-    """The zero_optimization section."""
-    on_cpu: bool
-    """Buffers take memory as far as they are written, and the process counts."""
-    background_save: bool
-    """Checkpoints are written from a copy in host memory."""
-    saves_between: bool
-    """Checkpoints are written while training goes on."""
-
-    @property
-    def width(self) -> int:
-        """[bytes] Of one parameter."""
-        return 4 if self.compute == "fp32" else 2
-
-    def size(self, key: str, most: float) -> float:
-        """[elements] A size of the zero_optimization section; at most `most` where untouched memory costs nothing."""
-        given = float(self.zero.get(key, _DEFAULTS[key]))
-        return min(given, most) if self.on_cpu else given
-
-    @property
-    def bf16_optimizer(self) -> bool:
-        """ZeRO-1 with BF16 runs on DeepSpeed's BF16_Optimizer, which keeps whole FP32 gradients."""
-        return self.stage == 1 and self.compute == "bf16"
-
-
-def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
-    """The layout of a resolved run on `world` ranks."""
-    config = resolved.config
-    zero = resolved.deepspeed.get("zero_optimization", {})
-    kept_on_host = offload(resolved.deepspeed)
-    return Layout(
-        stage=zero_stage(resolved.deepspeed),
-        world=world,
-        micro=resolved.batch.micro_size,
-        accumulation=resolved.batch.accumulation,
-        sequence=config.data.sequence_length,
-        compute=resolved.compute,
-        manifest=config.precision.path == "manifest",
-        reduced=4 if config.precision.reduce == "fp32" or resolved.compute == "fp32" else 2,
-        checkpointing=config.model.activation_checkpointing,
-        attention=config.model.attention,
-        model=config.model,
-        offload=kept_on_host,
-        overlap=bool(zero.get("overlap_comm", False)),
-        zero=zero,
-        on_cpu=on_cpu,
-        background_save=config.checkpoint.background == "always"
-        or (config.checkpoint.background == "auto" and kept_on_host == "none"),
-        saves_between=config.checkpoint.every_steps > 0,
-    )
 
 
 @dataclass(frozen=True)

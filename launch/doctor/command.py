@@ -24,16 +24,17 @@ from config.deepspeed import resolve as deepspeed_json
 from config.errors import UserError
 from config.load import load_config
 from config.schema import Config
-from launch.doctor_examine import Plan, examine
-from launch.doctor_hosts import HERE, Host, read_hostfile
-from launch.doctor_report import AMBER, GREEN, as_json, show, worst
+from launch.doctor.examine import Plan, examine
+from launch.doctor.hosts import HERE, Host, hosts_of
+from launch.doctor.report import AMBER, GREEN, as_json, show, worst
+from launch.hostfile import read_hostfile
 
 FOUND, CONFIG_ERROR = 1, 2
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """What the command line asks for. Raises UserError."""
-    hosts = read_hostfile(Path(options.hostfile)) if options.hostfile else [Host(HERE, local=True)]
+    hosts = hosts_of(read_hostfile(Path(options.hostfile))) if options.hostfile else [Host(HERE, local=True)]
     if options.overrides and not options.config:
         raise UserError(f"command line: {options.overrides[0]} changes a config; add --config FILE")
     config, of_config = Config(), {}
@@ -119,7 +120,3 @@ def main(arguments: Sequence[str]) -> int:
     else:
         show(findings, [host.name for host in plan.hosts], seconds, sys.stdout)
     return 0 if worst(findings) in ((GREEN,) if options.strict else (GREEN, AMBER)) else FOUND
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from launch.plan_devices import Device
-from launch.plan_memory import Layout, block_bytes
-from launch.plan_model import Shape
-from launch.plan_recomputed import recomputed_share
+from launch.plan.devices import Device
+from launch.plan.layout import Layout
+from launch.plan.memory import block_bytes
+from launch.plan.model import Shape
+from launch.plan.recompute import recomputed_share
 
 DEFAULT_MFU = 0.4
 """Share of the peak that model FLOPs reach without recomputation and without waiting for the network."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from launch.sweep_events import LAST_STEPS, History, read_history
-from launch.sweep_file import as_setting
-from launch.sweep_folder import ENDED, Entry, Outcome, Plan
+from launch.sweep.events import LAST_STEPS, History, read_history
+from launch.sweep.file import as_setting
+from launch.sweep.folder import ENDED, Entry, Outcome, Plan
 
 _FIRST = ("done", "running", "stopped", "hopeless", "crashed", "refused", "diverged", "waiting")
 """Trials that came to their end are ranked before those that did not: their losses are of different steps."""

@@ -23,11 +23,11 @@ from config.cli import Arguments
 from config.command_line import CONFIG_ERROR, REPOSITORY
 from config.errors import UserError
 from launch.supervise import PREEMPTED
-from launch.sweep_file import read_sweep
-from launch.sweep_folder import ENDED, Plan, held, prepare, read_plan, write_whole
-from launch.sweep_slots import Slots, gpus, slot_environments
-from launch.sweep_table import as_markdown, results_of
-from launch.sweep_trial import run_trial, say
+from launch.sweep.file import read_sweep
+from launch.sweep.folder import ENDED, Plan, held, prepare, read_plan, write_whole
+from launch.sweep.slots import Slots, gpus, slot_environments
+from launch.sweep.table import as_markdown, results_of
+from launch.sweep.trial import run_trial, say
 
 _SBATCH = REPOSITORY / "launch/slurm/sweep.sbatch"
 
@@ -139,7 +139,3 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--report", action="store_true", help="rank the trials of a sweep's folder")
     what.add_argument("--trial", type=int, metavar="INDEX", help="run one trial of a sweep's folder, as array tasks do")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

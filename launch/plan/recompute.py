@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from launch.plan_model import Shape
+from launch.plan.model import Shape
 
 if TYPE_CHECKING:
-    from launch.plan_memory import Layout
+    from launch.plan.layout import Layout
 
 
 def attention_bytes(shape: Shape, layout: Layout) -> float:

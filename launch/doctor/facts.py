@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from config.machine import op_builds
-from launch import doctor_folders
+from launch.doctor import folders as doctor_folders
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "wandb", "ninja")
 _GPU_FIELDS = (

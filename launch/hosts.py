@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config.errors import UserError
-from launch.doctor_hosts import read_hostfile
+from launch.hostfile import read_hostfile
 
 MARK = "PYTHON_SUPERVISED_BY"
 """Variable with the job's mark. The deepspeed launcher passes on what begins with PYTHON; Python does not know it."""
@@ -65,7 +65,7 @@ class Hosts:
             return None
         port = _value(launcher, ("--ssh_port",))
         ssh = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", *(("-p", port) if port else ()))
-        slots = {host.name: host.slots or 0 for host in read_hostfile(Path(path).expanduser())}
+        slots = read_hostfile(Path(path).expanduser())
         return cls(slots, tuple(launcher), tuple(command[script:]), ssh)
 
     def refuse_what_chooses(self) -> None:

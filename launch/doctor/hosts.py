@@ -1,25 +1,23 @@
-"""The machines of a job: the hostfile, and an agent on each, over ssh or here."""
+"""The machines of a job, and an agent on each, over ssh or here."""
 
 from __future__ import annotations
 
 import json
 import os
 import queue
-import re
 import shlex
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from config.errors import UserError
-from launch import doctor_agent
+from launch.doctor import agent as doctor_agent
 
 HERE = "localhost"
 _SENT = (
@@ -27,9 +25,10 @@ _SENT = (
     "config.machine",
     "config.machine.op_builds",
     "launch",
-    "launch.doctor_folders",
-    "launch.doctor_facts",
-    "launch.doctor_agent",
+    "launch.doctor",
+    "launch.doctor.folders",
+    "launch.doctor.facts",
+    "launch.doctor.agent",
 )
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _PASSED_ON = ("NCCL", "PYTHON", "UCX", "MLFLOW", "MV2")
@@ -64,7 +63,7 @@ class Host:
             raise Unreachable(f"cannot start {command[0]}: {error.strerror}") from error
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
         threading.Thread(target=self._hear, args=(self._process,), daemon=True).start()
-        top = Path(__file__).parent.parent
+        top = Path(__file__).parents[2]
         files = {name: top / f"{name.replace('.', '/')}.py" for name in _SENT}
         sources = [[name, file.read_text() if file.is_file() else ""] for name, file in files.items()]
         self._write(json.dumps([{} if self.local else _environment(), sources]))
@@ -142,28 +141,9 @@ class Host:
             self._complaints.append(line.decode(errors="replace").strip()[:300])
 
 
-def read_hostfile(path: Path) -> list[Host]:
-    """The machines of a DeepSpeed hostfile: `name slots=N` a line. Raises UserError."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--hostfile {path}: cannot be read: {getattr(error, 'strerror', error)}") from error
-    hosts: dict[str, Host] = {}
-    for number, text in enumerate(lines, 1):
-        line = text.strip()
-        if not line or line.startswith("#"):
-            continue
-        match = re.match(r"(\S+)\s+slots=(\d+)", line)
-        if match is None or match[1].startswith("-"):
-            raise UserError(f"{path}: line {number}: {line!r} is not NAME slots=N; correct it")
-        if match[1] in hosts:
-            raise UserError(f"{path}: line {number}: {match[1]} is there twice; add its slots up in one line")
-        hosts[match[1]] = Host(match[1], int(match[2]))
-    if not hosts:
-        raise UserError(f"{path}: names no host; write a line such as worker-0 slots=8")
-    if len(hosts) == 1:  # the deepspeed launcher then starts here, whatever the name
-        next(iter(hosts.values())).local = True
-    return list(hosts.values())
+def hosts_of(slots: Mapping[str, int]) -> list[Host]:
+    """The machines of a hostfile. A single one is this one: the deepspeed launcher starts here, whatever its name."""
+    return [Host(name, count, local=len(slots) == 1) for name, count in slots.items()]
 
 
 def on_all(hosts: Sequence[Host], do: Callable[[Host], Any]) -> dict[str, Any]:

@@ -12,96 +12,17 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 from config.cli import Arguments
-from config.command_line import CONFIG_ERROR, Resolved, read_command_line
+from config.command_line import CONFIG_ERROR
 from config.errors import UserError
-from config.launcher import as_launched
-from launch.plan_devices import DEVICES, GIB, Device, find_device
-from launch.plan_memory import layout_of
-from launch.plan_model import Shape, read_shape
-from launch.plan_search import Option, Planner, dominated_from
-from launch.plan_time import DEFAULT_MFU, LATENCY_SECONDS, mfu_of, speed, traffic
+from launch.plan.devices import DEVICES
+from launch.plan.plan import Plan, make_plan
+from launch.plan.search import Option, dominated_from
+from launch.plan.speed import DEFAULT_MFU, LATENCY_SECONDS, traffic
 
 NOTHING_FITS = 3
-PROCESS_BYTES = 576 * 2**20
-"""Python, torch, DeepSpeed and gloo in one rank on a CPU, as docs/plan.md measured it."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that is shown."""
-
-    resolved: Resolved
-    shape: Shape
-    device: Device
-    usable: float
-    mfu: float
-    mfu_source: str
-    configured: Option
-    stages: dict[int, Option | None]
-    smallest: Option | None
-    scaling: list[Option]
-    token_budget: float
-    price: float | None
-    """[money] Of one device for one hour; None: not told."""
-
-    @property
-    def model_mfu(self) -> float:
-        """[fraction] Of the peak that model FLOPs reach in the whole step."""
-        layout = self.configured.layout
-        peak = self.device.peak_fp32 if layout.compute == "fp32" and not layout.manifest else self.device.peak
-        flops = self.shape.flops_per_token(layout.sequence) * self.configured.speed.tokens_per_second
-        return flops / layout.world / peak
-
-    def hours(self, option: Option) -> float:
-        """[hours] To the token budget."""
-        return self.token_budget / option.speed.tokens_per_second / 3600
-
-    def cost(self, option: Option) -> float | None:
-        """[money] To the token budget."""
-        return None if self.price is None else self.hours(option) * option.layout.world * self.price
-
-
-def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
-    """The plan of a command line. arguments: what train.py would be given.
-
-    Raises UserError: a device, a number or a model that cannot be planned. SystemExit 2: the config is wrong.
-    """
-    resolved = read_command_line(arguments, as_launched(options.gpus))
-    device = _device(options)
-    layout = layout_of(resolved, world=options.gpus, on_cpu=device.is_cpu)
-    shape = read_shape(resolved.config)
-    mfu, source = options.mfu, "assumed"
-    if options.measured is not None:
-        mfu, source = _measured_mfu(Path(options.measured), device)
-    usable = device.memory * (1 - options.reserve)
-    process = PROCESS_BYTES if device.is_cpu else 0.0
-    timed = partial(
-        speed, shape, device=device, mfu=mfu, efficiency=options.efficiency, latency=options.latency_us * 1e-6
-    )
-    planner = Planner(shape, device, usable, process, timed)
-    configured = planner.option(layout)
-    stages = planner.stages(layout)
-    return Plan(
-        resolved=resolved,
-        shape=shape,
-        device=device,
-        usable=usable,
-        mfu=mfu,
-        mfu_source=source,
-        configured=configured,
-        stages=stages,
-        smallest=next((option for option in stages.values() if option), None),
-        scaling=planner.scaling(layout),
-        token_budget=options.tokens or resolved.config.run.steps * configured.speed.tokens_per_step,
-        price=options.price,
-    )
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -144,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(as_json(plan), indent=2))
     else:
-        from launch.plan_text import show
+        from launch.plan.text import show
 
         show(plan)
     return 0 if plan.smallest is not None else NOTHING_FITS
@@ -188,39 +109,6 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(list(argv))
 
 
-def _device(options: argparse.Namespace) -> Device:
-    device = find_device(options.device)
-    given = {
-        "memory": options.memory and options.memory * GIB,
-        "link": options.link and options.link * 1e9,
-        "network": options.network and options.network * 1e9,
-        "per_node": options.per_node,
-    }
-    if device.is_cpu:
-        given = {"memory": device.memory / options.gpus, **{name: value for name, value in given.items() if value}}
-    return replace(device, **{name: value for name, value in given.items() if value is not None})
-
-
-def _measured_mfu(folder: Path, device: Device) -> tuple[float, str]:
-    """The share of the peak that a run reached: the median of its steps without the first tenth."""
-    try:
-        lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"command line: --measured {folder}: {error.strerror}; give a run's folder") from error
-    events = [json.loads(line) for line in lines if line.endswith("}")]
-    world = next((event["world_size"] for event in reversed(events) if event["event"] == "run_start"), 0)
-    rates = [float(event["tokens_per_second"]) for event in events if event["event"] == "step"]
-    rates = rates[max(1, len(rates) // 10) :]
-    if not rates or not world:
-        raise UserError(f"command line: --measured {folder}: has no two steps to measure; let it run a little longer")
-    resolved = read_command_line(["--config", str(folder / "config.yaml")], as_launched(world))
-    layout = layout_of(resolved, world=world, on_cpu=device.is_cpu)
-    found = mfu_of(median(rates), read_shape(resolved.config), layout, device)
-    if found > 1:
-        raise UserError(f"command line: --measured {folder}: is faster than the peak of --device {device.name}")
-    return found, f"measured in {folder}"
-
-
 def _option_json(plan: Plan, option: Option) -> dict[str, Any]:
     return {
         "devices": option.layout.world,
@@ -257,7 +145,3 @@ def _share(text: str) -> float:
     if not 0 <= number <= 1:
         raise ValueError(text)
     return number
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,10 @@
+"""`python -m launch.doctor`."""
+
+from __future__ import annotations
+
+import sys
+
+from launch.doctor.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
