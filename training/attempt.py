@@ -13,8 +13,8 @@ from data.loader import Batch
 from precision.guard import Judgement, StepHealth, Verdict
 from precision.observe import Observation, verify
 from training.attribution import attribute
-from training.health import Health
-from training.ledger import read_ledger
+from training.engine.health import Health
+from training.engine.ledger import read_ledger
 from training.parts import Parts
 from training.progress import Progress
 from training.record_step import record_causes, record_incident, record_step

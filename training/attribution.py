@@ -15,7 +15,7 @@ import torch
 from data.loader import Batch
 from precision.nonfinite import Finding, Inspector, check_parameters, describe
 from training.engine import Engine
-from training.generators import generators, restore_generators
+from training.engine.rng import generators, restore_generators
 
 _MOST_PARAMETERS = 5
 """Spoiled parameters that are named when no rank saw one arise."""

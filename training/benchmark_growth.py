@@ -49,9 +49,10 @@ from training import distributed
 from training.attempt import attempt
 from training.benchmark_guard import bare_step
 from training.benchmark_split import Stages, watch
-from training.build import build_engine, seed_everything
+from training.build import seed_everything
 from training.checkpoint import Checkpoints, Retention
 from training.distributed import Place
+from training.engine import build_engine
 from training.parts import Parts
 from training.preemption import Preemption
 from training.progress import Progress

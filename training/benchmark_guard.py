@@ -27,9 +27,10 @@ from precision.guard import Guard
 from tracking.run_dir import RunDir
 from training import distributed
 from training.attempt import attempt
-from training.build import batch_shape, build_engine, seed_everything
+from training.build import batch_shape, seed_everything
 from training.checkpoint import Checkpoints, Retention
 from training.distributed import Place
+from training.engine import build_engine
 from training.open_record import open_record
 from training.parts import Parts
 from training.preemption import Preemption

@@ -23,10 +23,10 @@ from data.loader import Batches
 from data.prepare import prepare
 from modeling.build import model_config
 from training import distributed
-from training.build import batch_shape, build_engine, open_checkpoints
+from training.build import batch_shape, open_checkpoints
 from training.checkpoint import Saved
 from training.distributed import Place
-from training.engine import Engine
+from training.engine import Engine, build_engine
 from training.progress import Progress
 
 Mode = Literal["always", "never"]

@@ -155,8 +155,8 @@ def watch_mantissa(stages: Stages) -> None:
     from tracking.record import Record
     from training import loop
     from training.engine import Engine
-    from training.gradients import ReducedGradients
-    from training.work_time import WorkTime
+    from training.engine.gradients import ReducedGradients
+    from training.engine.work_time import WorkTime
 
     watch(stages, Batches, "next_step", "data")
     _watch_context(stages, WorkTime, "measured", "forward")

@@ -43,7 +43,7 @@ from training.benchmark import FAILED, TOLERANCE
 from training.benchmark_guard import open_parts
 from training.build import batch_shape
 from training.distributed import Place
-from training.optimizer import build_optimizer
+from training.engine.optimizer import build_optimizer
 from training.parts import Parts
 from training.progress import Progress
 from training.schedule import learning_rate

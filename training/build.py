@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import deepspeed
 import numpy as np
 import torch
 from transformers import PretrainedConfig
-from transformers.integrations import HfDeepSpeedConfig
 
 from config.command_line import Resolved
 from config.errors import UserError
@@ -23,19 +19,13 @@ from config.load import to_dict
 from data.documents import Documents
 from data.loader import Batches, validation_batches
 from data.prepare import Corpus
-from modeling.activation_checkpointing import apply_activation_checkpointing
-from modeling.activation_checkpointing_budget import keep_within
-from modeling.build import Gather, build_model, count_parameters
-from modeling.compiling import compile_blocks, require_compilable
-from modeling.document_masking import require_documents_apart
-from modeling.kernels import require_liger
+from modeling.build import count_parameters
 from precision.guard import Guard
 from tracking.run_dir import RunDir
 from training.checkpoint import Checkpoints, Retention
 from training.checkpoint_files import Opener
 from training.distributed import Place
-from training.engine import Engine
-from training.kernel_choice import choose_kernels
+from training.engine import Engine, build_engine
 from training.open_record import open_record
 from training.parts import Parts
 from training.preemption import Preemption
@@ -44,7 +34,6 @@ from training.progress import Progress
 from training.recovery import Promotions
 from training.telemetry import Telemetry
 from training.tracing import open_tracing
-from training.weights_start import start_from_weights
 
 
 def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, place: Place) -> tuple[Parts, Progress]:
@@ -151,73 +140,6 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
     )
 
 
-def build_engine(resolved: Resolved, model_config: PretrainedConfig, place: Place) -> Engine:
-    """The model under the resolved DeepSpeed config, with its activation checkpointing, on this rank."""
-    config = resolved.config
-    if config.model.compile:
-        require_compilable(resolved.zero_stage)
-    if config.model.kernels == "liger":
-        require_liger(model_config.model_type, place.device)
-    # transformers builds and loads the model partitioned for as long as this object lives and says ZeRO-3.
-    zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
-    gather = _gather_partitioned(place) if zero3 else _already_whole
-    model = build_model(config.model, model_config, seed=config.run.seed, gather=gather)
-    notes = choose_kernels(model, resolved, place)
-    apply_activation_checkpointing(
-        model,
-        config.model.activation_checkpointing,
-        reentrant=config.model.checkpointing_reentrant,
-        every=config.model.checkpointing_every,
-    )
-    engine = Engine(model, resolved, place)
-    engine.notes += notes
-    if config.model.name_or_path is not None:
-        start_from_weights(engine, config.model.name_or_path)
-    if config.data.document_masking:
-        _require_documents_apart(engine)
-    if config.model.activation_memory_gib is not None:
-        _recompute_within(engine, resolved, config.model.activation_memory_gib)
-    if config.model.compile:
-        engine.notes.append(compile_blocks(engine.model, _one_micro_batch(engine, resolved)))
-    return engine
-
-
-def _require_documents_apart(engine: Engine) -> None:
-    def forward(inputs: dict[str, Any]) -> torch.Tensor:
-        logits: torch.Tensor = engine.deepspeed(**inputs, use_cache=False).logits
-        return logits
-
-    engine.deepspeed.eval()
-    require_documents_apart(forward, engine.model.config, engine.place.device)
-    engine.deepspeed.train()
-
-
-def _one_micro_batch(engine: Engine, resolved: Resolved) -> Callable[[], None]:
-    """A forward pass in training, on a micro-batch of the run's shape."""
-    vocabulary = engine.model.config.get_text_config().vocab_size
-    shape = (resolved.batch.micro_size, resolved.config.data.sequence_length)
-    inputs: dict[str, Any] = {"input_ids": torch.arange(math.prod(shape)).remainder_(vocabulary).view(shape)}
-    if resolved.config.data.document_masking:  # the mask is kept as well
-        inputs["position_ids"] = torch.arange(shape[1]).remainder_(max(shape[1] // 2, 1)).expand(shape)
-    inputs = {name: ids.to(engine.place.device) for name, ids in inputs.items()}
-
-    def forward() -> None:
-        engine.deepspeed.train()
-        engine.loss_path.loss_sum(inputs, inputs["input_ids"], 1.0, inspected=False)
-
-    return forward
-
-
-def _recompute_within(engine: Engine, resolved: Resolved, gib: float) -> None:
-    place, forward = engine.place, _one_micro_batch(engine, resolved)
-
-    def largest(values: Sequence[int]) -> list[int]:
-        rows = place.gather(torch.tensor(values, dtype=torch.float64, device=place.device))
-        return [int(value) for value in rows.amax(dim=0).tolist()]
-
-    engine.notes.append(keep_within(engine.model, gib, forward=forward, largest=largest).text)
-
-
 def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:
     """How this rank's batches are cut: arguments of the data loader."""
     config = resolved.config
@@ -281,16 +203,3 @@ def identity(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig,
         "offload": resolved.offload,
         "deepspeed": deepspeed.__version__,
     }
-
-
-def _gather_partitioned(place: Place) -> Gather:
-    @contextmanager
-    def gather(parameters: Sequence[torch.nn.Parameter]) -> Iterator[bool]:
-        with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0):
-            yield place.is_main
-
-    return gather
-
-
-def _already_whole(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[bool]:
-    return nullcontext(True)

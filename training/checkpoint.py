@@ -37,7 +37,7 @@ from training.checkpoint_manifest import (
 )
 from training.checkpoint_retention import Retention, being_read
 from training.checkpoint_save import Order, Save, Saved, SaveFailed, on_main
-from training.generators import load_generators
+from training.engine.rng import load_generators
 from training.progress import Progress
 
 if TYPE_CHECKING:

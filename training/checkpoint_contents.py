@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from training.checkpoint_identity import parameter_shapes
 from training.checkpoint_manifest import FORMAT, STATE
 from training.elastic_shards import checksums_of
-from training.generators import generators
+from training.engine.rng import generators
 from training.progress import Progress
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from training.checkpoint_contents import TAG
 from training.checkpoint_files import PLAIN, Opener, Reader
 from training.elastic_shards import KINDS, Checksums, as_text, checksum, checksums_of, shard_of, trained
 from training.engine import Engine
+from training.engine.masters import local_masters
+from training.engine.tensors import shape_of
 from training.export_read import SavedModel, SavedTensor, open_saved_model
-from training.masters import local_masters
-from training.whole_tensors import shape_of
 
 
 @dataclass(frozen=True)

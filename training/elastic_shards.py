@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from training.engine import Engine
-from training.masters import local_masters
-from training.whole_tensors import shape_of
+from training.engine.masters import local_masters
+from training.engine.tensors import shape_of
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 _CHUNK, _CHUNK_ON_A_GPU = 1 << 16, 1 << 22

@@ -143,7 +143,8 @@ def run_trial(resolved: Resolved, corpus: Corpus, place: Place) -> Trial:
     """Train one setting at one rate from its seed, until its last step or until it fails. A collective."""
     from data.loader import Batches, validation_batches
     from modeling.build import model_config
-    from training.build import batch_shape, build_engine, seed_everything
+    from training.build import batch_shape, seed_everything
+    from training.engine import build_engine
     from training.schedule import learning_rate
 
     config = resolved.config

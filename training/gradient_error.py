@@ -28,8 +28,8 @@ from precision.manifest import load_manifest
 from precision.parity import NEGLIGIBLE
 from precision.regions import Regions
 from training.engine import Engine
-from training.generators import generators, restore_generators
-from training.whole_tensors import whole_gradient
+from training.engine.rng import generators, restore_generators
+from training.engine.tensors import whole_gradient
 
 
 @dataclass(frozen=True)

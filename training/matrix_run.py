@@ -31,8 +31,8 @@ from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config
 from modeling.loss import IGNORED, label_loss_sum
 from modeling.parameter_groups import parameter_groups
-from training.build import build_engine
 from training.distributed import Place, allow_slow_fp16
+from training.engine import build_engine
 from training.matrix_cells import CLIPPING, DTYPES, SEQUENCE, VOCABULARY, Cell, global_size
 
 

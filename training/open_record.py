@@ -19,7 +19,7 @@ from tracking.run_dir import RunDir
 from tracking.wandb.sink import WandbSink
 from training.distributed import Place
 from training.engine import Engine
-from training.ledger import as_plain, read_ledger
+from training.engine.ledger import as_plain, read_ledger
 
 
 def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: RunDir, place: Place) -> Record:

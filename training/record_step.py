@@ -12,7 +12,7 @@ from precision.guard import Judgement
 from tracking.record import Record
 from training.checkpoint import Saved
 from training.engine import Engine
-from training.health import Health, Update
+from training.engine.health import Health, Update
 from training.progress import Progress
 from training.recovery import Causes
 

@@ -120,8 +120,9 @@ def _restore(
     from modeling.build import model_config
     from precision.guard import Guard
     from tracking.record import Record
-    from training.build import batch_shape, build_engine, identity, seed_everything
+    from training.build import batch_shape, identity, seed_everything
     from training.checkpoint import Checkpoints, Retention, newest_before
+    from training.engine import build_engine
     from training.parts import Parts
     from training.preemption import Preemption
     from training.progress import Progress

@@ -33,14 +33,14 @@ from modeling.build import model_config
 from precision.statistics import compare_gradients, master_drift, to_plain
 from tracking.run_dir import RunDir
 from training import distributed
-from training.build import batch_shape, build_engine, identity, seed_everything
+from training.build import batch_shape, identity, seed_everything
 from training.checkpoint import Checkpoints, Retention
-from training.engine import Engine
+from training.engine import Engine, build_engine
+from training.engine.tensors import whole_gradient, whole_master, whole_moment, whole_weight
 from training.output_errors import OutputErrors
 from training.progress import Progress
 from training.reference import Reference, adamw_update, clip_coefficient, has_dropout
 from training.schedule import learning_rate
-from training.whole_tensors import whole_gradient, whole_master, whole_moment, whole_weight
 
 MOST_SKIPS = 12
 """Skipped steps after which a point is given up: a loss scale that starts at 65536 needs fewer to settle."""

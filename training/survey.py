@@ -27,8 +27,8 @@ from precision.manifest import find_regions
 from precision.proposal import Limits, Proposal, Unit, largest_scale, propose
 from precision.ranges import Spread
 from training import distributed
-from training.build import batch_shape, build_engine, seed_everything
-from training.engine import Engine
+from training.build import batch_shape, seed_everything
+from training.engine import Engine, build_engine
 from training.gradient_error import validate
 from training.measurements import all_spreads, measure, summary, units_of
 from training.schedule import learning_rate

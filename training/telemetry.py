@@ -31,8 +31,8 @@ from precision.statistics import (
     to_plain,
 )
 from training.engine import Engine
-from training.generators import generators, restore_generators
-from training.whole_tensors import shape_of, whole_gradient, whole_master, whole_weight
+from training.engine.rng import generators, restore_generators
+from training.engine.tensors import shape_of, whole_gradient, whole_master, whole_weight
 
 
 class Telemetry:

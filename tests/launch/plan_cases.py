@@ -17,8 +17,8 @@ from config.command_line import Resolved, read_command_line
 from data.loader import Batch
 from modeling.build import model_config
 from tests.training.small_run import ROOT
-from training.build import build_engine
 from training.distributed import Place
+from training.engine import build_engine
 
 
 def peak_of(place: Place, *, overrides: Sequence[str], vocabulary: int, steps: int = 2) -> dict[str, float]:

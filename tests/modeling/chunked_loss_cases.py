@@ -13,7 +13,7 @@ from tests.training.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
 from training.distributed import Place
 from training.engine import Engine
-from training.whole_tensors import whole_gradient
+from training.engine.tensors import whole_gradient
 
 LOSSES = {
     "full": ["model.loss=full"],

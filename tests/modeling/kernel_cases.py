@@ -14,8 +14,8 @@ from tests.modeling import interpreted_liger
 from tests.training.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
 from training.distributed import Place
+from training.engine.tensors import whole_gradient
 from training.telemetry import Telemetry
-from training.whole_tensors import whole_gradient
 
 MICRO = 2
 SICK = "model.layers.0.mlp.up_proj"

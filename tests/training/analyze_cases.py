@@ -16,7 +16,7 @@ from precision.proposal import Limits
 from precision.regions import Regions
 from tests.training.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import Place
-from training.generators import generators
+from training.engine.rng import generators
 from training.gradient_error import Fp32Gradients, computing
 from training.survey import Plan, survey
 

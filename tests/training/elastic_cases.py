@@ -13,14 +13,14 @@ from transformers.integrations import HfDeepSpeedConfig
 from config.errors import UserError
 from modeling.build import build_model, model_config
 from tests.training.small_run import SEQUENCE, VOCABULARY, batch_of, resolve
-from training.build import _gather_partitioned
 from training.distributed import Place
 from training.elastic import load_resharded
 from training.elastic_shards import Checksums, checksums_of
 from training.engine import Engine
-from training.masters import local_masters
-from training.weights_start import require_fresh_masters
-from training.whole_tensors import whole_master, whole_moment, whole_weight
+from training.engine.build import _gather_partitioned
+from training.engine.masters import local_masters
+from training.engine.tensors import whole_master, whole_moment, whole_weight
+from training.engine.weights import require_fresh_masters
 
 FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")
 SAVED_AFTER = 3

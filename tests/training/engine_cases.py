@@ -11,7 +11,7 @@ from modeling.loss import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from tests.training.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import Place
-from training.ledger import PrecisionError, read_ledger
+from training.engine.ledger import PrecisionError, read_ledger
 
 
 def one_step(place: Place, *, stage: int, compute: str, micro: int, mask: str, **options: Any) -> dict[str, Any]:

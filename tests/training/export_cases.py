@@ -11,12 +11,12 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from modeling.build import build_model, model_config
 from tests.training.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
-from training.build import _gather_partitioned
 from training.distributed import Place
 from training.engine import Engine
-from training.masters import local_masters
-from training.weights_start import StaleMaster, refresh_masters, require_fresh_masters, start_from_weights
-from training.whole_tensors import whole_master, whole_weight
+from training.engine.build import _gather_partitioned
+from training.engine.masters import local_masters
+from training.engine.tensors import whole_master, whole_weight
+from training.engine.weights import StaleMaster, refresh_masters, require_fresh_masters, start_from_weights
 
 FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")
 ODD = ["model.config.hidden_size=28", "model.config.intermediate_size=47", "model.config.mlp_bias=true"]

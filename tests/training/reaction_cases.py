@@ -12,7 +12,7 @@ from precision.observe import Observation, verify
 from tests.training.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
 from training.distributed import Place
-from training.health import RanksDisagree
+from training.engine.health import RanksDisagree
 
 HIT = "model.layers.1.mlp.down_proj"
 

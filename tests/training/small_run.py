@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 from config.command_line import Resolved, read_command_line
 from data.loader import Batch
 from modeling.build import model_config
-from training.build import build_engine
 from training.distributed import Place
-from training.engine import Engine
+from training.engine import Engine, build_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 64

@@ -13,7 +13,7 @@ from tests.process_group import ProcessGroup
 from tests.training import compile_cases as cases
 from tests.training.launches import ROOT
 from tests.training.small_run import resolve
-from training.build import build_engine
+from training.engine import build_engine
 
 HARD = ["model.activation_checkpointing=full", "model.config.attention_dropout=0.3"]
 CALLS = 2 * 2 * cases.STEPS

@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import sys, torch
 from deepspeed.runtime import compiler
-from training.optimizer import import_muon_uncompiled
+from training.engine.optimizer import import_muon_uncompiled
 import_muon_uncompiled()
 print("deepspeed.runtime.zero.muon.original_muon" in sys.modules, "torch._inductor.compile_fx" in sys.modules)
 print(compiler.compile() is torch.compile)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tracking.ranks import spread
-from training.work_time import RANKS_LISTED, WorkTime, by_rank
+from training.engine.work_time import RANKS_LISTED, WorkTime, by_rank
 
 
 def test_what_runs_inside_is_added_up_and_taken_once() -> None:

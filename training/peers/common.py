@@ -78,7 +78,7 @@ class Job:
 
     def optimizer(self, model: PreTrainedModel) -> torch.optim.Optimizer:
         """AdamW, fused, that does not decay norms, biases and embeddings."""
-        from training.optimizer import build_optimizer
+        from training.engine.optimizer import build_optimizer
 
         section = OptimizerSection(**{**self.spec.optimizer, "betas": tuple(self.spec.optimizer["betas"])})
         return build_optimizer(model, section, offload=self.spec.offload != "none", device=self.device)

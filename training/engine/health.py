@@ -31,7 +31,7 @@ class Health:
     """Peak memory of the rank that needs most: device memory, or resident memory on a CPU."""
     by_rank: dict[str, Any]
     """`memory_bytes` (the same measure) and `work_seconds` (data wait and forward passes), each as
-    `training.work_time.by_rank` gives it."""
+    `training.engine.work_time.by_rank` gives it."""
     grad_norm: float
     """Global norm of the unscaled gradient before clipping; inf when any value is not finite."""
     preempted: bool

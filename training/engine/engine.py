@@ -6,7 +6,7 @@ so the sum is multiplied by the number of ranks first. Neither accumulation, nor
 labels are masked changes the gradient.
 
 Gradient norm. `Health.grad_norm` is the global norm of the unscaled gradient before clipping, at every ZeRO stage. It
-is known before the optimizer step, so that a step can still be discarded (`training.gradients`).
+is known before the optimizer step, so that a step can still be discarded (`training.engine.gradients`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from config.deepspeed.combinations import Combination, refuse_combination
 from data.loader import Batch
 from precision.manifest import load_manifest
 from precision.regions import Regions
-from training.defects import Defects
 from training.distributed import Place, allow_slow_fp16
-from training.faults import Faults
-from training.generators import generators
-from training.gradients import ReducedGradients
-from training.health import Health, Outcome, Update, require_equal
-from training.loss_path import LossPath, label_tokens_of_all
+from training.engine.defects import Defects
+from training.engine.faults import Faults
+from training.engine.gradients import ReducedGradients
+from training.engine.health import Health, Outcome, Update, require_equal
+from training.engine.loss import LossPath, label_tokens_of_all
+from training.engine.masters import UpdateMeter
+from training.engine.optimizer import build_optimizer, import_muon_uncompiled
+from training.engine.rng import generators
+from training.engine.work_time import WorkTime, by_rank
 from training.loss_scaler import LossScaler
-from training.masters import UpdateMeter
 from training.memory import peak_memory_bytes
-from training.optimizer import build_optimizer, import_muon_uncompiled
-from training.work_time import WorkTime, by_rank
 
 
 class Engine:

@@ -13,8 +13,8 @@ import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
-from training.engine import Engine
-from training.masters import local_masters
+from training.engine.engine import Engine
+from training.engine.masters import local_masters
 
 
 def shape_of(parameter: torch.nn.Parameter) -> torch.Size:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from config.errors import UserError
-from training.engine import Engine
-from training.masters import local_masters
+from training.engine.engine import Engine
+from training.engine.masters import local_masters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
