@@ -34,10 +34,11 @@ def run(resolved: Resolved) -> int:
     corpus = prepare(config.data, progress=resolved.rank == 0)
     shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
 
-    from training import distributed, lost_rank
+    from training import distributed
     from training.build import build
     from training.finish import finish
     from training.loop import train
+    from training.watchdog import watch as lost_rank
 
     place = distributed.join(resolved)
     try:

@@ -29,11 +29,11 @@ from training.engine import Engine, build_engine
 from training.open_record import open_record
 from training.parts import Parts
 from training.preemption import Preemption
-from training.profiling import open_profiling
+from training.profile.profiler import open_profiling
 from training.progress import Progress
 from training.recovery import Promotions
 from training.telemetry import Telemetry
-from training.tracing import open_tracing
+from training.tracing.spans import open_tracing
 
 
 def build(resolved: Resolved, corpus: Corpus, model_config: PretrainedConfig, place: Place) -> tuple[Parts, Progress]:

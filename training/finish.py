@@ -13,8 +13,7 @@ from modeling.generate import sample_text
 from tracking.report.command import summary_table, write_report
 from tracking.run_dir import RunDir
 from training.loop import DIVERGED, DONE, PREEMPTED, UNSAVED, Ending
-from training.parts import Parts
-from training.tracing_stages import stop_watching
+from training.parts import Parts, stop_watching
 
 _STATUS = {DONE: "done", DIVERGED: "aborted", UNSAVED: "aborted", PREEMPTED: "preempted"}
 

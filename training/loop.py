@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from precision.guard import Verdict
 from training.attempt import attempt
 from training.checkpoint import SaveFailed
-from training.parts import Parts
+from training.parts import Parts, watching
 from training.progress import Progress
 from training.record_step import record_checkpoint, record_evaluation
-from training.tracing_stages import watching
 
 DONE, DIVERGED, UNSAVED, PREEMPTED = 0, 3, 74, 75
 """Exit codes: all steps done; stopped on numerics with a usable checkpoint; checkpoints cannot be written; stopped on

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from config.command_line import Resolved
 from data.loader import Batch, Batches
@@ -12,10 +14,14 @@ from tracking.record import Record
 from training.checkpoint import Checkpoints
 from training.engine import Engine
 from training.preemption import Preemption
-from training.profiling import Profiling
+from training.profile.profiler import Profiling
 from training.recovery import Promotions
 from training.telemetry import Telemetry
-from training.tracing import Tracing
+from training.tracing.spans import Tracing
+
+if TYPE_CHECKING:
+    from training.parts import Parts
+    from training.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -36,3 +42,26 @@ class Parts:
     """Steps attempted before this session."""
     tracing: Tracing | None = None
     profiling: Profiling | None = None
+
+
+_NOBODY = nullcontext()
+
+
+def watching(parts: Parts, progress: Progress) -> AbstractContextManager[Any]:
+    """Around one attempted step; progress: before it."""
+    if parts.tracing is None and parts.profiling is None:
+        return _NOBODY
+    stack = ExitStack()
+    if parts.profiling is not None:
+        stack.enter_context(parts.profiling.step(progress.step + 1))
+    if parts.tracing is not None:
+        stack.enter_context(parts.tracing.step(progress))
+    return stack
+
+
+def stop_watching(parts: Parts) -> None:
+    """Write what there is of a profile and send the last spans, for at most a few seconds."""
+    if parts.profiling is not None:
+        parts.profiling.close()
+    if parts.tracing is not None:
+        parts.tracing.close()

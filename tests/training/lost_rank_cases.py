@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from training import distributed, lost_rank
+from training import distributed
 from training.distributed import Place
-from training.process_facts import Member
+from training.watchdog import watch as lost_rank
+from training.watchdog.process import Member
 
 WORLD = 2
 

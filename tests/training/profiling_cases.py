@@ -15,7 +15,7 @@ from torch.nn.modules import module as hooks
 from tests.training.small_run import VOCABULARY, batch_of, engine_of, masters_of, resolve
 from training.distributed import Place
 from training.engine import Engine
-from training.profiling import Profiling
+from training.profile.profiler import Profiling
 
 STEPS = 4
 MODEL = (
@@ -98,8 +98,8 @@ def cost_of_nobody(place: Place) -> float:
     """Seconds that `watching` adds to a step of a run without spans and profile."""
     from types import SimpleNamespace
 
+    from training.parts import watching
     from training.progress import Progress
-    from training.tracing_stages import watching
 
     parts: Any = SimpleNamespace(tracing=None, profiling=None)
     progress, rounds = Progress(), 20_000

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.training.lost_rank_cases import Ranks
-from training.lost_rank import LOST
-from training.process_facts import Member, MemoryKills, exit_status, how_it_ended
+from training.watchdog.process import Member, MemoryKills, exit_status, how_it_ended
+from training.watchdog.watch import LOST
 
 
 @pytest.fixture(scope="module")

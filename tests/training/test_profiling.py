@@ -8,9 +8,9 @@ import json
 import pytest
 
 from tests.training import profiling_cases
-from training.profile_page import page
-from training.profile_summary import main, summarise
-from training.profile_timeline import MODULE, STAGE, STEP, build_timeline
+from training.profile.page import page
+from training.profile.summary import main, summarise
+from training.profile.timeline import MODULE, STAGE, STEP, build_timeline
 
 TOKENS, HIDDEN, INNER, VOCABULARY, BLOCKS = 32, 64, 128, 64, 2  # tokens of a micro-batch of 2 x 16
 

@@ -15,7 +15,7 @@ from tests.training.small_run import batch_of, engine_of, masters_of, resolve
 from training.checkpoint import Checkpoints, Retention
 from training.distributed import Place
 from training.progress import Progress
-from training.tracing import Tracing
+from training.tracing.spans import Tracing
 
 TOKENS = 128
 

@@ -3,7 +3,7 @@
     profile: {start: 20, steps: 2}
 
 writes RUN/profile/step-20-21/rank-0.pt.trace.json.gz (for https://ui.perfetto.dev or TensorBoard), rank-0.md and
-rank-0.json. `python -m training.profile_summary TRACE` makes the summary of a trace again.
+rank-0.json. `python -m training.profile TRACE` makes the summary of a trace again.
 
 Until the first profiled step nothing is in the way of training but a clock; in the profiled ones each module and each
 part of the step is a range in the trace. Ranges are laid by hooks, so that an operator's module is known in the forward
@@ -25,9 +25,9 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from training.profile_summary import write_summary
-from training.profile_timeline import MODULE, STAGE, STEP
-from training.tracing_stages import follow
+from training.profile.summary import write_summary
+from training.profile.timeline import MODULE, STAGE, STEP
+from training.tracing.follow import follow
 
 if TYPE_CHECKING:
     from config.command_line import Resolved

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from training.tracing_stages import follow
+from training.tracing.follow import follow
 
 if TYPE_CHECKING:
     from config.command_line import Resolved
@@ -82,7 +82,7 @@ class Tracing:
         """
         from opentelemetry import trace
 
-        from training.tracing_export import Export, derived_id
+        from training.tracing.otlp import Export, derived_id
 
         self._api, self._derived_id = trace, derived_id
         self._export = Export(endpoint, facts)

@@ -1,6 +1,6 @@
 """What a profile says: where the time of a step goes, which matmuls ran in FP32, which shapes fit tensor cores badly.
 
-    python -m training.profile_summary RUN/profile/step-20-21/rank-0.pt.trace.json.gz
+    python -m training.profile RUN/profile/step-20-21/rank-0.pt.trace.json.gz
 
 makes the .json and the .md beside a trace again. Every moment of the profiled steps is counted once, under the
 innermost of: data wait, communication, optimizer, attention, matmul, cast; what is left is other operators, or Python
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import UserError
-from training.profile_matmul import NAMES, Matmul, fallbacks, matmul_of, misfits, table
-from training.profile_page import page, which_steps
-from training.profile_timeline import Event, Timeline, build_timeline, merged, overlap, read_trace
+from training.profile.matmul import NAMES, Matmul, fallbacks, matmul_of, misfits, table
+from training.profile.page import page, which_steps
+from training.profile.timeline import Event, Timeline, build_timeline, merged, overlap, read_trace
 
 DATA, COMMUNICATION, OPTIMIZER, ATTENTION, CAST = "data wait", "communication", "optimizer", "attention", "casts"
 OPERATORS, PYTHON, IDLE = "other operators", "Python between operators", "idle"
@@ -201,7 +201,7 @@ def _seconds(found: dict[str, float]) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the summary of a trace again; prints the page. 2 when there is no such trace."""
-    parser = argparse.ArgumentParser(prog="python -m training.profile_summary", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m training.profile", description=__doc__)
     parser.add_argument("trace", type=Path, help="RUN/profile/step-A-B/rank-R.pt.trace.json.gz")
     trace = parser.parse_args(arguments).trace
     known = trace.parent / f"{trace.name.partition('.')[0]}.json"
@@ -215,7 +215,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(known.with_suffix(".md").read_text())
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,45 +1,17 @@
-"""What looks on while steps are made: spans and the profiler, either of them, or mostly neither.
-
-The loop says once that it may be watched. The parts of a step are seen by replacing methods on the instance, so that
-where nobody looks nothing is in the way.
-"""
+"""Watch the parts of a step by replacing methods on the instance: where nobody watches, nothing is in the way."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from training.parts import Parts
-    from training.progress import Progress
+    pass
 
 Stage = tuple[Any, str, Callable[[], AbstractContextManager[Any]] | None, Callable[[Any], None] | None]
 """An object, the name of its method, what is entered around each call, and what is told the result."""
-
-
-_NOBODY = nullcontext()
-
-
-def watching(parts: Parts, progress: Progress) -> AbstractContextManager[Any]:
-    """Around one attempted step; progress: before it."""
-    if parts.tracing is None and parts.profiling is None:
-        return _NOBODY
-    stack = ExitStack()
-    if parts.profiling is not None:
-        stack.enter_context(parts.profiling.step(progress.step + 1))
-    if parts.tracing is not None:
-        stack.enter_context(parts.tracing.step(progress))
-    return stack
-
-
-def stop_watching(parts: Parts) -> None:
-    """Write what there is of a profile and send the last spans, for at most a few seconds."""
-    if parts.profiling is not None:
-        parts.profiling.close()
-    if parts.tracing is not None:
-        parts.tracing.close()
 
 
 def follow(stages: Sequence[Stage]) -> Callable[[], None]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from training.profile_matmul import BEST, GOOD
+from training.profile.matmul import BEST, GOOD
 
 _ROWS = 15
 _BLOCK = re.compile(r"(?<=\.)\d+(?=\.|$)")  # the number of a block in a module's name
 
 
 def page(summary: dict[str, Any], trace: str) -> str:
-    """The page. summary: as `training.profile_summary.summarise` gives it. trace: name of the trace's file."""
+    """The page. summary: as `training.profile.summary.summarise` gives it. trace: name of the trace's file."""
     parts = [_opening(summary, trace), _where(summary), _matmuls(summary), _fallbacks(summary), _misfits(summary)]
     parts += [_casts(summary), _how(summary)]
     return "\n".join(part for part in parts if part)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from training.process_facts import Member, MemoryKills, exit_status, obituary
+from training.watchdog.process import Member, MemoryKills, exit_status, obituary
 
-_REPOSITORY = Path(__file__).resolve().parents[1]
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from training.witness import main; main(sys.argv[2:])"
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from training.watchdog.witness import main; main(sys.argv[2:])"
 
 
 def start_witness(rank: int, links: Sequence[socket.socket]) -> subprocess.Popen[bytes]:

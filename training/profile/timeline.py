@@ -40,7 +40,7 @@ class Event:
     phase: str = ""
     """forward, backward, recompute (forward again inside backward, for activation checkpointing), or empty."""
     category: str = ""
-    """What it counts as; see `training.profile_summary`."""
+    """What it counts as; see `training.profile`."""
     device_us: float = 0.0
     """Time of the kernels that it launched itself."""
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from config.command_line import REPOSITORY
 from training.distributed import Place
-from training.links import Links
-from training.process_facts import Member, MemoryKills, exit_status, obituary
+from training.watchdog.links import Links
+from training.watchdog.process import Member, MemoryKills, exit_status, obituary
 
 LOST = 69
 """Exit code of a rank that stops because another one is lost."""

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from training.distributed import Place
-from training.process_facts import Member, how_it_ended
-from training.witness import start_witness
+from training.watchdog.process import Member, how_it_ended
+from training.watchdog.witness import start_witness
 
 SILENT_MACHINE_SECONDS = 60.0
 """After how long without an answer a machine is lost. A network with spanning tree may take 50 s to find another way
