@@ -83,8 +83,8 @@ benchmark-gpu: setup $(LIGER_STAMP)  ## The goals for one GPU of 80 GB, in docs/
 		--at-least mantissa-bf16/mantissa-fp32=2 --at-least mantissa-fp16/mantissa-bf16=0.97 batch.micro_size=4 $(ARGS)
 	-$(BENCHMARK_1B) --contestants mantissa-bf16,mantissa-manifest --out runs/benchmark-gpu/manifest --no-split \
 		--at-least mantissa-manifest/mantissa-bf16=0.95 deepspeed.config=ds_configs/zero3_bf16.json batch.micro_size=4 $(ARGS)
-	-$(BIN)/python -m training.benchmark_steps --config config/recipes/benchmark_1b.yaml --pairs 100 --at-least 0.99
-	-$(BIN)/python -m training.benchmark_largest --config config/recipes/benchmark_1b.yaml --layers 32,64,96,128 \
+	-$(BIN)/python -m training.benchmark.steps --config config/recipes/benchmark_1b.yaml --pairs 100 --at-least 0.99
+	-$(BIN)/python -m training.benchmark.largest --config config/recipes/benchmark_1b.yaml --layers 32,64,96,128 \
 		--processes 1 --out runs/benchmark-gpu/largest deepspeed.config=ds_configs/zero3_bf16_offload.json \
 		model.activation_checkpointing=full batch.micro_size=1 batch.global_size=4
 ifneq ($(wildcard $(TITAN_STAMP)),)
@@ -99,7 +99,7 @@ parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
 	$(BIN)/python -m training.parity --config config/recipes/demo.yaml $(ARGS)
 
 parity-defects: setup  ## See that the parity gate finds every planted defect: runs/parity-defects
-	$(BIN)/python -m training.parity_defects batch.micro_size=2 $(ARGS)
+	$(BIN)/python -m training.parity.defects batch.micro_size=2 $(ARGS)
 
 analyze: setup  ## Measure the demo's modules and propose a precision manifest: runs/manifest.json
 	$(BIN)/python -m training.analyze --config config/recipes/demo.yaml --out runs/manifest.json $(ARGS)

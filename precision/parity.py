@@ -2,7 +2,7 @@
 
 Steps are compared from the same masters on the same micro-batches: nothing has had time to grow apart, so this is the
 sharp half of the evidence, and it names modules. The other half, whole runs, is in `precision.trajectories`. Pure: what
-is judged was measured by `training.step_parity`.
+is judged was measured by `training.parity.steps`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Walk:
-    """Steps measured from one point of a run; see `training.step_parity` for the fields of a step."""
+    """Steps measured from one point of a run; see `training.parity.steps` for the fields of a step."""
 
     point: int
     restored: bool

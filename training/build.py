@@ -22,8 +22,9 @@ from data.prepare import Corpus
 from modeling.build import count_parameters
 from precision.guard import Guard
 from tracking.run_dir import RunDir
-from training.checkpoint import Checkpoints, Retention
-from training.checkpoint_files import Opener
+from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.reader import Opener
+from training.checkpoint.retention import Retention
 from training.distributed import Place
 from training.engine import Engine, build_engine
 from training.open_record import open_record
@@ -90,8 +91,8 @@ def open_checkpoints(resolved: Resolved, folder: Path, place: Place, *, identity
     section = resolved.config.checkpoint
     keep, remote = Retention(section.keep, every=section.keep_every, best=section.keep_best), None
     if section.dir is not None:
-        from training.checkpoint_remote import Remote  # brings fsspec, which most runs do not need
-        from training.checkpoint_store import Store
+        from training.checkpoint.store.remote import Remote  # brings fsspec, which most runs do not need
+        from training.checkpoint.store.store import Store
 
         store = Store(f"{section.dir.rstrip('/')}/{resolved.config.run.name}", section.storage_options)
         problem = _why_not_usable(store) if place.is_main else None

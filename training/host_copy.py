@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from training.checkpoint_inventory import leaves
+from training.checkpoint.inventory import leaves
 
 
 def host_copy(state: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from precision.guard import Verdict
 from training.attempt import attempt
-from training.checkpoint import SaveFailed
+from training.checkpoint.outcome import SaveFailed
 from training.parts import Parts, watching
 from training.progress import Progress
 from training.record_step import record_checkpoint, record_evaluation

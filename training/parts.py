@@ -1,27 +1,24 @@
-"""The named collaborators of a run."""
+"""The named collaborators of a run, and the two of them that watch its steps: spans and the profiler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from config.command_line import Resolved
 from data.loader import Batch, Batches
 from precision.guard import Guard
 from tracking.record import Record
-from training.checkpoint import Checkpoints
+from training.checkpoint.checkpoints import Checkpoints
 from training.engine import Engine
 from training.preemption import Preemption
 from training.profile.profiler import Profiling
+from training.progress import Progress
 from training.recovery import Promotions
 from training.telemetry import Telemetry
 from training.tracing.spans import Tracing
-
-if TYPE_CHECKING:
-    from training.parts import Parts
-    from training.progress import Progress
 
 
 @dataclass(frozen=True)

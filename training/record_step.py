@@ -10,7 +10,7 @@ from config.command_line import Resolved
 from data.loader import Batch, sample_ids_sha256
 from precision.guard import Judgement
 from tracking.record import Record
-from training.checkpoint import Saved
+from training.checkpoint.outcome import Saved
 from training.engine import Engine
 from training.engine.health import Health, Update
 from training.progress import Progress

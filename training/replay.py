@@ -121,7 +121,9 @@ def _restore(
     from precision.guard import Guard
     from tracking.record import Record
     from training.build import batch_shape, identity, seed_everything
-    from training.checkpoint import Checkpoints, Retention, newest_before
+    from training.checkpoint.checkpoints import Checkpoints
+    from training.checkpoint.manifest import newest_before
+    from training.checkpoint.retention import Retention
     from training.engine import build_engine
     from training.parts import Parts
     from training.preemption import Preemption

@@ -231,7 +231,7 @@ SETTINGS = (
         " parameter type'; remove it",
     ),
 )
-"""Settings that touch the numbers. Sizes, prefetching and logging are not among them; see training/matrix_cells.py."""
+"""Settings that touch the numbers. Sizes, prefetching and logging are not among them; see training/matrix/cells.py."""
 
 
 def combinations() -> Iterator[Combination]:

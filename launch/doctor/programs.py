@@ -97,14 +97,14 @@ answer = {"key": None, "store": None, "parameters": None, "config": None}
 from config.errors import UserError
 
 if given["key"]:
-    from training.encryption_key import Key
+    from training.checkpoint.key import Key
 
     try:
         Key.from_setting(given["key"])
     except UserError as error:
         answer["key"] = str(error)
 if given["store"]:
-    from training.checkpoint_store import Store
+    from training.checkpoint.store.store import Store
 
     try:
         Store(given["store"], given["storage_options"]).require_usable()

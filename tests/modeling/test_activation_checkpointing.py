@@ -21,8 +21,8 @@ from modeling.activation_checkpointing_budget import GIB, peak
 from tests.modeling import activation_checkpointing_cases as cases
 from tests.modeling.recomputed_models import BLOCKS, FAMILIES, build, bytes_kept, gradients, loss_of, tokens
 from tests.training.small_run import ROOT
-from training.benchmark_activations import MODES as BENCHMARKED
-from training.benchmark_activations import overrides_of
+from training.benchmark.activations import MODES as BENCHMARKED
+from training.benchmark.activations import overrides_of
 
 MODES = [
     ("full", {"reentrant": False}),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tracking.envelope_plot import draw_envelope, envelope_page
+from training.envelope.plot import draw_envelope, envelope_page
 
 RATES = [0.001, 0.002, 0.004, 0.008]
 

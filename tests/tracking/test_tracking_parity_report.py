@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tracking.parity_report import verdict_lines, write_report
+from training.parity.report import verdict_lines, write_report
 
 
 def check(name: str, measured: Any, bound: float, **changes: Any) -> dict[str, Any]:

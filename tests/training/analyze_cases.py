@@ -15,10 +15,10 @@ from precision.observe import Observation, verify
 from precision.proposal import Limits
 from precision.regions import Regions
 from tests.training.small_run import batch_of, engine_of, masters_of, plain_model, resolve
+from training.analyze.gradients import Fp32Gradients, computing
+from training.analyze.survey import Plan, survey
 from training.distributed import Place
 from training.engine.rng import generators
-from training.gradient_error import Fp32Gradients, computing
-from training.survey import Plan, survey
 
 MICRO = 2
 FP32 = {"default": "fp32", "rules": []}

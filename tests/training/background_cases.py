@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.training.small_run import batch_of, engine_of, masters_of, resolve
-from training.checkpoint import Checkpoints, Retention, Saved
+from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.outcome import Saved
+from training.checkpoint.retention import Retention
 from training.distributed import Place
 from training.engine import Engine
 from training.progress import Progress

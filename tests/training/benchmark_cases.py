@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.training.small_run import batch_of, engine_of, resolve
-from training.benchmark_split import COLLECTIVES, Stages, watch_deepspeed
+from training.benchmark.split import COLLECTIVES, Stages, watch_deepspeed
 from training.distributed import Place
 
 

@@ -25,7 +25,8 @@ import torch
 
 from tests.training.small_run import ROOT, batch_of, engine_of, masters_of, resolve
 from training import distributed
-from training.checkpoint import Checkpoints, Retention
+from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.retention import Retention
 from training.progress import Progress
 
 ON_EVERY_RANK = ("begin", "write", "flush", "written")

@@ -18,16 +18,18 @@ from modeling.build import model_config
 from precision.guard import Guard
 from tests.training.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, resolve
 from tracking.record import Record
-from training.checkpoint import Checkpoints, Retention, Saved, SaveFailed
+from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.outcome import Saved, SaveFailed
+from training.checkpoint.retention import Retention
 from training.distributed import Place
 from training.loop import train
+from training.parity.reference import Reference
+from training.parity.steps import StepParity
 from training.parts import Parts
 from training.preemption import Preemption
 from training.progress import Progress
 from training.recovery import Promotions
-from training.reference import Reference
 from training.replay import Collector
-from training.step_parity import StepParity
 
 OVERFLOWING = [
     "precision.loss_scale.initial=256",

@@ -13,8 +13,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from config.errors import UserError
 from modeling.build import build_model, model_config
 from tests.training.small_run import SEQUENCE, VOCABULARY, batch_of, resolve
+from training.checkpoint.reshard import load_resharded
 from training.distributed import Place
-from training.elastic import load_resharded
 from training.elastic_shards import Checksums, checksums_of
 from training.engine import Engine
 from training.engine.build import _gather_partitioned

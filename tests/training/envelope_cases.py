@@ -7,7 +7,7 @@ from pathlib import Path
 
 from data.prepare import prepare
 from training.distributed import Place
-from training.envelope_worker import Study, work
+from training.envelope.worker import Study, work
 
 
 def explore_study(place: Place, *, study: Path) -> list[str]:

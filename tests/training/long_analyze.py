@@ -13,7 +13,7 @@ import pytest
 from precision.manifest import load_manifest
 from tests.training import analyze_cases
 from tests.training.launches import ROOT
-from training import analyze
+from training.analyze import command as analyze
 
 
 @pytest.fixture(scope="module")

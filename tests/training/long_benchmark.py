@@ -11,10 +11,10 @@ import pytest
 from tests.training.launches import SMALL
 from tests.training.test_benchmark import RECIPE
 from tracking.jsonl import read_events
-from training import benchmark
-from training.benchmark_jobs import MANTISSA, PEERS, PRECISIONS, TITAN, Field, Run, choose
-from training.benchmark_report import STAGES, compare, page
-from training.benchmark_spec import Result, Spec
+from training.benchmark import command as benchmark
+from training.benchmark.contestants import MANTISSA, PEERS, PRECISIONS, TITAN, Field, Run, choose
+from training.benchmark.report import STAGES, compare, page
+from training.benchmark.spec import Result, Spec
 
 ALL = ",".join([*MANTISSA, *(name for name in PEERS if name not in TITAN)])  # which long_titan.py has
 COMPUTES = {"mantissa-fp32": ("fp32", False), "mantissa-fp16": ("fp16", False), "mantissa-manifest": ("fp32", True)}

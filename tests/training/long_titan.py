@@ -12,11 +12,11 @@ import pytest
 
 from tests.training.launches import SMALL
 from tests.training.test_benchmark import RECIPE
-from training import benchmark
-from training.benchmark_jobs import Field
-from training.benchmark_report import compare
-from training.benchmark_spec import Spec
-from training.peers.titan_terms import why_not
+from training.benchmark import command as benchmark
+from training.benchmark.contestants import Field
+from training.benchmark.peers.titan_terms import why_not
+from training.benchmark.report import compare
+from training.benchmark.spec import Spec
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))

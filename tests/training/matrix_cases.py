@@ -10,10 +10,10 @@ import pytest
 from config.deepspeed.combinations import Combination
 from data.loader import Batch
 from modeling.loss import IGNORED
-from training import matrix_run
 from training.distributed import Place
 from training.loss_scaler import LossScaler
-from training.matrix_cells import Cell
+from training.matrix import run as matrix_run
+from training.matrix.cells import Cell
 
 STEPS = 6
 """The fewest in which the loss scale grows twice."""

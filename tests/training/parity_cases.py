@@ -8,8 +8,8 @@ from typing import Any
 from modeling.build import model_config
 from tests.training.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from training.distributed import Place
-from training.reference import Reference
-from training.step_parity import StepParity
+from training.parity.reference import Reference
+from training.parity.steps import StepParity
 
 
 def measured_steps(

@@ -22,10 +22,11 @@ from tests.training.checkpoint_cases import RandomBatches
 from tests.training.small_run import ROOT, batch_of, engine_of, resolve
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
-from training import benchmark_growth
 from training.attempt import attempt
-from training.benchmark_guard import bare_step
-from training.checkpoint import Checkpoints, Retention
+from training.benchmark import growth as benchmark_growth
+from training.benchmark.guard import bare_step
+from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.retention import Retention
 from training.distributed import Place
 from training.loop import save_now
 from training.parts import Parts

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from tests.training import analyze_cases
-from tracking.ranges_plot import extent
-from training import analyze
+from training.analyze import command as analyze
+from training.analyze.plot import extent
 
 TREES = {
     "bf16": {"default": "bf16", "rules": []},

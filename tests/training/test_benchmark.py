@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.training import benchmark_cases as cases
 from tests.training.launches import ROOT
-from training import benchmark
-from training.benchmark_jobs import Run
-from training.benchmark_peak import matmul_rate
-from training.benchmark_report import bound, compare, loss_difference, page
-from training.benchmark_spec import Result, flops_per_token
-from training.benchmark_split import Stages
+from training.benchmark import command as benchmark
+from training.benchmark.contestants import Run
+from training.benchmark.peak import matmul_rate
+from training.benchmark.report import bound, compare, loss_difference, page
+from training.benchmark.spec import Result, flops_per_token
+from training.benchmark.split import Stages
 
 RECIPE = str(ROOT / "config/recipes/benchmark.yaml")
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.training.launches import ROOT, SMALL
-from training import benchmark_largest
+from training.benchmark import largest as benchmark_largest
 
 RECIPE = str(ROOT / "config/recipes/benchmark.yaml")
 

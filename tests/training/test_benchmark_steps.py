@@ -13,7 +13,7 @@ import pytest
 from config.command_line import read_command_line
 from config.errors import UserError
 from tests.training.launches import BIN, LAUNCHERS, ROOT, SMALL
-from training.benchmark_steps import Measured, interval, report, require_comparable
+from training.benchmark.steps import Measured, interval, report, require_comparable
 
 RECIPE = str(ROOT / "config/recipes/benchmark.yaml")
 
@@ -76,7 +76,7 @@ def test_two_ranks_train_both_to_the_same_losses(tmp_path) -> None:
         port = probe.getsockname()[1]
     launch = [part.format(port=port) for part in LAUNCHERS["torchrun"]]
     overrides = [*SMALL, f"data.cache_dir={tmp_path}", "schedule.warmup_steps=2", "tracking.wandb=disabled"]
-    arguments = ["-m", "training.benchmark_steps", "--config", RECIPE, "--pairs", "3", "--steps", "2", *overrides]
+    arguments = ["-m", "training.benchmark.steps", "--config", RECIPE, "--pairs", "3", "--steps", "2", *overrides]
     done = subprocess.run([BIN / launch[0], *launch[1:], *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     [distance] = re.findall(r"^losses +(\S+) apart at most", done.stdout, flags=re.MULTILINE)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.training import background_cases
-from training.checkpoint import Retention
-from training.checkpoint_retention import being_read, is_being_read
+from training.checkpoint.retention import Retention, being_read, is_being_read
 from training.host_copy import host_copy
 
 MANIFEST = ["precision.path=manifest", "precision.manifest=config/manifests/bf16.json"]

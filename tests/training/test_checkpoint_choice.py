@@ -9,10 +9,9 @@ import pytest
 
 from tests.training import checkpoint_cases
 from tests.training.checkpoint_cases import flip
-from training import checkpoint_commit as commit
-from training.checkpoint import is_whole, newest, newest_before
-from training.checkpoint_manifest import MANIFEST, read_manifest, sealed
-from training.checkpoint_retention import Retention
+from training.checkpoint import commit
+from training.checkpoint.manifest import MANIFEST, is_whole, newest, newest_before, read_manifest, sealed
+from training.checkpoint.retention import Retention
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +132,7 @@ def test_an_older_format_is_named_and_not_touched(pair, saved):
 
 def reseal(path, name):
     """Write the manifest again for one changed file."""
-    from training.checkpoint_manifest import file_sha256
+    from training.checkpoint.manifest import file_sha256
 
     manifest = read_manifest(path)
     manifest["files"][name] |= {"sha256": file_sha256(path / name), "bytes": (path / name).stat().st_size}

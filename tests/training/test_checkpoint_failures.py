@@ -9,7 +9,7 @@ import pytest
 from tests.training import checkpoint_cases
 from tests.training.launches import command, finish
 from tracking.jsonl import read_events
-from training.checkpoint import newest
+from training.checkpoint.manifest import newest
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ import pytest
 from config.errors import UserError
 from config.secrets import refuse_secrets
 from tests.training.store_server import CREDENTIALS, SMALLEST_PART, S3Server, s3_server
-from training.checkpoint_manifest import FORMAT, Damaged, Refused, sealed
-from training.checkpoint_store import Store
-from training.store_errors import StoreError, without_secrets
+from training.checkpoint.manifest import FORMAT, Damaged, Refused, sealed
+from training.checkpoint.store.errors import StoreError, without_secrets
+from training.checkpoint.store.store import Store
 
 PART = SMALLEST_PART
 ONCE = {"retries": {"total_max_attempts": 1}}

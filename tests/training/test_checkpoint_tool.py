@@ -15,10 +15,10 @@ import torch
 from tests.training import checkpoint_cases
 from tests.training.checkpoint_cases import flip
 from tests.training.launches import ROOT
-from training import checkpoint_commit as commit
-from training import checkpoint_tool
-from training.checkpoint_inventory import tensors_in, tensors_of
-from training.checkpoint_manifest import MANIFEST, Damaged, read_manifest, share
+from training.checkpoint import commit
+from training.checkpoint import tool as checkpoint_tool
+from training.checkpoint.inventory import tensors_in, tensors_of
+from training.checkpoint.manifest import MANIFEST, Damaged, read_manifest, share
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from data.prepare import prepare
 from tests.training import checkpoint_resume_cases as jobs
 from tests.training import elastic_cases as cases
 from tests.training import launches
-from training.elastic_pieces import Pieces
+from training.checkpoint.pieces import Pieces
 from training.elastic_shards import as_text, checksum
 
 ODD = ("model.config.hidden_size=28", "model.config.intermediate_size=47", "model.config.mlp_bias=true")

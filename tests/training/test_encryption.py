@@ -24,10 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from training.checkpoint_inventory import tensors_in
-from training.checkpoint_manifest import Damaged, file_sha256
-from training.checkpoint_writer import HashedFile
-from training.encryption import (
+from training.checkpoint.encryption import (
     HEADER,
     TAG,
     EncryptingStream,
@@ -38,7 +35,10 @@ from training.encryption import (
     open_file,
     owner_only,
 )
-from training.encryption_key import Key
+from training.checkpoint.inventory import tensors_in
+from training.checkpoint.key import Key
+from training.checkpoint.manifest import Damaged, file_sha256
+from training.checkpoint.writer import HashedFile
 
 KEY = Key(bytes(range(32)))
 SMALL = 64
@@ -89,7 +89,7 @@ def test_what_goes_in_comes_out(
 
 
 def test_the_format_is_the_one_described(tmp_path: Path) -> None:
-    """Read with nothing of training.encryption, from what docs/object-stores.md says."""
+    """Read with nothing of training.checkpoint.encryption, from what docs/object-stores.md says."""
     plain = random.Random(1).randbytes(150)
     content, secret = encrypted(plain), bytes(range(32))
     header = content[:52]
@@ -293,7 +293,7 @@ def test_a_file_for_its_owner_alone(tmp_path: Path) -> None:
 def test_the_key_does_not_reach_another_process_by_its_command_line(tmp_path: Path) -> None:
     """A process that reads its key from the environment writes what another one reads."""
     script = (
-        "import sys; from pathlib import Path; from training.encryption import *\n"
+        "import sys; from pathlib import Path; from training.checkpoint.encryption import *\n"
         "out = open(sys.argv[1], 'wb'); stream = EncryptingStream(Key.from_setting('env:RUN_KEY'), out.write)\n"
         "stream.write(b'weights'); stream.finish(); out.close()"
     )

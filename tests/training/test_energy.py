@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from training.energy import joules, of_processors, used
+from training.parity.energy import joules, of_processors, used
 
 
 def test_packages_are_summed_and_their_parts_are_not(tmp_path):

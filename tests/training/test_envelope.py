@@ -11,9 +11,9 @@ from config.errors import UserError
 from config.load import load_config
 from tests.training import envelope_cases as cases
 from tests.training.launches import ROOT
-from training.envelope import check_data_and_model, main, make_study, model_of_depth, read_arguments, read_rates
-from training.envelope_report import write_results
-from training.envelope_worker import TRIALS, read_trials
+from training.envelope.command import check_data_and_model, main, make_study, model_of_depth, read_arguments, read_rates
+from training.envelope.report import write_results
+from training.envelope.worker import TRIALS, read_trials
 
 SMALL_MODEL = "{hidden_size: 32, intermediate_size: 48, num_attention_heads: 2, num_key_value_heads: 2}"
 

@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from config.errors import UserError
 from tests.training import export_cases, launches
-from training import export_write
-from training.export_hf import DTYPES, export, find_source, main
-from training.export_read import SavedTensor, open_saved_model
-from training.export_write import Tensors, TensorsDiffer, compare_with_second_reading, rounded, write_shards
+from training.checkpoint.partitions import SavedTensor, open_saved_model
+from training.export_hf import tensors as export_write
+from training.export_hf.export import DTYPES, export, find_source, main
+from training.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_reading, rounded, write_shards
 
 UNTIED = ["model.config.tie_word_embeddings=false"]
 MANIFEST = ["precision.path=manifest", "precision.manifest=config/manifests/llama_mixed.json"]

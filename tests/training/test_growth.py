@@ -28,8 +28,8 @@ from precision.regions import Regions
 from tests.process_group import ProcessGroup
 from tests.training import step_cost_cases
 from tests.training.small_run import ROOT
-from training import benchmark_growth
-from training.benchmark_spec import flops_per_token
+from training.benchmark import growth as benchmark_growth
+from training.benchmark.spec import flops_per_token
 from training.checkpoint_identity import parameter_shapes
 
 MANIFEST = Manifest("bf16", (Rule("*.q_proj", None, "fp16", "to have one"),), Path("a manifest"))

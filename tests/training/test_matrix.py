@@ -11,9 +11,9 @@ import pytest
 
 from config.deepspeed.combinations import SETTINGS, UPSTREAM, combinations, refusal
 from tests.training import matrix_cases
-from training.matrix import main
-from training.matrix_cells import ACCUMULATIONS, CHECKPOINTINGS, all_cells, covering, pairs
-from training.matrix_page import page, surprises
+from training.matrix.cells import ACCUMULATIONS, CHECKPOINTINGS, all_cells, covering, pairs
+from training.matrix.command import main
+from training.matrix.page import page, surprises
 
 PAGE = Path(__file__).parents[2] / "docs" / "precision-matrix.md"
 CELLS = list(all_cells())

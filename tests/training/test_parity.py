@@ -9,8 +9,9 @@ import pytest
 from config.errors import UserError
 from tests.training import launches
 from tests.training.launches import ROOT
-from training import parity, parity_jobs
 from training.launched import last_words, launch
+from training.parity import gate as parity
+from training.parity import jobs as parity_jobs
 
 DEMO = str(ROOT / "config/recipes/demo.yaml")
 NORM = "model.layers.1.post_attention_layernorm"

@@ -7,7 +7,7 @@ import pytest
 from config.schema import ParitySection
 from precision.parity import Check, Walk, first_parting, judge_steps
 from tests.training import parity_cases
-from training.parity_defects import PLANTED
+from training.parity.defects import PLANTED
 
 BOUNDS = ParitySection()
 CLIPPED = "optimizer.gradient_clipping=0.5"

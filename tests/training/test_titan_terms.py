@@ -14,10 +14,10 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from config.errors import UserError
 from modeling.parameter_groups import parameter_groups
-from training.benchmark import EVERYBODY, read_bounds
-from training.benchmark_jobs import choose, pass_over
-from training.benchmark_spec import Spec
-from training.peers.titan_terms import LEAST_TORCH, UNDECAYED, largest_norm, llama_of, refusal, why_not
+from training.benchmark.command import EVERYBODY, read_bounds
+from training.benchmark.contestants import choose, pass_over
+from training.benchmark.peers.titan_terms import LEAST_TORCH, UNDECAYED, largest_norm, llama_of, refusal, why_not
+from training.benchmark.spec import Spec
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 4}
@@ -141,7 +141,7 @@ def test_where_it_is_not_installed_it_is_passed_over_with_the_reason() -> None:
 
 
 def test_a_torch_that_is_too_old_is_named(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("training.peers.titan_terms.NEEDED", ())
+    monkeypatch.setattr("training.benchmark.peers.titan_terms.NEEDED", ())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     monkeypatch.setitem(LEAST_TORCH, device, (99, 1))
     assert f"needs torch 99.1 or newer on a {device} device; this is {torch.__version__}" in str(why_not())

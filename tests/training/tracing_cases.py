@@ -12,7 +12,8 @@ from typing import Any
 
 from tests.training.profiling_cases import Repeated
 from tests.training.small_run import batch_of, engine_of, masters_of, resolve
-from training.checkpoint import Checkpoints, Retention
+from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.retention import Retention
 from training.distributed import Place
 from training.progress import Progress
 from training.tracing.spans import Tracing

@@ -5,10 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 Stage = tuple[Any, str, Callable[[], AbstractContextManager[Any]] | None, Callable[[Any], None] | None]
 """An object, the name of its method, what is entered around each call, and what is told the result."""

@@ -24,7 +24,7 @@ from training.tracing.follow import follow
 
 if TYPE_CHECKING:
     from config.command_line import Resolved
-    from training.checkpoint import Checkpoints
+    from training.checkpoint.checkpoints import Checkpoints
     from training.distributed import Place
     from training.progress import Progress
 

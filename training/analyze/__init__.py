@@ -1,0 +1,4 @@
+"""Measure every module and propose a manifest: `python -m training.analyze --config FILE --out MANIFEST`.
+
+Read command.py, survey.py (a job that measures), regions.py and gradients.py (what it measures), then plot.py.
+"""

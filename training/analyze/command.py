@@ -1,0 +1,255 @@
+"""Measure a model in FP32 for a few steps and propose the precision manifest that its numbers ask for.
+
+    python -m training.analyze --config FILE --out manifest.json [--steps 30] [--processes N] [key.sub=value ...]
+
+A job of its own trains the config's first steps in FP32 on the config's own data and measures each region: the range of
+its activations, gradients and weights, and how far the gradient moves when it alone computes in BF16 or FP16. The
+manifest that follows is held against FP32, uniform BF16 and uniform FP16 on batches that nothing was measured on. It
+has to be closer to FP32 than uniform BF16, and compute in 16 bits where uniform FP32 does not; then it has to pass
+`training.parity` over a few steps of the real job. Only then is it written. Beside it: NAME.analysis.json with every
+number, NAME.png with every region's range, NAME.parity/ with the parity report, and NAME.log. Exit code 0: written; 3:
+it is not good (see NAME.rejected.json), or FP32 itself is not finite; 2: the command line or the config is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from config.cli import Arguments
+from config.command_line import CONFIG_ERROR, Resolved, read_command_line
+from config.deepspeed.document import in_fp32, read_document
+from config.errors import UserError
+from config.launcher import as_launched
+from precision.manifest import load_manifest
+from precision.proposal import Limits, pattern_of
+from tracking.jsonl import plain
+from training.analyze.plot import plot_ranges
+from training.launched import default_processes, last_words, launch
+from training.parity.gate import gate
+from training.parity.jobs import plan
+
+WRITTEN, CRASHED, REJECTED = 0, 1, 3
+_NO_MANIFEST = {"default": "fp32", "rules": []}
+
+
+def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Run the survey, judge its proposal, write and print. Raises UserError for what the user has to change."""
+    out: Path = options.out
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}; make it, or name another")
+    limits = Limits(floor=options.floor, headroom=options.headroom)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        arguments = _fp32_arguments(options, overrides, work)
+        measured = {
+            "steps": options.steps,
+            "sequences": options.sequences,
+            "most_regions": options.most_regions,
+            "held_out": options.held_out,
+            "limits": asdict(limits),
+        }
+        log = out.with_suffix(".log")
+        found = work / "survey.json"
+        program = ("-m", "training.analyze.survey", "--result", str(found), "--plan", json.dumps(measured), *arguments)
+        launch(program, processes=options.processes, log=log)
+        if not found.is_file():
+            print(f"the survey's job ended without a result: {last_words(log)} (see {log})", file=sys.stderr)
+            return CRASHED
+        result = json.loads(found.read_text())
+    if "error" in result:
+        raise UserError(result["error"])
+    if "failed" in result:
+        print(f"rejected: {result['failed']}", file=sys.stderr)
+        return REJECTED
+    result = {"config": str(options.config), "overrides": list(overrides), **measured, **result}
+    if options.parity_steps and objection(result) is None:
+        result["parity"] = _parity(options, overrides, result["proposal"])
+    return _publish(out, result)
+
+
+def _parity(options: argparse.Namespace, overrides: Sequence[str], proposal: dict[str, Any]) -> dict[str, Any]:
+    """What `training.parity` says of the manifest over the first steps of the job, from the loss scale proposed."""
+    folder, steps = options.out.with_suffix(".parity").resolve(), options.parity_steps
+    folder.mkdir(exist_ok=True)
+    (folder / "manifest.json").write_text(json.dumps(proposal["manifest"], indent=2) + "\n")
+    _write_fp32_document(_resolve(["--config", str(options.config), *overrides], options.processes), folder)
+    arguments = [
+        *(f"evaluate.every_steps={steps}", "evaluate.batches=2", *overrides),
+        "run.hypothesis=The precision manifest that was proposed trains this model as FP32 does.",
+        *_on_the_manifest_path(folder / "manifest.json", folder / "deepspeed.json"),
+        *([f"precision.loss_scale.initial={proposal['loss_scale']:g}"] if proposal["loss_scale"] else []),
+    ]
+    try:
+        found = gate(plan(str(options.config), arguments, folder=folder, steps=steps, processes=options.processes))
+    except UserError as error:  # what was measured so far is worth keeping
+        found = {"verdict": "not judged", "failed": [str(error)]}
+    return {"verdict": found["verdict"], "failed": found["failed"], "steps": steps, "report": str(folder)}
+
+
+def objection(result: dict[str, Any]) -> str | None:
+    """Why the proposal is not good, in words; None when it is: finite, closer to FP32 than uniform BF16, and cheaper
+    than uniform FP32."""
+    checked, share = result["validation"], result["proposal"]["low_precision_share"]
+    mine, bf16 = checked["proposal"]["error"], checked["uniform bf16"]["error"]
+    if not math.isfinite(mine):
+        return "its gradients are not finite on held-out batches"
+    if not mine < bf16:
+        return f"its gradient error {mine:.3g} is no smaller than uniform BF16's {bf16:.3g}"
+    if not share > 0:
+        return "no matmul of it is in 16 bits"
+    parity = result.get("parity")
+    if parity and parity["failed"]:
+        return f"it does not pass training.parity: {', '.join(parity['failed'])}; see {parity['report']}"
+    return None
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Lines of the printed table: the regions of one pattern and dtype in a row, the most sensitive rows first."""
+    choices, units = result["proposal"]["choices"], result["units"]
+    total = sum(unit["flops"] for unit in units) + result["other_flops"]
+    rows: dict[tuple[str, str], list[tuple[str, float, float]]] = {}
+    for unit in units:
+        parts = len(unit["names"])
+        for name in unit["names"]:
+            row = rows.setdefault((pattern_of(name), choices[name]["compute"]), [])
+            row.append((name, choices[name]["sensitivity"] / parts, unit["flops"] / parts / total))
+    found = []
+    for (pattern, compute), members in rows.items():
+        what = pattern if len(members) > 1 else members[0][0]
+        share, flops = sum(member[1] for member in members), sum(member[2] for member in members)
+        found.append((share, what, len(members), compute, flops))
+    width = max(len(what) for _, what, _, _, _ in found)
+    return [
+        f"{'region':<{width}}  count  dtype  of BF16's squared error  of the FLOPs",
+        *(
+            f"{what:<{width}}  {count:>5}  {compute:<5}  {share:>23.1%}  {flops:>12.1%}"
+            for share, what, count, compute, flops in sorted(found, reverse=True)
+        ),
+    ]
+
+
+def verdict(result: dict[str, Any]) -> list[str]:
+    """What the proposal buys, against both uniforms."""
+    checked, proposal = result["validation"], result["proposal"]
+    lines = [
+        f"{name:<13} gradient error {found['error']:.3e} (whole vector {found['whole']:.3e}), worst "
+        f"{found['parameter_error']:.3e} in {found['parameter']}"
+        for name, found in checked.items()
+    ]
+    mine, bf16, scale = checked["proposal"]["error"], checked["uniform bf16"]["error"], proposal["loss_scale"]
+    tried, alone = result["tried"], result["regions_alone"]["bf16"]
+    together, all_of_it = tried["uniform bf16, FP32 ambient"], tried["uniform bf16"]
+    return [
+        *lines,
+        f"BF16's regions one by one add up to {alone:.3e}, together they have {together:.3e}, and {all_of_it:.3e} with "
+        "everything between them in BF16 too",
+        f"against uniform BF16: parity error {mine:.3e} for {bf16:.3e}, a factor of {bf16 / (mine or 1e-30):.1f}",
+        f"against uniform FP32: {proposal['low_precision_share']:.1%} of the matmul FLOPs in 16 bits for 0%",
+        *([f"FP16 needs a loss scale: precision.loss_scale.initial={scale:g} is where it fits"] if scale else []),
+    ]
+
+
+def _publish(out: Path, result: dict[str, Any]) -> int:
+    """Write what there is to write, print the table and give the exit code."""
+    reason = objection(result)
+    out.with_suffix(".analysis.json").write_text(json.dumps(plain(result | {"objection": reason}), indent=1) + "\n")
+    plot_ranges(result, out.with_suffix(".png"))
+    target = out if reason is None else out.with_suffix(".rejected.json")
+    manifest = result["proposal"]["manifest"]
+    target.write_text(json.dumps(manifest, indent=2) + "\n")
+    load_manifest(target)
+    print("\n".join([*table(result), "", *(f"{rule['match']}: {rule['reason']}" for rule in manifest["rules"]), ""]))
+    print("\n".join(verdict(result)))
+    if "parity" in result:
+        parity = result["parity"]
+        print(f"training.parity over {parity['steps']} steps: {parity['verdict']}; see {parity['report']}")
+    print(f"wrote {target}" if reason is None else f"rejected: {reason}; see {target}")
+    return WRITTEN if reason is None else REJECTED
+
+
+def _fp32_arguments(options: argparse.Namespace, overrides: Sequence[str], work: Path) -> list[str]:
+    """The command line of the same run on the manifest path with every region in FP32; its files go into `work`."""
+    given = ["--config", str(options.config), *overrides]
+    _write_fp32_document(_resolve(given, options.processes), work)
+    (work / "fp32.json").write_text(json.dumps(_NO_MANIFEST))
+    arguments = [*given, *_on_the_manifest_path(work / "fp32.json", work / "deepspeed.json")]
+    _resolve(arguments, options.processes)
+    return arguments
+
+
+def _on_the_manifest_path(manifest: Path, deepspeed: Path) -> list[str]:
+    return [
+        "precision.path=manifest",
+        "precision.compute=fp32",
+        "model.kernels=torch",
+        f"precision.manifest={manifest}",
+        f"deepspeed.config={deepspeed}",
+        "faults=[]",
+    ]
+
+
+def _write_fp32_document(resolved: Resolved, folder: Path) -> None:
+    """The run's DeepSpeed JSON without its 16-bit sections, as folder/deepspeed.json."""
+    document = in_fp32(read_document(resolved.deepspeed_path))
+    (folder / "deepspeed.json").write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _resolve(arguments: list[str], processes: int) -> Resolved:
+    return read_command_line(arguments, as_launched(processes))
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 0 or more")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if _count(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not a number; give a share between 0 and 1") from error
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share between 0 and 1")
+    return share
+
+
+def _options() -> Arguments:
+    defaults = Limits()
+    parser = Arguments(prog="python -m training.analyze", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, required=True, help="run config")
+    parser.add_argument("--out", type=Path, required=True, help="manifest to write")
+    parser.add_argument("--steps", type=_positive, default=30, help="FP32 training steps")
+    parser.add_argument("--processes", type=_positive, help="processes of the survey; one a GPU, or two")
+    parser.add_argument("--sequences", type=_positive, default=2, help="sequences a process in one measurement")
+    parser.add_argument("--held-out", type=_positive, default=2, help="global batches to validate on")
+    parser.add_argument("--parity-steps", type=_count, default=12, help="steps of training.parity; 0 leaves it out")
+    parser.add_argument("--most-regions", type=_positive, default=64, help="above it, one measurement a pattern")
+    parser.add_argument("--floor", type=_share, default=defaults.floor, help="least share of the FLOPs in 16 bits")
+    parser.add_argument("--headroom", type=float, default=defaults.headroom, help="room below FP16's largest value")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    try:
+        options, overrides = _options().parse_known_args(arguments)
+        options.processes = options.processes or default_processes()
+        return analyze(options, overrides)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR

@@ -1,0 +1,106 @@
+"""One stop of a survey: ranges, FLOPs and sensitivities of every region, on one batch, from the masters as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from data.loader import Batch
+from modeling.loss import label_loss_sum
+from precision.manifest import find_regions
+from precision.proposal import Limits, Unit, largest_scale, pattern_of
+from precision.ranges import GradientMeter, OperandMeter, Ranges, Spread, merged
+from training.analyze.gradients import Fp32Gradients
+from training.engine import Engine
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured at one stop; the same on every rank."""
+
+    step: int
+    spreads: dict[str, dict[str, Spread]]
+    flops: dict[str, int]
+    """Module name to forward matmul FLOPs on the main process."""
+    scale: float
+    """Loss scale of the FP16 measurements."""
+    errors: list[dict[str, float]]
+    """Of each unit, by dtype."""
+    repeated: float
+    """Error of FP32 against itself, run again: what the device alone does."""
+
+
+def units_of(engine: Engine, most_regions: int) -> list[Unit]:
+    """The matmul regions, alone or by pattern, not measured yet."""
+    names = [name for name, kind in find_regions(engine.model).items() if kind != "norm"]
+    grouped: dict[str, list[str]] = {}
+    for name in names:
+        grouped.setdefault(name if len(names) <= most_regions else pattern_of(name), []).append(name)
+    return [Unit(tuple(members), 0, {}) for members in grouped.values()]
+
+
+def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, limits: Limits) -> Point:
+    """Measure on this batch; every region has to compute in FP32 now. A collective; changes no weight."""
+    model, place = engine.model, engine.place
+    kinds = find_regions(model)
+    ranges = Ranges(kinds, place.device)
+    with torch.no_grad(), OperandMeter(model, kinds, ranges) as operands:
+        for inputs, labels in batch.micro_batches(place.device):
+            label_loss_sum(engine.deepspeed(**inputs, use_cache=False).logits, labels)
+    with GradientMeter(model, kinds, ranges):
+        reference = Fp32Gradients(engine, batch)
+    place.sum(ranges.counts)
+    rows = place.gather(ranges.maxima.reshape(-1))
+    ranges.maxima.copy_(rows.amax(0).reshape(ranges.maxima.shape))
+    spreads = ranges.spreads()
+    scale = largest_scale(spreads, limits)
+    repeated = reference.error().error
+    errors = []
+    for unit in units:
+        alone = {}
+        for dtype in ("bf16", "fp16"):
+            with _alone(engine, unit, dtype):
+                alone[dtype] = reference.error(scale=scale if dtype == "fp16" else 1.0).error
+        errors.append(alone)
+    return Point(step, spreads, place.from_main(dict(operands.region_flops)), scale, errors, repeated)
+
+
+@contextmanager
+def _alone(engine: Engine, unit: Unit, dtype: str) -> Iterator[None]:
+    """Inside, only this unit's regions compute in `dtype`; everything else stays FP32."""
+    regions = engine.regions
+    assert regions is not None
+    for name in unit.names:
+        regions.set(name, dtype, "survey")
+    try:
+        yield
+    finally:
+        for name in unit.names:
+            regions.set(name, "fp32", "survey")
+
+
+def all_spreads(points: Sequence[Point]) -> dict[str, dict[str, Spread]]:
+    """Region to kind to the spread of all points together."""
+    found: dict[str, dict[str, Spread]] = {}
+    for name in points[0].spreads:
+        kinds = dict.fromkeys(kind for point in points for kind in point.spreads[name])
+        found[name] = {
+            kind: merged(point.spreads[name][kind] for point in points if kind in point.spreads[name]) for kind in kinds
+        }
+    return found
+
+
+def summary(units: Sequence[Unit], points: Sequence[Point]) -> tuple[list[Unit], int]:
+    """Units with their FLOPs and the root mean square of their errors over the points; FLOPs outside of all regions."""
+    flops = points[-1].flops
+    measured = []
+    for index, unit in enumerate(units):
+        errors = {
+            dtype: (sum(point.errors[index][dtype] ** 2 for point in points) / len(points)) ** 0.5
+            for dtype in ("bf16", "fp16")
+        }
+        measured.append(Unit(unit.names, sum(flops.get(name, 0) for name in unit.names), errors))
+    return measured, sum(flops.values()) - sum(unit.flops for unit in measured)

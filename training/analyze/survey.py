@@ -1,0 +1,199 @@
+"""What `training.analyze` runs in its processes: train in FP32, stop here and there, and measure every region.
+
+At each stop, on one batch and the masters of that moment: the range of every region (precision/ranges.py), and how far
+the whole gradient moves from FP32's when one region alone computes in BF16 or in FP16. From that comes a proposal
+(precision/proposal.py), which is then held against FP32, uniform BF16 and uniform FP16 on batches that nothing was
+measured on. Everything goes through DeepSpeed's own backward pass and reduction, so it works at every ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config.command_line import CONFIG_ERROR, Resolved, read_command_line
+from config.errors import UserError
+from data.loader import Batch, Batches
+from data.prepare import prepare
+from modeling.build import count_parameters, model_config
+from precision.manifest import find_regions
+from precision.proposal import Limits, Proposal, Unit, largest_scale, propose
+from precision.ranges import Spread
+from training import distributed
+from training.analyze.gradients import validate
+from training.analyze.regions import all_spreads, measure, summary, units_of
+from training.build import batch_shape, seed_everything
+from training.engine import Engine, build_engine
+from training.schedule import learning_rate
+
+WORTH = 0.95
+"""Factor on an error that a costlier manifest has to reach to be taken."""
+
+
+class NotFinite(Exception):
+    """FP32 itself left the finite numbers: there is nothing to measure against."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure."""
+
+    steps: int
+    """FP32 training steps. Measured before the first, in the middle and after the last."""
+    sequences: int
+    """Sequences a process that one measurement takes; the held-out batches are whole."""
+    most_regions: int
+    """Regions above which the sensitivity is measured once a pattern instead of once a region."""
+    held_out: int
+    """Global batches that the proposal is validated on."""
+    limits: Limits
+
+
+def survey(engine: Engine, batches: Batches, resolved: Resolved, plan: Plan) -> dict[str, Any]:
+    """Train, measure, propose and validate; plain types for the analysis file. A collective."""
+    units = units_of(engine, plan.most_regions)
+    points, losses = [], []
+    for step in range(plan.steps + 1):
+        batch = batches.next_step()
+        if step in (0, plan.steps // 2, plan.steps):
+            points.append(measure(engine, batch.first_sequences(plan.sequences), units, step=step, limits=plan.limits))
+            _say(engine, f"measured {len(units)} regions in BF16 and FP16 after {step} steps")
+        if step < plan.steps:
+            losses.append(_train(engine, batch, resolved, step))
+    spreads = all_spreads(points)
+    measured, other_flops = summary(units, points)
+    proposal, tried = _decide(engine, batch.first_sequences(plan.sequences), measured, spreads, other_flops, plan)
+    held_out = [batches.next_step() for _ in range(plan.held_out)]
+    uniform = _uniform(largest_scale(spreads, plan.limits))
+    checked = validate(engine, {"proposal": _runnable(proposal), **uniform}, held_out)
+    return {
+        "proposal": asdict(proposal),
+        "units": [asdict(unit) for unit in measured],
+        "other_flops": other_flops,
+        "kinds": find_regions(engine.model),
+        "spreads": {name: {kind: asdict(spread) for kind, spread in found.items()} for name, found in spreads.items()},
+        "tried": tried,
+        "validation": checked,
+        "regions_alone": {
+            dtype: sum(errors[dtype] ** 2 for errors in points[-1].errors) ** 0.5 for dtype in ("bf16", "fp16")
+        },
+        "fp16_scales": [point.scale for point in points],
+        "fp32_repeated": max(point.repeated for point in points),
+        "losses": losses,
+    }
+
+
+def _train(engine: Engine, batch: Batch, resolved: Resolved, step: int) -> float:
+    config = resolved.config
+    outcome = engine.forward_backward(batch, step=step + 1)
+    health = engine.health(outcome)
+    if not health.finite:
+        raise NotFinite(f"FP32 itself is not finite at step {step + 1}: loss {health.loss}")
+    peak, total = config.optimizer.learning_rate, config.run.steps
+    engine.step(health, learning_rate(config.schedule, peak=peak, applied=step, total=total))
+    return health.loss
+
+
+def _decide(
+    engine: Engine,
+    batch: Batch,
+    units: Sequence[Unit],
+    spreads: dict[str, dict[str, Spread]],
+    other_flops: int,
+    plan: Plan,
+) -> tuple[Proposal, dict[str, float]]:
+    """The best of a few proposals, on a batch that was measured before; their errors and those of uniform dtypes.
+
+    Promotions to FP32 cost FLOPs, so they stay only when they take five percent off the error. An FP32 ambient dtype
+    costs memory, so it is taken only when a 16-bit one is no better than uniform BF16.
+    """
+    arguments: dict[str, Any] = {"other_flops": other_flops, "limits": plan.limits}
+    named = {
+        "16 bits": propose(units, spreads, promote=False, **arguments),
+        "promoted": propose(units, spreads, **arguments),
+        "promoted, FP32 ambient": propose(units, spreads, ambient="fp32", **arguments),
+    }
+    uniform = _uniform(largest_scale(spreads, plan.limits))
+    apart = {f"{name}, FP32 ambient": (_everywhere(tree["default"]), scale) for name, (tree, scale) in uniform.items()}
+    found = validate(engine, {name: _runnable(one) for name, one in named.items()} | uniform | apart, [batch])
+    errors = {name: float(result["error"]) for name, result in found.items()}
+    best = "promoted" if errors["promoted"] < WORTH * errors["16 bits"] else "16 bits"
+    if errors[best] >= WORTH * errors["uniform bf16"]:
+        best = min(best, "promoted, FP32 ambient", key=lambda name: errors[name])
+    return named[best], errors
+
+
+def _everywhere(dtype: str) -> dict[str, Any]:
+    return {"default": "fp32", "rules": [{"match": "*", "compute": dtype, "reason": "every region, nothing else"}]}
+
+
+def _runnable(proposal: Proposal) -> tuple[dict[str, Any], float]:
+    return proposal.manifest, proposal.loss_scale or 1.0
+
+
+def _uniform(scale: float) -> dict[str, tuple[dict[str, Any], float]]:
+    return {
+        "uniform bf16": ({"default": "bf16", "rules": []}, 1.0),
+        "uniform fp16": ({"default": "fp16", "rules": []}, scale),
+    }
+
+
+def _say(engine: Engine, text: str) -> None:
+    if engine.place.is_main:
+        print(text, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """One process of the job that `training.analyze` starts; the main one writes the result."""
+    parser = argparse.ArgumentParser(prog="python -m training.analyze.survey", description=__doc__)
+    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--plan", type=json.loads, required=True, help="JSON of the plan")
+    options, rest = parser.parse_known_args(arguments)
+    resolved = read_command_line(rest)
+    plan = Plan(**options.plan | {"limits": Limits(**options.plan["limits"])})
+    try:
+        result = _run(resolved, plan)
+    except UserError as error:
+        result = {"error": str(error)}
+    except NotFinite as error:
+        result = {"failed": str(error)}
+    if resolved.rank == 0:
+        options.result.write_text(json.dumps(result))
+    distributed.stop()
+    return CONFIG_ERROR if "error" in result else 0
+
+
+def _run(resolved: Resolved, plan: Plan) -> dict[str, Any]:
+    config = resolved.config
+    corpus = prepare(config.data, progress=resolved.rank == 0)
+    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+    place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
+    engine = build_engine(resolved, shape, place)
+    seed_everything(config.run.seed + place.rank)
+    batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
+    try:
+        return {
+            **survey(engine, batches, resolved, plan),
+            "conditions": {
+                "model": type(engine.model).__name__,
+                "parameters": count_parameters(engine.model),
+                "processes": place.world_size,
+                "zero_stage": engine.stage,
+                "device": str(place.device.type),
+                "data_fingerprint": corpus.fingerprint,
+                "torch": torch.__version__,
+            },
+        }
+    finally:
+        batches.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

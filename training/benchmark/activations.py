@@ -1,0 +1,188 @@
+"""Time against peak memory under each way to keep or recompute activations: the same work, in turn, as real jobs.
+
+    python -m training.benchmark.activations --config config/recipes/demo.yaml [--rounds 3] [--steps 10]
+        [--modes none,ops,attention,selective:4,selective:2,full,full:reentrant] [--processes 2] [--out FOLDER]
+        [key.sub=value ...]
+
+A mode is a value of model.activation_checkpointing, with `:4` for model.checkpointing_every, `:1.5` for
+model.activation_memory_gib of budget, or `:reentrant`. Each round runs every mode once, each in processes of its own,
+in an order that is reversed from round to round; its time is that of a step in the median of all rounds, its memory the
+largest `memory_bytes` of a step: on a GPU what torch has allocated, else what the process takes, of which Python, torch
+and DeepSpeed are a part. On a CPU the modes run with MALLOC_MMAP_THRESHOLD_=65536 unless it is set, so that glibc gives
+back what is freed.
+
+The folder gets `activations.json` and `activations.md`, logs and runs. Exit code 0; 3: losses part, which recomputing
+must not cause; 2: it cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from config.cli import Arguments
+from config.command_line import CONFIG_ERROR, read_command_line
+from config.errors import UserError
+from config.launcher import as_launched
+from tracking.environment import environment
+from tracking.jsonl import plain, read_events
+from training.benchmark.contestants import ALIKE
+from training.launched import TRAIN, default_processes, last_words, launch
+
+MODES = "none,ops,attention,selective:4,selective:2,full,full:reentrant"
+WARM_UP = 3
+"""Steps of each run whose time does not count."""
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
+"""Largest relative difference of a step's loss from that of the first mode. On a CPU there is none."""
+
+
+def overrides_of(mode: str) -> list[str]:
+    """The config keys of a mode such as selective:4. Whether the values are right is for the config to say."""
+    name, _, detail = mode.partition(":")
+    key = "model.activation_checkpointing"
+    found = {key: name, "model.checkpointing_every": "2", "model.activation_memory_gib": "null"}
+    found["model.checkpointing_reentrant"] = "true" if detail == "reentrant" else "false"
+    if detail and detail != "reentrant":
+        found["model.activation_memory_gib" if name == "budget" else "model.checkpointing_every"] = detail
+    return [f"{key}={value}" for key, value in found.items()]
+
+
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. Raises UserError."""
+    parser = Arguments(
+        prog="python -m training.benchmark.activations",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, help="run config that says what is trained")
+    parser.add_argument("--modes", default=MODES, help="what to compare, separated by commas; the first is the measure")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each of them runs")
+    parser.add_argument("--steps", type=int, default=10, help=f"timed steps of a run; {WARM_UP} come before them")
+    parser.add_argument("--processes", type=int, help="processes of each job (default: one a GPU, two without)")
+    parser.add_argument("--out", type=Path, default=Path("runs/activations"), help="folder of the report")
+    parser.add_argument("overrides", nargs="*", help="key.sub=value")
+    options = parser.parse_intermixed_args(arguments)
+    for name in ("rounds", "steps", "processes"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} = {value}: has to be 1 or more")
+    return options
+
+
+def run_mode(arguments: Sequence[str], folder: Path, label: str, processes: int) -> dict[str, Any]:
+    """One job to its end: its step times [s], losses and peak memory. Raises UserError when it does not get there."""
+    log, where = folder / "logs" / f"{label}.log", [f"run.dir={folder / 'runs'}", f"run.name={label}"]
+    if launch([*TRAIN, *arguments, *where], processes=processes, log=log):
+        raise UserError(f"{label} did not reach its end: {last_words(log)}; see {log}")
+    events = list(read_events(folder / "runs" / label / "events.jsonl"))
+    steps = [event for event in events if event["event"] == "step"]
+    return {
+        "seconds": [event["step_seconds"] for event in steps[WARM_UP:]],
+        "losses": [event["loss"] for event in steps],
+        "memory_bytes": max(event["memory_bytes"] for event in steps),
+    }
+
+
+def benchmark(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all, compare, and write the report; the content of activations.json. Raises UserError."""
+    modes, processes = options.modes.split(","), options.processes or default_processes()
+    steps = options.steps + WARM_UP
+    whole = ["--config", options.config, *options.overrides, *ALIKE, f"run.steps={steps}", "schedule.warmup_steps=1"]
+    jobs = {mode: [*whole, *overrides_of(mode)] for mode in modes}
+    resolved = [read_command_line(job, as_launched(processes)) for job in jobs.values()][0]
+    folder = options.out.expanduser().resolve()
+    for name in ("logs", "runs"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
+    found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
+    for number in range(1, options.rounds + 1):
+        for mode in modes if number % 2 else reversed(modes):
+            run = run_mode(jobs[mode], folder, f"{mode.replace(':', '-')}-{number}", processes)
+            found[mode].append(run)
+            line = f"{median(run['seconds']):8.3f} s a step, {run['memory_bytes'] / 2**30:6.2f} GiB"
+            print(f"round {number}  {mode:<16} {line}", flush=True)
+    rows = {mode: summary(runs, first=found[modes[0]]) for mode, runs in found.items()}
+    result = plain(
+        {
+            "modes": rows,
+            "part": [mode for mode, row in rows.items() if row["loss_difference"] > TOLERANCE[resolved.compute]],
+            "conditions": {
+                "command": shlex.join(["python", "-m", "training.benchmark.activations", *sys.argv[1:]]),
+                "compute": resolved.compute,
+                "zero_stage": resolved.zero_stage,
+                "attention": resolved.config.model.attention,
+                "sequence_length": resolved.config.data.sequence_length,
+                "micro_size": resolved.batch.micro_size,
+                "processes": processes,
+                "rounds": options.rounds,
+                "steps": options.steps,
+                "environment": environment({}),
+            },
+        }
+    )
+    (folder / "activations.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "activations.md").write_text(page(result))
+    return result
+
+
+def summary(runs: Sequence[dict[str, Any]], *, first: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all rounds of a mode say, against those of the first mode: ratios in the median of the rounds."""
+    middle = [median(run["seconds"]) for run in runs]
+    losses = zip(runs[0]["losses"], first[0]["losses"], strict=True)
+    return {
+        "step_seconds": median(middle),
+        "time_ratio": median(here / median(other["seconds"]) for here, other in zip(middle, first, strict=True)),
+        "memory_bytes": median(run["memory_bytes"] for run in runs),
+        "saved_bytes": median(
+            other["memory_bytes"] - run["memory_bytes"] for run, other in zip(runs, first, strict=True)
+        ),
+        "loss_difference": max(abs(ours - theirs) / abs(theirs) for ours, theirs in losses),
+        "runs": list(runs),
+    }
+
+
+def page(result: dict[str, Any]) -> str:
+    """activations.md."""
+    conditions, modes = result["conditions"], result["modes"]
+    first = next(iter(modes))
+    what = ("compute", "zero_stage", "attention", "sequence_length", "micro_size", "processes", "rounds", "steps")
+    lines = [
+        "# Activation checkpointing: time against memory",
+        "",
+        f"`{conditions['command']}`",
+        "",
+        ", ".join(f"{name.replace('_', ' ')} {conditions[name]}" for name in what),
+        "",
+        f"| mode | step | against {first} | peak memory | less than {first} |",
+        "|---|---|---|---|---|",
+    ]
+    for mode, row in modes.items():
+        sizes = [f"{row[name] / 2**30:.2f} GiB" for name in ("memory_bytes", "saved_bytes")]
+        lines.append(f"| {mode} | {row['step_seconds']:.3f} s | {row['time_ratio']:.3f} | {' | '.join(sizes)} |")
+    if result["part"]:
+        lines += ["", f"Losses part from those of {first}: {', '.join(result['part'])}"]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    try:
+        options = read_options(arguments)
+        result = benchmark(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    print(page(result))
+    return 3 if result["part"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

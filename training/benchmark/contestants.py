@@ -1,0 +1,248 @@
+"""The contestants of `training.benchmark`: how each is started, and what is read of it when it has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from config.errors import UserError
+from tracking.jsonl import read_events
+from training.benchmark.peers import titan_terms
+from training.benchmark.spec import Result, Spec
+from training.launched import TRAIN, last_words, launch
+
+MANTISSA: dict[str, tuple[str, ...]] = {
+    "mantissa": (),
+    "mantissa-full": (
+        "telemetry.every_steps=10",
+        "telemetry.probe=false",
+        "precision.verify_every_steps=10",
+        "tracking.prometheus_port=0",
+        "tracking.log_every_steps=1",
+        "guard.spike_sigmas=6",
+        "guard.spike_window=16",
+    ),
+    "mantissa-off": (
+        "telemetry.every_steps=0",
+        "precision.verify_every_steps=0",
+        "tracking.prometheus_port=null",
+        "tracking.wandb=disabled",
+        "tracking.log_every_steps=1000000",
+        "guard.spike_sigmas=0",
+        "guard.attribute_overflows=false",
+    ),
+}
+"""Mantissa as its config has it, with everything on, and with all off that can be: overrides by name."""
+PRECISIONS: dict[str, tuple[str, ...]] = {
+    f"mantissa-{compute}": (
+        "model.kernels=torch",  # the manifest path has no others
+        f"precision.compute={compute}",
+        f"deepspeed.config=ds_configs/zero{{stage}}_{compute}{{offload}}.json",
+    )
+    for compute in ("fp32", "bf16", "fp16")
+}
+# Steps that are skipped while a scale is found would part the losses.
+PRECISIONS["mantissa-fp16"] += ("precision.loss_scale.initial=4096",)
+PRECISIONS["mantissa-manifest"] = (
+    "model.kernels=torch",
+    "precision.compute=auto",
+    "precision.path=manifest",
+    "precision.manifest=config/manifests/bf16.json",
+    "deepspeed.config=ds_configs/zero{stage}_fp32{offload}.json",
+)
+"""Mantissa with another precision than the config's, on the work of all others: overrides by name, for a ZeRO stage and
+"_offload" or nothing."""
+KERNELS: dict[str, tuple[str, ...]] = {
+    "mantissa-liger": ("model.kernels=liger",),
+    "mantissa-torch": ("model.kernels=torch",),
+    "mantissa-compile": ("model.kernels=torch", "model.compile=true"),
+}
+"""Mantissa with Liger's kernels, without them where they are installed, and with compiled blocks: overrides by name."""
+OWN = MANTISSA | PRECISIONS | KERNELS
+PEERS = {
+    "bare": "training.benchmark.peers.bare_loop",
+    "accelerate": "training.benchmark.peers.accelerate_loop",
+    "trainer": "training.benchmark.peers.trainer_loop",
+    "torchtitan": "training.benchmark.peers.titan_loop",
+    "torchtitan-compile": "training.benchmark.peers.titan_loop",
+}
+"""Loops with other libraries: module by name."""
+TITAN: dict[str, tuple[str, ...]] = {"torchtitan": (), "torchtitan-compile": ("--compile",)}
+"""Those of torchtitan's, and what its loop is told."""
+WITHOUT_SPLIT = tuple(TITAN)
+"""Who does forward and backward in one call, in chunks or as one CUDA graph: the parts of its steps cannot be told."""
+# What no other contestant does while it is timed.
+ALIKE = (
+    "run.resume=never",
+    "evaluate.every_steps=0",
+    "checkpoint.every_steps=0",
+    "checkpoint.dir=null",
+    "generate.tokens=0",
+    "profile.steps=0",
+    "tracking.otlp_endpoint=null",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job of one contestant."""
+
+    contestant: str
+    launched: float
+    """[seconds since the epoch]"""
+    job_seconds: float
+    """From the launcher's start to its end."""
+    warm_up: int
+    result: Result
+
+    @property
+    def first_step_seconds(self) -> float:
+        """From the launcher's start to the end of the first step."""
+        return self.result.stamps[0] - self.launched
+
+    @property
+    def steps(self) -> list[float]:
+        """Seconds of each timed step."""
+        stamps = self.result.stamps[self.warm_up - 1 :]
+        return [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean of the timed steps."""
+        return sum(self.steps) / len(self.steps)
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where and how all of them run."""
+
+    folder: Path
+    arguments: tuple[str, ...]
+    """`--config FILE` and overrides, for train.py."""
+    processes: int
+    launcher: tuple[str, ...]
+    spec: Spec
+
+    def run(self, contestant: str, label: str) -> Run:
+        """One job to its end. Raises UserError, with the log's name, when it does not reach it."""
+        target = self.folder / "results" / f"{label}.json"
+        launched = time.time()
+        if contestant in OWN:
+            self._start([*TRAIN, *self._mantissa(contestant, label)], label)
+        else:
+            self._start(self._peer(contestant, target, split=False), label)
+        ended = time.time()
+        result = self._recorded(label) if contestant in OWN else Result.read(target)
+        if contestant in OWN:
+            result.write(target)
+            shutil.rmtree(self.folder / "runs" / label / "checkpoints", ignore_errors=True)
+        return Run(contestant, launched, ended - launched, self.spec.warm_up, result)
+
+    def split(self, contestant: str) -> dict[str, Any]:
+        """The time of a step by stage, of one more job; see `training.benchmark.split`."""
+        label = f"{contestant}-split"
+        target = self.folder / "results" / f"{label}.json"
+        if contestant not in OWN:
+            self._start(self._peer(contestant, target, split=True), label)
+            found = Result.read(target).split
+            assert found is not None
+            return found
+        counts = [str(self.spec.warm_up), str(self.spec.steps)]
+        program = ["-m", "training.benchmark.split", str(target), *counts]
+        self._start([*program, *self._mantissa(contestant, label)], label)
+        shutil.rmtree(self.folder / "runs" / label / "checkpoints", ignore_errors=True)
+        return json.loads(target.read_text())
+
+    def peak(self) -> dict[str, Any]:
+        """What all processes at once reach in matmuls of the work's dtype; see `training.benchmark.peak`."""
+        target = self.folder / "results" / "peak.json"
+        self._start(["-m", "training.benchmark.peak", self.spec.compute, str(target)], "peak")
+        return json.loads(target.read_text())
+
+    def _start(self, program: Sequence[str], label: str) -> None:
+        log = self.folder / "logs" / f"{label}.log"
+        (self.folder / "results").mkdir(parents=True, exist_ok=True)
+        code = launch(program, processes=self.processes, log=log, launcher=self.launcher)
+        if code:
+            raise UserError(f"{label} did not reach its end: {last_words(log)}; see {log}")
+
+    def _mantissa(self, contestant: str, label: str) -> list[str]:
+        where = [f"run.dir={self.folder / 'runs'}", f"run.name={label}"]
+        offload = "" if self.spec.offload == "none" else "_offload"
+        overrides = [text.format(stage=self.spec.stage, offload=offload) for text in OWN[contestant]]
+        return [*self.arguments, *ALIKE, *where, *overrides]
+
+    def _peer(self, contestant: str, target: Path, *, split: bool) -> list[str]:
+        path = self.folder / ("spec-split.json" if split else "spec.json")
+        dataclasses.replace(self.spec, split=split).write(path)
+        return ["-m", PEERS[contestant], str(path), str(target), *TITAN.get(contestant, ())]
+
+    def _recorded(self, label: str) -> Result:
+        """What Mantissa's own record says."""
+        events = read_events(self.folder / "runs" / label / "events.jsonl")
+        steps = [event for event in events if event["event"] == "step"]
+        return Result(
+            losses=[event["loss"] for event in steps],
+            stamps=[event["time"] for event in steps],
+            memory_bytes=steps[-1]["memory_bytes"],
+            engine="Mantissa",
+        )
+
+
+def choose(names: str) -> tuple[list[str], dict[str, str]]:
+    """The contestants of a comma-separated list, and those that are passed over, with the reason.
+
+    Raises UserError: no such contestant, one twice, or none left.
+    """
+    chosen: list[str] = []
+    passed: dict[str, str] = {}
+    for name in filter(None, names.split(",")):
+        if name not in {*OWN, *PEERS}:
+            known = ", ".join([*OWN, *PEERS])
+            raise UserError(f"--contestants = {names}: there is no {name}; choose among {known}")
+        if name in chosen:
+            raise UserError(f"--contestants = {names}: {name} is there twice; name each once")
+        reason = _why_not(name)
+        if reason is not None:
+            passed[name] = reason
+        else:
+            chosen.append(name)
+    if not chosen:
+        raise UserError(f"--contestants = {names}: leaves nobody to measure; name one of {', '.join(OWN)}")
+    return chosen, passed
+
+
+def pass_over(contestants: Sequence[str], spec: Spec) -> tuple[list[str], dict[str, str]]:
+    """Those of them who can do this work, and those who cannot, with the reason. Raises UserError: none is left."""
+    titans = [name for name in contestants if name in TITAN]
+    reason = titan_terms.refusal(spec) if titans else None
+    passed = dict.fromkeys(titans, reason) if reason is not None else {}
+    chosen = [name for name in contestants if name not in passed]
+    if not chosen:
+        reasons = "; ".join(passed.values())
+        raise UserError(f"--contestants = {','.join(contestants)}: nobody can do this work: {reasons}")
+    return chosen, passed
+
+
+def _why_not(name: str) -> str | None:
+    """What keeps a contestant from being started here, whatever the work is."""
+    if name in ("accelerate", "trainer") and find_spec("accelerate") is None:
+        return "accelerate is not installed"
+    if name == "mantissa-liger":
+        return _why_no_liger()
+    return titan_terms.why_not() if name in TITAN else None
+
+
+def _why_no_liger() -> str | None:
+    import torch  # takes seconds
+
+    from modeling.kernels import why_not
+
+    return why_not(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

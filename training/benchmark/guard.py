@@ -1,0 +1,128 @@
+"""What Mantissa's care for a healthy step costs: guarded steps against bare ones, in turn, on the same engine and data.
+
+    python -m training.benchmark.guard --config config/recipes/demo.yaml [--pairs 20] [--steps 5] [key.sub=value ...]
+    deepspeed --num_gpus 2 --module training.benchmark.guard --config ...
+
+A bare step is what a plain DeepSpeed loop does: forward and backward of each micro-batch, gradient norm, clipping and
+optimizer step. A guarded one adds the health gather, the guard with spike detection on, the snapshot of the random
+generators, and all tracking that the config asks for: `events.jsonl`, the console, wandb. Blocks of `--steps` steps
+alternate, bare and guarded; the ratio is taken pair by pair, so that a machine whose speed drifts disturbs both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from config.command_line import Resolved, read_command_line
+from data.loader import Batches
+from data.prepare import Corpus, prepare
+from modeling.build import model_config
+from precision.guard import Guard
+from tracking.run_dir import RunDir
+from training import distributed
+from training.attempt import attempt
+from training.build import batch_shape, seed_everything
+from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.retention import Retention
+from training.distributed import Place
+from training.engine import build_engine
+from training.open_record import open_record
+from training.parts import Parts
+from training.preemption import Preemption
+from training.progress import Progress
+from training.recovery import Promotions
+
+WARM_UP_STEPS = 5
+
+
+def bare_step(parts: Parts) -> None:
+    """Gradients, norm, clipping, optimizer step: nothing judged, nothing recorded."""
+    batch = parts.batches.next_step()
+    parts.engine.forward_backward(batch, step=batch.position + 1)
+    parts.engine.gradients.apply(parts.engine.gradients.norm())
+
+
+def seconds_per_step(step: Callable[[], None], steps: int) -> float:
+    """Mean wall-clock seconds of `steps` calls."""
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - started) / steps
+
+
+def compare(parts: Parts, *, pairs: int, steps: int) -> list[tuple[float, float]]:
+    """(bare, guarded) seconds a step of each pair of blocks. A collective."""
+    progress = Progress()
+
+    def guarded() -> None:
+        nonlocal progress
+        progress, _, _ = attempt(parts, progress)
+
+    for _ in range(WARM_UP_STEPS):
+        guarded()
+        bare_step(parts)
+    measured = []
+    for pair in range(pairs):
+        blocks = [lambda: bare_step(parts), guarded]
+        order = (0, 1) if pair % 2 == 0 else (1, 0)  # whoever comes second finds warmer caches
+        taken = {which: seconds_per_step(blocks[which], steps) for which in order}
+        measured.append((taken[0], taken[1]))
+    return measured
+
+
+def open_parts(resolved: Resolved, corpus: Corpus, place: Place, folder: Path) -> Parts:
+    """What a run of the config has, its run folder below `folder`, with nothing restored and nothing to be saved."""
+    config = resolved.config
+    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+    seed_everything(config.run.seed + place.rank)
+    engine = build_engine(resolved, shape, place)
+    run_dir = RunDir.create(folder, config.run.name, fresh=False)
+    return Parts(
+        resolved=resolved,
+        engine=engine,
+        batches=Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus)),
+        validation=list,
+        guard=Guard(config.guard),
+        promotions=Promotions(),
+        checkpoints=Checkpoints(folder, keep=Retention(1), identity={}, place=place),
+        preemption=Preemption(),
+        telemetry=None,
+        record=open_record(resolved, corpus, engine, run_dir, place),
+        first_step=0,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the comparison and print medians and the spread of the ratio."""
+    parser = argparse.ArgumentParser(prog="python -m training.benchmark.guard", description=__doc__)
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks")
+    parser.add_argument("--steps", type=int, default=5, help="steps in a block")
+    options, rest = parser.parse_known_args(arguments)
+    resolved = read_command_line([*rest, "guard.spike_sigmas=6"])
+    corpus = prepare(resolved.config.data, progress=resolved.rank == 0)
+    place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
+    with tempfile.TemporaryDirectory() as folder:
+        parts = open_parts(resolved, corpus, place, Path(folder))
+        measured = compare(parts, pairs=options.pairs, steps=options.steps)
+        parts.batches.close()
+        parts.record.close()
+    distributed.stop()
+    if place.is_main:
+        ratios = sorted(guarded / bare for bare, guarded in measured)
+        print(f"bare    {median(bare for bare, _ in measured) * 1e3:9.2f} ms a step (median of {options.pairs} blocks)")
+        print(f"guarded {median(guarded for _, guarded in measured) * 1e3:9.2f} ms a step")
+        print(
+            f"ratio   {median(ratios):9.4f} (quartiles {ratios[len(ratios) // 4]:.4f} to "
+            f"{ratios[3 * len(ratios) // 4]:.4f})"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

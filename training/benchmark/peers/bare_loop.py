@@ -1,0 +1,36 @@
+"""The loop of DeepSpeed's own documentation: initialize, forward, backward, step.
+
+torchrun --nproc_per_node 2 -m training.benchmark.peers.bare_loop SPEC RESULT
+"""
+
+from __future__ import annotations
+
+import deepspeed
+from transformers.integrations import HfDeepSpeedConfig
+
+from training.benchmark.peers.common import Job
+
+
+def main() -> None:
+    """Train the work of the command line."""
+    job = Job()
+    deepspeed.init_distributed(auto_mpi_discovery=False)
+    # transformers loads the model partitioned for as long as this object lives
+    _zero3 = HfDeepSpeedConfig(job.spec.deepspeed) if job.spec.stage == 3 else None
+    model = job.load_model()
+    optimizer = job.optimizer(model)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=job.scheduler(optimizer), config=job.spec.deepspeed
+    )
+    for index, batch in enumerate(job.watched(job.loader()), start=1):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        job.loss(loss / job.spec.accumulation)
+        if index % job.spec.accumulation == 0:
+            job.step_done()
+    job.finish(job.deepspeed_engine(engine))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What the runs of `training.benchmark` say: medians over rounds, ratios round by round, and the page to read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from training.benchmark.contestants import OWN, Run
+
+STAGES = ("data", "forward", "backward", "collectives", "step", "health", "tracking", "other")
+"""Of the split, in the order of a step; whatever a contestant has no name for is other."""
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median, extremes and all, in the order of the rounds."""
+    return {"median": median(values), "least": min(values), "most": max(values), "rounds": list(values)}
+
+
+def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Largest relative difference of any step; inf where one is not finite or the lengths differ."""
+    if len(losses) != len(expected) or not all(map(math.isfinite, [*losses, *expected])):
+        return math.inf
+    return max(abs(mine - other) / abs(other) for mine, other in zip(losses, expected, strict=True))
+
+
+def compare(
+    runs: Mapping[str, Sequence[Run]], *, tokens: int, flops_per_token: float, peak: float, tolerance: float
+) -> dict[str, Any]:
+    """By contestant what its runs measured, and its ratios to the baseline. runs: by contestant, in order of rounds.
+
+    tokens: of a step, over all ranks. peak: [FLOP/s] of all devices. The baseline is the bare loop, where it took part,
+    else the first one. Losses are held against the first Mantissa's, else against the first one's; who parts from them
+    by more than `tolerance` gets no ratio.
+    """
+    baseline = "bare" if "bare" in runs else next(iter(runs))
+    reference = next((name for name in runs if name in OWN), next(iter(runs)))
+    expected = runs[reference][0].result.losses
+    found: dict[str, Any] = {}
+    for name, mine in runs.items():
+        difference = max(loss_difference(run.result.losses, expected) for run in mine)
+        rate = spread([tokens / run.step_seconds for run in mine])
+        found[name] = {
+            "engine": mine[0].result.engine,
+            "tokens_per_second": rate,
+            "step_seconds": spread([run.step_seconds for run in mine]),
+            "median_step_seconds": spread([median(run.steps) for run in mine]),
+            "first_step_seconds": spread([run.first_step_seconds for run in mine]),
+            "job_seconds": spread([run.job_seconds for run in mine]),
+            "memory_bytes": max(run.result.memory_bytes for run in mine),
+            "mfu": rate["median"] * flops_per_token / peak,
+            "last_loss": mine[0].result.losses[-1],
+            "loss_difference": difference,
+            "trains_the_same": difference <= tolerance,
+        }
+    for mine in found.values():
+        mine["ratio"] = None
+        if mine["trains_the_same"] and found[baseline]["trains_the_same"]:
+            mine["ratio"] = ratios(mine, found[baseline]) | {"to": baseline}
+    return {"baseline": baseline, "loss_reference": reference, "loss_tolerance": tolerance, "contestants": found}
+
+
+def ratios(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """`mine` over `other`, round by round; of times, a ratio below 1 is the faster."""
+    names = ("tokens_per_second", "median_step_seconds", "first_step_seconds")
+    found = {
+        name: spread([a / b for a, b in zip(mine[name]["rounds"], other[name]["rounds"], strict=True)])
+        for name in names
+    }
+    return found | {"memory_bytes": mine["memory_bytes"] / other["memory_bytes"]}
+
+
+def bound(found: Mapping[str, Any], first: str, second: str, least: float) -> dict[str, Any]:
+    """Whether the median ratio of the tokens per second of two contestants reaches a bound."""
+    mine, other = found["contestants"][first], found["contestants"][second]
+    same = mine["trains_the_same"] and other["trains_the_same"]
+    value = ratios(mine, other)["tokens_per_second"]["median"] if same else None
+    return {"of": f"{first}/{second}", "least": least, "value": value, "holds": value is not None and value >= least}
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The tables, in Markdown."""
+    contestants, conditions = found["contestants"], found["conditions"]
+    rounds = conditions["rounds"]
+    lines = [
+        f"{conditions['model']}, {conditions['parameters']:,} parameters; ZeRO-{conditions['zero_stage']}, "
+        f"{conditions['compute']}, {conditions['processes']} processes, {conditions['tokens']:,} tokens a step; "
+        f"{rounds} rounds of {conditions['timed_steps']} timed steps after {conditions['warm_up']} others; "
+        "medians of the rounds [least to most].",
+        "",
+        f"MFU: tokens/s x {found['flops_per_token'] / 1e6:,.1f} MFLOP a token (6 a weight of linear layers, and "
+        "12 x layers x heads x head size x sequence; nothing recomputed) over "
+        f"{found['peak']['flops'] / 1e12:,.3f} TFLOP/s ({found['peak']['how']}).",
+        "",
+        f"| | tokens/s | over {found['baseline']} | median step, ms | launch to first step, s | peak memory, MB | MFU "
+        f"| losses' distance from {found['loss_reference']}'s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, mine in contestants.items():
+        ratio = mine["ratio"]
+        against = _of(ratio["tokens_per_second"], "{:.3f}") if ratio else "trains something else"
+        cells = [
+            name,
+            _of(mine["tokens_per_second"], "{:,.0f}"),
+            against,
+            _of(mine["median_step_seconds"], "{:,.1f}", 1e3),
+            _of(mine["first_step_seconds"], "{:.1f}"),
+            f"{mine['memory_bytes'] / 1e6:,.0f}",
+            f"{mine['mfu']:.1%}",
+            f"{mine['loss_difference']:.1e}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *(f"{name}: not measured, {why}." for name, why in found["passed_over"].items())]
+    lines += _splits(contestants)
+    lines += [f"{check['of']} >= {check['least']}: {_verdict(check)}" for check in found["bounds"]]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _splits(contestants: Mapping[str, Any]) -> list[str]:
+    split = {name: mine["split"] for name, mine in contestants.items() if mine.get("split")}
+    if not split:
+        return []
+    lines = [
+        "Of one more run each, rank 0, with every stage watched: milliseconds a step, and megabytes a step that a rank "
+        "sends if every collective is a ring. Collectives include the wait for the other ranks.",
+        "",
+        f"| | {' | '.join(STAGES)} | sum | collectives | MB sent |",
+        "|---|" + "---|" * (len(STAGES) + 3),
+    ]
+    for name, mine in split.items():
+        seconds, total = mine["seconds"], sum(mine["seconds"].values())
+        cells = [f"{seconds.get(stage, 0.0) * 1e3:,.2f}" for stage in STAGES]
+        calls, sent = sum(mine["calls"].values()), sum(mine["bytes_sent"].values())
+        lines.append(f"| {name} | {' | '.join(cells)} | {total * 1e3:,.1f} | {calls:g} | {sent / 1e6:,.2f} |")
+    return [*lines, ""]
+
+
+def _of(values: Mapping[str, Any], form: str, factor: float = 1.0) -> str:
+    middle, least, most = (form.format(values[key] * factor) for key in ("median", "least", "most"))
+    return middle if least == most else f"{middle} [{least} to {most}]"
+
+
+def _verdict(check: Mapping[str, Any]) -> str:
+    if check["value"] is None:
+        return "fails: they do not train the same"
+    return f"{'holds' if check['holds'] else 'fails'} at {check['value']:.4f}"

@@ -1,0 +1,91 @@
+"""How long a checkpoint takes, and for how much of that training is held up.
+
+    deepspeed --module training.benchmark.save --config config/recipes/demo.yaml [--saves 5] [key.sub=value ...]
+
+Trains one step, so that there are moments, then saves in turn behind training and with training waiting, into a folder
+beside the run folders, which is removed again. With checkpoint.dir the uploads are included, and stay in the store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+from config.command_line import Resolved, read_command_line
+from data.loader import Batches
+from data.prepare import prepare
+from modeling.build import model_config
+from training import distributed
+from training.build import batch_shape, open_checkpoints
+from training.checkpoint.outcome import Saved
+from training.distributed import Place
+from training.engine import Engine, build_engine
+from training.progress import Progress
+
+Mode = Literal["always", "never"]
+
+
+def measure(resolved: Resolved, engine: Engine, folder: Path, place: Place, *, saves: int) -> dict[Mode, list[Saved]]:
+    """What each save did, by mode, the modes taking turns. A collective."""
+    found: dict[Mode, list[Saved]] = {"always": [], "never": []}
+    step = 0
+    for _ in range(saves):
+        for mode, outcomes in found.items():
+            section = replace(resolved.config.checkpoint, background=mode, keep=1)
+            chosen = replace(resolved, config=replace(resolved.config, checkpoint=section))
+            checkpoints = open_checkpoints(chosen, folder, place, identity={})
+            step += 1
+            checkpoints.start_save(engine, Progress(step=step), {})
+            while not checkpoints.save_ended:  # meanwhile training would go on; waiting for the end is a stall
+                time.sleep(0.002)
+            outcome = checkpoints.outcomes()[-1]
+            if not isinstance(outcome, Saved):
+                raise outcome
+            outcomes.append(outcome)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m training.benchmark.save", description=__doc__)
+    parser.add_argument("--saves", type=int, default=5, help="saves of each kind")
+    options, rest = parser.parse_known_args(arguments)
+    resolved = read_command_line(rest)
+    config = resolved.config
+    corpus = prepare(config.data, progress=resolved.rank == 0)
+    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+    place = distributed.join(resolved)
+    root = Path(config.run.dir).expanduser()
+    root.mkdir(parents=True, exist_ok=True)
+    folder = Path(place.from_main(tempfile.mkdtemp(prefix="benchmark-", dir=root) if place.is_main else None))
+    try:
+        engine = build_engine(resolved, shape, place)
+        batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
+        engine.step(engine.health(engine.forward_backward(batches.next_step(), step=1)), 0.0)
+        batches.close()
+        found = measure(resolved, engine, folder, place, saves=options.saves)
+        if place.is_main:
+            for mode, saves in found.items():
+                seconds = median(save.seconds for save in saves)
+                stall = median(save.stall_seconds for save in saves)
+                size = saves[0].bytes
+                print(
+                    f"checkpoint.background={mode:<7} {size / 1e6:,.1f} MB in {seconds:.2f} s "
+                    f"({size / seconds / 1e6:,.0f} MB/s), training held up for {stall:.2f} s"
+                )
+    finally:
+        distributed.stop()
+        if place.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

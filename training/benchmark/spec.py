@@ -1,0 +1,169 @@
+"""The work that every contestant of `training.benchmark` does, and what a contestant leaves behind, as JSON files.
+
+The work is decided once, by Mantissa's own config: a folder with the initial weights in FP32, an array with the token
+windows of every step in Mantissa's order, the learning rate of every step, and the resolved DeepSpeed JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from config.command_line import Resolved
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a contestant reads."""
+
+    model: str
+    """[path or hub id] Hugging Face model: config and initial weights."""
+    attention: str
+    activation_checkpointing: str
+    """As in the run config; reentrant says by which of torch's implementations."""
+    reentrant: bool
+    tokens: str
+    """[path] .npy, (steps, global size, sequence length + 1): in sample order; labels are the tokens after."""
+    steps: int
+    warm_up: int
+    """[steps] Not timed."""
+    deepspeed: dict[str, Any]
+    """The resolved DeepSpeed JSON."""
+    optimizer: dict[str, Any]
+    """The run config's section."""
+    offload: str
+    learning_rates: list[float]
+    """By step."""
+    seed: int
+    split: bool = False
+    """Time the parts of a step and count what collectives carry; such a run is not timed as a whole."""
+
+    @property
+    def micro_size(self) -> int:
+        """[sequences] Of one forward pass on one rank."""
+        return self.deepspeed["train_micro_batch_size_per_gpu"]
+
+    @property
+    def accumulation(self) -> int:
+        """[micro-batches] Of one step on one rank."""
+        return self.deepspeed["gradient_accumulation_steps"]
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage."""
+        return self.deepspeed["zero_optimization"]["stage"]
+
+    @property
+    def compute(self) -> str:
+        """fp32, bf16 or fp16."""
+        return next((name for name in ("bf16", "fp16") if self.deepspeed.get(name, {}).get("enabled")), "fp32")
+
+    @classmethod
+    def read(cls, path: Path) -> Spec:
+        """From the file that `write` made."""
+        return cls(**json.loads(path.read_text()))
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a contestant writes."""
+
+    losses: list[float]
+    """[nats] Of every step: mean over the label tokens of the global batch."""
+    stamps: list[float]
+    """[seconds since the epoch] When each step was done; on a GPU exact for the first, the last and the last untimed
+    step, where the device is waited for."""
+    memory_bytes: int
+    """Peak of the rank that needs most: device memory, or resident memory on a CPU."""
+    engine: str
+    """What trained, as seen in the process."""
+    split: dict[str, Any] | None = None
+    """`training.benchmark.split`'s, of rank 0."""
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """From the file that `write` made."""
+        return cls(**json.loads(path.read_text()))
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self)) + "\n")
+
+
+@dataclass(frozen=True)
+class Work:
+    """The prepared work, and what it costs."""
+
+    spec: Spec
+    parameters: int
+    flops_per_token: float
+    """[FLOP] See `flops_per_token`."""
+
+
+def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
+    """Write weights and tokens into `folder`. Takes the model once in FP32 in this process's memory.
+
+    Raises UserError: the data or the model cannot be had.
+    """
+    from contextlib import nullcontext
+
+    import numpy as np
+
+    from data.prepare import prepare
+    from data.sampler import sample_ids
+    from modeling.build import build_model, count_parameters, model_config
+    from training.schedule import learning_rate
+
+    config = resolved.config
+    corpus = prepare(config.data, progress=True)
+    length, steps = config.data.sequence_length, config.run.steps
+    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=length)
+    model = build_model(config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True))
+    if config.model.name_or_path is None:
+        model.save_pretrained(folder / "weights")
+    samples = corpus.train.sequences(length)
+    size = resolved.batch.global_size
+    order = [sample_ids(step, samples=samples, seed=config.run.seed, global_size=size) for step in range(steps)]
+    windows = corpus.train.read(np.concatenate(order), length)
+    np.save(folder / "tokens.npy", windows.reshape(steps, size, length + 1).astype(np.int32))
+    peak = config.optimizer.learning_rate
+    spec = Spec(
+        model=config.model.name_or_path or str(folder / "weights"),
+        attention=config.model.attention,
+        activation_checkpointing=config.model.activation_checkpointing,
+        reentrant=config.model.checkpointing_reentrant,
+        tokens=str(folder / "tokens.npy"),
+        steps=steps,
+        warm_up=warm_up,
+        deepspeed=resolved.deepspeed,
+        optimizer=asdict(config.optimizer),
+        offload=resolved.offload,
+        learning_rates=[learning_rate(config.schedule, peak=peak, applied=n, total=steps) for n in range(steps)],
+        seed=config.run.seed,
+    )
+    return Work(spec, count_parameters(model), flops_per_token(model, length))
+
+
+def flops_per_token(model: PreTrainedModel, sequence: int) -> float:
+    """[FLOP] Forward and backward of one token, nothing recomputed.
+
+    6 for each weight of a linear layer, the output head included, and 12 x layers x heads x head size x sequence for
+    attention over the whole square (Chowdhery et al. 2022, "PaLM", appendix B).
+    """
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear | Conv1D))
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 6.0 * linear + 12.0 * config.num_hidden_layers * heads * head_size * sequence

@@ -1,0 +1,196 @@
+"""Where the time of a step goes, by stage, and how many bytes the collectives carry. For a run of its own: on a GPU
+every stage is waited for.
+
+    torchrun --nproc_per_node 2 -m training.benchmark.split RESULT WARM_UP STEPS --config FILE [key.sub=value ...]
+
+starts Mantissa's own job so watched. The other contestants' loops watch DeepSpeed by the same means.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import runpy
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.launched import TRAIN
+
+# Collective to what its result weighs: index of the tensor (or list) whose bytes count, and the share of them that a
+# rank sends in a ring of n ranks, as a factor on (n - 1) / n.
+COLLECTIVES = {
+    "all_reduce": (0, "tensor", 2),
+    "broadcast": (0, "tensor", 1),
+    "reduce": (0, "tensor", 1),
+    "all_gather": (0, "tensor_list", 1),
+    "all_gather_into_tensor": (0, "output_tensor", 1),
+    "reduce_scatter": (1, "input_list", 1),
+    "reduce_scatter_tensor": (1, "input", 1),
+    "all_to_all_single": (0, "output", 1),
+}
+
+
+class Stages:
+    """Wall-clock time by stage; the time of a stage inside another one counts for the inner one only."""
+
+    def __init__(self, device: torch.device, *, warm_up: int, steps: int) -> None:
+        """warm_up: steps that do not count. steps: those of warm_up included; what comes after does not count."""
+        self._on_cuda = device.type == "cuda"
+        self._warm_up, self._last, self._done = warm_up, steps, 0
+        self._open: list[str] = []
+        self._since = time.perf_counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._bytes: defaultdict[str, float] = defaultdict(float)
+        self._calls: defaultdict[str, int] = defaultdict(int)
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Count the time inside as `name`'s."""
+        self._switch()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._switch()
+            self._open.pop()
+
+    def sent(self, collective: str, size: float) -> None:
+        """This rank sends so many bytes in a call of a collective."""
+        if self._counts:
+            self._bytes[collective] += size
+            self._calls[collective] += 1
+
+    def step_done(self) -> None:
+        """A step has come to its end."""
+        self._switch()
+        self._done += 1
+
+    def result(self) -> dict[str, Any]:
+        """A step's seconds by stage, and by collective the bytes that this rank sends and how often it is called."""
+        steps = self._last - self._warm_up
+        return {
+            "steps": steps,
+            "seconds": {name: seconds / steps for name, seconds in self._seconds.items()},
+            "bytes_sent": {name: size / steps for name, size in self._bytes.items()},
+            "calls": {name: count / steps for name, count in self._calls.items()},
+        }
+
+    @property
+    def _counts(self) -> bool:
+        return self._warm_up <= self._done < self._last
+
+    def _switch(self) -> None:
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self._counts:
+            self._seconds[self._open[-1] if self._open else "other"] += now - self._since
+        self._since = now
+
+
+def watch(stages: Stages, owner: Any, name: str, stage: str) -> None:
+    """Count the time inside a function or method as `stage`'s."""
+    before: Callable[..., Any] = getattr(owner, name)
+
+    @functools.wraps(before)
+    def call(*arguments: Any, **options: Any) -> Any:
+        with stages.of(stage):
+            return before(*arguments, **options)
+
+    setattr(owner, name, call)
+
+
+def watch_deepspeed(stages: Stages) -> None:
+    """Follow every DeepSpeed engine of this process, and every collective. Before the process group is joined."""
+    import torch.distributed as dist
+
+    for name, (place, keyword, factor) in COLLECTIVES.items():
+        _watch_collective(stages, dist, name, place, keyword, factor)
+    import deepspeed
+
+    for name in ("forward", "backward", "step"):
+        watch(stages, deepspeed.DeepSpeedEngine, name, name)
+
+
+def _watch_collective(stages: Stages, dist: Any, name: str, place: int, keyword: str, factor: int) -> None:
+    before = getattr(dist, name)
+
+    @functools.wraps(before)
+    def call(*arguments: Any, **options: Any) -> Any:
+        payload = arguments[place] if len(arguments) > place else options[keyword]
+        tensors = payload if isinstance(payload, list | tuple) else [payload]
+        ranks = dist.get_world_size(options.get("group"))
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        stages.sent(name, size * factor * (ranks - 1) / ranks)
+        with stages.of("collectives"):
+            return before(*arguments, **options)
+
+    setattr(dist, name, call)
+
+
+def _watch_context(stages: Stages, owner: Any, name: str, stage: str) -> None:
+    """As `watch`, of a method that gives a context manager."""
+    before: Callable[..., Any] = getattr(owner, name)
+
+    @contextmanager
+    def around(*arguments: Any, **options: Any) -> Iterator[Any]:
+        with stages.of(stage), before(*arguments, **options) as given:
+            yield given
+
+    setattr(owner, name, around)
+
+
+def watch_mantissa(stages: Stages) -> None:
+    """Follow Mantissa's own parts of a step."""
+    from data.loader import Batches
+    from precision.guard import Guard
+    from tracking.record import Record
+    from training import loop
+    from training.engine import Engine
+    from training.engine.gradients import ReducedGradients
+    from training.engine.work_time import WorkTime
+
+    watch(stages, Batches, "next_step", "data")
+    _watch_context(stages, WorkTime, "measured", "forward")
+    watch(stages, ReducedGradients, "norm", "step")
+    watch(stages, ReducedGradients, "apply", "step")
+    watch(stages, Engine, "health", "health")
+    watch(stages, Guard, "judge", "health")
+    watch(stages, Guard, "note", "health")
+    watch(stages, Record, "event", "tracking")
+    attempt: Any = loop.attempt
+
+    def counted(*arguments: Any) -> Any:
+        made = attempt(*arguments)
+        stages.step_done()
+        return made
+
+    vars(loop)["attempt"] = counted
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Mantissa's own job, watched; rank 0 writes the split."""
+    # the deepspeed launcher adds --local_rank in front; the environment has it, too
+    target, warm_up, steps, *rest = [text for text in arguments if not text.startswith("--local_rank")]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    stages = Stages(device, warm_up=int(warm_up), steps=int(steps))
+    watch_deepspeed(stages)
+    watch_mantissa(stages)
+    sys.argv = [TRAIN[0], *rest]
+    try:
+        runpy.run_path(TRAIN[0], run_name="__main__")
+    finally:
+        if os.environ.get("RANK", "0") == "0":
+            Path(target).write_text(json.dumps(stages.result()) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,146 @@
+"""How a checkpoint becomes one on disk: aside, flushed, one rename, and nothing that a kill could leave half done.
+
+    .step-60.partial     being written; nobody chooses a name with a dot
+    .step-60.replaced    the old step-60 while a new one takes its name
+    .step-60.dropped     being deleted
+    step-60.damaged      set aside: it was not what had been written
+
+After a kill `tidy` finishes or takes back what was under way. Only the main process calls these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from training.checkpoint.manifest import MANIFEST, Written, file_sha256, is_whole, sealed
+from training.checkpoint.retention import is_being_read
+
+Reached = Callable[[str], None]
+
+
+def partial_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written."""
+    return folder / f".step-{step}.partial"
+
+
+def begin(folder: Path, step: int) -> None:
+    """An empty folder to write the checkpoint of `step` into. Raises OSError."""
+    partial = partial_of(folder, step)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+
+
+def take_in(partial: Path, files: dict[str, Written]) -> None:
+    """Add to `files` what was written into the folder past them (DeepSpeed copies what it offloaded to NVMe), flushed.
+
+    Their hashes are of what is on disk. Raises OSError.
+    """
+    for path in sorted(path for path in partial.rglob("*") if path.is_file()):
+        name = path.relative_to(partial).as_posix()
+        if name not in files:
+            flush(path)
+            files[name] = Written(file_sha256(path), path.stat().st_size, 0, {})
+
+
+def seal_folder(partial: Path, manifest: dict[str, Any], reached: Reached = lambda phase: None) -> int:
+    """Write the manifest of files that are on disk already, and flush the folders; the manifest's bytes."""
+    reached("manifest")
+    text = sealed(manifest)
+    write_flushed(partial / MANIFEST, text)
+    for folder in [*(path for path in partial.rglob("*") if path.is_dir()), partial]:
+        flush(folder)
+    reached("sealed")
+    return len(text.encode())
+
+
+def publish(partial: Path, final: Path, reached: Reached = lambda phase: None) -> None:
+    """Give the sealed folder its name, then let LATEST name it. Raises OSError; an older `final` then stays."""
+    replaced = final.with_name(f".{final.name}.replaced")
+    if final.exists():
+        final.rename(replaced)
+        reached("replacing")
+    try:
+        partial.rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
+    reached("renamed")
+    flush(final.parent)
+    name_latest(final, reached)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def name_latest(final: Path, reached: Reached = lambda phase: None) -> None:
+    """Let LATEST name `final`, in one replacement. Raises OSError."""
+    aside = final.with_name(".LATEST.partial")
+    write_flushed(aside, final.name + "\n")
+    reached("latest")
+    aside.replace(final.with_name("LATEST"))
+    flush(final.parent)
+    reached("named")
+
+
+def drop(path: Path, reached: Reached = lambda phase: None) -> None:
+    """Delete a checkpoint so that no half of it is ever seen. What is being read or cannot be deleted stays."""
+    if is_being_read(path):
+        return
+    hidden = path.with_name(f".{path.name}.dropped")
+    try:
+        path.rename(hidden)
+    except OSError:
+        return
+    reached("dropping")
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a damaged checkpoint so that nothing chooses it again; its new path, or None where that is impossible."""
+    for number in range(100):
+        aside = path.with_name(f"{path.name}.damaged" + (f".{number}" if number else ""))
+        if not aside.exists():
+            try:
+                return path.rename(aside)
+            except OSError:
+                return None
+    return None
+
+
+def tidy(folder: Path) -> None:
+    """Finish or take back what a killed process had under way. Does nothing in a folder that cannot be written."""
+    for replaced in folder.glob(".step-*.replaced"):
+        name = replaced.name[1:].removesuffix(".replaced")
+        final, partial = folder / name, folder / f".{name}.partial"
+        if not final.exists():  # killed between the two renames; the new one had been flushed and sealed
+            with contextlib.suppress(OSError):
+                (partial if is_whole(partial) else replaced).rename(final)
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+    for pattern in (".step-*.partial", ".step-*.dropped"):
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (folder / ".LATEST.partial").unlink(missing_ok=True)
+
+
+def write_flushed(path: Path, text: str) -> None:
+    """Write a small file and have it on disk before returning. Raises OSError."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush(path: Path) -> None:
+    """Have a file's content or a folder's entries on disk before returning. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,229 @@
+"""Files that only the holder of a key can read, and that nobody else can change unnoticed.
+
+AES-256-GCM in chunks, in the STREAM construction (Hoang, Reyhanitabar, Rogaway and Vizar, "Online
+Authenticated-Encryption and its Nonce-Reuse Misuse-Resistance", CRYPTO 2015): a chunk's nonce has its number and
+whether it is the last one, so that bits flipped, chunks reordered, dropped or taken from another file, and files cut
+short are all found. Each file has a key of its own, derived with HKDF-SHA256 from the given key and a random salt, so
+that nonces cannot meet however many files one key writes.
+
+    bytes 0..8     magic and version of the format
+    8..16          key id: the first 8 bytes of SHA-256(key)
+    16..20         plain bytes in every chunk but the last, big endian
+    20..52         salt
+    then           chunks, each followed by its 16-byte tag; an empty file is one empty chunk
+
+docs/object-stores.md has what another tool needs to read one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from cryptography.exceptions import InvalidTag
+
+from config.errors import UserError
+from training.checkpoint.key import Key
+from training.checkpoint.manifest import Damaged
+
+MAGIC = b"MNTSENC\x01"
+CHUNK = 1 << 20
+"""[bytes] Of plain text in a chunk."""
+TAG = 16
+HEADER = 52
+_CACHED = 4
+
+
+class EncryptingStream(io.RawIOBase):
+    """Takes a file's plain bytes and gives the encrypted ones to `write`, a chunk at a time. `finish` ends it."""
+
+    def __init__(self, key: Key, write: Callable[[memoryview], Any], *, chunk: int = CHUNK) -> None:
+        """write: what it is given is overwritten after it returned. chunk: plain bytes in a chunk."""
+        self._header = MAGIC + bytes.fromhex(key.id) + chunk.to_bytes(4, "big") + os.urandom(32)
+        self._cipher, self._prefix = key.cipher(self._header)
+        self._write, self._number = write, 0
+        self._plain, self._filled = memoryview(bytearray(chunk)), 0
+        self._sealed = memoryview(bytearray(chunk + TAG))
+        write(memoryview(self._header))
+
+    def write(self, data: Any) -> int:
+        """Encrypt more; how many bytes that was."""
+        view = memoryview(data).cast("B")
+        while len(view):
+            if self._filled == len(self._plain):
+                self._put(last=False)
+            taken = min(len(view), len(self._plain) - self._filled)
+            self._plain[self._filled : self._filled + taken] = view[:taken]
+            self._filled += taken
+            view = view[taken:]
+        return memoryview(data).nbytes
+
+    def finish(self) -> None:
+        """Write the last chunk; without it nobody can read the file."""
+        self._put(last=True)
+
+    def writable(self) -> bool:
+        return True
+
+    def _put(self, *, last: bool) -> None:
+        nonce = _nonce(self._prefix, self._number, last)
+        sealed = self._sealed[: self._filled + TAG]
+        self._cipher.encrypt_into(nonce, self._plain[: self._filled], self._header, sealed)
+        self._write(sealed)
+        self._number, self._filled = self._number + 1, 0
+
+
+class DecryptedFile(io.RawIOBase):
+    """An encrypted file as its plain bytes, read anywhere; every chunk is authenticated before any of it is given."""
+
+    def __init__(self, path: Path, key: Key) -> None:
+        """Raises UserError when the file was encrypted with another key, Damaged when it is not as it was written, or
+        cut short, OSError when it cannot be read."""
+        self.damage: Damaged | None = None
+        """What a read raised; readers written in C may hide that behind an error of their own."""
+        self._path, self._file = path, path.open("rb", buffering=0)
+        try:
+            header = self._file.read(HEADER)
+            _require_key(path, header, key)
+            self._chunk = int.from_bytes(header[16:20], "big")
+            stored = os.fstat(self._file.fileno()).st_size - HEADER
+            self._chunks = max(1, -(-stored // (self._chunk + TAG)))
+            self._size = stored - self._chunks * TAG
+            if self._chunk == 0 or self._size < (self._chunks - 1) * self._chunk:
+                raise Damaged(f"{path.name}: is not whole, or its header is not as it was written")
+            self._header = header
+            self._cipher, self._prefix = key.cipher(header)
+            self._cache: OrderedDict[int, bytearray] = OrderedDict()
+            self._at = 0
+            self._decrypted(self._chunks - 1)  # it says that it is the last one, so nothing is missing behind it
+        except BaseException:
+            self._file.close()
+            raise
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted = max(0, min(len(view), self._size - self._at))
+        done = 0
+        while done < wanted:
+            number, offset = divmod(self._at, self._chunk)
+            plain = memoryview(self._decrypted(number))[offset : offset + wanted - done]
+            view[done : done + len(plain)] = plain
+            done += len(plain)
+            self._at += len(plain)
+        return done
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        if start + offset < 0:
+            raise ValueError(f"cannot seek to {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def _decrypted(self, number: int) -> bytearray:
+        if number in self._cache:
+            self._cache.move_to_end(number)
+            return self._cache[number]
+        last = number == self._chunks - 1
+        size = self._size - number * self._chunk if last else self._chunk
+        self._file.seek(HEADER + number * (self._chunk + TAG))
+        sealed, plain = bytearray(size + TAG), bytearray(size)
+        filled = 0
+        while filled < len(sealed) and (read := self._file.readinto(memoryview(sealed)[filled:])):
+            filled += read
+        try:
+            self._cipher.decrypt_into(_nonce(self._prefix, number, last), sealed, self._header, plain)
+        except InvalidTag:
+            self.damage = Damaged(f"{self._path.name}: chunk {number} is not what was encrypted, or the file is cut")
+            raise self.damage from None
+        self._cache[number] = plain
+        if len(self._cache) > _CACHED:
+            self._cache.popitem(last=False)
+        return plain
+
+
+def open_decrypted(path: Path, key: Key) -> BinaryIO:
+    """The plain content of an encrypted file, seekable; raises like DecryptedFile."""
+    return cast(BinaryIO, DecryptedFile(path, key))
+
+
+def open_file(path: Path, key: Key | None, *, plain: bool = False) -> BinaryIO:
+    """A file of a checkpoint for reading, decrypted where it is encrypted.
+
+    plain: with a key, take a file that is not encrypted too. Otherwise that is refused, since whoever can write it
+    could put anything there, code included. Raises UserError, else like DecryptedFile.
+    """
+    if key is None:
+        if is_encrypted(path):
+            needed = key_id_of(path)
+            raise UserError(
+                f"{path}: is encrypted with the key {needed}; give checkpoint.encryption_key = env:NAME or file:PATH"
+            )
+        return path.open("rb")
+    if is_encrypted(path):
+        return open_decrypted(path, key)
+    if plain:
+        return path.open("rb")
+    raise UserError(f"{path}: is not encrypted while checkpoint.encryption_key is set, so anyone may have written it")
+
+
+def load(path: Path, key: Key | None, *, plain: bool = False, **options: Any) -> Any:
+    """torch.load, with `options`, of what `open_file` gives. Raises Damaged too."""
+    with open_file(path, key, plain=plain) as file:
+        try:
+            return torch.load(file, **options)
+        except Exception:
+            damage = getattr(file, "damage", None)
+            if damage is not None:
+                raise damage from None
+            raise
+
+
+def is_encrypted(path: Path) -> bool:
+    """Whether the file begins as an encrypted one does, of whatever version. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC) - 1) == MAGIC[:-1]
+
+
+def key_id_of(path: Path) -> str:
+    """The id of the key that an encrypted file needs. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(HEADER)[8:16].hex()
+
+
+def owner_only(path: str, flags: int) -> int:
+    """An `opener` for `open`: a file that is made is readable for this user alone, whatever it was before."""
+    handle = os.open(path, flags, 0o600)
+    os.fchmod(handle, 0o600)
+    return handle
+
+
+def _nonce(prefix: bytes, number: int, last: bool) -> bytes:
+    return prefix + number.to_bytes(4, "big") + (b"\x01" if last else b"\x00")
+
+
+def _require_key(path: Path, header: bytes, key: Key) -> None:
+    if len(header) < HEADER or not header.startswith(MAGIC[:-1]):
+        raise Damaged(f"{path.name}: is not an encrypted file")
+    if header[7] != MAGIC[7]:
+        raise UserError(f"{path}: is encrypted in format {header[7]}; this version reads format {MAGIC[7]}")
+    needed = header[8:16].hex()
+    if needed != key.id:
+        raise UserError(f"{path}: is encrypted with the key {needed}; checkpoint.encryption_key gives {key.id}")

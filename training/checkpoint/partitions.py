@@ -1,0 +1,258 @@
+"""FP32 masters and Adam's moments out of DeepSpeed's checkpoint files: any ZeRO stage, any number of ranks, no GPU.
+
+DeepSpeed's own `zero_to_fp32` refuses ZeRO-0 and the BF16 optimizer of ZeRO-1, and leaves frozen parameters of ZeRO-1
+out (0.19.8), so the partitions are read here. Each master is then held against what else the checkpoint has of it:
+
+- ZeRO-0: the weights in the model file are the masters; there is nothing else.
+- ZeRO-1 and 2: partitions are addressed by parameter name; the model file holds the computing weights whole, and every
+  master, rounded to their dtype, has to be equal to them.
+- ZeRO-3: partitions are addressed by their order in each parameter group; `zero_to_fp32` has to read the same.
+
+Files are mapped, not read, unless they are encrypted, and unpickled with an allow-list of classes: a file that names
+any other code is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from config.errors import UserError
+from training.checkpoint.pieces import Adam, Pieces
+from training.checkpoint.reader import PLAIN, Opener
+
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+Read = Callable[[], torch.Tensor]
+ReadFile = Callable[[Path], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One parameter of a checkpoint, not read yet."""
+
+    shape: torch.Size
+    read: Read
+    """The FP32 master, whole; of a frozen parameter, which has none, its weight in the dtype it was kept in."""
+    again: Read | None = None
+    """The same from the other place that has it, in that place's dtype; None where there is no other."""
+    master: Pieces | None = None
+    """The FP32 master by parts; None for a frozen parameter."""
+    adam: Adam | None = None
+    """None for a frozen parameter, before the first applied step, and at ZeRO-0 (`SavedModel.unnamed_adam`)."""
+
+
+@dataclass
+class SavedModel:
+    """What a checkpoint's DeepSpeed files hold of the model."""
+
+    stage: int
+    """ZeRO stage; 2 stands for 1 and 2, whose files are alike."""
+    ranks: int
+    tensors: dict[str, SavedTensor] = field(default_factory=dict)
+    """Every parameter, by its name in the model. A shared one may be there under each of its names."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Persistent buffers, as they were kept."""
+    frozen: set[str] = field(default_factory=set)
+    """Parameters that no optimizer group holds."""
+    unnamed_adam: list[Adam | None] = field(default_factory=list)
+    """ZeRO-0's moments: those of the first optimizer group's parameters, then the next group's, without names."""
+    second_reading: str = "none: at ZeRO-0 the weights are the masters"
+    """What `again` reads, in words."""
+
+
+def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
+    """Open a `deepspeed/` folder of a checkpoint.
+
+    Raises UserError when a file is missing, damaged, of a kind that cannot be read here, or names code that is not
+    allowed.
+    """
+    shards = _optimizer_files(folder)
+
+    def read(path: Path) -> dict[str, Any]:
+        return opener.read(path, mmap=True)
+
+    if not shards:
+        return _without_zero(folder, read)
+    states = [read(path)["optimizer_state_dict"] for path in shards]
+    partitions = states[0].get("partition_count", len(states))
+    expected = max(partitions) if isinstance(partitions, list) else partitions
+    if expected != len(states):
+        raise UserError(f"{folder}: has {len(states)} of {expected} *_optim_states.pt files; restore the missing ones")
+    if "fp32_flat_groups" in states[0]:
+        return _partitioned_weights(folder, states, read, upstream=opener.key is None)
+    if "single_partition_of_fp32_groups" in states[0]:
+        return _partitioned_masters(folder, states, read)
+    raise UserError(
+        f"{shards[0]}: holds no FP32 partitions that this reader knows; the engine that saved it can load it"
+    )
+
+
+def _without_zero(folder: Path, read: ReadFile) -> SavedModel:
+    state = read(folder / "mp_rank_00_model_states.pt")
+    saved = SavedModel(stage=0, ranks=1)
+    _take_buffers(saved, state)
+    for name, weight in state["module"].items():
+        if name not in saved.buffers:
+            whole = Pieces([weight], weight.numel()) if weight.dtype == torch.float32 else None
+            saved.tensors[name] = SavedTensor(weight.shape, _of(weight), master=whole)
+    optimizer = state.get("optimizer") or {"state": {}, "param_groups": []}
+    for group in optimizer["param_groups"]:
+        for index in group["params"]:
+            moments = optimizer["state"].get(index)
+            numel = moments["exp_avg"].numel() if moments else 0
+            saved.unnamed_adam.append(_adam(folder, f"number {index}", [moments], [slice(0, numel)], numel))
+    return saved
+
+
+def _partitioned_masters(folder: Path, states: list[dict[str, Any]], read: ReadFile) -> SavedModel:
+    """ZeRO-1 and 2: each rank's flat partition of a group, with the address of every parameter's part in it."""
+    state = read(folder / "mp_rank_00_model_states.pt")
+    saved = SavedModel(stage=2, ranks=len(states), second_reading="the weights in the model file, rounded alike")
+    _take_buffers(saved, state)
+    module, shared = state["module"], state["shared_params"] or {}
+    parts: dict[str, list[torch.Tensor]] = {}
+    moments: dict[str, list[Any]] = {}
+    places: dict[str, list[slice]] = {}
+    for partition in states:
+        groups = partition["single_partition_of_fp32_groups"]
+        adam = _of_flats(partition["base_optimizer_state"])
+        for index, addresses in enumerate(partition["param_slice_mappings"]):
+            for name, address in addresses.items():
+                # an address may end in the padding that was cut off the last rank's partition
+                where = slice(address.start, address.start + address.numel)
+                parts.setdefault(name, []).append(groups[index][where])
+                moments.setdefault(name, []).append(adam[index])
+                places.setdefault(name, []).append(where)
+    for shapes in state["param_shapes"]:
+        for name, shape in shapes.items():
+            _require_size(folder, name, shape, sum(part.numel() for part in parts.get(name, [])))
+            saved.tensors[name] = SavedTensor(
+                shape,
+                _joined(parts[name], shape),
+                _of(module[name]),
+                Pieces(parts[name], shape.numel()),
+                _adam(folder, name, moments[name], places[name], shape.numel()),
+            )
+    for name, weight in module.items():
+        if name not in saved.tensors and name not in saved.buffers and name not in shared:
+            saved.frozen.add(name)
+            saved.tensors[name] = SavedTensor(weight.shape, _of(weight))
+    return saved
+
+
+def _partitioned_weights(folder: Path, states: list[dict[str, Any]], read: ReadFile, *, upstream: bool) -> SavedModel:
+    """ZeRO-3: every parameter is cut into equal parts, the last one padded; each rank's parts lie end to end.
+
+    upstream: whether DeepSpeed can read the files too.
+    """
+    files = [folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(states))]
+    models = [read(path) for path in files]
+    second = "DeepSpeed's zero_to_fp32" if upstream else "none: DeepSpeed's zero_to_fp32 reads no encrypted files"
+    saved = SavedModel(stage=3, ranks=len(states), second_reading=second)
+    _take_buffers(saved, models[0])
+    whole = cache(lambda: _zero_to_fp32(folder)) if upstream else None
+    optimizers = [_of_flats(state["optimizer_state_dict"]) for state in states]
+    for index, shapes in enumerate(models[0]["param_shapes"]):
+        flats, start = [state["fp32_flat_groups"][index] for state in states], 0
+        moments = [optimizer[index] for optimizer in optimizers]
+        for name, shape in shapes.items():
+            length = math.ceil(shape.numel() / len(states))
+            where = slice(start, start + length)
+            parts = [flat[where] for flat in flats]
+            start += length
+            _require_size(folder, name, shape, sum(part.numel() for part in parts))
+            saved.tensors[name] = SavedTensor(
+                shape,
+                _joined(parts, shape),
+                _upstreams(whole, name),
+                Pieces(parts, shape.numel()),
+                _adam(folder, name, moments, [where] * len(states), shape.numel()),
+            )
+        if any(flat.numel() != start for flat in flats):
+            raise UserError(
+                f"{folder}: group {index} holds more than its {len(shapes)} parameters; not a file of ZeRO-3"
+            )
+    for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
+        parts = [model["frozen_param_fragments"][name] for model in models]
+        _require_size(folder, name, shape, sum(part.numel() for part in parts))
+        saved.frozen.add(name)
+        saved.tensors[name] = SavedTensor(shape, _joined(parts, shape), _upstreams(whole, name))
+    return saved
+
+
+def _of_flats(optimizer: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """State of each flat partition, group after group; None for one that was never stepped."""
+    return [optimizer["state"].get(index) for group in optimizer["param_groups"] for index in group["params"]]
+
+
+def _adam(folder: Path, name: str, moments: list[Any], places: list[slice], numel: int) -> Adam | None:
+    """From each rank's state and the place of the parameter's part in it. None before the first step."""
+    if not all(moments):
+        return None
+    steps = {int(state["step"]) for state in moments}
+    if len(steps) > 1:
+        raise UserError(
+            f"{folder}: ranks disagree on Adam's step of {name}: {sorted(steps)}; a file is of another save"
+        )
+    first, second = (
+        Pieces([state[key].view(-1)[where] for state, where in zip(moments, places, strict=True)], numel)
+        for key in ("exp_avg", "exp_avg_sq")
+    )
+    for pieces in (first, second):
+        _require_size(folder, name, torch.Size([numel]), sum(part.numel() for part in pieces.parts))
+    return Adam(first, second, steps.pop())
+
+
+def _zero_to_fp32(folder: Path) -> dict[str, Any]:
+    """DeepSpeed's own reading, lazy. It unpickles without an allow-list, files that have passed ours."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name, lazy_mode=True)
+
+
+def _upstreams(whole: Callable[[], dict[str, Any]] | None, name: str) -> Read | None:
+    return (lambda: whole()[name].contiguous()) if whole is not None else None
+
+
+def _take_buffers(saved: SavedModel, state: dict[str, Any]) -> None:
+    saved.buffers = {name: state["module"][name] for name in state["buffer_names"] or ()}
+
+
+def _of(tensor: torch.Tensor) -> Read:
+    return lambda: tensor
+
+
+def _joined(parts: list[torch.Tensor], shape: torch.Size) -> Read:
+    return lambda: torch.cat([part.view(-1) for part in parts])[: shape.numel()].view(shape)
+
+
+def _require_size(folder: Path, name: str, shape: torch.Size, found: int) -> None:
+    if found < shape.numel():
+        raise UserError(
+            f"{folder}: the partitions hold {found} of the {shape.numel()} values of {name}; masters that were "
+            "offloaded to NVMe are not in the checkpoint, else a file is damaged"
+        )
+
+
+def _optimizer_files(folder: Path) -> list[Path]:
+    """One file a rank, in rank order."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give a checkpoints/step-N folder of a run")
+    found = {}
+    for path in folder.iterdir():
+        match = _OPTIMIZER_FILE.fullmatch(path.name)
+        if match and int(match[2]):
+            raise UserError(f"{path}: is of a tensor-parallel run, which cannot be exported")
+        if match:
+            found[int(match[1])] = path
+    return [found[rank] for rank in sorted(found)]

@@ -1,0 +1,98 @@
+"""Read a checkpoint's .pt files: decrypted where they are encrypted, and without running code that is in them."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.fp16 import loss_scaler as deepspeed_scaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from config.errors import UserError
+from config.schema import CheckpointSection
+from precision.loss_scale import DeepSpeedPolicy
+from training.checkpoint import encryption
+from training.checkpoint.key import Key
+from training.checkpoint.manifest import Damaged
+from training.loss_scaler import LossScaler
+
+ALLOWED: list[Callable | tuple[Callable, str]] = [
+    ZeroStageEnum,
+    fragment_address,
+    LossScaler,
+    DeepSpeedPolicy,
+    deepspeed_scaler.LossScaler,
+    deepspeed_scaler.DynamicLossScaler,
+]
+"""Classes that may be named in a checkpoint's pickles, beside tensors and plain types."""
+
+
+@dataclass(frozen=True)
+class Opener:
+    """How to open the files: with which key, and whether plain ones are taken although there is one."""
+
+    key: Key | None = None
+    accept_plain: bool = False
+
+    @classmethod
+    def of(cls, section: CheckpointSection) -> Opener:
+        """As a run's config says. Raises UserError for a key that is not where it should be."""
+        key = Key.from_setting(section.encryption_key) if section.encryption_key is not None else None
+        return cls(key, section.accept_plain)
+
+    def read(self, path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
+        """The content of a file. mmap: leave tensors on the disk until they are used, where nothing is encrypted.
+
+        Raises UserError when the file is missing, damaged, of another key, or names code that is not allowed.
+        """
+        try:
+            with torch.serialization.safe_globals(ALLOWED):
+                if mmap and not encryption.is_encrypted(path) and self.key is None:
+                    return torch.load(path, map_location=map_location, mmap=True, weights_only=True)
+                options = {"map_location": map_location, "weights_only": True}
+                return encryption.load(path, self.key, plain=self.accept_plain, **options)
+        except FileNotFoundError as error:
+            raise UserError(f"{path}: is missing; the checkpoint is not whole") from error
+        except Damaged as error:
+            raise UserError(f"{path.parent}: {error}; use another checkpoint") from error
+        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+            refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+            if refused:
+                reason = f"names code that is not allowed in a checkpoint ({refused[1]}); do not load it"
+            else:
+                reason = f"cannot be read ({' '.join(str(error).split())[:120]}); use another checkpoint"
+            raise UserError(f"{path}: {reason}") from error
+
+
+PLAIN = Opener()
+"""For files that are not encrypted."""
+
+
+class Reader(CheckpointEngine):
+    """Stands for DeepSpeed's reader, which runs whatever code a file names."""
+
+    def __init__(self, opener: Opener) -> None:
+        super().__init__()
+        self.name, self._opener = "Mantissa", opener
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """For DeepSpeed. Raises as `Opener.read` does."""
+        return self._opener.read(Path(path), map_location=map_location)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Not for writing: it is in place only while something is loaded."""
+        raise NotImplementedError("these files are read only")
+
+    def create(self, info: Any) -> None:
+        """For DeepSpeed: nothing to prepare."""
+
+    def commit(self, info: Any) -> bool:
+        """For DeepSpeed: nothing was written."""
+        return True

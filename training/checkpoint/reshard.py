@@ -1,0 +1,258 @@
+"""Go on from a checkpoint of another layout: other ranks, another ZeRO stage, another compute dtype, with or without
+offload.
+
+Every master, both of its moments and Adam's step are read by parameter name out of the shards, whichever ranks wrote
+them, and written to where this run keeps them. The computing weights are the masters, rounded. Then every rank's part
+is summed up again and held against what the engine that saved had; nothing is trained where they differ.
+
+docs/elastic.md says what carries over, and why DeepSpeed's universal checkpoint is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config.errors import UserError
+from modeling.parameter_groups import parameter_groups
+from training.checkpoint.contents import TAG
+from training.checkpoint.partitions import SavedModel, SavedTensor, open_saved_model
+from training.checkpoint.reader import PLAIN, Opener, Reader
+from training.elastic_shards import KINDS, Checksums, as_text, checksum, checksums_of, shard_of, trained
+from training.engine import Engine
+from training.engine.masters import local_masters
+from training.engine.tensors import shape_of
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What was restored."""
+
+    parameters: int
+    """Parameters with a master."""
+    frozen: int
+    """Parameters without one, whose weights were restored."""
+    buffers: int
+    adam_step: int
+    """Updates that Adam has made; 0 where it had made none and its moments start at zero."""
+    compared: int
+    """Checksums that were held against the checkpoint's: one a master, three once there are moments."""
+
+    def __str__(self) -> str:
+        return f"{self.parameters} masters carried over after {self.adam_step} updates, {self.compared} checksums agree"
+
+
+def go_on(engine: Engine, path: Path, *, state: dict[str, Any], change: str | None, opener: Opener) -> str | None:
+    """Restore a checkpoint into the engine, of its own layout or of another, and compare every checksum.
+
+    state: its state.json. change: how the layout differs, in words; None has DeepSpeed load its own files, bit for bit.
+    Gives a line to tell about the change. A collective. Raises UserError as `load_resharded` does.
+    """
+    recorded = state.get("checksums")
+    if change is None:
+        engine.load(path, TAG, state["scaler"], Reader(opener))
+        require_same(engine, path, recorded or {})
+        return None
+    carried = load_resharded(engine, path / TAG, recorded=recorded, opener=opener)
+    engine.install_scaler(state["scaler"])
+    return f"checkpoint {path}: {change}; {carried}"
+
+
+@torch.no_grad()
+def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, opener: Opener = PLAIN) -> Carried:
+    """Restore masters, moments, Adam's step, frozen weights and buffers from a `deepspeed/` folder of any layout.
+
+    recorded: `checksums_of` the engine that saved; None takes them from the files, which then shows only what went
+    wrong on the way from there. The optimizer's settings, the loss scale and the random generators are left as they
+    are. A collective; each rank reads the files for itself, at most one whole parameter at a time. Raises UserError, on
+    every rank, naming the first parameter that is missing, of another shape, or not what was saved.
+    """
+    try:
+        saved, problem = _with_named_moments(engine, open_saved_model(folder, opener), folder), None
+    except UserError as error:
+        saved, problem = SavedModel(stage=0, ranks=0), str(error)
+    if problem is None:
+        problem = _mismatch(engine, saved, folder)
+    _agree(engine, problem)
+    with _partitioned(engine):
+        for name, parameter in engine.model.named_parameters():
+            _restore(engine, parameter, saved.tensors[name])
+    step = max((tensor.adam.step for tensor in saved.tensors.values() if tensor.adam), default=0)
+    _restore_padding(engine, step)
+    buffers = _restore_buffers(engine, saved)
+    recorded = recorded or _checksums_of_files(engine, saved)
+    require_same(engine, folder, recorded)
+    return Carried(
+        parameters=len(trained(engine)),
+        frozen=sum(not parameter.requires_grad for parameter in engine.model.parameters()),
+        buffers=buffers,
+        adam_step=step,
+        compared=sum(len(recorded.get(kind, {})) for kind in KINDS),
+    )
+
+
+def require_same(engine: Engine, where: Path, recorded: Checksums) -> None:
+    """Hold every master and moment of the engine against the checksums that were recorded when they were saved.
+
+    A collective. Raises UserError, on every rank, naming the first that differs; `where` is the checkpoint.
+    """
+    _agree(engine, _difference(where, recorded, checksums_of(engine)))
+
+
+def _with_named_moments(engine: Engine, saved: SavedModel, folder: Path) -> SavedModel:
+    """Give ZeRO-0's moments their names: they are in the order of the optimizer's groups."""
+    if not saved.unnamed_adam:
+        return saved
+    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+    order = [names[id(p)] for group in parameter_groups(engine.model, weight_decay=0.0) for p in group["params"]]
+    if len(order) != len(saved.unnamed_adam):
+        raise UserError(
+            f"{folder}: its optimizer has {len(saved.unnamed_adam)} parameters, this run's {len(order)}; freeze the "
+            "same parameters"
+        )
+    for name, adam in zip(order, saved.unnamed_adam, strict=True):
+        tensor = saved.tensors.get(name)
+        if tensor is not None and adam is not None and adam.exp_avg.numel != tensor.shape.numel():
+            raise UserError(f"{folder}: the moments that should be of {name} have another size; use its own layout")
+        if tensor is not None:
+            saved.tensors[name] = replace(tensor, adam=adam)
+    for name in (set(saved.tensors) - set(order)) & set(names.values()):
+        saved.tensors[name] = replace(saved.tensors[name], master=None)
+    return saved
+
+
+def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
+    """Why the checkpoint does not fit the engine, or None."""
+    steps: dict[int, tuple[int, str]] = {}
+    for name, parameter in engine.model.named_parameters():
+        tensor, shape = saved.tensors.get(name), shape_of(parameter)
+        if tensor is None or tensor.shape != shape:
+            there = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
+            return f"{folder}: {name} {there}, and shape {list(shape)} in this run; it is of another model"
+        if parameter.requires_grad is (tensor.master is None):
+            here = "trains" if parameter.requires_grad else "is frozen"
+            return f"{folder}: {name} {here} in this run and not there; freeze the same parameters"
+        shard = shard_of(engine, parameter) if parameter.requires_grad else None
+        if shard is not None:
+            step = tensor.adam.step if tensor.adam else 0
+            before, other = steps.setdefault(id(shard.flat), (step, name))
+            if before != step:
+                return f"{folder}: Adam updated {name} {step} times and {other} {before} times; use its own layout"
+    return None
+
+
+@contextmanager
+def _partitioned(engine: Engine) -> Iterator[None]:
+    """At ZeRO-3, no parameter is whole inside; afterwards those that DeepSpeed keeps whole are gathered anew."""
+    if engine.stage == 3:
+        engine.deepspeed.optimizer.checkpoint_event_prologue()
+    yield
+    if engine.stage == 3:
+        engine.deepspeed.optimizer.checkpoint_event_epilogue()
+
+
+def _restore(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
+    """One parameter's weight and, where it trains, this rank's part of its master and moments, and Adam's step."""
+    _restore_weight(engine, parameter, tensor)
+    shard = shard_of(engine, parameter) if tensor.master else None
+    if shard is None or tensor.master is None:
+        return
+    shard.of(shard.flat).copy_(tensor.master.slice(shard.start, shard.length))
+    adam = tensor.adam
+    state = _state(engine, shard.flat, adam.step if adam else 0)
+    for key in ("exp_avg", "exp_avg_sq"):
+        if adam is None:
+            shard.of(state[key]).zero_()
+        else:
+            shard.of(state[key]).copy_(getattr(adam, key).slice(shard.start, shard.length))
+
+
+def _restore_padding(engine: Engine, step: int) -> None:
+    """Adam's step of a partition in which this rank has nothing but padding; checkpoints to come hold it too."""
+    if engine.stage == 0:
+        return
+    held = [shard_of(engine, parameter) for parameter in trained(engine).values()]
+    flats = {id(shard.flat) for shard in held if shard is not None}
+    for flat in local_masters(engine.deepspeed.optimizer):
+        if id(flat) not in flats:
+            _state(engine, flat, step)
+
+
+def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
+    """What the module computes with: the master, rounded; at ZeRO-3 this rank's part of it."""
+    if engine.stage < 3:
+        parameter.data.copy_(tensor.read())
+        return
+    part = parameter.ds_tensor
+    numel, length = tensor.shape.numel(), part.numel()
+    start = min(engine.place.rank * length, numel)
+    length = min(length, numel - start)
+    values = tensor.master.slice(start, length) if tensor.master else tensor.read().view(-1)[start : start + length]
+    part.data.view(-1)[:length].copy_(values)
+
+
+def _state(engine: Engine, flat: torch.Tensor, step: int) -> dict[str, Any]:
+    """The optimizer's state of one flat tensor after so many updates, made as its own first one would make it."""
+    optimizer = engine.deepspeed.basic_optimizer
+    state = optimizer.state[flat]
+    if "exp_avg" not in state:
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = torch.zeros_like(flat)
+    if isinstance(optimizer, torch.optim.AdamW):
+        state["step"] = torch.tensor(float(step), dtype=torch.float32, device=flat.device)
+    else:  # DeepSpeed's kernel for offloaded state counts in a plain integer
+        state["step"] = step
+    return state
+
+
+def _restore_buffers(engine: Engine, saved: SavedModel) -> int:
+    buffers = dict(engine.model.named_buffers())
+    found = [name for name in saved.buffers if name in buffers]
+    for name in found:
+        buffers[name].copy_(saved.buffers[name])
+    return len(found)
+
+
+def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:
+    """Of what the files hold, a share of the parameters on each rank."""
+    place, found = engine.place, []
+    for index, name in enumerate(trained(engine)):
+        tensor = saved.tensors[name]
+        if index % place.world_size != place.rank or tensor.master is None:
+            continue
+        pieces = {"master": tensor.master}
+        if tensor.adam is not None:
+            pieces |= {"exp_avg": tensor.adam.exp_avg, "exp_avg_sq": tensor.adam.exp_avg_sq}
+        found += [
+            (kind, name, as_text(checksum(piece.slice(0, piece.numel), 0).tolist())) for kind, piece in pieces.items()
+        ]
+    result: Checksums = {}
+    for kind, name, text in (row for rows in place.gather_objects(found) for row in rows):
+        result.setdefault(kind, {})[name] = text
+    return result
+
+
+def _difference(folder: Path, recorded: Checksums, found: Checksums) -> str | None:
+    """The first master or moment that is not what was saved, in words."""
+    for kind in KINDS:
+        for name, text in recorded.get(kind, {}).items():
+            here = found.get(kind, {}).get(name)
+            if here != text:
+                what = "the master" if kind == "master" else f"Adam's {kind}"
+                return (
+                    f"{folder}: {what} of {name} is not the one that was saved (checksum {here} here, {text} when "
+                    "saved); use another checkpoint"
+                )
+    return None
+
+
+def _agree(engine: Engine, problem: str | None) -> None:
+    """Raise the first rank's problem on every rank."""
+    for text in engine.place.gather_objects(problem):
+        if text is not None:
+            raise UserError(text)

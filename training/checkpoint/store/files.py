@@ -1,0 +1,270 @@
+"""Files in an object store, through fsspec: every operation tried again, every byte hashed.
+
+fsspec and the libraries under it cache listings, try again in ways of their own and give up without saying how often;
+here nothing is cached, and one place decides what is tried again, how often, and how long in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import fsspec
+
+from config.errors import UserError
+from config.secrets import refuse_secrets
+from training.checkpoint.manifest import Damaged, file_sha256
+from training.checkpoint.store.errors import StoreError, is_missing, passes, told, without_secrets
+
+PART = 1 << 25
+"""[bytes] Of a multipart upload, and of a ranged read."""
+AT_ONCE = 4
+"""Parts of one file under way at a time: each rank holds this many parts in memory."""
+MOST_PARTS = 10_000
+"""That S3 takes for one object."""
+
+T = TypeVar("T")
+
+
+class Missing(StoreError):
+    """The object is not there, though its bucket is."""
+
+
+class _Differs(Exception):
+    """What is in the store is not what was sent; sending it again may help."""
+
+
+class StoreFiles:
+    """Files under one URL, named by their path from it. Calls may come from any thread.
+
+    Every method raises StoreError when the store does not answer as it should: at once where asking again cannot help,
+    else after `attempts` tries.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        attempts: int = 8,
+        first_wait: float = 0.5,
+        longest_wait: float = 30.0,
+        part: int = PART,
+    ) -> None:
+        """options: passed to fsspec's file system as they are. attempts: tries of each operation; the waits between
+        them double from first_wait to longest_wait [s], less up to half of each at random. part: bytes.
+
+        Raises UserError when no file system is installed for the URL, or a secret is in it or in the options.
+        """
+        refuse_secrets(url, options or {})
+        self.url, self._part = url.rstrip("/"), part
+        self._attempts, self._first_wait, self._longest_wait = attempts, first_wait, longest_wait
+        self.retries = 0
+        """Tries past the first one of each operation, so far."""
+        self._counting, self._given_up = threading.Lock(), threading.Event()
+        self._options = _with_defaults(url, options or {})
+        self._process = os.getpid()
+        self._system, self._root = self._connect()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def upload(self, local: Path, name: str, *, sha256: str, size: int) -> None:
+        """Store a file under `name` and read it back: its SHA-256 and size [bytes] have to be these."""
+
+        def send_and_read_back() -> None:
+            self._fs.put_file(str(local), self._path(name), **self._in_parts(size))
+            try:
+                self._require(name, sha256, size)
+            except _Differs:
+                if file_sha256(local) != sha256:
+                    raise StoreError(f"{local}: is no longer what was written, so it is not uploaded") from None
+                raise
+
+        self._retried("upload", name, send_and_read_back)
+
+    def upload_text(self, name: str, text: str) -> None:
+        """Store a small file under `name`, and read it back."""
+
+        def send_and_read_back() -> None:
+            self._fs.pipe_file(self._path(name), text.encode())
+            if self._fs.cat_file(self._path(name)) != text.encode():
+                raise _Differs("reads back with another content")
+
+        self._retried("upload", name, send_and_read_back)
+
+    def read_text(self, name: str) -> str | None:
+        """The content of a small file; None when there is none."""
+        try:
+            content = self._retried("read", name, lambda: self._fs.cat_file(self._path(name)))
+        except Missing:
+            return None
+        return cast(bytes, content).decode(errors="replace") or None
+
+    def download(self, name: str, local: Path, *, sha256: str, size: int, private: bool = False) -> None:
+        """Fetch a file, hashed on its way; `local` appears whole or not at all.
+
+        private: only this user may read it. Raises Damaged when it is not there, or, fetched twice, has another
+        SHA-256; OSError when the disk does not take it.
+        """
+        partial = local.with_name(f".{local.name}.partial")
+        try:
+            for last in (False, True):
+                found = self._fetch(name, partial, size, private)
+                if found == sha256:
+                    partial.replace(local)
+                    return
+                if last:
+                    raise Damaged(
+                        f"{self.url}/{name} has SHA-256 {found[:12]}...; it was written with {sha256[:12]}..."
+                    )
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def give_up(self) -> None:
+        """From now on nothing is tried again: what is under way succeeds or fails at its next error."""
+        self._given_up.set()
+
+    def _connect(self) -> tuple[Any, str]:
+        try:
+            system, root = fsspec.core.url_to_fs(self.url, **self._options)
+        except ImportError as error:
+            raise UserError(f"checkpoint.dir = {self.url}: {error}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            said = without_secrets(" ".join(str(error).split()))
+            raise UserError(f"checkpoint.dir = {self.url} with its storage_options: {said}") from error
+        if _is_s3(system):
+            system.retries = 1  # of s3fs; its client and this class try again
+        return system, root.rstrip("/")
+
+    @property
+    def _fs(self) -> Any:
+        if self._process != os.getpid():  # the thread that talks to the store did not come along through a fork
+            self._process = os.getpid()
+            self._system, self._root = self._connect()
+        return self._system
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _in_parts(self, size: int) -> dict[str, int]:
+        if not _is_s3(self._system):
+            return {}
+        return {"chunksize": max(self._part, math.ceil(size / MOST_PARTS)), "max_concurrency": AT_ONCE}
+
+    def remove(self, name: str) -> None:
+        """Delete a file, if it is there."""
+        try:
+            self._retried("delete", name, lambda: self._fs.rm_file(self._path(name)))
+        except Missing:
+            return
+
+    def find(self, folder: str = "") -> list[str]:
+        """The names of all objects in a folder, from the URL."""
+        where = self._path(folder).rstrip("/")
+        try:
+            found = self._retried("list", folder, lambda: list(self._fs.find(where)))
+        except Missing:
+            return []
+        return [path.removeprefix(f"{self._root}/") for path in found]
+
+    def _require(self, name: str, sha256: str, size: int) -> None:
+        if (found := self._size(name)) != size:
+            raise _Differs(f"reads back with {found:,} bytes, was written with {size:,}")
+        digest = hashlib.sha256()
+        for block in self._blocks(name, size):
+            digest.update(block)
+        if digest.hexdigest() != sha256:
+            raise _Differs(f"reads back with SHA-256 {digest.hexdigest()[:12]}..., was written with {sha256[:12]}...")
+
+    def _fetch(self, name: str, partial: Path, size: int, private: bool) -> str:
+        digest = hashlib.sha256()
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+        with os.fdopen(handle, "wb") as file:
+            try:
+                if (found := self._size(name)) != size:
+                    raise Damaged(f"{self.url}/{name} has {found:,} bytes; it was written with {size:,}")
+                for block in self._blocks(name, size):
+                    digest.update(block)
+                    file.write(block)
+            except Missing as error:
+                raise Damaged(f"{self.url}/{name} is missing") from error
+            file.flush()
+            os.fsync(file.fileno())
+        return digest.hexdigest()
+
+    def _size(self, name: str) -> int:
+        return self._retried("read", name, lambda: self._fs.info(self._path(name)))["size"]
+
+    def _blocks(self, name: str, size: int) -> Iterator[bytes]:
+        """The object's bytes in order, read in ranges ahead of whoever takes them."""
+
+        def read(start: int) -> bytes:
+            end = min(start + self._part, size)
+            return self._retried("read", name, lambda: self._range(name, start, end))
+
+        with ThreadPoolExecutor(max_workers=AT_ONCE) as readers:
+            starts = iter(range(0, size, self._part))
+            ahead = [readers.submit(read, start) for start in islice(starts, AT_ONCE)]
+            while ahead:
+                block = ahead.pop(0).result()
+                ahead += [readers.submit(read, start) for start in islice(starts, 1)]
+                yield block
+
+    def _range(self, name: str, start: int, end: int) -> bytes:
+        block = self._fs.cat_file(self._path(name), start=start, end=end)
+        if len(block) != end - start:
+            raise _Differs(f"gives {len(block):,} of the {end - start:,} bytes from {start:,} on")
+        return block
+
+    def _retried(self, what: str, name: str, act: Callable[[], T]) -> T:
+        """What `act` gives. Raises StoreError."""
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return act()
+            except (StoreError, Damaged):
+                raise
+            except Exception as error:
+                again = isinstance(error, _Differs) or passes(error)
+                if not again or attempt >= self._attempts or self._given_up.is_set():
+                    raise self._failure(what, name, error, attempt) from error
+            with self._counting:
+                self.retries += 1
+            wait = min(self._longest_wait, self._first_wait * 2 ** (attempt - 1))
+            self._given_up.wait(wait * random.uniform(0.5, 1.0))
+
+    def _failure(self, what: str, name: str, error: Exception, attempt: int) -> StoreError:
+        tries = f" after {attempt} tries" if attempt > 1 else ""
+        kind = Missing if is_missing(error) else StoreError
+        return kind(f"{self.url}/{name}: cannot {what}{tries}: {told(error)}")
+
+
+def _is_s3(system: Any) -> bool:
+    return "s3" in ((system.protocol,) if isinstance(system.protocol, str) else system.protocol)
+
+
+def _with_defaults(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Nothing is cached between calls. S3's client tries each request three times before it tells us, and leaves it to
+    our hashes whether what it read is right."""
+    found = {"use_listings_cache": False, "skip_instance_cache": True, **options}
+    protocol = url.partition("://")[0]
+    if protocol in ("s3", "s3a"):
+        config = dict(found.get("config_kwargs") or {})
+        config.setdefault("retries", {"mode": "standard", "total_max_attempts": 3})
+        config.setdefault("response_checksum_validation", "when_required")
+        found["config_kwargs"] = config
+    if protocol in ("file", "local"):
+        found.setdefault("auto_mkdir", True)
+    return found

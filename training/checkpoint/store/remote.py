@@ -1,0 +1,154 @@
+"""A run's checkpoints in an object store, as its ranks use it together: each uploads what it wrote itself.
+
+What is in the run folder is sealed first and then uploaded, behind training; the manifest follows when every rank's
+files are there and read back, LATEST last. A run that starts fetches what the store has that its folder has not.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from config.errors import UserError
+from training.checkpoint import commit
+from training.checkpoint.manifest import MANIFEST, Refused, Written, newest, read_manifest, share
+from training.checkpoint.outcome import SaveFailed, on_main
+from training.checkpoint.retention import Retention, loss_in
+from training.checkpoint.store.errors import StoreError
+from training.checkpoint.store.store import Store
+
+if TYPE_CHECKING:
+    from training.distributed import Place
+
+
+@dataclass
+class _Offer:
+    """What rank 0 found in the store."""
+
+    checkpoints: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """Steps and manifests that are newer than what the run folder has, best first."""
+    passed_over: list[str] = field(default_factory=list)
+    error: str = ""
+
+
+class Remote:
+    """One run's folder in a store. Every method is a collective."""
+
+    def __init__(self, store: Store, keep: Retention) -> None:
+        self.store, self.keep = store, keep
+
+    def where(self, step: int) -> str:
+        """The URL of a checkpoint."""
+        return f"{self.store.url}/step-{step}"
+
+    def upload(self, place: Place, folder: Path, step: int, files: dict[str, Written]) -> None:
+        """Store the published checkpoint `folder`, then let go of those that need not stay there.
+
+        place: of a process group that nothing else uses meanwhile. Raises SaveFailed on every rank.
+        """
+        there = self.where(step)
+        on_main(place, lambda: self.store.begin(step), there)
+        problem = self._upload_mine(place.rank, folder, step, files)
+        problem = next((text for text in place.gather_objects(problem) if text), None)
+        if problem is not None:
+            raise SaveFailed(f"checkpoint {there} was not saved: {problem}")
+        on_main(place, lambda: self._publish(folder, step), there)
+
+    def fetch(self, place: Place, folder: Path, tell: Callable[[str], Any]) -> None:
+        """Bring the newest checkpoint of the store into the run's checkpoints folder, unless what is there is newer.
+
+        tell: hears on every rank of those that had to be passed over. Raises UserError, on every rank, when the store
+        cannot be asked: a run must not start anew because a network is down.
+        """
+        offer: _Offer = place.from_main(self._offer(folder) if place.is_main else None)
+        for text in offer.passed_over:
+            tell(text)
+        if offer.error:
+            raise UserError(f"checkpoint.dir = {offer.error}")
+        for step, manifest in offer.checkpoints:
+            try:
+                problem = self._fetch(place, folder, step, manifest)
+            except SaveFailed as failure:
+                raise UserError(f"checkpoint.dir = {self.where(step)} cannot be fetched: {failure}") from failure
+            if problem is None:
+                return
+            tell(f"passed over checkpoint {self.where(step)}: {problem}")
+
+    def require_empty(self, place: Place) -> None:
+        """Raises UserError, on every rank, where another run has left checkpoints: they would be mixed up."""
+        error = None
+        if place.is_main:
+            try:
+                steps = self.store.steps()
+            except StoreError as problem:
+                error = str(problem)
+            else:
+                if steps:
+                    error = (
+                        f"{self.store.url}: holds checkpoints of an earlier run, up to step {steps[-1]}, while "
+                        "run.resume = never; use another run.name or checkpoint.dir, or delete them"
+                    )
+        error = place.from_main(error)
+        if error is not None:
+            raise UserError(f"checkpoint.dir = {error}")
+
+    def _upload_mine(self, rank: int, folder: Path, step: int, files: dict[str, Written]) -> str | None:
+        try:
+            for name, file in files.items():
+                if file.rank == rank:
+                    self.store.upload(folder / name, f"step-{step}/{name}", sha256=file.sha256, size=file.bytes)
+        except OSError as error:
+            return str(error)
+        return None
+
+    def _publish(self, folder: Path, step: int) -> None:
+        self.store.publish(step, (folder / MANIFEST).read_text())
+        for old in self.keep.expired(self.store.steps(), step, lambda old: loss_in(self.store.manifest(old))):
+            self.store.delete(old)
+        for old in self.store.unfinished():
+            if old < step:
+                self.store.delete(old)
+
+    def _offer(self, folder: Path) -> _Offer:
+        offer, local = _Offer(), newest(folder)
+        mine = read_manifest(local) if local is not None else None
+        try:
+            for step in self.store.candidates():
+                try:
+                    manifest = self.store.manifest(step)
+                except Refused as problem:
+                    offer.passed_over.append(f"passed over checkpoint {self.where(step)}: {problem}")
+                    continue
+                if mine is not None and (manifest["written"], step) <= (mine["written"], mine["step"]):
+                    break
+                offer.checkpoints.append((step, manifest))
+        except StoreError as error:
+            offer.error = str(error)
+        return offer
+
+    def _fetch(self, place: Place, folder: Path, step: int, manifest: dict[str, Any]) -> str | None:
+        """Why the checkpoint cannot be had, or None. Each rank fetches a share of the bytes."""
+        final, partial = folder / f"step-{step}", commit.partial_of(folder, step)
+        on_main(place, lambda: commit.begin(folder, step), final)
+        problem = None
+        try:
+            for name in share(manifest, place.rank, place.world_size):
+                entry, private = manifest["files"][name], bool(manifest.get("encryption"))
+                target = {"sha256": entry["sha256"], "size": entry["bytes"], "private": private}
+                self.store.download(f"step-{step}/{name}", partial / name, **target)
+        except (Refused, OSError) as error:
+            problem = str(error)
+        problem = next((text for text in place.gather_objects(problem) if text), None)
+        if problem is None:
+            on_main(place, lambda: self._take_in(partial, final, manifest), final)
+        elif place.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        return problem
+
+    @staticmethod
+    def _take_in(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+        commit.seal_folder(partial, manifest)
+        commit.publish(partial, final)

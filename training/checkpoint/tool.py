@@ -1,0 +1,241 @@
+"""`python -m training.checkpoint`: look at checkpoints from outside, without loading them.
+
+verify PATH            hash every file, then compare its tensors with the manifest; exit code 3 when anything differs.
+                       The tensors of an encrypted one are compared with --key env:NAME or file:PATH
+list RUN               what is in a run's checkpoints folder
+inspect PATH           what a checkpoint holds: dtype by dtype, rank by rank
+prune RUN --keep N     delete all but the newest N whole ones, and what was set aside as damaged
+
+PATH is a checkpoint, or a run or checkpoints folder for all of them (verify) or the newest (inspect). Nothing of a
+checkpoint is unpickled. Exit codes: 0, 2 when the command line is wrong, 3 when a checkpoint is not what was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from config.errors import UserError
+from training.checkpoint.commit import drop, name_latest
+from training.checkpoint.inventory import item_bytes, tensors_in
+from training.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    Damaged,
+    by_step,
+    check_hashes,
+    flaw,
+    newest,
+    read_manifest,
+    read_state,
+)
+from training.checkpoint.retention import being_read, validation_loss
+
+WHOLE, WRONG_USE, DAMAGED = 0, 2, 3
+
+Say = Callable[[str], None]
+
+
+def main(arguments: Sequence[str], say: Say = print) -> int:
+    """Run one of the commands; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m training.checkpoint", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, act in (("verify", verify), ("list", list_run), ("inspect", inspect), ("prune", prune)):
+        command = commands.add_parser(name, help=(act.__doc__ or "").splitlines()[0])
+        command.add_argument("path", type=Path, metavar="RUN" if name in ("list", "prune") else "PATH")
+        command.set_defaults(act=act)
+        if name == "verify":
+            command.add_argument("--key", metavar="env:NAME|file:PATH", help="of encrypted checkpoints")
+        if name == "inspect":
+            command.add_argument("--tensors", action="store_true", help="name every tensor")
+        if name == "prune":
+            command.add_argument("--keep", type=int, required=True, metavar="N", help="how many stay")
+    given = parser.parse_args(arguments)
+    try:
+        code = given.act(given, say)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # such as `| head`, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return WHOLE
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_USE
+
+
+def verify(given: argparse.Namespace, say: Say) -> int:
+    """Hash every file and compare its tensors with the manifest."""
+    paths, worst = _checkpoints(given.path), WHOLE
+    opened = _opener(given.key)
+    for path in paths:
+        with being_read(path):
+            found = flaw(path, lambda manifest, path=path: _check_everything(path, manifest, opened))  # type: ignore[misc]
+        if found is None:
+            manifest = read_manifest(path)
+            needed = _encryption(manifest)
+            tensors = f"{_count(manifest)} tensors"
+            if needed and opened is None:
+                tensors = f"encrypted with the key {needed}: give it with --key to compare tensors as well"
+            say(f"{path}: whole; {_size(manifest)} in {len(manifest['files'])} files, {tensors}")
+        else:
+            say(f"{path}: {found}")
+            worst = DAMAGED
+    return worst
+
+
+def list_run(given: argparse.Namespace, say: Say) -> int:
+    """What is in a run's checkpoints folder; sizes are checked, hashes are not."""
+    folder = _folder(given.path)
+    named = (folder / "LATEST").read_text().strip() if (folder / "LATEST").is_file() else None
+    for path in by_step(folder):
+        found, mark = flaw(path), "  LATEST" if path.name == named else ""
+        if found is not None:
+            say(f"{path.name:<14} {found}{mark}")
+            continue
+        manifest = read_manifest(path)
+        where = f"{manifest['world_size']} ranks, ZeRO-{manifest['zero_stage']}, {manifest['precision']['compute']}"
+        loss = validation_loss(path)
+        evaluated = f", validation loss {loss:.4f}" if loss is not None else ""
+        say(f"{path.name:<14} {manifest['written']}  {_size(manifest):>10}  {where}{evaluated}{mark}")
+    for path in sorted([*folder.glob(".step-*"), *folder.glob("step-*.damaged*")]):
+        said = "set aside as damaged" if ".damaged" in path.name else "under way, or left over from a kill"
+        say(f"{path.name:<14} {said}")
+    return WHOLE
+
+
+def inspect(given: argparse.Namespace, say: Say) -> int:
+    """What a checkpoint holds: dtype by dtype, rank by rank."""
+    path = given.path if _is_checkpoint(given.path) else newest(_folder(given.path))
+    if path is None:
+        raise UserError(f"{given.path}: no whole checkpoint there; `verify` says what is wrong with those there are")
+    found = flaw(path)
+    if found is not None:
+        say(f"{path}: {found}")
+        return DAMAGED
+    manifest, state = read_manifest(path), read_state(path)
+    say(f"{path}: step {manifest['step']}, written {manifest['written']}, {_size(manifest)}")
+    say(f"  from {manifest['world_size']} ranks, ZeRO-{manifest['zero_stage']}, {_compute(manifest['precision'])}")
+    if _encryption(manifest):
+        say(f"  encrypted with the key {_encryption(manifest)}")
+    say(f"  with {', '.join(f'{name} {version}' for name, version in manifest['versions'].items())}")
+    say(f"  data position {manifest['data']['position']}, {manifest['data']['tokens']:,} tokens")
+    for key, value in state["identity"].items():
+        say(f"  {key} = {value}")
+    say("by dtype")
+    tensors, elements = Counter[str](), Counter[str]()
+    for file in manifest["files"].values():
+        for dtype, shape in file.get("tensors", {}).values():
+            tensors[dtype] += 1
+            elements[dtype] += math.prod(shape)
+    for dtype, count in elements.most_common():
+        size = _human(count * item_bytes(dtype))
+        say(f"  {dtype:<10} {tensors[dtype]:>6} tensors {count:>16,} elements {size:>12}")
+    say("by rank")
+    ranks = Counter[int]()
+    for file in manifest["files"].values():
+        ranks[file["rank"]] += file["bytes"]
+    for rank in sorted(ranks):
+        say(f"  rank {rank:<5} {_human(ranks[rank]):>12}")
+    say("by file")
+    for name, file in manifest["files"].items():
+        say(f"  {file['sha256'][:12]} {_human(file['bytes']):>12}  {name}")
+        if given.tensors:
+            for tensor, (dtype, shape) in file.get("tensors", {}).items():
+                say(f"    {dtype:<10} {shape}  {tensor}")
+    return WHOLE
+
+
+def prune(given: argparse.Namespace, say: Say) -> int:
+    """Delete all but the newest N whole checkpoints, and those that are damaged. Not while the run saves."""
+    if given.keep < 1:
+        raise UserError(f"--keep {given.keep}: at least 1 checkpoint has to stay")
+    folder = _folder(given.path)
+    whole = [path for path in by_step(folder) if flaw(path) is None]
+    if not whole:
+        raise UserError(f"{folder}: no whole checkpoint there, so nothing is deleted; `verify` says what is wrong")
+    stay = whole[: given.keep]
+    latest = newest(folder)
+    if latest is not None and latest not in stay:
+        stay.append(latest)
+    for path in [*by_step(folder), *sorted(folder.glob("step-*.damaged*"))]:
+        if path not in stay:
+            drop(path)
+            say(f"{path}: {'could not be deleted' if path.exists() else 'deleted'}")
+    name_latest(latest or stay[0])
+    say(f"{len(stay)} stay, the newest is {(latest or stay[0]).name}")
+    return WHOLE
+
+
+def _opener(setting: str | None) -> Callable[[Path], BinaryIO] | None:
+    if setting is None:
+        return None
+    from training.checkpoint.encryption import open_file
+    from training.checkpoint.key import Key
+
+    key = Key.from_setting(setting, "--key")
+    return lambda path: open_file(path, key)
+
+
+def _encryption(manifest: dict[str, Any]) -> str | None:
+    return (manifest.get("encryption") or {}).get("key")
+
+
+def _check_everything(path: Path, manifest: dict[str, Any], opened: Callable[[Path], BinaryIO] | None) -> None:
+    """Raises Damaged for a file whose hash or tensors differ from the manifest's."""
+    check_hashes(path, manifest, manifest["files"])
+    if _encryption(manifest) and opened is None:
+        return
+    for name, file in manifest["files"].items():
+        if not name.endswith(".pt"):
+            continue
+        recorded = {tensor: (dtype, list(shape)) for tensor, (dtype, shape) in file.get("tensors", {}).items()}
+        found = tensors_in(path / name, opened) if opened and _encryption(manifest) else tensors_in(path / name)
+        for tensor in [*recorded, *found]:
+            if recorded.get(tensor) != found.get(tensor):
+                said = f"holds {found.get(tensor)}; the manifest says {recorded.get(tensor)}"
+                raise Damaged(f"{name}: {tensor} {said}")
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    if _is_checkpoint(path):
+        return [path]
+    found = by_step(_folder(path))
+    if not found:
+        raise UserError(f"{path}: no checkpoint there; give a checkpoints/step-N folder or a run's folder")
+    return found
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.name.startswith("step-") or any((path / name).is_file() for name in (MANIFEST, STATE))
+
+
+def _folder(path: Path) -> Path:
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not folder.is_dir():
+        raise UserError(f"{path}: no such folder; give a run's folder, such as runs/demo")
+    return folder
+
+
+def _size(manifest: dict[str, Any]) -> str:
+    return _human(sum(file["bytes"] for file in manifest["files"].values()))
+
+
+def _count(manifest: dict[str, Any]) -> int:
+    return sum(len(file.get("tensors", {})) for file in manifest["files"].values())
+
+
+def _compute(precision: dict[str, Any]) -> str:
+    regions = Counter((precision["regions"] or {}).values())
+    return precision["compute"] + "".join(f", {count} modules in {dtype}" for dtype, count in regions.items())
+
+
+def _human(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB" if size < 2**30 else f"{size / 2**30:,.2f} GiB"

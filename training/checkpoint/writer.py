@@ -1,0 +1,175 @@
+"""Write one rank's files of a checkpoint: hashed as they are written, on disk before anyone counts on them.
+
+DeepSpeed's own writer is put aside for the time of a save. It writes through torch.save without flushing, and when one
+rank's disk is full that rank raises while the others wait at a barrier. Here a rank that fails says so afterwards, and
+what is to be written can be copied first, so that training goes on while it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from training.checkpoint.encryption import EncryptingStream, owner_only
+from training.checkpoint.inventory import tensors_of
+from training.checkpoint.key import Key
+from training.checkpoint.manifest import Tensors, Written
+from training.host_copy import host_copy
+
+_WORTH_A_THREAD = 1 << 20
+
+
+class HashedFile(io.RawIOBase):
+    """A new file whose SHA-256 is taken from the bytes in memory, so that it also tells of a disk that wrote others.
+
+    torch's archive writer must not meet an exception half-way, so an error is kept and later writes do nothing.
+    """
+
+    def __init__(self, path: Path, reached: Callable[[str], None], *, private: bool = False) -> None:
+        """reached: told "write" before every write and "flush" when all has been written. private: for this user alone.
+
+        Raises OSError.
+        """
+        self._file = open(path, "wb", buffering=0, opener=owner_only if private else None)  # noqa: SIM115
+        self._digest = hashlib.sha256()
+        self._beside = ThreadPoolExecutor(max_workers=1)
+        self._reached = reached
+        self.size = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._reached("write")
+        if self.error is None:
+            try:
+                if len(view) < _WORTH_A_THREAD:
+                    self._digest.update(view)
+                    self._write_all(view)
+                else:  # neither holds the interpreter's lock, so that both get a core
+                    hashed = self._beside.submit(self._digest.update, view)
+                    self._write_all(view)
+                    hashed.result()
+                self.size += len(view)
+            except OSError as error:
+                self.error = error
+        return memoryview(data).nbytes
+
+    def _write_all(self, view: memoryview) -> None:
+        while len(view):
+            view = view[self._file.write(view) :]
+
+    def writable(self) -> bool:
+        return True
+
+    def finish(self) -> str:
+        """Have it all on disk; the SHA-256. Raises the OSError that any write met."""
+        try:
+            if self.error is not None:
+                raise self.error
+            self._reached("flush")
+            os.fsync(self._file.fileno())
+            if hasattr(os, "posix_fadvise"):  # what is read back later comes from the disk, not from this cache
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            self._file.close()
+            self._beside.shutdown()
+        return self._digest.hexdigest()
+
+
+class Files(CheckpointEngine):
+    """This rank's files of one checkpoint. Never raises for a disk: `error` says what went wrong, in one line."""
+
+    def __init__(
+        self, folder: Path, *, rank: int, reached: Callable[[str], None], copied: bool, key: Key | None = None
+    ) -> None:
+        """copied: keep copies in host memory and write nothing before `write_all`; else write at once. key: to encrypt
+        .pt files with, in which case all files are for this user alone.
+        """
+        super().__init__()
+        self.name = "Mantissa"
+        self.written: dict[str, Written] = {}
+        """By path inside the checkpoint."""
+        self.error: str | None = None
+        self._folder, self._rank, self._reached = folder, rank, reached
+        self._copied, self._key = copied, key
+        self._waiting: list[Callable[[], None]] = []
+
+    @contextmanager
+    def written_by(self, engine: Any) -> Iterator[None]:
+        """DeepSpeed's `engine` saves into these files inside, and leaves its recovery scripts out."""
+        own, engine.checkpoint_engine = engine.checkpoint_engine, self
+        engine._copy_recovery_script = lambda save_path: None
+        try:
+            yield
+        finally:
+            engine.checkpoint_engine = own
+            del engine._copy_recovery_script
+
+    def save(self, state_dict: Any, path: str | Path) -> None:
+        """Write one file with torch.save."""
+        state = host_copy(state_dict) if self._copied else state_dict
+        self._keep(Path(path), lambda file: torch.save(state, file), tensors_of(state))
+
+    def save_text(self, text: str, path: Path) -> None:
+        """Write one text file."""
+        self._keep(path, lambda file: file.write(text.encode()), {})
+
+    def write_all(self) -> None:
+        """Write what waits, and let go of each copy when it is on disk."""
+        while self._waiting:
+            self._waiting.pop(0)()
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """For DeepSpeed."""
+        try:
+            Path(path).mkdir(parents=True, exist_ok=exist_ok)
+        except OSError as error:
+            self._note(Path(path), error)
+
+    def create(self, info: Any) -> None:
+        """For DeepSpeed: nothing to prepare."""
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Not for reading: DeepSpeed's own reader is back in its place before anything is loaded."""
+        raise NotImplementedError("these files are written only")
+
+    def commit(self, info: Any) -> bool:
+        """For DeepSpeed: publishing is not its business."""
+        return True
+
+    def _keep(self, path: Path, write: Callable[[Any], Any], tensors: Tensors) -> None:
+        if self._copied:
+            self._waiting.append(lambda: self._write(path, write, tensors))
+        else:
+            self._write(path, write, tensors)
+
+    def _write(self, path: Path, write: Callable[[Any], Any], tensors: Tensors) -> None:
+        if self.error is not None:
+            return
+        try:
+            file = HashedFile(path, self._reached, private=self._key is not None)
+            if self._key is not None and path.suffix == ".pt":
+                stream = EncryptingStream(self._key, file.write)
+                write(stream)
+                stream.finish()
+            else:
+                write(file)
+            digest = file.finish()
+        except OSError as error:
+            self._note(path, error)
+            return
+        name = path.relative_to(self._folder).as_posix()
+        self.written[name] = Written(digest, file.size, self._rank, tensors)
+
+    def _note(self, path: Path, error: OSError) -> None:
+        inside = path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else str(path)
+        self.error = self.error or f"rank {self._rank} cannot write {inside}: {error.strerror or error}"

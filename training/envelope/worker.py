@@ -1,0 +1,242 @@
+"""The trials of the stability envelope, one after another in the processes that were launched once for all of them.
+
+`training.envelope` writes the study file and starts this module; see there for what it is about. A trial that is in
+trials.jsonl under the same conditions is not run again; a new one is appended, and on the disk, before the next starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from config.command_line import CONFIG_ERROR, Resolved, resolve_run
+from config.errors import UserError
+from config.load import to_dict
+from precision.envelope import CONTROL, Bounds, Setting, Trial, Watch, explore, window_of
+from precision.trajectories import NUDGE
+from tracking.environment import environment
+from tracking.jsonl import JsonlSink, read_events
+
+if TYPE_CHECKING:
+    from data.corpus import Corpus
+    from training.distributed import Place
+
+TRIALS = "trials.jsonl"
+SPOKEN = "trial:"
+"""What a line of output about a trial opens with."""
+# Sections and keys of a config that change nothing about a trial's numbers.
+_NO_CONDITION = ("tracking", "profile", "checkpoint", "telemetry", "generate", "parity", "deepspeed")
+_NO_CONDITION_OF_A_RUN = ("name", "dir", "resume", "hypothesis")
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is to be explored; written by `training.envelope`, read by every process."""
+
+    folder: str
+    """[path] Where trials.jsonl is."""
+    config: str
+    """[path] Run config."""
+    overrides: tuple[str, ...]
+    """`key.sub=value` for every trial."""
+    models: dict[str, str]
+    """Depth, as text, to the value of model.config that has it, in JSON."""
+    documents: dict[str, str]
+    """Dtype of forward and backward to its DeepSpeed JSON."""
+    settings: tuple[Setting, ...]
+    rates: tuple[float, ...]
+    """Ascending."""
+    bounds: Bounds
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Study:
+        """The inverse of `write`."""
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        plain["settings"] = tuple(Setting(**setting) for setting in plain["settings"])
+        plain |= {key: tuple(plain[key]) for key in ("overrides", "rates")}
+        return cls(**{**plain, "bounds": Bounds(**plain["bounds"])})
+
+    def resolve(self, setting: Setting, rate: float, environment: Mapping[str, str]) -> Resolved:
+        """The run of one trial, of the control at its larger rate. Raises UserError when it cannot be started."""
+        if setting.precision == CONTROL:
+            rate *= 1 + NUDGE
+        policy = [f"precision.loss_scale.policy={setting.policy}"] if setting.policy else []
+        given = [
+            *self.overrides,
+            f"model.config={self.models[str(setting.depth)]}",
+            f"batch.global_size={setting.batch}",
+            f"precision.compute={setting.compute}",
+            f"deepspeed.config={json.dumps(self.documents[setting.compute])}",
+            f"optimizer.learning_rate={rate!r}",
+            *policy,
+        ]
+        options = argparse.Namespace(config=self.config, overrides=given, deepspeed_config=None, local_rank=None)
+        return resolve_run(options, environment)
+
+
+def trial_key(resolved: Resolved, fingerprint: str, device: str) -> str:
+    """Name of a trial: 20 hex digits over everything that decides its numbers, versions and device included."""
+    config = to_dict(resolved.config)
+    for section in _NO_CONDITION:
+        del config[section]
+    for key in _NO_CONDITION_OF_A_RUN:
+        del config["run"][key]
+    for key in ("cache_dir", "workers", "wait_minutes", "verify"):
+        del config["data"][key]
+    del config["evaluate"]["every_steps"]
+    if resolved.compute != "fp16":
+        del config["precision"]["loss_scale"]
+    parts = [
+        config,
+        resolved.deepspeed,
+        resolved.world_size,
+        fingerprint,
+        device,
+        [version(package) for package in ("torch", "deepspeed", "transformers")],
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def read_trials(folder: Path) -> dict[str, Trial]:
+    """Every finished trial of an output folder by its key."""
+    path = folder / TRIALS
+    found = {}
+    for line in read_events(path) if path.exists() else ():
+        trial = {field.name: line[field.name] for field in dataclasses.fields(Trial)}
+        found[line["key"]] = Trial(**{**trial, "losses": tuple(trial["losses"])})
+    return found
+
+
+def append_trial(folder: Path, key: str, setting: Setting, rate: float, trial: Trial, seconds: float) -> None:
+    """One line in trials.jsonl, on the disk when this returns."""
+    line = {"event": "trial", "key": key, **dataclasses.asdict(setting), "rate": rate, **dataclasses.asdict(trial)}
+    sink = JsonlSink(folder / TRIALS)
+    try:
+        sink.write({**line, "seconds": seconds})
+    finally:
+        sink.close()
+
+
+def device_name() -> str:
+    """The accelerator's name; the processor's without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else str(environment({})["cpu"]["model"])
+
+
+def run_trial(resolved: Resolved, corpus: Corpus, place: Place) -> Trial:
+    """Train one setting at one rate from its seed, until its last step or until it fails. A collective."""
+    from data.loader import Batches, validation_batches
+    from modeling.build import model_config
+    from training.build import batch_shape, seed_everything
+    from training.engine import build_engine
+    from training.schedule import learning_rate
+
+    config = resolved.config
+    model = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+    shape, steps = batch_shape(resolved, corpus), config.run.steps
+    watch = Watch(window=window_of(steps), most_skips=config.guard.max_consecutive_skips)
+    batches = Batches(corpus.train, seed=config.run.seed, **shape)
+    engine = build_engine(resolved, model, place)
+    losses: list[float] = []
+    applied, why, validation = 0, None, math.nan
+    try:
+        seed_everything(config.run.seed + place.rank)
+        while why is None and len(losses) < steps:
+            outcome = engine.forward_backward(batches.next_step(), step=len(losses) + 1)
+            health = engine.health(outcome)
+            routine = engine.scales_dynamically and not engine.scale_at_minimum
+            peak = config.optimizer.learning_rate
+            rate = learning_rate(config.schedule, peak=peak, applied=applied, total=steps)
+            update = engine.step(health, rate)
+            applied += update.applied
+            losses.append(health.loss)
+            why = watch.see(health.loss, grad_norm=health.grad_norm, routine=routine, applied=update.applied)
+        if why is None and corpus.validation.sequences(config.data.sequence_length):
+            held_out = validation_batches(corpus.validation, batches=config.evaluate.batches, **shape)
+            validation = engine.evaluate(held_out)
+            why = None if math.isfinite(validation) else f"the validation loss is {validation}"
+    finally:
+        batches.close()
+        engine.close()
+    return Trial(
+        losses=tuple(losses),
+        validation_loss=validation if math.isfinite(validation) else None,
+        skipped=len(losses) - applied,
+        failed_step=None if why is None else len(losses),
+        why=why,
+    )
+
+
+def work(study: Study, corpus: Corpus, place: Place, say: Callable[[str], Any] = print) -> int:
+    """Run every trial that the search asks for and that is not there yet; returns how many it ran. A collective."""
+    folder, device = Path(study.folder), device_name()
+    known: dict[str, Trial] = place.from_main(read_trials(folder) if place.is_main else None)
+    ran = 0
+
+    def run(setting: Setting, rate: float) -> Trial:
+        nonlocal ran
+        resolved = study.resolve(setting, rate, os.environ)
+        key = trial_key(resolved, corpus.fingerprint, device)
+        if key not in known:
+            started = time.perf_counter()
+            known[key] = trial = run_trial(resolved, corpus, place)
+            seconds, ran = time.perf_counter() - started, ran + 1
+            if place.is_main:
+                append_trial(folder, key, setting, rate, trial, seconds)
+                say(f"{SPOKEN} {describe(setting, rate, trial)}, {seconds:.1f} s")
+        return known[key]
+
+    for _ in explore(study.settings, study.rates, study.bounds, run):
+        pass
+    return ran
+
+
+def describe(setting: Setting, rate: float, trial: Trial) -> str:
+    """A trial on one line."""
+    ending = f"failed at step {trial.failed_step}: {trial.why}" if trial.why else f"loss {trial.losses[-1]:.3f}"
+    skips = f", {trial.skipped} skipped" if trial.skipped else ""
+    return f"{setting.depth} layers, batch {setting.batch}, {setting.label}, rate {rate:g}: {ending}{skips}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """One process of the job."""
+    parser = argparse.ArgumentParser(prog="python -m training.envelope.worker", description=__doc__)
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    study = Study.read(parser.parse_args(arguments).study)
+    from data.prepare import prepare
+    from training import distributed
+
+    try:
+        first = study.resolve(study.settings[0], study.rates[0], os.environ)
+        corpus = prepare(first.config.data, progress=False)
+        place = distributed.start(rank=first.rank, world_size=first.world_size, local_rank=first.local_rank)
+        try:
+            work(study, corpus, place, say=lambda text: print(text, flush=True))
+        finally:
+            distributed.stop()
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

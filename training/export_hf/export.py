@@ -1,0 +1,278 @@
+"""Turn a checkpoint into a Hugging Face model folder: safetensors, config, tokenizer, model card, hashes.
+
+    python -m training.export_hf CHECKPOINT OUT --dtype bf16 [--parity parity.json] [--force]
+
+CHECKPOINT is a `checkpoints/step-N` folder of a run at any ZeRO stage and of any number of ranks; one process, no GPU.
+The masters are rounded to --dtype, once, to nearest even. Every tensor is compared with what else the checkpoint has of
+it before it is written, and read back after. OUT appears whole, by one rename. docs/export.md says more.
+
+Exit code 0: exported. 2: it cannot be done, and why. 3: a tensor differs or is not finite; nothing was exported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from config.command_line import CONFIG_ERROR
+from config.errors import UserError
+from config.load import load_config
+from config.schema import Config
+from config.schema_work import ModelSection
+from data.corpus import TOKENIZER
+from data.tokenizer import load_tokenizer, vocabulary_size
+from modeling.build import model_config
+from tracking.jsonl import encode
+from tracking.run_dir import RunDir
+from tracking.summary import read_inputs
+from training.checkpoint.manifest import check_hashes, file_sha256, flaw
+from training.checkpoint.partitions import SavedModel, open_saved_model
+from training.checkpoint.reader import Opener
+from training.checkpoint.retention import being_read
+from training.export_hf import facts as export_facts
+from training.export_hf.card import model_card
+from training.export_hf.tensors import (
+    Tensors,
+    TensorsDiffer,
+    compare_with_second_reading,
+    flush,
+    parameter_count,
+    write_shards,
+)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TENSORS_DIFFER = 3
+DEEPSPEED = "deepspeed"
+"""Folder of a checkpoint that holds DeepSpeed's files."""
+FACTS, SUMS, CARD = "mantissa.json", "SHA256SUMS", "README.md"
+
+Say = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint and what belongs to it."""
+
+    checkpoint: Path
+    run: RunDir
+    config: Config
+    environment: dict[str, Any]
+    tokenizer: Path
+    parity: Path | None
+    opener: Opener
+
+
+def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: bool, say: Say = print) -> dict[str, Any]:
+    """Write the folder `out`; the content of its mantissa.json.
+
+    Raises UserError for what the user can put right, TensorsDiffer when a tensor is not what it has to be.
+    """
+    _require_free(source.checkpoint, out, force=force)
+    _require_whole(source.checkpoint)
+    saved = open_saved_model(source.checkpoint / DEEPSPEED, source.opener)
+    tokenizer = load_tokenizer(source.tokenizer)
+    skeleton, shape = build_skeleton(source.config, vocab_size=vocabulary_size(tokenizer), dtype=DTYPES[dtype])
+    tensors = Tensors(saved, skeleton, DTYPES[dtype])
+    parity = export_facts.parity_facts(source.parity, source.config, source.environment) if source.parity else None
+    started = time.perf_counter()
+    compared = compare_with_second_reading(saved)
+    aside = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        try:
+            aside.mkdir(parents=True)
+            write_shards(tensors, aside, shard_size)
+            _write_settings(aside, source.config.model, shape, tokenizer)
+        except OSError as error:
+            raise UserError(f"{out}: cannot be written ({error.strerror or error}); choose another OUT") from error
+        _require_loadable(aside, skeleton, source.config.model)
+        facts = _facts(source, saved, skeleton, dtype=dtype, compared=compared, parity=parity)
+        _seal(aside, facts)
+        _publish(aside, out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    say(facts["export"]["compared"])
+    say(f"exported {source.checkpoint} to {out} as {dtype} in {time.perf_counter() - started:.1f} s")
+    say(f"record it in wandb: python -m tracking.wandb.deliver {source.run.path} --export {out} --online")
+    return facts
+
+
+def find_source(checkpoint: Path, *, run: Path | None, tokenizer: Path | None, parity: Path | None) -> Source:
+    """Where everything about a checkpoint lies: run/checkpoints/step-N unless `run` says otherwise.
+
+    Raises UserError when the run's config or the tokenizer is not to be found.
+    """
+    run_dir = RunDir(run or checkpoint.resolve().parent.parent)
+    if not run_dir.config.is_file():
+        raise UserError(f"{checkpoint}: {run_dir.config} is not there; give the run folder with --run")
+    config = load_config(run_dir.config, [], None)
+    _, _, environment = read_inputs(run_dir)
+    if tokenizer is None:
+        folder = environment.get("data", {}).get("folder")
+        if folder is None:
+            raise UserError(f"{run_dir.environment}: has no data.folder; give the tokenizer's folder with --tokenizer")
+        tokenizer = Path(folder) / TOKENIZER
+    if not (tokenizer / "tokenizer.json").is_file():
+        raise UserError(f"{tokenizer}: holds no tokenizer.json; give the tokenizer's folder with --tokenizer")
+    return Source(checkpoint, run_dir, config, environment, tokenizer, parity, Opener.of(config.checkpoint))
+
+
+def build_skeleton(config: Config, *, vocab_size: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PretrainedConfig]:
+    """The run's model without memory (on the meta device), and the config to write for it."""
+    section = config.model
+    shape = model_config(section, vocab_size=vocab_size, sequence_length=config.data.sequence_length)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(
+            shape, dtype=torch.float32, trust_remote_code=section.trust_remote_code
+        )
+    skeleton.tie_weights()
+    shape = copy.deepcopy(shape)
+    shape.use_cache = True  # off only while it trains
+    shape.architectures = [type(skeleton).__name__]
+    shape.dtype = dtype
+    return skeleton, shape
+
+
+def _write_settings(folder: Path, section: ModelSection, shape: PretrainedConfig, tokenizer: Any) -> None:
+    """config.json, generation_config.json and the tokenizer. A pretrained model's generation settings stay."""
+    if section.name_or_path is None:
+        shape.eos_token_id = tokenizer.eos_token_id
+        shape.pad_token_id = tokenizer.pad_token_id
+    shape.save_pretrained(folder)
+    generation = None
+    if section.name_or_path is not None:
+        try:
+            generation = GenerationConfig.from_pretrained(section.name_or_path)
+        except OSError:
+            generation = None
+    if generation is None:
+        ends = tokenizer.eos_token_id
+        generation = GenerationConfig(bos_token_id=shape.bos_token_id, eos_token_id=ends, pad_token_id=ends)
+    generation.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _require_loadable(folder: Path, skeleton: PreTrainedModel, section: ModelSection) -> None:
+    """`from_pretrained` must find every parameter in the files, and nothing else. Loads no values."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, device_map="meta", output_loading_info=True, trust_remote_code=section.trust_remote_code
+    )
+    found = loaded[1]
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if found.get(kind):
+            names = ", ".join(sorted(map(str, found[kind]))[:3])
+            raise TensorsDiffer(f"from_pretrained would not load {type(skeleton).__name__} whole: {kind}: {names}")
+
+
+def _facts(
+    source: Source,
+    saved: SavedModel,
+    skeleton: PreTrainedModel,
+    *,
+    dtype: str,
+    compared: int,
+    parity: dict[str, Any] | None,
+) -> dict[str, Any]:
+    config, environment = source.config, source.environment
+    words = f"{compared} of {len(saved.tensors)} tensors were held against a second reading ({saved.second_reading})"
+    base = config.model.name_or_path
+    return {
+        "run": config.run.name,
+        "model": {
+            "class": type(skeleton).__name__,
+            "type": skeleton.config.model_type,
+            "parameters": parameter_count(skeleton),
+            "base": export_facts.without_path(base) if base else None,
+            "frozen": sorted(saved.frozen),
+        },
+        "training": export_facts.training_facts(source.run, source.checkpoint),
+        "data": export_facts.data_facts(config, environment),
+        "precision": export_facts.precision_facts(config, source.run),
+        "parity": parity,
+        "versions": export_facts.version_facts(environment),
+        "hardware": export_facts.hardware_facts(environment),
+        "export": {"dtype": dtype, "compared": f"{words}; every file was read back and compared."},
+    }
+
+
+def _seal(folder: Path, facts: dict[str, Any]) -> None:
+    """Hash what is there, write facts and card, hash these too, and flush all to the disk."""
+    facts["export"]["files"] = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
+    plain = json.loads(encode(facts))
+    (folder / FACTS).write_text(json.dumps(plain, indent=1) + "\n")
+    (folder / CARD).write_text(model_card(plain))
+    sums = facts["export"]["files"] | {name: file_sha256(folder / name) for name in (FACTS, CARD)}
+    (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+    mode = (folder / CARD).stat().st_mode
+    for path in folder.iterdir():
+        path.chmod(mode)  # safetensors gives its files to their owner alone
+        flush(path)
+    flush(folder)
+
+
+def _publish(aside: Path, out: Path) -> None:
+    replaced = out.with_name(f".{out.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if out.exists():
+        out.rename(replaced)
+    aside.rename(out)
+    flush(out.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _require_free(checkpoint: Path, out: Path, *, force: bool) -> None:
+    if out.resolve().is_relative_to(checkpoint.resolve()) or checkpoint.resolve().is_relative_to(out.resolve()):
+        raise UserError(f"{out}: one of OUT and the checkpoint lies in the other; choose another OUT")
+    if not out.exists():
+        return
+    if not force:
+        raise UserError(f"{out}: exists already; choose another OUT, or replace it with --force")
+    if not out.is_dir() or not ((out / SUMS).is_file() or not any(out.iterdir())):
+        raise UserError(f"{out}: is not an exported model (it has no {SUMS}); --force replaces only such a folder")
+
+
+def _require_whole(checkpoint: Path) -> None:
+    wrong = flaw(checkpoint, lambda manifest: check_hashes(checkpoint, manifest, manifest["files"]))
+    if wrong:
+        raise UserError(f"{checkpoint}: {wrong}; give a whole checkpoints/step-N folder")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m training.export_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, help="a checkpoints/step-N folder")
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--dtype", required=True, choices=sorted(DTYPES), help="dtype of the exported weights")
+    parser.add_argument("--parity", type=Path, help="parity.json whose verdict the model card is to give")
+    parser.add_argument("--run", type=Path, help="the run folder, where the checkpoint does not lie in it")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder, where the prepared data are gone")
+    parser.add_argument("--shard-size", default="5GB", help="largest file; one is in memory at a time (default 5GB)")
+    parser.add_argument("--force", action="store_true", help="replace an exported model that is at OUT")
+    options = parser.parse_args(arguments)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        source = find_source(options.checkpoint, run=options.run, tokenizer=options.tokenizer, parity=options.parity)
+        with being_read(options.checkpoint):
+            export(source, options.out, dtype=options.dtype, shard_size=options.shard_size, force=options.force)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    except TensorsDiffer as error:
+        print(f"error: {error}; nothing was exported", file=sys.stderr)
+        return TENSORS_DIFFER
+    return 0

@@ -1,0 +1,136 @@
+"""What an exported model's card records, read from the run folder and the checkpoint.
+
+A model card is shared further than a run folder, so facts are chosen by name: no host, no user, no local path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from config.command_line import REPOSITORY
+from config.errors import UserError
+from config.schema import Config
+from tracking.environment import redact
+from tracking.events import Event
+from tracking.jsonl import read_events, surviving
+from tracking.run_dir import RunDir
+from training.checkpoint.manifest import read_state
+from training.parity.report import verdict_lines
+
+_EXPORTED_WITH = ("torch", "transformers", "safetensors")
+
+
+def training_facts(run: RunDir, checkpoint: Path) -> dict[str, Any]:
+    """Counters and losses up to the checkpoint. Losses in nats; None where nothing was recorded."""
+    progress = read_state(checkpoint)["progress"]
+    events = [event for event in _history(run) if event["step"] <= progress["step"]]
+    losses = [event["loss"] for event in events if event["event"] == "step"]
+    evals = [event for event in events if event["event"] == "eval"]
+    start = next((event for event in reversed(events) if event["event"] == "run_start"), {})
+    return {
+        "step": progress["step"],
+        "applied": progress.get("applied"),
+        "skipped": progress.get("skipped"),
+        "tokens": progress.get("tokens"),
+        "first loss": losses[0] if losses else None,
+        "last loss": losses[-1] if losses else None,
+        "validation loss": evals[-1]["loss"] if evals else None,
+        "validated after step": evals[-1]["step"] if evals else None,
+        "incidents": sum(event["event"] == "incident" for event in events),
+        "processes": start.get("world_size"),
+        "hypothesis": start.get("hypothesis") or None,
+    }
+
+
+def precision_facts(config: Config, run: RunDir) -> dict[str, Any]:
+    """The dtypes that were promised, and the manifest's text where there is one."""
+    precision, manifest = config.precision, None
+    if precision.path == "manifest" and precision.manifest:
+        try:
+            manifest = json.loads((REPOSITORY / precision.manifest).read_text())
+        except (OSError, ValueError):
+            manifest = "not there any more: " + Path(precision.manifest).name
+    start = next((event for event in reversed(_history(run)) if event["event"] == "run_start"), {})
+    regions = Counter((start.get("regions") or {}).values())
+    return {
+        "path": precision.path,
+        "compute": precision.compute,
+        "masters and moments": "fp32",
+        "gradients reduced in": precision.reduce,
+        "regions": ", ".join(f"{count} in {dtype}" for dtype, count in sorted(regions.items())) or None,
+        "ZeRO stage": start.get("zero_stage"),
+        "manifest": manifest,
+    }
+
+
+def data_facts(config: Config, environment: dict[str, Any]) -> dict[str, Any]:
+    """What it was trained on. A local path is not told."""
+    data = config.data
+    return {
+        "source": f"hub: {data.path}" if data.source == "hub" else data.source,
+        "fingerprint": environment.get("data", {}).get("fingerprint"),
+        "tokenizer": without_path(data.tokenizer),
+        "sequence length": data.sequence_length,
+        "global batch": config.batch.global_size,
+        "seed": config.run.seed,
+    }
+
+
+def without_path(spec: str) -> str:
+    """A hub id or other name as it is; of a local path the last part only."""
+    looks_local = spec.startswith(("/", ".", "~")) or Path(spec).exists()
+    return Path(spec).name if looks_local else spec
+
+
+def version_facts(environment: dict[str, Any]) -> dict[str, Any]:
+    """Packages and code that trained it, and those that exported it."""
+    exported = ", ".join(f"{name} {version(name)}" for name in _EXPORTED_WITH)
+    commit = (environment.get("git") or {}).get("commit")
+    return {**environment.get("versions", {}), "Mantissa commit": commit, "exported with": exported}
+
+
+def hardware_facts(environment: dict[str, Any]) -> dict[str, Any]:
+    """The device of the newest session."""
+    accelerator = environment.get("accelerator") or {}
+    return {"device": accelerator.get("device"), "devices": accelerator.get("devices")}
+
+
+def parity_facts(path: Path, config: Config, environment: dict[str, Any]) -> dict[str, Any]:
+    """The verdict of a `parity.json`, and where its conditions are not this run's.
+
+    Raises UserError when the file is not the report of a parity run.
+    """
+    try:
+        found = json.loads(path.read_text())
+        conditions = found["conditions"]
+        facts = {
+            "verdict": found["verdict"],
+            "checks": [
+                {key: check[key] for key in ("name", "measured", "bound", "passed")} for check in found["checks"]
+            ],
+            "lines": verdict_lines(found),
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--parity {path}: not a parity.json ({type(error).__name__}); give the one that training.parity wrote"
+        ) from error
+    mine = {
+        "compute": config.precision.manifest or config.precision.compute,
+        "data": environment.get("data", {}).get("fingerprint"),
+        "sequence_length": config.data.sequence_length,
+        "global_batch": config.batch.global_size,
+    }
+    facts["differences"] = [
+        f"{key} was {conditions.get(key)} there and is {value} here"
+        for key, value in mine.items()
+        if conditions.get(key) != value
+    ]
+    return redact("parity", facts)
+
+
+def _history(run: RunDir) -> list[Event]:
+    return surviving(read_events(run.events)) if run.events.is_file() else []

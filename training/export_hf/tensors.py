@@ -1,0 +1,175 @@
+"""Write a model's tensors as safetensors shards, one shard in memory at a time, then read each back and compare."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from config.errors import UserError
+from modeling.disk_names import converts_alone, on_disk
+from training.checkpoint.partitions import SavedModel
+
+PATTERN = "model{suffix}.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class TensorsDiffer(Exception):
+    """A tensor is not what it has to be. One line that names it; exit code 3."""
+
+
+class Tensors:
+    """What is to be written: every parameter's master, rounded to one dtype, under its name in the files.
+
+    Buffers keep the dtype that they were trained with.
+    """
+
+    def __init__(self, saved: SavedModel, skeleton: PreTrainedModel, dtype: torch.dtype) -> None:
+        """skeleton: the model on the meta device. Raises UserError when the checkpoint is of another model."""
+        self._saved, self._skeleton, self.dtype = saved, skeleton, dtype
+        parameters = {name: value.to(dtype) for name, value in skeleton.named_parameters()}
+        _require_same_model(saved, skeleton)
+        self._converts = converts_alone(skeleton, parameters)
+        self._source: dict[str, str] = {}
+        """Name in the files -> parameter or buffer."""
+        planned: dict[str, torch.Tensor] = {}
+        for name, value in [*parameters.items(), *saved.buffers.items()]:
+            for key, piece in self._pieces(name, value.to("meta")).items():
+                self._source[key], planned[key] = name, piece
+        self._planned = planned
+
+    def plan(self, shard_size: str) -> StateDictSplit:
+        """Which tensor goes into which file."""
+        try:
+            return split_torch_state_dict_into_shards(
+                self._planned, filename_pattern=PATTERN, max_shard_size=shard_size
+            )
+        except ValueError as error:
+            raise UserError(f"--shard-size {shard_size}: not a size; write it as 5GB or 500MB") from error
+
+    def read(self, keys: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of these names, rounded, in the order that needs each parameter once."""
+        wanted = set(keys)
+        for name in dict.fromkeys(self._source[key] for key in keys):
+            for key, piece in self._pieces(name, self._rounded(name)).items():
+                if key in wanted:
+                    yield key, piece
+
+    def _pieces(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        return on_disk(self._skeleton, name, value) if self._converts else {name: value}
+
+    def _rounded(self, name: str) -> torch.Tensor:
+        if name in self._saved.buffers:
+            return self._saved.buffers[name]
+        return rounded(name, self._saved.tensors[name].read(), self.dtype)
+
+
+def rounded(name: str, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The master in the dtype of the export, to nearest even.
+
+    Raises TensorsDiffer where the master itself is not finite, UserError where the dtype cannot hold it.
+    """
+    if not bool(torch.isfinite(master).all()):
+        raise TensorsDiffer(f"{name} holds values that are not finite; export an earlier checkpoint")
+    value = master.to(dtype)
+    if not bool(torch.isfinite(value).all()):
+        largest = float(master.abs().max())
+        limit = torch.finfo(dtype).max
+        raise UserError(
+            f"--dtype: {name} reaches {largest:.6g}, beyond the {limit:.6g} of {_name(dtype)}; use bf16 or fp32"
+        )
+    return value
+
+
+def compare_with_second_reading(saved: SavedModel) -> int:
+    """Hold every master against the other place of the checkpoint that has it; how many there were.
+
+    Raises TensorsDiffer for the first that differs.
+    """
+    compared = 0
+    for name, tensor in saved.tensors.items():
+        if tensor.again is None:
+            continue
+        master, other = tensor.read(), tensor.again()
+        if master.shape != other.shape or not _same(master.to(other.dtype), other):
+            raise TensorsDiffer(f"{name}: the partitions of the masters and {saved.second_reading} differ")
+        compared += 1
+    return compared
+
+
+def write_shards(tensors: Tensors, folder: Path, shard_size: str) -> list[Path]:
+    """Write, flush and read back. Raises TensorsDiffer when what was read is not what was to be written."""
+    plan = tensors.plan(shard_size)
+    written = []
+    for filename, keys in plan.filename_to_tensors.items():
+        path = folder / filename
+        save_file({key: value.contiguous() for key, value in tensors.read(keys)}, path, metadata={"format": "pt"})
+        flush(path)
+        written.append(path)
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for filename, keys in plan.filename_to_tensors.items():
+        _read_back(tensors, folder / filename, keys)
+    return written
+
+
+def _read_back(tensors: Tensors, path: Path, keys: list[str]) -> None:
+    with safe_open(path, framework="pt") as file:
+        if set(file.keys()) != set(keys):
+            raise TensorsDiffer(f"{path.name} holds other tensors than were written to it")
+        for key, expected in tensors.read(keys):
+            if not _same(file.get_tensor(key), expected):
+                raise TensorsDiffer(f"{key} in {path.name} is not what was written")
+
+
+def flush(path: Path) -> None:
+    """Onto the disk, a file or a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _require_same_model(saved: SavedModel, skeleton: PreTrainedModel) -> None:
+    wanted = dict(skeleton.named_parameters())
+    known = dict(skeleton.named_parameters(remove_duplicate=False))
+    for name, value in wanted.items():
+        if name not in saved.tensors:
+            raise UserError(f"the checkpoint is of another model: it has no {name}, which the run's config asks for")
+        if saved.tensors[name].shape != value.shape:
+            there, here = tuple(saved.tensors[name].shape), tuple(value.shape)
+            raise UserError(
+                f"the checkpoint is of another model: {name} is {there} there and {here} by the run's config"
+            )
+    for name in saved.tensors:
+        if name not in known:
+            raise UserError(f"the checkpoint is of another model: it has {name}, which the run's config does not")
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, so that nan equals itself and 0 differs from -0."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if not one.dtype.is_floating_point:
+        return torch.equal(one, other)
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[one.element_size()]
+    return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
+
+
+def parameter_count(skeleton: PreTrainedModel) -> int:
+    """Parameters, shared ones once."""
+    return sum(math.prod(value.shape) for value in skeleton.parameters())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,148 @@
+"""Hold every combination of precision, ZeRO stage and offload against plain torch in FP32: the precision matrix.
+
+    python -m training.matrix [--out docs/precision-matrix.md] [--only TEXT] [--processes N] [--steps N]
+
+Starts itself on several processes, runs one cell after the other in them, and appends every result to
+FOLDER/results.jsonl, so that an interrupted matrix goes on where it stopped. The page is written when every cell is
+there. Exit code 0: every cell came out as config/deepspeed/combinations.py says; 3: some did not; 2: it cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from config.command_line import CONFIG_ERROR, REPOSITORY
+from config.errors import UserError
+from tracking.environment import environment
+from training.launched import default_processes, last_words, launch
+from training.matrix.cells import all_cells
+from training.matrix.page import page, surprises
+
+AS_THE_TABLE_SAYS, SURPRISES = 0, 3
+_HANG_MINUTES = 5.0
+_CODE = [
+    *("engine", "gradients", "loss_scaler", "optimizer", "build", "matrix_cells", "matrix_run"),
+    *("../modeling/build", "../modeling/loss", "../modeling/parameter_groups", "../modeling/activation_checkpointing"),
+    *("../precision/regions", "../precision/manifest", "../precision/loss_scale", "../config/combinations"),
+]
+"""Modules whose code decides what a cell measures."""
+
+
+def conditions(processes: int, steps: int) -> dict[str, Any]:
+    """What results must share to stand in one matrix."""
+    code = b"".join((REPOSITORY / f"training/{name}.py").read_bytes() for name in _CODE)
+    machine = environment({})
+    return {
+        "processes": processes,
+        "steps": steps,
+        "deepspeed": version("deepspeed"),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "machine": f"{machine['cpu']['usable_cores']} cores of {machine['cpu']['model']}",
+        "code": hashlib.sha256(code).hexdigest()[:12],
+    }
+
+
+def results(path: Path, wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Cell's name to its newest result measured under the `wanted` conditions."""
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        result = json.loads(line)
+        if result["conditions"] == wanted:
+            found[result["cell"]] = result
+    return found
+
+
+def work(options: argparse.Namespace) -> int:
+    """Measure what is missing; on every process."""
+    from training import distributed
+    from training.matrix.run import measure
+
+    place = distributed.start(
+        rank=int(os.environ.get("RANK", 0)),
+        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        timeout_minutes=_HANG_MINUTES,
+    )
+    now = json.loads(options.worker)
+    for name in place.from_main(_missing(options, now)):
+        cell = next(cell for cell in all_cells() if cell.name == name)
+        if place.is_main:
+            print(f"cell: {name}", flush=True)
+        start = time.monotonic()
+        result = measure(place, cell, steps=options.steps)
+        if place.is_main:
+            _append(options.folder, {"cell": name, **result, "seconds": time.monotonic() - start, "conditions": now})
+        if "raised" in (result["verdict"], result.get("upstream", {}).get("verdict")):
+            return 0  # what DeepSpeed left behind must not touch the next cell: start anew
+    distributed.stop()
+    return 0
+
+
+def lead(options: argparse.Namespace) -> int:
+    """Start the processes until nothing is missing, then write the page."""
+    log, now = options.folder / "matrix.log", conditions(options.processes, options.steps)
+    while missing := _missing(options, now):
+        print(f"{len(missing)} cells to go; tail -f {log}", flush=True)
+        program = ["-m", "training.matrix", "--worker", json.dumps(now), "--folder", str(options.folder)]
+        program += ["--steps", str(options.steps), "--only", options.only]
+        code = launch(program, processes=options.processes, log=log)
+        left = _missing(options, now)
+        if left and code != 0:
+            if f"cell: {left[0]}" not in log.read_text(errors="replace"):
+                raise UserError(f"the processes did not start: {last_words(log)}; see {log}")
+            died = {"verdict": "raised", "reason": last_words(log), "errors": {}}
+            _append(options.folder, {"cell": left[0], **died, "seconds": 0.0, "conditions": now})
+    found = results(options.folder / "results.jsonl", now)
+    cells = [cell for cell in all_cells() if options.only in cell.name]
+    different = surprises(cells, found)
+    for line in different:
+        print(line)
+    if not options.only:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(page(cells, found, now), encoding="utf-8")
+        print(f"wrote {options.out}")
+    print(f"{len(cells)} cells, {len(different)} not as config/deepspeed/combinations.py says")
+    return SURPRISES if different else AS_THE_TABLE_SAYS
+
+
+def _missing(options: argparse.Namespace, now: dict[str, Any]) -> list[str]:
+    done = results(options.folder / "results.jsonl", now)
+    return [cell.name for cell in all_cells() if options.only in cell.name and cell.name not in done]
+
+
+def _append(folder: Path, result: dict[str, Any]) -> None:
+    with (folder / "results.jsonl").open("a") as file:
+        file.write(json.dumps(result) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Lead the processes, or be one of them."""
+    parser = argparse.ArgumentParser(prog="python -m training.matrix", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/matrix/precision-matrix.md"), help="the page")
+    parser.add_argument("--only", default="", help="only cells whose name has this text; writes no page")
+    parser.add_argument("--processes", type=int, default=None, help="one a GPU, or 2, when left out")
+    parser.add_argument("--steps", type=int, default=6, help="AdamW steps of each cell")
+    parser.add_argument("--folder", type=Path, default=Path("runs/matrix"), help="where results are kept")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # the conditions of the matrix that it works for, as JSON
+    options = parser.parse_args(arguments)
+    if options.worker:
+        return work(options)
+    try:
+        options.processes = options.processes or default_processes()
+        if not any(options.only in cell.name for cell in all_cells()):
+            raise UserError(f"--only {options.only}: no cell has this in its name, such as {next(all_cells()).name}")
+        options.folder.mkdir(parents=True, exist_ok=True)
+        return lead(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR

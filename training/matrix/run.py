@@ -1,0 +1,260 @@
+"""One cell of the precision matrix, measured: Mantissa's engine, bare DeepSpeed and plain torch on the same batches.
+
+The reference is plain torch in FP32 in one process, the whole batch at once, with torch's own AdamW and clipping:
+neither DeepSpeed nor Mantissa's engine. It starts from the same weights, for the cast path rounded to the cell's dtype,
+because there the masters start from rounded weights as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from transformers import PreTrainedModel
+
+from config.command_line import Resolved
+from config.errors import UserError
+from config.load import load_config
+from config.schema import Config
+from config.schema_work import ModelSection
+from data.loader import Batch
+from modeling.activation_checkpointing import apply_activation_checkpointing
+from modeling.build import build_model, model_config
+from modeling.loss import IGNORED, label_loss_sum
+from modeling.parameter_groups import parameter_groups
+from training.distributed import Place, allow_slow_fp16
+from training.engine import build_engine
+from training.matrix.cells import CLIPPING, DTYPES, SEQUENCE, VOCABULARY, Cell, global_size
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What a run of some steps reported, and its masters before and after."""
+
+    start: dict[str, torch.Tensor]
+    losses: list[float] = field(default_factory=list)
+    """[nats] Mean over the label tokens of the global batch, by step."""
+    norms: list[float] = field(default_factory=list)
+    """[norm] Global norm of the unscaled gradient before clipping, by step."""
+    scales: list[float] = field(default_factory=list)
+    """[factor] Loss scale, by step."""
+    end: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Errors(NamedTuple):
+    """How far a run is from the reference."""
+
+    start: float
+    """Largest absolute difference of the masters before the first step."""
+    loss: float
+    """Largest relative error of a step's loss."""
+    norm: float
+    """Largest relative error of a step's gradient norm."""
+    masters: float
+    """||masters - reference|| / ||reference - start|| after the last step."""
+
+
+def measure(place: Place, cell: Cell, *, steps: int, upstream: bool = True) -> dict[str, Any]:
+    """One cell on both sides, as plain numbers and words: what `training.matrix` keeps. A collective.
+
+    verdict: verified, wrong, refused (by the config or the engine) or raised. On the cast path bare DeepSpeed runs too,
+    also where Mantissa refuses, and `upstream` says the same of it; not where `upstream` is false.
+    """
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        overrides, path = cell.prepare(folder)
+        config = load_config(path, overrides, None)
+        expected = reference(config, cell.dtype, clipping=cell.clipping, steps=steps, place=place)
+        found = _judged(place, cell, expected, lambda: mantissa(place, cell.resolve(folder), steps=steps))
+        if upstream and cell.combination.path == "cast" and cell.setting is None:
+            document = cell.refused_too(folder)
+            found["upstream"] = _judged(place, cell, expected, lambda: bare(place, config, document, steps=steps))
+    return found
+
+
+def _judged(place: Place, cell: Cell, expected: Trajectory, run: Callable[[], Trajectory]) -> dict[str, Any]:
+    verdict, reason, numbers = "verified", "", {}
+    try:
+        trajectory = run()
+        wrong = faults(cell, trajectory, expected)
+        verdict, reason = ("wrong", "; ".join(wrong)) if wrong else ("verified", "")
+        numbers = {name: value for name, value in errors(trajectory, expected)._asdict().items() if value == value}
+    except UserError as error:
+        verdict, reason = "refused", str(error).partition(": ")[2]
+    except Exception as error:
+        verdict, reason = "raised", f"{type(error).__name__}: {error}"
+    # One rank may have raised where another one did not.
+    verdicts = place.gather_objects((verdict, reason))
+    verdict, reason = next((item for item in verdicts if item[0] == "raised"), (verdict, reason))
+    return {"verdict": verdict, "reason": reason, "errors": numbers}
+
+
+def faults(cell: Cell, run: Trajectory, expected: Trajectory) -> list[str]:
+    """Why the run is not verified; empty where it is. FP16 has to have grown its loss scale, unless it is static."""
+    found = errors(run, expected)
+    sizes = {"loss": found.loss, "norm": found.norm, "masters": found.masters}
+    wrong = [f"{name} {value:.1e}" for name, value in sizes.items() if not value <= cell.bound]
+    if found.start != 0:
+        wrong.append(f"masters differ by {found.start:.1e} before the first step")
+    static = cell.setting is not None and cell.setting.other == "static"
+    if cell.combination.compute in ("fp16", "mixed") and not static and len(set(run.scales)) < 3:
+        wrong.append(f"the loss scale did not grow twice: {run.scales}")
+    return wrong
+
+
+def learning_rate(base: float, step: int) -> float:
+    """Falls a little at every step, so that a learning rate that is not followed shows."""
+    return base * (1 - 0.05 * step)
+
+
+def rows(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels of a step's global batch, (size, SEQUENCE) int64; each row is masked differently."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCABULARY, (size, SEQUENCE + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    for row in range(size):
+        labels[row, : row * SEQUENCE // size] = IGNORED
+    return tokens[:, :-1], labels
+
+
+def batch_of(place: Place, step: int, *, accumulation: int) -> Batch:
+    """This rank's share of a step's global batch."""
+    size = global_size(place.world_size)
+    inputs, labels = (whole.chunk(place.world_size)[place.rank] for whole in rows(step, size))
+    shape = (accumulation, -1, SEQUENCE)
+    counted = int((labels != IGNORED).sum())
+    return Batch(0, inputs.reshape(shape), labels.reshape(shape), np.arange(size), counted)
+
+
+def whole_model(section: ModelSection, *, seed: int) -> PreTrainedModel:
+    """The FP32 model with the weights that every run starts from."""
+    shape = model_config(section, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    return build_model(section, shape, seed=seed, gather=lambda _: nullcontext(True))
+
+
+def reference(config: Config, dtype: str, *, clipping: bool, steps: int, place: Place) -> Trajectory:
+    """Plain torch, FP32, from weights rounded to `dtype`."""
+    device, size = place.device, global_size(place.world_size)
+    model: torch.nn.Module = whole_model(config.model, seed=config.run.seed)
+    model = model.to(DTYPES[dtype]).float().to(device).train()
+    section = config.optimizer
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, weight_decay=section.weight_decay), betas=section.betas, eps=section.eps
+    )
+    found = Trajectory(_weights(model))
+    for step in range(1, steps + 1):
+        inputs, labels = (tensor.to(device) for tensor in rows(step, size))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(section.learning_rate, step)
+        optimizer.zero_grad()
+        loss = label_loss_sum(model(input_ids=inputs).logits, labels) / (labels != IGNORED).sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING if clipping else math.inf)
+        optimizer.step()
+        found.losses.append(float(loss.detach()))
+        found.norms.append(float(norm))
+    found.end.update(_weights(model))
+    return found
+
+
+def mantissa(place: Place, resolved: Resolved, *, steps: int) -> Trajectory:
+    """The engine as a run drives it. A collective."""
+    config = resolved.config
+    shape = model_config(config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    engine = build_engine(resolved, shape, place)
+    try:
+        found = Trajectory(_masters(engine.deepspeed, resolved.zero_stage))
+        for step in range(1, steps + 1):
+            batch = batch_of(place, step, accumulation=resolved.batch.accumulation)
+            health = engine.health(engine.forward_backward(batch, step=step))
+            update = engine.step(health, learning_rate(config.optimizer.learning_rate, step))
+            found.losses.append(health.loss)
+            found.norms.append(health.grad_norm)
+            found.scales.append(update.loss_scale)
+        found.end.update(_masters(engine.deepspeed, resolved.zero_stage))
+        return found
+    finally:
+        engine.close()
+
+
+def bare(place: Place, config: Config, document: dict[str, Any], *, steps: int) -> Trajectory:
+    """DeepSpeed as its documentation has it: initialize, backward, step, its own loss scaler. A collective."""
+    allow_slow_fp16()
+    section, stage = config.optimizer, document["zero_optimization"]["stage"]
+    model = whole_model(config.model, seed=config.run.seed)
+    apply_activation_checkpointing(model, config.model.activation_checkpointing, reentrant=False)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, weight_decay=section.weight_decay), betas=section.betas, eps=section.eps
+    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=document)
+    accumulation = document["gradient_accumulation_steps"]
+    try:
+        found = Trajectory(_masters(engine, stage))
+        for step in range(1, steps + 1):
+            for group in engine.optimizer.param_groups:
+                group["lr"] = learning_rate(section.learning_rate, step)
+            batch = batch_of(place, step, accumulation=accumulation)
+            tokens = float((rows(step, global_size(place.world_size))[1] != IGNORED).sum())
+            total = torch.zeros((), dtype=torch.float64, device=place.device)
+            found.scales.append(float(getattr(engine.optimizer, "cur_scale", 1.0)))
+            for inputs, labels in zip(batch.input_ids.to(place.device), batch.labels.to(place.device), strict=True):
+                loss = label_loss_sum(engine(input_ids=inputs, use_cache=False).logits, labels)
+                # DeepSpeed divides by the accumulation and averages over ranks.
+                engine.backward(loss * (place.world_size * accumulation / tokens))
+                engine.step()
+                total += loss.detach().double()
+            found.losses.append(float(place.sum(total)) / tokens)
+            norm = engine.get_global_grad_norm()
+            found.norms.append(math.nan if norm is None else float(norm))
+        found.end.update(_masters(engine, stage))
+        return found
+    finally:
+        engine.destroy()
+
+
+def errors(run: Trajectory, expected: Trajectory) -> Errors:
+    """`run` against the reference. NaN where a run reports no gradient norm."""
+    moved = _distance(expected.end, expected.start)
+    return Errors(
+        start=max(float((run.start[name] - value).abs().max()) for name, value in expected.start.items()),
+        loss=_largest(run.losses, expected.losses),
+        norm=_largest(run.norms, expected.norms),
+        masters=_distance(run.end, expected.end) / moved,
+    )
+
+
+def _largest(values: list[float], expected: list[float]) -> float:
+    ratios = [abs(value - exact) / abs(exact) for value, exact in zip(values, expected, strict=True)]
+    return math.nan if any(math.isnan(ratio) for ratio in ratios) else max(ratios)
+
+
+def _distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float((left[name] - right[name]).double().square().sum()) for name in right))
+
+
+def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
+
+
+def _masters(engine: deepspeed.DeepSpeedEngine, stage: int) -> dict[str, torch.Tensor]:
+    """Every FP32 master, whole, by name."""
+    parameters = dict(engine.module.named_parameters())
+    if stage > 0:
+        whole = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}
+    else:
+        # FP16 without ZeRO keeps them in groups, in the order of the 16-bit parameters.
+        sixteen = getattr(engine.optimizer, "fp16_groups", [])
+        masters = getattr(engine.optimizer, "fp32_groups", [])
+        by_id = {id(p): m for ps, ms in zip(sixteen, masters, strict=True) for p, m in zip(ps, ms, strict=True)}
+        whole = {name: by_id.get(id(parameter), parameter) for name, parameter in parameters.items()}
+    shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in parameters.items()}
+    return {name: value.detach().float().clone().reshape(shapes[name]) for name, value in whole.items()}

@@ -1,0 +1,94 @@
+"""Run the parity gate on a recipe with each planted defect, against one FP32 twin, and tabulate what it found.
+
+    python -m training.parity.defects [--config FILE] [--steps N] [--report DIR] [key.sub=value ...]
+
+Exit code 0 when the sound run passes and every defect is found, named where it has a module; 3 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from config.command_line import CONFIG_ERROR, REPOSITORY
+from config.errors import UserError
+from tracking.run_dir import write_atomically
+from training.parity.gate import NO_PARITY, PARITY, gate
+from training.parity.jobs import plan, train_twin
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A defect, and what has to name it."""
+
+    defect: str
+    """As the config writes it; {norm} and {linear} stand for modules of the model."""
+    caught_by: str
+    """The check that has to fail."""
+
+
+PLANTED = (
+    Planted("{{kind: fp16_norm, module: {norm}, factor: 30000}}", "module_error"),
+    Planted("{{kind: coarse_output, module: {linear}}}", "module_error"),
+    Planted("{{kind: flushed_gradient, module: {linear}}}", "sign_agreement"),
+    Planted("{{kind: lost_reduction, module: {linear}}}", "gradient_error"),
+    Planted("{{kind: stale_weight, module: {linear}}}", "weight_drift"),
+    Planted("{{kind: wrong_unscaling, factor: 2}}", "gradient_error"),
+    Planted("{{kind: skipped_accumulation}}", "gradient_error"),
+    Planted("{{kind: unclipped_update}}", "update_error"),
+    Planted("{{kind: silent_skip}}", "update_error"),
+)
+HEAD = ("planted", "found by", "modules named", "validation loss against FP32")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m training.parity.defects", description=__doc__)
+    parser.add_argument("--config", default=str(REPOSITORY / "config/recipes/demo.yaml"))
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--report", type=Path, default=Path("runs/parity-defects"))
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--norm", default="model.layers.1.post_attention_layernorm", help="a norm of the model")
+    parser.add_argument("--linear", default="model.layers.2.mlp.down_proj", help="a linear module of the model")
+    parser.add_argument("overrides", nargs="*", help="key.sub=value")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        rows, good = run_all(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    lines = [f"| {' | '.join(row)} |" for row in (HEAD, ("---",) * len(HEAD), *rows)]
+    write_atomically(options.report / "defects.md", ("\n".join(lines) + "\n").encode())
+    print("\n".join(lines))
+    return PARITY if good else NO_PARITY
+
+
+def run_all(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], bool]:
+    """A row for the sound run and for each defect, and whether all came out as they have to."""
+    rows: list[tuple[str, ...]] = []
+    twins, good = None, True
+    for planted in (None, *PLANTED):
+        text = planted.defect.format(norm=options.norm, linear=options.linear) if planted else ""
+        kind = text.removeprefix("{kind: ").rstrip("}").partition(",")[0] if planted else "nothing"
+        overrides = [*options.overrides, f"defects=[{text}]"]
+        folder, size = options.report / kind, {"steps": options.steps, "processes": options.processes}
+        chosen = plan(options.config, overrides, folder=folder, **size)
+        twins = twins or [train_twin(chosen, chosen.resolved.config.run.seed, print)]
+        found = gate(chosen, twins=twins)
+        checks = {check["name"]: check for check in found["checks"]}
+        named = sorted({module for check in checks.values() for module in check["modules"] if not check["passed"]})
+        wanted = options.norm if "norm" in kind else options.linear if options.linear in text else None
+        blamed = [check["name"] for check in found["checks"] if not check["passed"]]
+        good &= planted.caught_by in blamed if planted else not blamed
+        good &= wanted is None or wanted in checks[planted.caught_by]["modules"] if planted else True
+        where = ", ".join(named) if len(named) <= 3 else f"{len(named)} and more"
+        delta = float(checks["validation_delta"]["measured"])
+        rows.append((kind, ", ".join(blamed) or "nothing", where or "none", f"{delta:+.2%}"))
+    return rows, good
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Does half precision train the same model? Run a config and its FP32 twin, compare, and say so with an exit code.
+
+    python -m training.parity --config config/recipes/demo.yaml [--steps N] [--report DIR] [key.sub=value ...]
+
+Both run as real jobs through `train.py`: the same data, seed and schedule; the twin differs in precision alone. Then
+single steps of the half-precision run are held against FP32 from the same masters (`training.parity.steps`), and the
+whole is judged by the bounds in the config's `parity:` section. The report folder gets `parity.json`, `parity.md` and
+plots. Exit code 0: parity; 3: no parity; 2: it cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from config.command_line import CONFIG_ERROR
+from config.errors import UserError
+from precision.parity import Check, first_parting, judge_steps
+from precision.trajectories import Trajectory, first_departure, judge_trajectories
+from tracking.jsonl import encode
+from tracking.summary import read_inputs
+from training.parity.jobs import Plan, Run, Say, plan, train_candidate, train_twin, trajectory, walk_steps
+from training.parity.report import verdict_lines, write_report
+
+PARITY, NO_PARITY = 0, 3
+MOST_POINTS_OF_A_CURVE = 2000
+
+
+def gate(chosen: Plan, say: Say = print, *, twins: Sequence[Run] | None = None) -> dict[str, Any]:
+    """Run, compare, judge, and write the report; the content of parity.json. twins: finished ones to compare with."""
+    bounds = chosen.resolved.config.parity
+    seeds = [chosen.resolved.config.run.seed + index for index in range(bounds.seeds)]
+    if twins is None:
+        twins = [train_twin(chosen, seed, say) for seed in seeds]
+    controls = [train_twin(chosen, seeds[0], say, control=index) for index in range(bounds.controls)]
+    candidates = [train_candidate(chosen, seed, say) for seed in seeds]
+    say(f"single steps after steps {', '.join(map(str, chosen.points))}")
+    walks = walk_steps(chosen, candidates[0])
+    mine, theirs = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]
+    unfinished = [f"{run.folder.name}: {run.last_words}" for run in candidates if not run.finished]
+    share = 1 - len(unfinished) / len(candidates)
+    checks = [
+        Check("finished_runs", share, 1.0, not unfinished, at_least=True, note="; ".join(unfinished)),
+        *judge_trajectories(mine, theirs, bounds, [trajectory(run) for run in controls]),
+        *judge_steps(walks, bounds),
+    ]
+    failed = [check.name for check in checks if not check.passed]
+    found = {
+        "verdict": "no parity" if failed else "parity",
+        "failed": failed,
+        "checks": [dataclasses.asdict(check) for check in checks],
+        "first_parting": first_parting(walks, bounds),
+        "first_departure": first_departure(mine[0], theirs[0], bounds.loss_gap),
+        "bought": _bought(candidates[0], twins[0], price=bounds.price_per_device_hour, devices=chosen.processes),
+        "conditions": _conditions(chosen, candidates[0]),
+        "trajectories": {
+            "candidate": [_thinned(run) for run in mine],
+            "fp32": [_thinned(run) for run in theirs],
+        },
+        "walks": [dataclasses.asdict(walk) for walk in walks],
+    }
+    found = json.loads(encode(found))
+    (chosen.folder / "parity.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_report(chosen.folder, found)
+    return found
+
+
+def _thinned(run: Trajectory) -> dict[str, Any]:
+    every = max(1, math.ceil(len(run.steps) / MOST_POINTS_OF_A_CURVE))
+    curves = {name: list(getattr(run, name))[::every] for name in ("steps", "losses", "grad_norms")}
+    return {**dataclasses.asdict(run), **curves}
+
+
+def _bought(candidate: Run, twin: Run, *, price: float, devices: int) -> dict[str, Any]:
+    """What half precision cost or saved: each quantity of both runs and their ratio, where both have it."""
+    mine, other = candidate.summary, twin.summary
+    quantities = {
+        "step_seconds": (mine.step_seconds, other.step_seconds),
+        "tokens_per_second": (mine.tokens_per_second, other.tokens_per_second),
+        "memory_bytes": (mine.memory_bytes, other.memory_bytes),
+        "energy_joules": (candidate.energy, twin.energy),
+    }
+    if price:
+        costs = [
+            price * devices / 3600 * 1e6 / run.tokens_per_second if run.tokens_per_second else None
+            for run in (mine, other)
+        ]
+        quantities["cost_per_million_tokens"] = (costs[0], costs[1])
+    return {
+        name: {"candidate": a, "fp32": b, "ratio": a / b if a is not None and b else None}
+        for name, (a, b) in quantities.items()
+    }
+
+
+def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
+    config, deepspeed, environment = read_inputs(run.folder)
+    start, resolved = run.summary.start, chosen.resolved
+    compute = resolved.config.precision.manifest or resolved.compute
+    hypothesis = resolved.config.run.hypothesis or f"{compute} trains this model as FP32 does."
+    return {
+        "hypothesis": hypothesis,
+        "command": shlex.join([*chosen.launcher, "python", "-m", "training.parity", *chosen.arguments]),
+        "compute": compute,
+        "model": start["model"],
+        "parameters": start["parameters"],
+        "zero_stage": resolved.zero_stage,
+        "offload": resolved.offload,
+        "processes": chosen.processes,
+        "steps": resolved.config.run.steps,
+        "seeds": resolved.config.parity.seeds,
+        "global_batch": resolved.batch.global_size,
+        "accumulation": resolved.batch.accumulation,
+        "sequence_length": resolved.config.data.sequence_length,
+        "data": environment.get("data", {}).get("fingerprint"),
+        "bounds": config.get("parity", {}),
+        "environment": {key: environment.get(key) for key in ("accelerator", "cpu", "versions", "git")},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m training.parity", description=__doc__)
+    parser.add_argument("--config", required=True, help="run config to judge")
+    parser.add_argument("--steps", type=int, help="run this many steps; the warm-up shrinks with them")
+    parser.add_argument("--report", type=Path, help="folder of the report (default: runs/parity-<config's name>)")
+    parser.add_argument("--processes", type=int, help="processes of each job (default: one a GPU, two without)")
+    parser.add_argument(
+        "--launch", default="", help="launcher, such as 'deepspeed --hostfile hosts' (default: torchrun)"
+    )
+    parser.add_argument("overrides", nargs="*", help="key.sub=value")
+    options = parser.parse_intermixed_args(arguments)
+    folder = options.report or Path("runs") / f"parity-{Path(options.config).stem}"
+    try:
+        chosen = plan(
+            options.config,
+            options.overrides,
+            folder=folder,
+            steps=options.steps,
+            processes=options.processes,
+            launcher=shlex.split(options.launch),
+        )
+        found = gate(chosen)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    print("\n".join(verdict_lines(found)))
+    print(f"report   {folder / 'parity.md'}")
+    return NO_PARITY if found["failed"] else PARITY

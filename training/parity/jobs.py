@@ -1,0 +1,206 @@
+"""The jobs behind a parity report: half-precision runs, their FP32 twins, and single steps compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from config.command_line import Resolved, read_command_line
+from config.deepspeed.document import in_fp32, read_document
+from config.errors import UserError
+from config.launcher import as_launched
+from precision.parity import Walk
+from precision.trajectories import Trajectory, control_factor
+from tracking.jsonl import read_events, surviving
+from tracking.run_dir import RunDir
+from tracking.summary import Summary, summarise
+from training.launched import TRAIN, default_processes, last_words, launch
+from training.parity.energy import joules, used
+
+WALK = 2
+"""Applied steps compared at each point: the first shows what computes wrongly, the second what the first left wrong."""
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run, and where."""
+
+    arguments: tuple[str, ...]
+    """`--config FILE` and the user's overrides, for train.py."""
+    resolved: Resolved
+    """The half-precision run."""
+    folder: Path
+    processes: int
+    launcher: tuple[str, ...]
+
+    @property
+    def interval(self) -> int:
+        """Steps between the points at which single steps are compared."""
+        return max(1, self.resolved.config.run.steps // self.resolved.config.parity.points)
+
+    @property
+    def points(self) -> list[int]:
+        """Attempted steps after which single steps are compared, the first being 0."""
+        config = self.resolved.config
+        return [
+            self.interval * index for index in range(config.parity.points) if self.interval * index < config.run.steps
+        ]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job that was run, and what it left."""
+
+    folder: RunDir
+    finished: bool
+    last_words: str
+    energy: float | None
+
+    @cached_property
+    def summary(self) -> Summary:
+        """Its numbers."""
+        return summarise(self.folder)
+
+
+def plan(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    folder: Path,
+    steps: int | None = None,
+    processes: int | None = None,
+    launcher: Sequence[str] = (),
+) -> Plan:
+    """Decide everything before anything runs. Raises UserError for what is wrong with the config or the options."""
+    if steps is not None and steps < 1:
+        raise UserError(f"--steps = {steps} is not 1 or more; leave it out to run all steps of the config")
+    processes = processes or default_processes()
+    here = as_launched(processes)
+    arguments = ["--config", config, *overrides]
+    whole = read_command_line(arguments, here).config
+    if steps is not None:
+        warmup = math.ceil(whole.schedule.warmup_steps * steps / whole.run.steps)
+        arguments += [f"run.steps={steps}", f"schedule.warmup_steps={warmup}"]
+    resolved = read_command_line(arguments, here)
+    return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher))
+
+
+def train_twin(chosen: Plan, seed: int, say: Say, *, control: int | None = None) -> Run:
+    """The same job in FP32; with its learning rate nudged if it is the control of that index.
+
+    Raises UserError when it does not reach its end: then there is nothing to compare with.
+    """
+    document = in_fp32(read_document(chosen.resolved.deepspeed_path))
+    twin = chosen.folder / "fp32_twin.json"
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    twin.write_text(json.dumps(document, indent=2) + "\n")
+    overrides = [
+        f"deepspeed.config={twin.resolve()}",
+        "precision.path=cast",
+        "precision.manifest=null",
+        "precision.compute=fp32",
+        "model.kernels=torch",
+        "checkpoint.every_steps=0",
+        "faults=[]",
+        "defects=[]",
+    ]
+    name = f"fp32-seed-{seed}"
+    if control is not None:
+        rate = chosen.resolved.config.optimizer.learning_rate * control_factor(control)
+        name, overrides = f"fp32-control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
+    run = _train(chosen, name, seed, overrides, say)
+    if not run.finished:
+        raise UserError(f"the FP32 twin did not reach its end: {run.last_words}; see {_log(chosen, run.folder.name)}")
+    return run
+
+
+def train_candidate(chosen: Plan, seed: int, say: Say) -> Run:
+    checkpoints = [f"checkpoint.every_steps={chosen.interval}", f"checkpoint.keep={len(chosen.points) + 1}"]
+    run = _train(chosen, f"candidate-seed-{seed}", seed, checkpoints, say)
+    if not run.folder.events.exists():
+        raise UserError(f"the run did not start: {run.last_words}; see {_log(chosen, run.folder.name)}")
+    return run
+
+
+def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], say: Say) -> Run:
+    folder = RunDir(chosen.folder / "runs" / name)
+    if folder.path.exists():
+        shutil.rmtree(folder.path)  # ours: an earlier parity in the same report folder
+    config = chosen.resolved.config
+    say(f"{name}: {config.run.steps} steps on {chosen.processes} processes")
+    program = [
+        *TRAIN,
+        *chosen.arguments,
+        f"run.dir={folder.path.parent}",
+        f"run.name={name}",
+        f"run.seed={seed}",
+        "run.resume=never",
+        f"evaluate.every_steps={config.evaluate.every_steps or config.run.steps}",
+        "tracking.wandb=disabled",
+        "telemetry.every_steps=0",
+        "generate.tokens=0",
+        *overrides,
+    ]
+    before, log = joules(), _log(chosen, name)
+    launch(program, processes=chosen.processes, log=log, launcher=chosen.launcher)
+    energy = used(before, joules())
+    ends = (
+        [event for event in read_events(folder.events) if event["event"] == "run_end"] if folder.events.exists() else []
+    )
+    finished = bool(ends) and ends[-1]["exit_code"] == 0
+    words = "" if finished else ends[-1].get("reason") or last_words(log) if ends else last_words(log)
+    return Run(folder, finished, words, energy)
+
+
+def walk_steps(chosen: Plan, run: Run) -> list[Walk]:
+    """Single steps of the finished run, measured by a job of as many processes. Its checkpoints are dropped after."""
+    out, log = chosen.folder / "steps.json", _log(chosen, "step-parity")
+    out.unlink(missing_ok=True)
+    points = ",".join(map(str, chosen.points))
+    program = ["-m", "training.parity.steps", str(run.folder.path), "--out", str(out), "--points", points]
+    launch([*program, "--walk", str(WALK)], processes=chosen.processes, log=log, launcher=chosen.launcher)
+    if not out.exists():
+        raise UserError(f"single steps could not be compared: {last_words(log)}; see {log}")
+    losses = {event["step"]: event["loss"] for event in read_events(run.folder.events) if event["event"] == "step"}
+    walks = [
+        Walk(found["point"], found["restored"], found["steps"], losses.get(found["point"] + 1), found.get("why", ""))
+        for found in json.loads(out.read_text())
+    ]
+    out.unlink()
+    shutil.rmtree(run.folder.checkpoints, ignore_errors=True)
+    return walks
+
+
+def trajectory(run: Run) -> Trajectory:
+    """A run as its events tell it."""
+    events = surviving(read_events(run.folder.events))
+    steps = [event for event in events if event["event"] == "step"]
+    answered = {
+        event["step"] for event in events if event["event"] == "scale" and event["reason"] in ("overflow", "hysteresis")
+    }
+    strange = [
+        event
+        for event in events
+        if event["event"] == "nonfinite" and (event["step"] not in answered or event["tensor"] == "loss")
+    ]
+    losses = [event["loss"] for event in events if event["event"] == "eval"]
+    bad_losses = sum(not math.isfinite(event["loss"]) for event in steps)
+    return Trajectory(
+        steps=[event["step"] for event in steps],
+        losses=[event["loss"] for event in steps],
+        grad_norms=[event["grad_norm"] for event in steps],
+        skipped=sum(not event["applied"] for event in steps),
+        nonfinite=max(len(strange), bad_losses),
+        validation=losses[-1] if losses else None,
+    )
+
+
+def _log(chosen: Plan, name: str) -> Path:
+    return chosen.folder / "logs" / f"{name}.log"

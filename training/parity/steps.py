@@ -1,0 +1,229 @@
+"""Single steps of a run held against FP32: same masters, same moments, same micro-batches.
+
+    python -m training.parity.steps RUN --out FILE [--walk 2] --points 0,150,300
+
+Started by `training.parity` on as many processes as the run had. At each point it restores the run's checkpoint and
+walks a few real steps. On every one of them it measures, module by module,
+- its *own error*: its output against the FP32 module's on the same inputs, so that no error is inherited;
+- its *output error*: its output against FP32's on FP32's inputs, what has built up so far;
+- its gradients against FP32's: relative error, cosine, share of equal signs;
+- its *update error*: how its masters moved against AdamW in FP64 on the gradient that the engine itself reduced;
+- its *drift*: how far the weights it computes with are from its rounded masters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config.accelerate import without_accelerate
+from config.command_line import CONFIG_ERROR, Resolved, read_command_line
+from config.errors import UserError
+from data.loader import Batch, Batches
+from data.prepare import prepare
+from modeling.build import model_config
+from precision.statistics import compare_gradients, master_drift, to_plain
+from tracking.run_dir import RunDir
+from training import distributed
+from training.build import batch_shape, identity, seed_everything
+from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.retention import Retention
+from training.engine import Engine, build_engine
+from training.engine.tensors import whole_gradient, whole_master, whole_moment, whole_weight
+from training.parity.outputs import OutputErrors
+from training.parity.reference import Reference, adamw_update, clip_coefficient, has_dropout
+from training.progress import Progress
+from training.schedule import learning_rate
+
+MOST_SKIPS = 12
+"""Skipped steps after which a point is given up: a loss scale that starts at 65536 needs fewer to settle."""
+
+
+@dataclass(frozen=True)
+class Before:
+    """The state of the optimizer before a step, by parameter name."""
+
+    masters: dict[str, torch.Tensor]
+    moments: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class StepParity:
+    """Measures steps of one engine. Every method is a collective."""
+
+    def __init__(self, engine: Engine, reference: Reference, resolved: Resolved) -> None:
+        self._engine, self._reference, self._resolved = engine, reference, resolved
+        self._still = has_dropout(engine.model.config)
+        """Compare without dropout, whose random numbers differ between dtypes."""
+
+    def step(self, batch: Batch, *, applied: int) -> dict[str, Any]:
+        """Take one real step and measure it. applied: updates so far."""
+        engine, reference = self._engine, self._reference
+        before = self._before(applied)
+        reference.load(before.masters)
+        drift = self._drift(before)
+        for model in (engine.deepspeed, reference.model):
+            model.train(not self._still)
+        errors = OutputErrors(reference.model, engine.model, place=engine.place)
+        with errors.of_reference():
+            loss, gradients = reference.loss_and_gradients(batch)
+        with errors.of_candidate():
+            outcome = engine.forward_backward(batch, step=batch.position + 1)
+        health = engine.health(outcome)
+        own = {name: whole_gradient(engine, parameter) for name, parameter in engine.model.named_parameters()}
+        found = {name: gradient for name, gradient in own.items() if gradient is not None}
+        agreement = to_plain(compare_gradients(found.items(), gradients.items()))
+        config = self._resolved.config
+        peak, total = config.optimizer.learning_rate, config.run.steps
+        lr = learning_rate(config.schedule, peak=peak, applied=applied, total=total)
+        update = engine.step(health, lr)
+        measured: dict[str, Any] = {
+            "loss": health.loss,
+            "reference_loss": loss,
+            "grad_norm": health.grad_norm,
+            "reference_grad_norm": _norm(gradients),
+            "own_grad_norm": _norm(found),
+            "applied": update.applied,
+            "loss_scale": update.loss_scale,
+            "parameters": agreement,
+            "reference_norms": to_plain({name: gradients[name].double().norm() for name in found}),
+            "drift": drift,
+            "update_error": {},
+            **errors.measured(),
+        }
+        if update.applied:
+            measured["update_error"] = self._update_errors(before, found, lr=lr, step=applied + 1)
+        return measured
+
+    def _before(self, applied: int) -> Before:
+        engine = self._engine
+        masters, moments = {}, {}
+        for name, parameter in engine.model.named_parameters():
+            masters[name] = whole_master(engine, parameter)
+            zero = torch.zeros_like(masters[name])
+            moments[name] = (
+                (whole_moment(engine, parameter, "exp_avg"), whole_moment(engine, parameter, "exp_avg_sq"))
+                if applied
+                else (zero, zero)
+            )
+        return Before(masters, moments)
+
+    def _drift(self, before: Before) -> dict[str, float]:
+        if self._engine.stage == 0:
+            return {}  # the weights are the masters
+        found = {}
+        for name, parameter in self._engine.model.named_parameters():
+            found[name] = master_drift(before.masters[name], whole_weight(self._engine, parameter)).maximum
+        return to_plain(found)
+
+    def _update_errors(
+        self, before: Before, gradients: dict[str, torch.Tensor], *, lr: float, step: int
+    ) -> dict[str, float]:
+        """Relative distance of each update from what it should have been, beyond FP32's rounding of the master."""
+        section = self._resolved.config.optimizer
+        clip = clip_coefficient(_norm(gradients), section.gradient_clipping)
+        found = {}
+        for name, parameter in self._engine.model.named_parameters():
+            if name not in gradients:
+                continue
+            master = before.masters[name]
+            expected = adamw_update(
+                master,
+                gradients[name] * clip,
+                before.moments[name],
+                section=section,
+                weight_decay=self._reference.weight_decay(name),
+                lr=lr,
+                step=step,
+            )
+            actual = whole_master(self._engine, parameter).double() - master.double()
+            rounding = 2.0**-24 * float(master.double().norm())
+            off = max(0.0, float((actual - expected).norm()) - rounding)
+            size = float(expected.norm())
+            found[name] = off / size if size else (0.0 if off == 0 else math.inf)
+        return found
+
+
+def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int) -> list[dict[str, Any]]:
+    """Measure steps from `progress` on until `length` of them were applied; skipped ones are in the list too."""
+    batches.restore(progress.position)
+    measured: list[dict[str, Any]] = []
+    applied = 0
+    while applied < length and len(measured) - applied < MOST_SKIPS:
+        batch = batches.next_step()
+        found = steps.step(batch, applied=progress.applied + applied)
+        applied += found["applied"]
+        measured.append({"step": progress.step + len(measured) + 1, **found})
+    return measured
+
+
+def measure(run_dir: RunDir, resolved: Resolved, points: list[int], *, length: int) -> list[dict[str, Any]]:
+    """For each point, in order, the steps walked from it; 0 is the start of the run. A collective."""
+    config = resolved.config
+    corpus = prepare(config.data, progress=False)
+    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+    place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
+    try:
+        engine = build_engine(resolved, shape, place)
+        same = identity(resolved, corpus, shape, engine)
+        checkpoints = Checkpoints(run_dir.checkpoints, keep=Retention(1), identity=same, place=place)
+        seed_everything(config.run.seed + place.rank)
+        steps = StepParity(engine, Reference(resolved, shape, place), resolved)
+        batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
+        found = []
+        for point in points:
+            progress = Progress()
+            if point:
+                folder = run_dir.checkpoints / f"step-{point}"
+                try:
+                    progress, _ = checkpoints.load(folder, engine)
+                except Exception as error:  # a checkpoint that does not come back is a finding, not a crash
+                    found.append({"point": point, "restored": False, "why": _line(error), "steps": []})
+                    continue
+            found.append({"point": point, "restored": True, "steps": walk(steps, batches, progress, length=length)})
+        batches.close()
+    finally:
+        distributed.stop()
+    return found
+
+
+def _norm(gradients: dict[str, torch.Tensor]) -> float:
+    """Global L2 norm in FP64."""
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and write; rank 0 writes FILE."""
+    parser = argparse.ArgumentParser(prog="python -m training.parity.steps", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--points", required=True, help="attempted steps after which to compare, such as 0,150,300")
+    parser.add_argument("--walk", type=int, default=2, help="applied steps to compare at each point")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    try:
+        resolved = read_command_line(["--config", str(RunDir(options.run).config)], without_accelerate(os.environ))
+        points = [int(point) for point in options.points.split(",")]
+        found = measure(RunDir(options.run), resolved, points, length=options.walk)
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    if resolved.rank == 0:
+        options.out.write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
