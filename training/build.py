@@ -27,12 +27,12 @@ from training.checkpoint.reader import Opener
 from training.checkpoint.retention import Retention
 from training.distributed import Place
 from training.engine import Engine, build_engine
-from training.open_record import open_record
 from training.parts import Parts
 from training.preemption import Preemption
 from training.profile.profiler import open_profiling
 from training.progress import Progress
-from training.recovery import Promotions
+from training.promotions import Promotions
+from training.sinks import open_record
 from training.telemetry import Telemetry
 from training.tracing.spans import open_tracing
 

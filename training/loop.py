@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from precision.guard import Verdict
-from training.attempt import attempt
 from training.checkpoint.outcome import SaveFailed
 from training.parts import Parts, watching
 from training.progress import Progress
-from training.record_step import record_checkpoint, record_evaluation
+from training.record import record_checkpoint, record_evaluation
+from training.step import attempt
 
 DONE, DIVERGED, UNSAVED, PREEMPTED = 0, 3, 74, 75
 """Exit codes: all steps done; stopped on numerics with a usable checkpoint; checkpoints cannot be written; stopped on

@@ -16,7 +16,7 @@ from training.engine import Engine
 from training.preemption import Preemption
 from training.profile.profiler import Profiling
 from training.progress import Progress
-from training.recovery import Promotions
+from training.promotions import Promotions
 from training.telemetry import Telemetry
 from training.tracing.spans import Tracing
 

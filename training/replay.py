@@ -89,7 +89,7 @@ def require_layout(session: dict[str, Any], resolved: Resolved) -> None:
 def replay(run_dir: RunDir, resolved: Resolved, recorded: list[dict[str, Any]], say: Any) -> int:
     """Walk to the last of `recorded` and report; a collective over the run's processes."""
     from training import distributed
-    from training.attempt import attempt
+    from training.step import attempt
 
     target, collector = recorded[-1]["step"], Collector()
     place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
@@ -128,7 +128,7 @@ def _restore(
     from training.parts import Parts
     from training.preemption import Preemption
     from training.progress import Progress
-    from training.recovery import Promotions
+    from training.promotions import Promotions
 
     config = resolved.config
     corpus = prepare(config.data, progress=False)

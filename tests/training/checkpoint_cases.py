@@ -28,7 +28,7 @@ from training.parity.steps import StepParity
 from training.parts import Parts
 from training.preemption import Preemption
 from training.progress import Progress
-from training.recovery import Promotions
+from training.promotions import Promotions
 from training.replay import Collector
 
 OVERFLOWING = [

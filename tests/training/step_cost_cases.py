@@ -22,7 +22,6 @@ from tests.training.checkpoint_cases import RandomBatches
 from tests.training.small_run import ROOT, batch_of, engine_of, resolve
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
-from training.attempt import attempt
 from training.benchmark import growth as benchmark_growth
 from training.benchmark.guard import bare_step
 from training.checkpoint.checkpoints import Checkpoints
@@ -32,7 +31,8 @@ from training.loop import save_now
 from training.parts import Parts
 from training.preemption import Preemption
 from training.progress import Progress
-from training.recovery import Promotions
+from training.promotions import Promotions
+from training.step import attempt
 
 _WAITS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "nonzero", "allclose")
 """What makes the host wait for the device when the tensor lives on one."""

@@ -9,7 +9,7 @@ import pytest
 from config.errors import UserError
 from tests.training import launches
 from tests.training.launches import ROOT
-from training.launched import last_words, launch
+from training.jobs import last_words, launch
 from training.parity import gate as parity
 from training.parity import jobs as parity_jobs
 

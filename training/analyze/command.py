@@ -32,7 +32,7 @@ from precision.manifest import load_manifest
 from precision.proposal import Limits, pattern_of
 from tracking.jsonl import plain
 from training.analyze.plot import plot_ranges
-from training.launched import default_processes, last_words, launch
+from training.jobs import default_processes, last_words, launch
 from training.parity.gate import gate
 from training.parity.jobs import plan
 

@@ -35,7 +35,7 @@ from config.launcher import as_launched
 from tracking.environment import environment
 from tracking.jsonl import plain, read_events
 from training.benchmark.contestants import ALIKE
-from training.launched import TRAIN, default_processes, last_words, launch
+from training.jobs import TRAIN, default_processes, last_words, launch
 
 MODES = "none,ops,attention,selective:4,selective:2,full,full:reentrant"
 WARM_UP = 3

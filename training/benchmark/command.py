@@ -42,7 +42,7 @@ from tracking.jsonl import plain
 from training.benchmark.contestants import ALIKE, PRECISIONS, WITHOUT_SPLIT, Field, Run, choose, pass_over
 from training.benchmark.report import bound, compare, page
 from training.benchmark.spec import Work, prepare_work
-from training.launched import default_processes
+from training.jobs import default_processes
 
 ALL_HOLD, FAILED = 0, 3
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}

@@ -16,7 +16,7 @@ from config.errors import UserError
 from tracking.jsonl import read_events
 from training.benchmark.peers import titan_terms
 from training.benchmark.spec import Result, Spec
-from training.launched import TRAIN, last_words, launch
+from training.jobs import TRAIN, last_words, launch
 
 MANTISSA: dict[str, tuple[str, ...]] = {
     "mantissa": (),

@@ -46,7 +46,6 @@ from precision.guard import Guard, Verdict
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from training import distributed
-from training.attempt import attempt
 from training.benchmark.guard import bare_step
 from training.benchmark.split import Stages, watch
 from training.build import seed_everything
@@ -57,7 +56,8 @@ from training.engine import build_engine
 from training.parts import Parts
 from training.preemption import Preemption
 from training.progress import Progress
-from training.recovery import Promotions
+from training.promotions import Promotions
+from training.step import attempt
 
 SEQUENCE = 16
 """[tokens] Of the one sequence that a rank trains on in a step."""

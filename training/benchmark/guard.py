@@ -26,17 +26,17 @@ from modeling.build import model_config
 from precision.guard import Guard
 from tracking.run_dir import RunDir
 from training import distributed
-from training.attempt import attempt
 from training.build import batch_shape, seed_everything
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
 from training.distributed import Place
 from training.engine import build_engine
-from training.open_record import open_record
 from training.parts import Parts
 from training.preemption import Preemption
 from training.progress import Progress
-from training.recovery import Promotions
+from training.promotions import Promotions
+from training.sinks import open_record
+from training.step import attempt
 
 WARM_UP_STEPS = 5
 

@@ -36,7 +36,7 @@ from config.launcher import as_launched
 from tracking.environment import environment
 from tracking.jsonl import plain, read_events
 from training.benchmark.contestants import ALIKE
-from training.launched import TRAIN, default_processes, last_words, launch
+from training.jobs import TRAIN, default_processes, last_words, launch
 
 GIB = 2**30
 SHARE = 0.9

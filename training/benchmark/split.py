@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from training.launched import TRAIN
+from training.jobs import TRAIN
 
 # Collective to what its result weighs: index of the tensor (or list) whose bytes count, and the share of them that a
 # rank sends in a ring of n ranks, as a factor on (n - 1) / n.

@@ -38,7 +38,6 @@ from data.prepare import Corpus, prepare
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config
 from training import distributed
-from training.attempt import attempt
 from training.benchmark.command import FAILED, TOLERANCE
 from training.benchmark.guard import open_parts
 from training.build import batch_shape
@@ -47,6 +46,7 @@ from training.engine.optimizer import build_optimizer
 from training.parts import Parts
 from training.progress import Progress
 from training.schedule import learning_rate
+from training.step import attempt
 
 WARM_UP_STEPS = 5
 

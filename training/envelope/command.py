@@ -34,7 +34,7 @@ from data.prepare import prepare
 from precision.envelope import CONTROL, Bounds, Setting
 from training.envelope.report import Missing, explore_finished, write_results
 from training.envelope.worker import SPOKEN, Study
-from training.launched import default_processes, last_words, launch
+from training.jobs import default_processes, last_words, launch
 
 NOTHING_STABLE = 3
 STEPS, RATES = 40, "0.002:0.256:8"

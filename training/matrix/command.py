@@ -23,7 +23,7 @@ from typing import Any
 from config.command_line import CONFIG_ERROR, REPOSITORY
 from config.errors import UserError
 from tracking.environment import environment
-from training.launched import default_processes, last_words, launch
+from training.jobs import default_processes, last_words, launch
 from training.matrix.cells import all_cells
 from training.matrix.page import page, surprises
 

@@ -19,7 +19,7 @@ from precision.trajectories import Trajectory, control_factor
 from tracking.jsonl import read_events, surviving
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, summarise
-from training.launched import TRAIN, default_processes, last_words, launch
+from training.jobs import TRAIN, default_processes, last_words, launch
 from training.parity.energy import joules, used
 
 WALK = 2

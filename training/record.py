@@ -14,7 +14,7 @@ from training.checkpoint.outcome import Saved
 from training.engine import Engine
 from training.engine.health import Health, Update
 from training.progress import Progress
-from training.recovery import Causes
+from training.promotions import Causes
 
 
 def record_step(

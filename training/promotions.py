@@ -1,23 +1,16 @@
-"""Act on the guard's verdict. The step itself has been discarded already: masters and moments are what they were.
-
-SKIP and CUT_LR need nothing more (the guard holds the factor on the learning rate). PROMOTE moves the blamed modules to
-a wider dtype, on probation. ROLLBACK goes back to the last good checkpoint and leaves out the batches since, twice as
-many each time, so that it cannot go in circles.
-"""
+"""Which precision regions are on a wider dtype than their manifest names, since when, and for how long on probation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from precision.guard import Guard, rollback_skip
+from precision.guard import Guard
 from precision.nonfinite import Finding
 from precision.regions import Regions
-from training.progress import Progress
 
 if TYPE_CHECKING:
-    from training.parts import Parts
+    pass
 
 _WIDTH = {"fp16": 0, "bf16": 1, "fp32": 2}
 Causes = Sequence[tuple[int, Finding]]
@@ -74,23 +67,6 @@ def demote_due(regions: Regions | None, promotions: Promotions, guard: Guard) ->
                 regions.set(name, compute, f"clean since the promotion after step {step}")
                 changed[name] = compute
     return changed
-
-
-def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, str]:
-    """Return to the last good checkpoint and skip the batches that broke the run; where it is now, and the path.
-
-    Raises RuntimeError when there is no checkpoint (the guard asks first).
-    """
-    path = parts.checkpoints.find("auto")
-    if path is None:
-        raise RuntimeError("no checkpoint to go back to")
-    restored, state = parts.checkpoints.load(path, parts.engine)
-    parts.guard.roll_back(state["guard"])
-    parts.promotions.load_state_dict(state["promotions"], parts.engine.regions)
-    left_out = rollback_skip(parts.guard.used["rollback"], max(progress.position - restored.position, 1))
-    restored = replace(restored, position=restored.position + left_out)
-    parts.batches.restore(restored.position)
-    return restored, str(path)
 
 
 def _related(region: str, module: str) -> bool:

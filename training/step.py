@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from typing import Any
 
 from data.loader import Batch
 from precision.guard import Judgement, StepHealth, Verdict
@@ -17,8 +16,9 @@ from training.engine.health import Health
 from training.engine.ledger import read_ledger
 from training.parts import Parts
 from training.progress import Progress
-from training.record_step import record_causes, record_incident, record_step
-from training.recovery import Causes, demote_due, promotable, promote, roll_back
+from training.promotions import Causes, demote_due, promotable
+from training.reactions import react
+from training.record import record_causes, record_step
 from training.schedule import learning_rate
 from training.telemetry import Telemetry
 
@@ -58,7 +58,7 @@ def attempt(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, Heal
     if update.applied and progress.applied == 1:
         read_ledger(engine, reduce=parts.resolved.config.precision.reduce)  # the moments exist now
     if judgement.verdict is not Verdict.STEP and not judgement.routine:
-        progress = _react(parts, progress, judgement, causes)
+        progress = react(parts, progress, judgement, causes)
     demoted = demote_due(engine.regions, parts.promotions, guard)
     if demoted:
         parts.record.note(f"promotions taken back after their probation: {demoted}")
@@ -108,24 +108,6 @@ def _seen_by_guard(parts: Parts, progress: Progress, health: Health, causes: Cau
         can_promote=bool(promotable(parts.engine.regions, causes, to=config.guard.promote_to)),
         can_roll_back=parts.checkpoints.any_saved,
     )
-
-
-def _react(parts: Parts, progress: Progress, judgement: Judgement, causes: Causes) -> Progress:
-    """Do what the verdict asks for beyond discarding the step, and record the incident."""
-    modules = [finding.module for _, finding in causes]
-    further: dict[str, Any] = {}
-    broken_at = progress
-    if judgement.verdict is Verdict.PROMOTE:
-        assert parts.engine.regions is not None
-        to = parts.resolved.config.guard.promote_to
-        modules = promotable(parts.engine.regions, causes, to=to)
-        promote(parts.engine.regions, parts.promotions, modules, to=to, step=progress.step)
-        further = {"promoted_to": to}
-    if judgement.verdict is Verdict.ROLLBACK:
-        progress, path = roll_back(parts, progress)
-        further = {"rolled_back_to": path, "position": progress.position}
-    record_incident(parts.record, parts.resolved, broken_at, judgement, modules, further)
-    return progress
 
 
 def _learning_rate(parts: Parts, progress: Progress) -> float:

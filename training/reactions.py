@@ -1,0 +1,55 @@
+"""Act on the guard's verdict. The step itself has been discarded already: masters and moments are what they were.
+
+SKIP and CUT_LR need nothing more (the guard holds the factor on the learning rate). PROMOTE moves the blamed modules to
+a wider dtype, on probation. ROLLBACK goes back to the last good checkpoint and leaves out the batches since, twice as
+many each time, so that it cannot go in circles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from precision.guard import Judgement, Verdict, rollback_skip
+from training.parts import Parts
+from training.progress import Progress
+from training.promotions import Causes, promotable, promote
+from training.record import record_incident
+
+if TYPE_CHECKING:
+    from training.parts import Parts
+
+
+def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, str]:
+    """Return to the last good checkpoint and skip the batches that broke the run; where it is now, and the path.
+
+    Raises RuntimeError when there is no checkpoint (the guard asks first).
+    """
+    path = parts.checkpoints.find("auto")
+    if path is None:
+        raise RuntimeError("no checkpoint to go back to")
+    restored, state = parts.checkpoints.load(path, parts.engine)
+    parts.guard.roll_back(state["guard"])
+    parts.promotions.load_state_dict(state["promotions"], parts.engine.regions)
+    left_out = rollback_skip(parts.guard.used["rollback"], max(progress.position - restored.position, 1))
+    restored = replace(restored, position=restored.position + left_out)
+    parts.batches.restore(restored.position)
+    return restored, str(path)
+
+
+def react(parts: Parts, progress: Progress, judgement: Judgement, causes: Causes) -> Progress:
+    """Do what the verdict asks for beyond discarding the step, and record the incident."""
+    modules = [finding.module for _, finding in causes]
+    further: dict[str, Any] = {}
+    broken_at = progress
+    if judgement.verdict is Verdict.PROMOTE:
+        assert parts.engine.regions is not None
+        to = parts.resolved.config.guard.promote_to
+        modules = promotable(parts.engine.regions, causes, to=to)
+        promote(parts.engine.regions, parts.promotions, modules, to=to, step=progress.step)
+        further = {"promoted_to": to}
+    if judgement.verdict is Verdict.ROLLBACK:
+        progress, path = roll_back(parts, progress)
+        further = {"rolled_back_to": path, "position": progress.position}
+    record_incident(parts.record, parts.resolved, broken_at, judgement, modules, further)
+    return progress
