@@ -10,8 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from config.command_line import CONFIG_ERROR, Resolved, read_command_line
+from config.cli import CONFIG_ERROR
+from config.command_line import read_command_line
 from config.errors import UserError, tell
+from config.resolved import Resolved
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -29,8 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments
-from config.command_line import CONFIG_ERROR
+from config.cli import CONFIG_ERROR, Arguments
 from config.errors import UserError
 from config.schema_work import DataSection
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from config.command_line import Resolved
 from config.errors import UserError
 from config.load import to_dict
+from config.resolved import Resolved
 from data.documents import Documents
 from data.loader import Batches, validation_batches
 from data.prepare import Corpus

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
-from config.command_line import Resolved
 from config.machine import binding as core_binding
 from config.machine import op_builds
+from config.resolved import Resolved
 
 
 @dataclass(frozen=True)

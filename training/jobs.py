@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from config.command_line import REPOSITORY
+from config.cli import REPOSITORY
 from config.errors import UserError
 
 TRAIN = (str(REPOSITORY / "train.py"),)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from config.command_line import Resolved
+from config.resolved import Resolved
 from data.loader import Batch, Batches
 from precision.guard import Guard
 from tracking.record import Record

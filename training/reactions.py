@@ -8,16 +8,13 @@ many each time, so that it cannot go in circles.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from precision.guard import Judgement, Verdict, rollback_skip
 from training.parts import Parts
 from training.progress import Progress
 from training.promotions import Causes, promotable, promote
 from training.record import record_incident
-
-if TYPE_CHECKING:
-    from training.parts import Parts
 
 
 def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, str]:

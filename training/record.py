@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from config.command_line import Resolved
+from config.resolved import Resolved
 from data.loader import Batch, sample_ids_sha256
 from precision.guard import Judgement
 from tracking.record import Record

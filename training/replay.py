@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config.accelerate import without_accelerate
-from config.command_line import CONFIG_ERROR, Resolved, read_command_line
+from config.cli import CONFIG_ERROR
+from config.command_line import read_command_line
 from config.errors import UserError
+from config.resolved import Resolved
 from tracking.jsonl import read_events
 from tracking.run_dir import RunDir
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from config.command_line import Resolved
 from config.load import to_dict
+from config.resolved import Resolved
 from config.schema import Config
 from data.prepare import Corpus
 from modeling.build import count_parameters

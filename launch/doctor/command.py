@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from config.cli import Arguments
-from config.command_line import find_deepspeed_json
 from config.deepspeed import document as deepspeed_document
 from config.deepspeed import resolve as deepspeed_json
 from config.errors import UserError
 from config.load import load_config
+from config.resolved import find_deepspeed_json
 from config.schema import Config
 from launch.doctor.examine import Plan, examine
 from launch.doctor.hosts import HERE, Host, hosts_of

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from config.cli import Arguments
-from config.command_line import CONFIG_ERROR
+from config.cli import CONFIG_ERROR, Arguments
 from config.errors import UserError
 from launch.plan.devices import DEVICES
 from launch.plan.plan import Plan, make_plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from config.command_line import Resolved
 from config.deepspeed.document import offload, zero_stage
+from config.resolved import Resolved
 from config.schema_work import ModelSection
 
 _DEFAULTS = {

@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from config.command_line import Resolved, read_command_line
+from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
+from config.resolved import Resolved
 from launch.plan.devices import GIB, Device, find_device
 from launch.plan.layout import layout_of
 from launch.plan.model import Shape, read_shape

@@ -19,8 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from config.cli import Arguments
-from config.command_line import CONFIG_ERROR, REPOSITORY
+from config.cli import CONFIG_ERROR, REPOSITORY, Arguments
 from config.errors import UserError
 from launch.supervise import PREEMPTED
 from launch.sweep.file import read_sweep

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from config import yaml_text
-from config.command_line import REPOSITORY, resolve_run
+from config.cli import REPOSITORY
 from config.errors import UserError
 from config.launcher import as_launched
 from config.load import read_file, show, suggest, to_dict
+from config.resolved import resolve_run
 from launch.sweep.rule import Hopeless
 
 _OURS = ("run.name", "run.dir")

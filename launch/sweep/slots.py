@@ -11,7 +11,7 @@ from collections import deque
 from contextlib import suppress
 from types import FrameType
 
-from config.command_line import REPOSITORY
+from config.cli import REPOSITORY
 from config.errors import UserError
 from launch.job import ended_how
 from launch.supervise import DIVERGED, PREEMPTED

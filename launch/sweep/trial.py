@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from config.command_line import REPOSITORY
+from config.cli import REPOSITORY
 from config.errors import UserError
 from launch.job import KILL_AFTER_SECONDS, Job, ended_how
 from launch.supervise import CONFIG_ERROR, DIVERGED, PREEMPTED

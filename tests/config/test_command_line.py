@@ -14,9 +14,11 @@ import pytest
 import yaml
 
 from config.batch import BatchPlan
-from config.command_line import REPOSITORY, Resolved, find_deepspeed_json, read_command_line
+from config.cli import REPOSITORY
+from config.command_line import read_command_line
 from config.errors import UserError
 from config.load import load_config, to_yaml
+from config.resolved import Resolved, find_deepspeed_json
 
 # What train.py does first; run without the rest of it so that nothing but config/ is loaded.
 PROGRAM = (

@@ -11,9 +11,10 @@ from typing import Any
 
 import yaml
 
-from config.command_line import Resolved, _parse, resolve_run
+from config.command_line import _parse
 from config.errors import UserError
 from config.launcher import as_launched
+from config.resolved import Resolved, resolve_run
 from launch import supervise
 from launch.kubernetes import alive
 from tests.launch.kubernetes_manifests import Document

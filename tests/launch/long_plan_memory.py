@@ -11,7 +11,8 @@ from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from config.command_line import REPOSITORY, read_command_line
+from config.cli import REPOSITORY
+from config.command_line import read_command_line
 from config.launcher import as_launched
 from launch.plan.layout import layout_of
 from launch.plan.memory import activations, block_bytes, model_states, peak_memory

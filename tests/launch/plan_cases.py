@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from config.command_line import Resolved, read_command_line
+from config.command_line import read_command_line
+from config.resolved import Resolved
 from data.loader import Batch
 from modeling.build import model_config
 from tests.training.small_run import ROOT

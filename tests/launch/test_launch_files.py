@@ -16,7 +16,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from deepspeed.launcher.runner import _parse_hostfile
 
-from config.command_line import CONFIG_ERROR, Resolved, read_command_line
+from config.cli import CONFIG_ERROR
+from config.command_line import read_command_line
+from config.resolved import Resolved
 from launch.hostfile import read_hostfile
 
 ROOT = Path(__file__).resolve().parents[2]

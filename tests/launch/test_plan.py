@@ -11,7 +11,8 @@ from functools import partial
 
 import pytest
 
-from config.command_line import REPOSITORY, read_command_line
+from config.cli import REPOSITORY
+from config.command_line import read_command_line
 from config.launcher import as_launched
 from launch.plan import command as plan
 from launch.plan.devices import DEVICES, GIB, find_device

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from config.command_line import REPOSITORY
+from config.cli import REPOSITORY
 from config.loss_chunks import AUTO_FROM_LOGITS, CHUNK_LOGITS, loss_chunk
 from config.schema_work import ModelSection
 from launch.plan.memory import loss_bytes

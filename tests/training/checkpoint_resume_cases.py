@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from config.command_line import Resolved, read_command_line
+from config.command_line import read_command_line
+from config.resolved import Resolved
 from data.prepare import prepare
 from modeling.build import model_config
 from tests.training.launches import ROOT

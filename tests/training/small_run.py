@@ -11,7 +11,8 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from transformers import AutoModelForCausalLM
 
-from config.command_line import Resolved, read_command_line
+from config.command_line import read_command_line
+from config.resolved import Resolved
 from data.loader import Batch
 from modeling.build import model_config
 from training.distributed import Place

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.command_line import CONFIG_ERROR
+from config.cli import CONFIG_ERROR
 from config.errors import UserError
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.command_line import REPOSITORY
+from config.cli import REPOSITORY
 from config.machine import binding as core_binding
 from tracking.environment import redact
 from tracking.events import Event

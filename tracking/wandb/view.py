@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from config import yaml_text
-from config.command_line import CONFIG_ERROR, REPOSITORY
+from config.cli import CONFIG_ERROR, REPOSITORY
 from config.errors import UserError
 
 DEFINITION = REPOSITORY / "docs" / "wandb" / "saved_view.yaml"

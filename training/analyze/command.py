@@ -23,11 +23,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments
-from config.command_line import CONFIG_ERROR, Resolved, read_command_line
+from config.cli import CONFIG_ERROR, Arguments
+from config.command_line import read_command_line
 from config.deepspeed.document import in_fp32, read_document
 from config.errors import UserError
 from config.launcher import as_launched
+from config.resolved import Resolved
 from precision.manifest import load_manifest
 from precision.proposal import Limits, pattern_of
 from tracking.jsonl import plain

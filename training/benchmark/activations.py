@@ -28,8 +28,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from config.cli import Arguments
-from config.command_line import CONFIG_ERROR, read_command_line
+from config.cli import CONFIG_ERROR, Arguments
+from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
 from tracking.environment import environment

@@ -33,10 +33,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments
-from config.command_line import CONFIG_ERROR, Resolved, read_command_line
+from config.cli import CONFIG_ERROR, Arguments
+from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
+from config.resolved import Resolved
 from tracking.environment import environment
 from tracking.jsonl import plain
 from training.benchmark.contestants import ALIKE, PRECISIONS, WITHOUT_SPLIT, Field, Run, choose, pass_over

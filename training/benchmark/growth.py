@@ -36,9 +36,10 @@ from typing import Any
 
 import numpy as np
 
-from config.cli import Arguments
-from config.command_line import CONFIG_ERROR, Resolved, read_command_line
+from config.cli import CONFIG_ERROR, Arguments
+from config.command_line import read_command_line
 from config.errors import UserError
+from config.resolved import Resolved
 from data.loader import Batches
 from data.shards import TokenShards, open_shard, token_dtype, write_shard
 from modeling.build import count_parameters, model_config

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from config.command_line import Resolved, read_command_line
+from config.command_line import read_command_line
+from config.resolved import Resolved
 from data.loader import Batches
 from data.prepare import Corpus, prepare
 from modeling.build import model_config

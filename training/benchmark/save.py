@@ -18,7 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from config.command_line import Resolved, read_command_line
+from config.command_line import read_command_line
+from config.resolved import Resolved
 from data.loader import Batches
 from data.prepare import prepare
 from modeling.build import model_config

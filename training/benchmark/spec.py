@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from config.command_line import Resolved
+    from config.resolved import Resolved
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,10 @@ import deepspeed
 import numpy as np
 import torch
 
-from config.command_line import CONFIG_ERROR, Resolved, read_command_line
+from config.cli import CONFIG_ERROR
+from config.command_line import read_command_line
 from config.errors import UserError
+from config.resolved import Resolved
 from data.loader import Batches
 from data.prepare import Corpus, prepare
 from modeling.activation_checkpointing import apply_activation_checkpointing

@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.integrations import HfDeepSpeedConfig
 
-from config.command_line import Resolved
+from config.resolved import Resolved
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.activation_checkpointing_budget import keep_within
 from modeling.build import Gather, build_model

@@ -22,8 +22,9 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from transformers import PreTrainedModel
 
-from config.command_line import REPOSITORY, Resolved
+from config.cli import REPOSITORY
 from config.deepspeed.combinations import Combination, refuse_combination
+from config.resolved import Resolved
 from data.loader import Batch
 from precision.manifest import load_manifest
 from precision.regions import Regions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from config.command_line import Resolved
 from config.errors import UserError
+from config.resolved import Resolved
 from config.rules import liger_conflicts
 from modeling.kernels import Plan, cannot_run_on, plan_liger, use_liger
 from training.distributed import Place

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from config.command_line import Resolved
 from config.errors import UserError
 from config.loss_chunks import loss_chunk
+from config.resolved import Resolved
 from data.loader import Batch
 from modeling.chunked_head import ChunkedHead
 from modeling.loss import label_loss_sum

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.command_line import Resolved
 from config.launcher import as_launched
+from config.resolved import Resolved
 from config.schema import LossScaleSection
 from data.prepare import prepare
 from precision.envelope import CONTROL, RISE, Bounds, Cell, Setting, Trial, explore, window_of

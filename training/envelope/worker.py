@@ -20,9 +20,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config.command_line import CONFIG_ERROR, Resolved, resolve_run
+from config.cli import CONFIG_ERROR
 from config.errors import UserError
 from config.load import to_dict
+from config.resolved import Resolved, resolve_run
 from precision.envelope import CONTROL, Bounds, Setting, Trial, Watch, explore, window_of
 from precision.trajectories import NUDGE
 from tracking.environment import environment

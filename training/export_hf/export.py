@@ -26,7 +26,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from config.command_line import CONFIG_ERROR
+from config.cli import CONFIG_ERROR
 from config.errors import UserError
 from config.load import load_config
 from config.schema import Config

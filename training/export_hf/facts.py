@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from config.command_line import REPOSITORY
+from config.cli import REPOSITORY
 from config.errors import UserError
 from config.schema import Config
 from tracking.environment import redact

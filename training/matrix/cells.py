@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from config.command_line import REPOSITORY, Resolved, resolve_run
+from config.cli import REPOSITORY
 from config.deepspeed.combinations import SETTINGS, Combination, Setting, combinations
 from config.deepspeed.document import read_document
 from config.deepspeed.resolve import complete
 from config.load import load_config
+from config.resolved import Resolved, resolve_run
 from precision.tolerance import tolerance
 
 VOCABULARY, SEQUENCE = 64, 16

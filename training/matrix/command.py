@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from config.command_line import CONFIG_ERROR, REPOSITORY
+from config.cli import CONFIG_ERROR, REPOSITORY
 from config.errors import UserError
 from tracking.environment import environment
 from training.jobs import default_processes, last_words, launch

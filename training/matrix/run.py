@@ -21,9 +21,9 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from transformers import PreTrainedModel
 
-from config.command_line import Resolved
 from config.errors import UserError
 from config.load import load_config
+from config.resolved import Resolved
 from config.schema import Config
 from config.schema_work import ModelSection
 from data.loader import Batch

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.command_line import CONFIG_ERROR, REPOSITORY
+from config.cli import CONFIG_ERROR, REPOSITORY
 from config.errors import UserError
 from tracking.run_dir import write_atomically
 from training.parity.gate import NO_PARITY, PARITY, gate

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.command_line import CONFIG_ERROR
+from config.cli import CONFIG_ERROR
 from config.errors import UserError
 from precision.parity import Check, first_parting, judge_steps
 from precision.trajectories import Trajectory, first_departure, judge_trajectories

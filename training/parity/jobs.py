@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from config.command_line import Resolved, read_command_line
+from config.command_line import read_command_line
 from config.deepspeed.document import in_fp32, read_document
 from config.errors import UserError
 from config.launcher import as_launched
+from config.resolved import Resolved
 from precision.parity import Walk
 from precision.trajectories import Trajectory, control_factor
 from tracking.jsonl import read_events, surviving

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from config.command_line import Resolved
+from config.resolved import Resolved
 from config.schema import OptimizerSection
 from data.loader import Batch
 from modeling.activation_checkpointing import apply_activation_checkpointing

@@ -25,8 +25,10 @@ from typing import Any
 import torch
 
 from config.accelerate import without_accelerate
-from config.command_line import CONFIG_ERROR, Resolved, read_command_line
+from config.cli import CONFIG_ERROR
+from config.command_line import read_command_line
 from config.errors import UserError
+from config.resolved import Resolved
 from data.loader import Batch, Batches
 from data.prepare import prepare
 from modeling.build import model_config

@@ -30,7 +30,7 @@ from training.profile.timeline import MODULE, STAGE, STEP
 from training.tracing.follow import follow
 
 if TYPE_CHECKING:
-    from config.command_line import Resolved
+    from config.resolved import Resolved
     from training.engine import Engine
 
 _UNPROFILED_STEPS = 20

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from training.tracing.follow import follow
 
 if TYPE_CHECKING:
-    from config.command_line import Resolved
+    from config.resolved import Resolved
     from training.checkpoint.checkpoints import Checkpoints
     from training.distributed import Place
     from training.progress import Progress

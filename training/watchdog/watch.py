@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from config.command_line import REPOSITORY
+from config.cli import REPOSITORY
 from training.distributed import Place
 from training.watchdog.links import Links
 from training.watchdog.process import Member, MemoryKills, exit_status, obituary

@@ -1,0 +1,187 @@
+"""One run, completely decided: the config, the DeepSpeed JSON and the launcher's environment brought together."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from config import accelerate
+from config.batch import BatchPlan, plan_batch
+from config.cli import REPOSITORY
+from config.deepspeed import document as deepspeed_document
+from config.deepspeed import resolve as deepspeed_json
+from config.deepspeed.resolve import Dtype
+from config.errors import UserError
+from config.launcher import Place, launch_command, read_place
+from config.load import load_config
+from config.schema import CheckpointSection, Config
+from config.secrets import place_of_key, refuse_secrets
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """One run, completely decided: nothing is `auto` any more."""
+
+    config: Config
+    config_path: Path
+    deepspeed: dict[str, Any]
+    """The resolved DeepSpeed JSON."""
+    deepspeed_path: Path
+    compute: Dtype
+    """Equals config.precision.compute."""
+    zero_stage: int
+    offload: str
+    """none, optimizer, param or optimizer+param."""
+    batch: BatchPlan
+    rank: int
+    world_size: int
+    local_rank: int
+    overrides: tuple[str, ...]
+    """The `key.sub=value` arguments, as given."""
+    command: str
+    """Starts this run again."""
+
+    @property
+    def resume_command(self) -> str:
+        """Goes on with this run from its newest checkpoint."""
+        return self.command if self.config.run.resume == "auto" else f"{self.command} run.resume=auto"
+
+
+def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> Resolved:
+    """Load, merge and check everything.
+
+    Raises:
+        UserError: the first thing that is wrong.
+    """
+    place = read_place(environment, options.local_rank)
+    path = Path(options.config)
+    told = accelerate.deepspeed_config_file(environment)
+    # Accelerate's file wins over the run config, and what is typed wins over both.
+    overrides = [*([] if told is None else [f"deepspeed.config={json.dumps(told)}"]), *options.overrides]
+    config = load_config(path, overrides, options.deepspeed_config)
+    _check_store(config.checkpoint, _where(path, options.overrides, "checkpoint"))
+    told = told if options.deepspeed_config is None and config.deepspeed.config == told else None
+    given = told or options.deepspeed_config
+    origin = "accelerate's deepspeed_config_file" if told else str(path)
+    json_path = find_deepspeed_json(config.deepspeed.config, path, first=given is not None, origin=origin)
+    document = deepspeed_document.read_document(json_path)
+    where = _where(path, options.overrides, "batch")
+    batch = plan_batch(config.batch.global_size, config.batch.micro_size, place.world_size, where=where)
+    resolved_json = deepspeed_json.resolve(config, json_path, document, world_size=place.world_size)
+    _check_fault_ranks(config, _where(path, options.overrides, "faults"), place.world_size)
+    compute = deepspeed_json.compute_dtype(config, json_path, document)
+    if config.precision.path == "manifest" and compute != "fp32":
+        raise UserError(
+            f"{json_path}: enables {compute}, but precision.path = manifest keeps parameters in FP32; use "
+            f"ds_configs/zero{deepspeed_document.zero_stage(document)}_fp32.json"
+        )
+    precision = "manifest" if config.precision.path == "manifest" else compute
+    accelerate.check_agreement(environment, f"{path} with {json_path}", resolved_json, precision)
+    return Resolved(
+        config=_with_decisions(config, compute, path, json_path),
+        config_path=path,
+        deepspeed=resolved_json,
+        deepspeed_path=json_path,
+        compute=compute,
+        zero_stage=deepspeed_document.zero_stage(resolved_json),
+        offload=deepspeed_document.offload(resolved_json),
+        batch=batch,
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        overrides=tuple(options.overrides),
+        command=_command(options, given, place, environment),
+    )
+
+
+def _check_store(section: CheckpointSection, where: str) -> None:
+    """Before anything of the config is shown or written down."""
+    refuse_secrets(section.dir or "", section.storage_options)
+    if section.encryption_key is not None:
+        place_of_key(section.encryption_key)
+    if section.dir is not None and "://" not in section.dir:
+        raise UserError(f"{where}: checkpoint.dir = {section.dir}: is no URL; a folder is set with run.dir")
+    if section.storage_options and section.dir is None:
+        raise UserError(f"{where}: checkpoint.storage_options are of no use without checkpoint.dir; name a URL there")
+    if section.accept_plain and section.encryption_key is None:
+        raise UserError(f"{where}: checkpoint.accept_plain is of no use without checkpoint.encryption_key; set both")
+
+
+def find_deepspeed_json(name: str, config_path: Path, *, first: bool = False, origin: str | None = None) -> Path:
+    """The DeepSpeed JSON `name`: beside the run config, then in the working folder, then in Mantissa's own folder.
+
+    Args:
+        name: path as given; an absolute one or one with ~ is taken as it is.
+        first: look in the working folder first, as for any path typed on a command line.
+        origin: where it was named, for the error; the run config unless given.
+
+    Raises:
+        UserError: it is in none of them.
+    """
+    given = Path(name).expanduser()
+    folders = [config_path.parent, Path(), REPOSITORY]
+    if first:
+        folders[:2] = reversed(folders[:2])
+    found = _find(given, folders)
+    if found is not None:
+        return found
+    there = sorted(item.name for item in (REPOSITORY / "ds_configs").glob("*.json"))
+    near = difflib.get_close_matches(given.name, there, n=1)
+    hint = f"did you mean ds_configs/{near[0]}?" if near else f"ds_configs/ has {', '.join(there)}"
+    raise UserError(f"{origin or config_path}: deepspeed.config = '{name}' does not exist; {hint}")
+
+
+def _with_decisions(config: Config, compute: Dtype, path: Path, json_path: Path) -> Config:
+    """`config` with what was open decided, so that the run folder's config.yaml starts the same run again."""
+    manifest = config.precision.manifest
+    if manifest is not None:
+        found = _find(Path(manifest).expanduser(), [path.parent, Path(), REPOSITORY])
+        if found is None:
+            raise UserError(f"{path}: precision.manifest = '{manifest}' does not exist; see config/manifests/")
+        manifest = _portable(found)
+    return dataclasses.replace(
+        config,
+        precision=dataclasses.replace(
+            config.precision, compute=compute, manifest=manifest, loss_scale=config.precision.loss_scale.decided()
+        ),
+        deepspeed=dataclasses.replace(config.deepspeed, config=_portable(json_path)),
+    )
+
+
+def _find(given: Path, folders: Sequence[Path]) -> Path | None:
+    """The first of `folders` / given that is a file; an absolute path stays as it is."""
+    return next((folder / given for folder in folders if (folder / given).is_file()), None)
+
+
+def _portable(path: Path) -> str:
+    """Relative to Mantissa's folder where the file lies in it, else absolute."""
+    absolute = path.resolve()
+    return (absolute.relative_to(REPOSITORY) if absolute.is_relative_to(REPOSITORY) else absolute).as_posix()
+
+
+def _where(path: Path, overrides: Sequence[str], section: str) -> str:
+    """The run config's name, and the overrides of one section with it."""
+    mine = [text for text in overrides if text.partition("=")[0].partition(".")[0] == section]
+    return f"{path} with {' '.join(mine)}" if mine else str(path)
+
+
+def _check_fault_ranks(config: Config, where: str, world_size: int) -> None:
+    for index, fault in enumerate(config.faults):
+        if fault.rank >= world_size:
+            problem = f"is not one of the {world_size} processes; ranks count from 0"
+            raise UserError(f"{where}: faults[{index}].rank = {fault.rank} {problem}")
+
+
+def _command(
+    options: argparse.Namespace, deepspeed_config: str | None, place: Place, environment: Mapping[str, str]
+) -> str:
+    arguments = ["--config", options.config]
+    if deepspeed_config is not None:
+        arguments += ["--deepspeed_config", deepspeed_config]
+    return launch_command(place, environment, [*arguments, *options.overrides])
