@@ -1,10 +1,11 @@
-"""How the global batch is cut into micro-batches over ranks and accumulation."""
+"""How the global batch is cut into micro-batches over ranks and accumulation, and a micro-batch's loss into chunks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from config.errors import UserError
+from config.schema import ModelSection
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,24 @@ def divisors(number: int) -> list[int]:
 def _listed(numbers: list[int]) -> str:
     """The numbers, or the first dozen of them."""
     return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")
+
+
+CHUNK_LOGITS = 2**26
+"""[logits] Of one chunk, unless model.loss_chunk_tokens says otherwise: 256 MiB in FP32."""
+
+
+AUTO_FROM_LOGITS = 2**22
+"""[logits] Of a micro-batch, from which on model.loss = auto is chunked, be it one chunk. In FP32 the softmax over so
+many and its gradients take 48 MiB, and more time than gradients made in place (docs/loss.md); below, as much."""
+
+
+_MULTIPLE = 64
+"""[tokens] Chunks are cut to what tensor cores like."""
+
+
+def loss_chunk(model: ModelSection, *, tokens: int, vocabulary: int) -> int:
+    """[tokens] In one chunk of the loss of a micro-batch of `tokens` tokens; 0: all logits at once."""
+    if model.loss == "full" or (model.loss == "auto" and tokens * vocabulary < AUTO_FROM_LOGITS):
+        return 0
+    fitting = CHUNK_LOGITS // vocabulary // _MULTIPLE * _MULTIPLE
+    return model.loss_chunk_tokens or max(fitting, _MULTIPLE)

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from config import schema, schema_work
+from config import schema
 from config.load import describe_bounds, field_types
 from config.schema import Config
 
@@ -129,11 +129,9 @@ def _split_unit(document: str) -> tuple[str, str]:
 def _documents() -> dict[str, dict[str, str]]:
     """Class name to field name to the docstring under the field; Python keeps no such docstrings at run time."""
     documents: dict[str, dict[str, str]] = {}
-    for module in (schema, schema_work):
-        tree = ast.parse(Path(inspect.getfile(module)).read_text(encoding="utf-8"))
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                documents[node.name] = dict(_field_documents(node))
+    for node in ast.parse(Path(inspect.getfile(schema)).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            documents[node.name] = dict(_field_documents(node))
     return documents
 
 

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config import accelerate
 from config.batch import BatchPlan, plan_batch
 from config.cli import REPOSITORY
 from config.deepspeed import document as deepspeed_document
 from config.deepspeed import resolve as deepspeed_json
 from config.deepspeed.resolve import Dtype
 from config.errors import UserError
-from config.launcher import Place, launch_command, read_place
+from config.launcher import Place, check_agreement, deepspeed_config_file, launch_command, read_place
 from config.load import load_config
 from config.schema import CheckpointSection, Config
 from config.secrets import place_of_key, refuse_secrets
@@ -61,7 +60,7 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     """
     place = read_place(environment, options.local_rank)
     path = Path(options.config)
-    told = accelerate.deepspeed_config_file(environment)
+    told = deepspeed_config_file(environment)
     # Accelerate's file wins over the run config, and what is typed wins over both.
     overrides = [*([] if told is None else [f"deepspeed.config={json.dumps(told)}"]), *options.overrides]
     config = load_config(path, overrides, options.deepspeed_config)
@@ -82,7 +81,7 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
             f"ds_configs/zero{deepspeed_document.zero_stage(document)}_fp32.json"
         )
     precision = "manifest" if config.precision.path == "manifest" else compute
-    accelerate.check_agreement(environment, f"{path} with {json_path}", resolved_json, precision)
+    check_agreement(environment, f"{path} with {json_path}", resolved_json, precision)
     return Resolved(
         config=_with_decisions(config, compute, path, json_path),
         config_path=path,

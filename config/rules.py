@@ -9,8 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from config.errors import UserError
-from config.schema import Config, Fault
-from config.schema_work import ModelSection
+from config.schema import Config, Fault, ModelSection
 from config.secrets import WITH_PASSWORD
 
 # Arguments of a Hugging Face config that a key of the run config decides: two owners would disagree in silence.

@@ -31,7 +31,7 @@ from typing import Any
 
 from config.cli import CONFIG_ERROR, Arguments
 from config.errors import UserError
-from config.schema_work import DataSection
+from config.schema import DataSection
 
 _POLL_SECONDS = 0.02
 

@@ -31,7 +31,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from config.errors import UserError
-from config.schema_work import DataSection
+from config.schema import DataSection
 from data.corpus import SPLITS, TOKENIZER, Corpus, is_prepared, open_corpus, tokenizer_sha256, write_index
 from data.encode import Encoded, encode_batch, start_worker
 from data.preparation_progress import Display, Progress, ProgressFile, read_progress

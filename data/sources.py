@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from config.errors import UserError
-from config.schema_work import DataSection
+from config.schema import DataSection
 
 HASHED_BYTES = 1 << 30
 """[bytes] Local sources up to this size are identified by content, larger ones by modification time."""

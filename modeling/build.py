@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from config.errors import UserError
-from config.schema_work import ModelSection
+from config.schema import ModelSection
 
 Gather = Callable[[Sequence[torch.nn.Parameter]], AbstractContextManager[bool]]
 """Makes the full values of parameters writable inside the context; yields whether this rank is the one that writes."""

@@ -1,4 +1,4 @@
-"""Imports run one way, heavy libraries stay where they belong, and files stay small enough to read.
+"""Imports run one way and never in a circle, heavy libraries stay where they belong, every module says what it is for.
 
 The folders' order is config <- {data, modeling, precision, tracking} <- training <- train.py; launch sees config only.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,6 @@ ONLY_IN_TRAINING = ("deepspeed", "torch.distributed")
 # Files that must start in no time: they may import the standard library, these and Mantissa's own config.
 LIGHT = {"config": {"yaml"}}
 WITHOUT_TORCH = ("config", "launch", "tracking")
-MOST_LINES = {"train.py": 60, "training/loop.py": 150, "config/schema.py": 500}  # the schema is a list of keys
-MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 300, 60
 
 
 def source_files(root: Path) -> list[Path]:
@@ -90,23 +88,45 @@ def broken_rules(path: str, folder: str, name: str) -> Iterator[str]:
         yield f"{folder}/ has to work without torch"
 
 
-def size_violations(root: Path) -> list[str]:
-    """One line for every file or function that is too long, or module without a docstring."""
-    found = []
-    for path in source_files(root):
-        text, relative = path.read_text(encoding="utf-8"), path.relative_to(root).as_posix()
-        most, lines = MOST_LINES.get(relative, MOST_LINES_OF_A_FILE), len(text.splitlines())
-        if lines >= most:
-            found.append(f"{relative}: {lines} lines; the limit is under {most}")
-        tree = ast.parse(text)
-        if text.strip() and not ast.get_docstring(tree):
-            found.append(f"{relative}:1: no docstring says what the module is for")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
-                if length >= MOST_LINES_OF_A_FUNCTION:
-                    limit = f"the limit is under {MOST_LINES_OF_A_FUNCTION}"
-                    found.append(f"{relative}:{node.lineno}: {node.name} has {length} lines; {limit}")
+def missing_docstrings(root: Path) -> list[str]:
+    """Every module that does not say what it is for."""
+    modules = source_files(root)
+    return [path.relative_to(root).as_posix() for path in modules if not ast.get_docstring(ast.parse(path.read_text()))]
+
+
+def circles(root: Path) -> list[list[str]]:
+    """Groups of modules that import each other, in either direction, at run time or for types alone."""
+    names = {module_name(path, root): path for path in source_files(root)}
+    imports = {name: set(imported_modules(path, names)) - {name} for name, path in names.items()}
+    found: list[list[str]] = []
+    for name in sorted(imports):
+        circle = sorted(other for other in reachable(name, imports) if name in reachable(other, imports))
+        if len(circle) > 1 and circle not in found:
+            found.append(circle)
+    return found
+
+
+def module_name(path: Path, root: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(path: Path, names: Mapping[str, Path]) -> Iterator[str]:
+    """The modules of this repository that a file imports; a package stands for what its __init__ re-exports."""
+    for _, dotted in imported_names(ast.parse(path.read_text(encoding="utf-8"))):
+        known = [dotted, dotted.rpartition(".")[0]]
+        yield from (name for name in known[:1] if name in names)
+        if dotted not in names and known[1] in names:
+            yield known[1]
+
+
+def reachable(start: str, imports: Mapping[str, set[str]]) -> set[str]:
+    """Every module that `start` imports, directly or through others."""
+    found: set[str] = set()
+    left = [start]
+    while left:
+        for name in imports[left.pop()] - found:
+            found.add(name)
+            left.append(name)
     return found
 
 
@@ -114,8 +134,12 @@ def test_imports_run_one_way() -> None:
     assert import_violations(ROOT) == []
 
 
-def test_files_and_functions_are_small() -> None:
-    assert size_violations(ROOT) == []
+def test_every_module_says_what_it_is_for() -> None:
+    assert missing_docstrings(ROOT) == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circles(ROOT) == []
 
 
 def test_every_folder_of_code_is_held() -> None:
@@ -143,7 +167,7 @@ def test_every_folder_of_code_is_held() -> None:
     ],
 )
 def test_a_forbidden_import_is_found(tmp_path: Path, path: str, line: str, rule: str) -> None:
-    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text(f'"""A module."""\n\n{line}\n')
     assert [found for found in import_violations(tmp_path) if rule in found]
 
@@ -158,13 +182,10 @@ def test_training_may_import_all_of_it(tmp_path: Path, line: str) -> None:
     assert import_violations(tmp_path) == []
 
 
-def test_what_is_too_long_is_found(tmp_path: Path) -> None:
+def test_a_circle_and_a_missing_docstring_are_found(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.py").write_text("x = 1\n" * 240 + "def f():\n" + "    x = 1\n" * 59)
-    (tmp_path / "train.py").write_text('"""Doc."""\n' + "x = 1\n" * 59)
-    assert size_violations(tmp_path) == [
-        "train.py: 60 lines; the limit is under 60",
-        "data/a.py: 300 lines; the limit is under 300",
-        "data/a.py:1: no docstring says what the module is for",
-        "data/a.py:241: f has 60 lines; the limit is under 60",
-    ]
+    (tmp_path / "data" / "a.py").write_text('"""A."""\n\nfrom data.b import f\n')
+    (tmp_path / "data" / "b.py").write_text("def f():\n    from data import c\n")
+    (tmp_path / "data" / "c.py").write_text('"""C."""\n\nif TYPE_CHECKING:\n    from data.a import g\n')
+    assert circles(tmp_path) == [["data.a", "data.b", "data.c"]]
+    assert missing_docstrings(tmp_path) == ["data/b.py"]

@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config.accelerate import without_accelerate
 from config.cli import CONFIG_ERROR
 from config.command_line import read_command_line
 from config.errors import UserError
+from config.launcher import without_accelerate
 from config.resolved import Resolved
 from tracking.jsonl import read_events
 from tracking.run_dir import RunDir

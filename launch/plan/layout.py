@@ -7,7 +7,7 @@ from typing import Any
 
 from config.deepspeed.document import offload, zero_stage
 from config.resolved import Resolved
-from config.schema_work import ModelSection
+from config.schema import ModelSection
 
 _DEFAULTS = {
     "reduce_bucket_size": 5e8,

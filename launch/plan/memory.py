@@ -3,14 +3,14 @@
 Model states are those of Rajbhandari et al. 2020 (ZeRO), with what DeepSpeed 0.19.8 keeps beside them. Activations are
 counted as in Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models), tensor by tensor
 for the blocks that transformers runs: norms in FP32 step by step, fused attention without its s^2 term, and a softmax
-over the vocabulary in FP32, of all tokens (modeling/loss.py) or of a chunk (modeling/linear_cross_entropy.py).
+over the vocabulary in FP32, of all tokens or of a chunk (modeling/linear_cross_entropy.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from config.loss_chunks import loss_chunk
+from config.batch import loss_chunk
 from launch.plan.layout import _DEFAULTS, Layout
 from launch.plan.model import Shape
 from launch.plan.recompute import attention_bytes, kept_bytes

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from config.accelerate import without_accelerate
 from config.command_line import _parse as parse
 from config.errors import UserError
+from config.launcher import without_accelerate
 from config.resolved import Resolved, resolve_run
 
 FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from config import yaml_text
 from config.errors import UserError
 from config.load import all_keys, load_config, to_dict, to_yaml
-from config.schema import Config, Fault, LossScaleSection
-from config.schema_work import ModelSection
+from config.schema import Config, Fault, LossScaleSection, ModelSection
 
 MINIMAL = "model: {architecture: llama}\n"
 

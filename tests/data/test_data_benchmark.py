@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from config.schema_work import DataSection
+from config.schema import DataSection
 from data import benchmark
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import data.prepare
 import data.shards
-from config.schema_work import DataSection
+from config.schema import DataSection
 from data.loader import Batches
 from data.prepare import prepare
 from data.sampler import sample_ids

@@ -19,7 +19,7 @@ from filelock import FileLock
 
 import data.prepare
 from config.errors import UserError
-from config.schema_work import DataSection
+from config.schema import DataSection
 from data.corpus import INDEX, Corpus, is_prepared
 from data.encode import is_validation
 from data.prepare import corpus_fingerprint, prepare
@@ -32,7 +32,7 @@ PREPARE = """
 import sys
 import time
 import data.prepare
-from config.schema_work import DataSection
+from config.schema import DataSection
 if __name__ == "__main__":
     data.prepare.BATCH_CHARACTERS = 2000
     fill, filled = data.prepare._fill, []

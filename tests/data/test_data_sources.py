@@ -18,7 +18,7 @@ import pytest
 
 import data.sources
 from config.errors import UserError
-from config.schema_work import DataSection
+from config.schema import DataSection
 from data.sources import open_source
 
 TEXTS = ["first\n", "zweites Dokument ü\r\n", "third \x00 with a null", "four\u2028th"]
@@ -144,7 +144,7 @@ def test_a_file_that_is_not_what_it_says_is_told_in_one_line(tmp_path: Path) -> 
 
 def test_an_unreachable_hub_is_told_in_one_line() -> None:
     program = (
-        "from collections import Counter\nfrom config.schema_work import DataSection\n"
+        "from collections import Counter\nfrom config.schema import DataSection\n"
         "from data.sources import open_source\n"
         "source = open_source(DataSection(source='hub', path='nobody/nothing'))\n"
         "try: list(source.documents(Counter()))\n"

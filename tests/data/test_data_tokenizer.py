@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import data.encode
 import data.tokenizer
 from config.errors import UserError
-from config.schema_work import DataSection
+from config.schema import DataSection
 from data.encode import END_OF_DOCUMENT, byte_ids, encode_batch, is_validation, pieces, start_worker, train_bpe
 from data.sources import Source, open_source
 from data.tokenizer import draw_sample, load_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size

@@ -18,7 +18,7 @@ from launch.plan.layout import layout_of
 from launch.plan.memory import activations, block_bytes, model_states, peak_memory
 from launch.plan.model import read_shape, shape_of
 from modeling.build import count_parameters
-from modeling.loss import label_loss_sum
+from modeling.linear_cross_entropy import label_loss_sum
 from tests.launch import plan_cases
 
 DEMO = ["--config", str(REPOSITORY / "config/recipes/demo.yaml")]

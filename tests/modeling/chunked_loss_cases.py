@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from config import loss_chunks
+from config import batch as loss_chunks
 from config.errors import UserError
 from precision.statistics import ActivationMeter
 from tests.training.small_run import batch_of, engine_of, masters_of, resolve

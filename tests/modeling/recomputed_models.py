@@ -10,9 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config.schema_work import ModelSection
+from config.schema import ModelSection
 from modeling.build import build_model, model_config
-from modeling.loss import label_loss_sum
+from modeling.linear_cross_entropy import label_loss_sum
 
 BLOCKS, VOCABULARY = 5, 64
 GATED = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}

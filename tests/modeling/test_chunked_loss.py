@@ -13,13 +13,12 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from config.batch import AUTO_FROM_LOGITS, CHUNK_LOGITS, loss_chunk
 from config.cli import REPOSITORY
-from config.loss_chunks import AUTO_FROM_LOGITS, CHUNK_LOGITS, loss_chunk
-from config.schema_work import ModelSection
+from config.schema import ModelSection
 from launch.plan.memory import loss_bytes
 from modeling.chunked_head import ChunkedHead
-from modeling.linear_cross_entropy import Head, linear_cross_entropy_sum
-from modeling.loss import label_loss_sum
+from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
 
 VOCABULARY, HIDDEN = 61, 24
 ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -15,7 +15,7 @@ from config.errors import UserError
 from data.documents import cumulative_lengths, document_positions
 from data.loader import IGNORED_LABEL, Batch
 from modeling.document_masking import require_documents_apart
-from modeling.loss import label_loss_sum
+from modeling.linear_cross_entropy import label_loss_sum
 from tests.flex_on_cpu import flex_on_cpu
 
 SMALL = {

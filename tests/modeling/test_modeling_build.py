@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from config.errors import UserError
-from config.schema_work import ModelSection
+from config.schema import ModelSection
 from modeling.build import build_model, count_parameters, model_config
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}

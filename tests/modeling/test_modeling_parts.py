@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from config.errors import UserError
-from config.schema_work import ModelSection
+from config.schema import ModelSection
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config
 from modeling.generate import sample_text
-from modeling.loss import label_loss_sum
+from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from modeling.activation_checkpointing import apply_activation_checkpointing
-from modeling.loss import label_loss_sum
+from modeling.linear_cross_entropy import label_loss_sum
 from precision.nonfinite import LOSS, Finding, Inspector, check_parameters, describe
 
 INF, NAN = math.inf, math.nan

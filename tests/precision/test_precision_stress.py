@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from modeling.loss import label_loss_sum
+from modeling.linear_cross_entropy import label_loss_sum
 from precision.tolerance import agrees, tolerance
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -17,7 +17,7 @@ from tracking.jsonl import history
 from tracking.report.context import Question
 from tracking.report.finding import LIMITS, TITLES, Finding, limits_from
 from tracking.report.measures import caveats, read_run, twelve
-from tracking.report_devices import peak_flops
+from tracking.report.relative import peak_flops
 
 NOW = 2e9
 

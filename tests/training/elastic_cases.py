@@ -15,11 +15,10 @@ from modeling.build import build_model, model_config
 from tests.training.small_run import SEQUENCE, VOCABULARY, batch_of, resolve
 from training.checkpoint.reshard import load_resharded
 from training.distributed import Place
-from training.elastic_shards import Checksums, checksums_of
 from training.engine import Engine
 from training.engine.build import _gather_partitioned
 from training.engine.masters import local_masters
-from training.engine.tensors import whole_master, whole_moment, whole_weight
+from training.engine.tensors import Checksums, checksums_of, whole_master, whole_moment, whole_weight
 from training.engine.weights import require_fresh_masters
 
 FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from modeling.loss import label_loss_sum
+from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from tests.training.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import Place

@@ -9,7 +9,7 @@ import pytest
 
 from config.deepspeed.combinations import Combination
 from data.loader import Batch
-from modeling.loss import IGNORED
+from modeling.linear_cross_entropy import IGNORED
 from training.distributed import Place
 from training.loss_scaler import LossScaler
 from training.matrix import run as matrix_run

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from config.errors import UserError
-from modeling.loss import label_loss_sum
+from modeling.linear_cross_entropy import label_loss_sum
 from tests.training.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import Place
 from training.telemetry import Telemetry

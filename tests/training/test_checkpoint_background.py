@@ -10,7 +10,7 @@ import torch
 
 from tests.training import background_cases
 from training.checkpoint.retention import Retention, being_read, is_being_read
-from training.host_copy import host_copy
+from training.checkpoint.writer import host_copy
 
 MANIFEST = ["precision.path=manifest", "precision.manifest=config/manifests/bf16.json"]
 

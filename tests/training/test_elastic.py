@@ -13,7 +13,7 @@ from tests.training import checkpoint_resume_cases as jobs
 from tests.training import elastic_cases as cases
 from tests.training import launches
 from training.checkpoint.pieces import Pieces
-from training.elastic_shards import as_text, checksum
+from training.engine.tensors import as_text, checksum
 
 ODD = ("model.config.hidden_size=28", "model.config.intermediate_size=47", "model.config.mlp_bias=true")
 """Sizes that two ranks do not divide: parameters are cut anywhere, partitions are padded."""

@@ -30,7 +30,7 @@ from tests.training import step_cost_cases
 from tests.training.small_run import ROOT
 from training.benchmark import growth as benchmark_growth
 from training.benchmark.spec import flops_per_token
-from training.checkpoint_identity import parameter_shapes
+from training.checkpoint.contents import parameter_shapes
 
 MANIFEST = Manifest("bf16", (Rule("*.q_proj", None, "fp16", "to have one"),), Path("a manifest"))
 AT_START: dict[str, Callable[[PreTrainedModel], Any]] = {

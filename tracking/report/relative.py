@@ -10,7 +10,6 @@ from tracking.compare.measures import evaluations
 from tracking.console import duration, human
 from tracking.report.context import SAME_DATA, SAME_MEMORY, SAME_SPEED, Question, Run, found, missing, unlike
 from tracking.report.finding import Finding
-from tracking.report_devices import peak_flops
 from tracking.run_facts import RunFacts
 
 _MILLION = 1_000_000
@@ -171,3 +170,27 @@ def _amount(run: Run) -> tuple[int, str]:
 
 def _clock(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
+
+
+_PEAK_TFLOPS = (
+    ("B200", 2250.0),
+    ("H200", 989.4),
+    ("GH200", 989.4),
+    ("H100 NVL", 835.5),
+    ("H100 PCIe", 756.5),
+    ("H100", 989.4),
+    ("A100", 312.0),
+    ("L40S", 362.05),
+    ("A10G", 70.0),
+    ("V100 SXM2", 125.0),
+    ("V100 PCIE", 112.0),
+    ("T4", 65.0),
+)
+"""Words of the device's name as the driver tells it, and its dense (not sparse) FP16 tensor-core peak with FP32
+accumulation in TFLOP/s, BF16's being the same where there is BF16; the first that fits counts."""
+
+
+def peak_flops(device: str) -> float | None:
+    """Dense 16-bit matmul FLOP/s of one `device`; None for one that is not in the table."""
+    words = set(device.replace("-", " ").split())
+    return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS if words.issuperset(name.split())), None)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from data.loader import Batch
-from modeling.loss import label_loss_sum
+from modeling.linear_cross_entropy import label_loss_sum
 from precision.manifest import load_manifest
 from precision.parity import NEGLIGIBLE
 from precision.regions import Regions

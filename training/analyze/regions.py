@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from data.loader import Batch
-from modeling.loss import label_loss_sum
+from modeling.linear_cross_entropy import label_loss_sum
 from precision.manifest import find_regions
 from precision.proposal import Limits, Unit, largest_scale, pattern_of
 from precision.ranges import GradientMeter, OperandMeter, Ranges, Spread, merged

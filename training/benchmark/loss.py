@@ -27,10 +27,9 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from config.loss_chunks import loss_chunk
-from config.schema_work import ModelSection
-from modeling.linear_cross_entropy import Head, linear_cross_entropy_sum
-from modeling.loss import label_loss_sum
+from config.batch import loss_chunk
+from config.schema import ModelSection
+from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MOST_LOGITS_IN_FP64 = 2**28

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from config.errors import UserError
 from training.checkpoint import commit
+from training.checkpoint.contents import other_identity, other_layout, other_parameters, parameter_shapes
 from training.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -35,7 +36,6 @@ from training.checkpoint.manifest import (
 from training.checkpoint.outcome import Saved, SaveFailed, on_main
 from training.checkpoint.retention import Retention, being_read
 from training.checkpoint.save import Order, Save
-from training.checkpoint_identity import other_identity, other_layout, other_parameters, parameter_shapes
 from training.engine.rng import load_generators
 from training.progress import Progress
 

@@ -23,10 +23,9 @@ from modeling.parameter_groups import parameter_groups
 from training.checkpoint.contents import TAG
 from training.checkpoint.partitions import SavedModel, SavedTensor, open_saved_model
 from training.checkpoint.reader import PLAIN, Opener, Reader
-from training.elastic_shards import KINDS, Checksums, as_text, checksum, checksums_of, shard_of, trained
 from training.engine import Engine
 from training.engine.masters import local_masters
-from training.engine.tensors import shape_of
+from training.engine.tensors import KINDS, Checksums, as_text, checksum, checksums_of, shape_of, shard_of, trained
 
 
 @dataclass(frozen=True)

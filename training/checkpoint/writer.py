@@ -7,6 +7,7 @@ what is to be written can be copied first, so that training goes on while it is.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import os
@@ -20,10 +21,9 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from training.checkpoint.encryption import EncryptingStream, owner_only
-from training.checkpoint.inventory import tensors_of
+from training.checkpoint.inventory import leaves, tensors_of
 from training.checkpoint.key import Key
 from training.checkpoint.manifest import Tensors, Written
-from training.host_copy import host_copy
 
 _WORTH_A_THREAD = 1 << 20
 
@@ -173,3 +173,32 @@ class Files(CheckpointEngine):
     def _note(self, path: Path, error: OSError) -> None:
         inside = path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else str(path)
         self.error = self.error or f"rank {self._rank} cannot write {inside}: {error.strerror or error}"
+
+
+def host_copy(state: Any) -> Any:
+    """`state` with every tensor in host memory of its own. Tensors that share memory still do, as torch.save keeps it.
+
+    state: nested dictionaries, lists and tuples. Tensors inside other objects are copied on their own device. The copy
+    has `state`'s classes throughout, and torch.save writes the same bytes for it.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    memo: dict[int, Any] = {id(tensor): _on_host(tensor, storages) for _, tensor in leaves(state)}
+    copied = copy.deepcopy(state, memo)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copied
+
+
+def _on_host(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    source = tensor.detach().untyped_storage()
+    which = source._cdata  # by which torch.save knows one storage from another, empty ones too
+    if which not in storages:
+        # pinned memory is what a device can be copied to while others compute; torch keeps it for the next save
+        pinned = tensor.device.type != "cpu"
+        target = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+        target.copy_(source, non_blocking=pinned)
+        storages[which] = target
+    view = torch.empty(0, dtype=tensor.dtype)
+    view.set_(storages[which], tensor.storage_offset(), tensor.size(), tensor.stride())
+    view.__dict__.update(tensor.__dict__)  # such as the ds_id that ZeRO-3 gives its flat groups
+    return view.requires_grad_(tensor.requires_grad)

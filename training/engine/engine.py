@@ -37,9 +37,8 @@ from training.engine.loss import LossPath, label_tokens_of_all
 from training.engine.masters import UpdateMeter
 from training.engine.optimizer import build_optimizer, import_muon_uncompiled
 from training.engine.rng import generators
-from training.engine.work_time import WorkTime, by_rank
+from training.engine.work_time import WorkTime, by_rank, peak_memory_bytes
 from training.loss_scaler import LossScaler
-from training.memory import peak_memory_bytes
 
 
 class Engine:

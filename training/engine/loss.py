@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from config.batch import loss_chunk
 from config.errors import UserError
-from config.loss_chunks import loss_chunk
 from config.resolved import Resolved
 from data.loader import Batch
 from modeling.chunked_head import ChunkedHead
-from modeling.loss import label_loss_sum
+from modeling.linear_cross_entropy import label_loss_sum
 from training.distributed import Place
 
 

@@ -1,12 +1,18 @@
-"""One parameter's master, moments, gradient and computing weight, whole, wherever ZeRO keeps their parts.
+"""A parameter's master, moments, gradient and computing weight: whole, or this rank's part, wherever ZeRO keeps them.
 
-Every function is a collective that hands the same tensor to every rank. For looking at, a parameter at a time: nothing
-here belongs on the path of a training step.
+What gives a whole tensor is a collective that hands the same to every rank. For looking at, a parameter at a time:
+nothing here belongs on the path of a training step.
+
+The checksum of a tensor is one that no layout changes: two sums over its values' 32 bits b(i), read as signed integers,
+modulo 2**64: of b(i), and of (i + 1) b(i). Each rank sums over its own part and the sums are added up, so nothing is
+gathered, and the number of ranks, the ZeRO stage and the padding do not show. Any one changed value changes it, and so
+does any exchange of two different ones. It guards against accidents; against intent there is the files' SHA-256.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -61,3 +67,108 @@ def whole_weight(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
     """A copy of the weight that the module computes with, in its own dtype."""
     with deepspeed.zero.GatheredParameters([parameter]) if engine.stage == 3 else nullcontext():
         return parameter.data.detach().clone()
+
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
+_CHUNK, _CHUNK_ON_A_GPU = 1 << 16, 1 << 22
+"""Values a pass: on a CPU their 64-bit copies stay in a core's cache, on a GPU few kernels are started."""
+
+
+_HALF, _WHOLE = 1 << 32, 1 << 64
+
+
+Checksums = dict[str, dict[str, str]]
+"""KINDS to parameter name to 32 hexadecimal digits."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of one parameter: values `start` to `start + length` of it, at `at` in a flat FP32 tensor."""
+
+    flat: torch.Tensor
+    """Masters, and the key of their state in the optimizer. At ZeRO-0 the parameter itself."""
+    at: int
+    start: int
+    length: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(length,) view of the part's values in `flat` or in a moment of the same size."""
+        return tensor.detach().view(-1)[self.at : self.at + self.length]
+
+
+def shard_of(engine: Engine, parameter: Any) -> Shard | None:
+    """This rank's part of a parameter that trains; None where other ranks have all of it."""
+    optimizer: Any = engine.deepspeed.optimizer
+    numel = shape_of(parameter).numel()
+    if engine.stage == 0:
+        return Shard(parameter, 0, 0, numel)
+    if engine.stage == 3:
+        group, at, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = min(engine.place.rank * padded, numel)
+        length = min(padded, numel - start)
+        return Shard(local_masters(optimizer)[group], at, start, length) if length else None
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return None
+    here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return Shard(local_masters(optimizer)[mapping.param_group_index], there.start, here.start, here.numel)
+
+
+def trained(engine: Engine) -> dict[str, torch.nn.Parameter]:
+    """The parameters that have masters, by name; a shared one under its first name."""
+    return {name: parameter for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def checksums_of(engine: Engine) -> Checksums:
+    """Of every master and moment that the engine holds; moments only once there are any. A collective."""
+    parameters = trained(engine)
+    sums = torch.zeros(len(parameters), len(KINDS), 2, dtype=torch.int64)
+    state = engine.deepspeed.basic_optimizer.state
+    for row, parameter in zip(sums, parameters.values(), strict=True):
+        shard = shard_of(engine, parameter)
+        if shard is None:
+            continue
+        held = {"master": shard.flat, **state.get(shard.flat, {})}
+        for column, kind in enumerate(KINDS):
+            if kind in held:
+                row[column] = checksum(shard.of(held[kind]), shard.start)
+    # 64-bit sums of ranks could overflow while they are added up; their halves cannot
+    halves = torch.stack([sums & (_HALF - 1), (sums >> 32) & (_HALF - 1)]).to(engine.place.device)
+    if engine.stage > 0:
+        engine.place.sum(halves)
+    low, high = halves.tolist()
+    stepped = engine.place.sum(torch.tensor(float(_stepped(engine)), device=engine.place.device)).item() > 0
+    return {
+        kind: {
+            name: as_text((lower[column][k] + lifted[column][k] * _HALF) for k in range(2))
+            for name, lower, lifted in zip(parameters, low, high, strict=True)
+        }
+        for column, kind in enumerate(KINDS)
+        if kind == "master" or stepped
+    }
+
+
+def checksum(values: torch.Tensor, start: int) -> torch.Tensor:
+    """(2,) int64 on the CPU: the two sums of FP32 `values`, which are those from index `start` on of their tensor."""
+    bits = values.detach().float().contiguous().view(torch.int32)
+    size = _CHUNK if bits.device.type == "cpu" else _CHUNK_ON_A_GPU
+    ramp = torch.arange(1, min(len(bits), size) + 1, dtype=torch.int64, device=bits.device)
+    total = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    for first in range(0, len(bits), size):
+        chunk = bits[first : first + size].long()
+        plain = chunk.sum()
+        total[0] += plain
+        total[1] += chunk.mul_(ramp[: len(chunk)]).sum() + plain * (start + first)
+    return total.cpu()
+
+
+def as_text(sums: Any) -> str:
+    """32 hexadecimal digits of a checksum's two sums."""
+    return "".join(f"{int(total) % _WHOLE:016x}" for total in sums)
+
+
+def _stepped(engine: Engine) -> bool:
+    return any("exp_avg" in state for state in engine.deepspeed.basic_optimizer.state.values())

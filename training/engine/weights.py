@@ -15,10 +15,9 @@ import torch
 from safetensors import safe_open
 
 from modeling.disk_names import names_of_the_same
-from training.elastic_shards import shard_of
 from training.engine.engine import Engine
 from training.engine.ledger import PrecisionError
-from training.engine.tensors import shape_of, whole_master, whole_weight
+from training.engine.tensors import shape_of, shard_of, whole_master, whole_weight
 
 
 class StaleMaster(PrecisionError):

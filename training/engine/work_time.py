@@ -1,4 +1,4 @@
-"""How long this rank worked by itself in a step, so that the slowest rank can be named.
+"""How long this rank worked by itself in a step, so that the slowest rank can be named; and its peak memory.
 
 Ranks wait for each other in collectives, so the whole step takes as long everywhere. Forward passes at ZeRO 0 to 2 have
 no collective: a rank that is slow shows it there and in its wait for data. At ZeRO-3 parameters are gathered inside the
@@ -7,6 +7,7 @@ forward pass, and a slow rank partly hides in the others' waiting.
 
 from __future__ import annotations
 
+import resource
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -65,3 +66,10 @@ def _listed(values: list[Any]) -> list[Any] | dict[str, Any]:
         return values
     most = max(values)
     return {"least": min(values), "median": statistics.median(values), "most": most, "rank": values.index(most)}
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak so far in bytes: allocated device memory, or the resident set on a CPU. No device sync."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -29,8 +29,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from config.cli import CONFIG_ERROR
 from config.errors import UserError
 from config.load import load_config
-from config.schema import Config
-from config.schema_work import ModelSection
+from config.schema import Config, ModelSection
 from data.corpus import TOKENIZER
 from data.tokenizer import load_tokenizer, vocabulary_size
 from modeling.build import model_config

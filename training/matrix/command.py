@@ -30,16 +30,17 @@ from training.matrix.page import page, surprises
 AS_THE_TABLE_SAYS, SURPRISES = 0, 3
 _HANG_MINUTES = 5.0
 _CODE = [
-    *("engine", "gradients", "loss_scaler", "optimizer", "build", "matrix_cells", "matrix_run"),
-    *("../modeling/build", "../modeling/loss", "../modeling/parameter_groups", "../modeling/activation_checkpointing"),
-    *("../precision/regions", "../precision/manifest", "../precision/loss_scale", "../config/combinations"),
+    *("training/engine/engine", "training/engine/gradients", "training/engine/optimizer", "training/engine/build"),
+    *("training/loss_scaler", "training/matrix/cells", "training/matrix/run", "modeling/build"),
+    *("modeling/linear_cross_entropy", "modeling/parameter_groups", "modeling/activation_checkpointing"),
+    *("precision/regions", "precision/manifest", "precision/loss_scale", "config/deepspeed/combinations"),
 ]
 """Modules whose code decides what a cell measures."""
 
 
 def conditions(processes: int, steps: int) -> dict[str, Any]:
     """What results must share to stand in one matrix."""
-    code = b"".join((REPOSITORY / f"training/{name}.py").read_bytes() for name in _CODE)
+    code = b"".join((REPOSITORY / f"{name}.py").read_bytes() for name in _CODE)
     machine = environment({})
     return {
         "processes": processes,

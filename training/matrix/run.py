@@ -24,12 +24,11 @@ from transformers import PreTrainedModel
 from config.errors import UserError
 from config.load import load_config
 from config.resolved import Resolved
-from config.schema import Config
-from config.schema_work import ModelSection
+from config.schema import Config, ModelSection
 from data.loader import Batch
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config
-from modeling.loss import IGNORED, label_loss_sum
+from modeling.linear_cross_entropy import IGNORED, label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from training.distributed import Place, allow_slow_fp16
 from training.engine import build_engine

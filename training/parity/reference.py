@@ -20,7 +20,7 @@ from config.schema import OptimizerSection
 from data.loader import Batch
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model
-from modeling.loss import label_loss_sum
+from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from training.distributed import Place
 

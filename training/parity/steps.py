@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from config.accelerate import without_accelerate
 from config.cli import CONFIG_ERROR
 from config.command_line import read_command_line
 from config.errors import UserError
+from config.launcher import without_accelerate
 from config.resolved import Resolved
 from data.loader import Batch, Batches
 from data.prepare import prepare

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from config.schema import OptimizerSection
 from training.benchmark.spec import Result, Spec
 from training.benchmark.split import Stages, watch_deepspeed
-from training.memory import peak_memory_bytes
+from training.engine.work_time import peak_memory_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
