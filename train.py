@@ -29,29 +29,19 @@ def main(arguments: Sequence[str]) -> int:
 def run(resolved: Resolved) -> int:
     """Prepare the data, build the parts, restore, train, report."""
     # Imported here so that --help and a mistyped key answer at once.
-    from data.prepare import prepare
-    from modeling.build import model_config
-
-    config = resolved.config
-    corpus = prepare(config.data, progress=resolved.rank == 0)
-    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
-
-    from training import distributed
     from training.build import build
     from training.finish import finish
     from training.loop import train
-    from training.watchdog import watch as lost_rank
+    from training.session import session
+    from training.watchdog.watch import LOST, LostRank
 
-    place = distributed.join(resolved)
     try:
-        with lost_rank.watched(place):
-            parts, progress = build(resolved, corpus, shape, place)
+        with session(resolved, trains=True) as opened:
+            parts, progress = build(opened)
             ending = train(parts, progress)
-            finish(parts, corpus, ending)
-    except lost_rank.LostRank:
-        return lost_rank.LOST
-    finally:
-        distributed.stop()
+            finish(parts, opened.corpus, ending)
+    except LostRank:
+        return LOST
     return ending.exit_code
 
 

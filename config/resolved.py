@@ -47,6 +47,11 @@ class Resolved:
     """Starts this run again."""
 
     @property
+    def tokens_per_step(self) -> int:
+        """[tokens] Of one global batch."""
+        return self.batch.global_size * self.config.data.sequence_length
+
+    @property
     def resume_command(self) -> str:
         """Goes on with this run from its newest checkpoint."""
         return self.command if self.config.run.resume == "auto" else f"{self.command} run.resume=auto"

@@ -29,13 +29,14 @@ repairs nothing: hence the gaps. `judge` reads and `note` writes: judging twice 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from config.schema import GuardSection
 from precision.robust_window import RobustWindow
-from precision.step_health import StepHealth, Trouble, log_norm, not_finite, spike, too_many_skips, wrong_update
+from precision.step_health import Health, Trouble, log_norm, not_finite, spike, too_many_skips, wrong_update
 
 _MOST_DOUBLINGS = 6
 
@@ -78,6 +79,9 @@ class Guard:
         self._cuts: list[int] = []
         self._probation: dict[int, int] = {}
         self._answered_skips = 0
+        self.update_ratio: float | None = None
+        """Norm of the last update over norm of the weights. None when that step was not applied or not measured, and
+        during the warm-up, where the ratio has to be small."""
 
     @property
     def lr_factor(self) -> float:
@@ -89,8 +93,11 @@ class Guard:
         """How often each reaction was taken in this run: skip, cut_lr, promote and rollback."""
         return dict(self._used)
 
-    def judge(self, health: StepHealth) -> Judgement:
-        """What to do with a step. Changes nothing, so a second call says the same."""
+    def judge(self, health: Health, *, can_promote: bool = False, can_roll_back: bool = False) -> Judgement:
+        """What to do with a step. Changes nothing, so a second call says the same.
+
+        can_promote: some blamed module can still be promoted. can_roll_back: there is a good checkpoint.
+        """
         skips, limit = health.consecutive_skips, self._section.max_consecutive_skips
         streak = max(skips - self._answered_skips, 0)
         trouble = self._trouble(health)
@@ -102,14 +109,16 @@ class Guard:
             trouble = too_many_skips(skips + 1, limit, trouble)
         elif trouble.routine:
             return Judgement(Verdict.SKIP, f"{trouble.what}; {trouble.look_at}", routine=True)
-        return self._react(trouble, health)
+        return self._react(trouble, {"promote": can_promote, "rollback": can_roll_back})
 
-    def note(self, health: StepHealth, judgement: Judgement, applied: bool) -> None:
+    def note(self, health: Health, judgement: Judgement, *, applied: bool, update_ratio: float | None = None) -> None:
         """Remember a step once it is over; on ROLLBACK before the checkpoint is loaded.
 
-        applied: whether the weights changed. Raises ValueError when they did against the verdict.
+        applied: whether the weights changed. update_ratio: as the attribute. Raises ValueError when the weights changed
+        against the verdict.
         """
         verdict, section = judgement.verdict, self._section
+        self.update_ratio = update_ratio
         if applied and verdict is not Verdict.STEP:
             raise ValueError(f"step {health.step} was applied although the verdict was {verdict.value}")
         if applied:
@@ -167,16 +176,15 @@ class Guard:
         self._probation = {int(step): int(left) for step, left in state["probation"]}
         self._answered_skips = int(state["answered_skips"])
 
-    def _trouble(self, health: StepHealth) -> Trouble | None:
+    def _trouble(self, health: Health) -> Trouble | None:
         section = self._section
         return (
             not_finite(health)
             or spike(health, self._losses, self._log_norms, section.spike_sigmas)
-            or wrong_update(health, section.min_update_ratio, section.max_update_ratio)
+            or wrong_update(self.update_ratio, section.min_update_ratio, section.max_update_ratio)
         )
 
-    def _react(self, trouble: Trouble, health: StepHealth) -> Judgement:
-        possible = {"promote": health.can_promote, "rollback": health.can_roll_back}
+    def _react(self, trouble: Trouble, possible: Mapping[str, bool]) -> Judgement:
         passed_over = []
         for name in self._section.reactions:
             if name == "abort":

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from precision.robust_window import RobustWindow
 
@@ -16,30 +17,48 @@ _ANY = ("skip", "cut_lr", "promote", "rollback")
 
 
 @dataclass(frozen=True)
-class StepHealth:
-    """What the guard knows of a step between its backward pass and its optimizer step; the same on every rank."""
+class Health:
+    """A step between its backward pass and its optimizer step; the same on every rank."""
 
-    step: int
-    """Attempted step, counted from 1."""
     loss: float
     """Raw mean loss over the global batch, in nats per label token; inf or nan if it is."""
     grad_norm: float
-    """Global norm of the unscaled gradient before clipping; inf or nan if it is."""
-    finite: bool
-    """Whether the loss and every gradient on every rank is finite."""
-    overflow_is_routine: bool = False
-    """FP16 under dynamic loss scaling."""
-    scale_at_minimum: bool = False
-    """The loss scale could not get smaller if this step overflows. Read only when the step is not finite."""
+    """Global norm of the unscaled gradient before clipping; inf when any value on any rank is not finite."""
+    step: int = 1
+    """Attempted step, counted from 1."""
     consecutive_skips: int = 0
     """Steps right before this one that were not applied, whoever refused them."""
-    update_ratio: float | None = None
-    """Norm of the update over norm of the weights at the step before this one. None when that step was not applied or
-    not measured, and during the warm-up, where the ratio has to be small."""
-    can_promote: bool = False
-    """Some blamed module can still be promoted."""
-    can_roll_back: bool = False
-    """There is a good checkpoint."""
+    scales_dynamically: bool = False
+    """FP16 under a loss scale that answers overflows."""
+    scale_at_minimum: bool = False
+    """The loss scale could not get smaller if this step overflows."""
+    memory_bytes: int = 0
+    """Peak memory of the rank that needs most: device memory, or resident memory on a CPU."""
+    by_rank: dict[str, Any] = field(default_factory=dict)
+    """`memory_bytes` (the same measure) and `work_seconds` (data wait and forward passes), each as
+    `training.engine.work_time.by_rank` gives it."""
+    preempted: bool = False
+    """Some rank was asked to stop."""
+    save_ended: bool = False
+    """A checkpoint that was being written has come to its end on every rank."""
+
+    @property
+    def loss_is_finite(self) -> bool:
+        """Whether the loss is neither inf nor nan."""
+        return math.isfinite(self.loss)
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradients are."""
+        return self.loss_is_finite and math.isfinite(self.grad_norm)
+
+    @property
+    def routine_overflow(self) -> bool:
+        """An overflow of FP16 gradients that a smaller loss scale answers: skipped without being an incident.
+
+        A loss that is itself not finite is never routine: the scale comes in after it.
+        """
+        return self.scales_dynamically and not self.scale_at_minimum and self.loss_is_finite and not self.finite
 
 
 @dataclass(frozen=True)
@@ -56,13 +75,13 @@ class Trouble:
     """An FP16 overflow that the loss scale answers."""
 
 
-def not_finite(health: StepHealth) -> Trouble | None:
+def not_finite(health: Health) -> Trouble | None:
     """A loss or a gradient that is inf or nan.
 
     While nothing finite comes in at the smallest scale no step is applied, so neither another skip nor a smaller
-    learning rate changes anything. A loss that is itself not finite is never routine: the scale comes in after it.
+    learning rate changes anything.
     """
-    if health.finite and math.isfinite(health.loss) and math.isfinite(health.grad_norm):
+    if health.finite:
         return None
     what = f"the step is not finite (loss {health.loss:.4g}, gradient norm {health.grad_norm:.4g})"
     if health.scale_at_minimum:
@@ -71,14 +90,14 @@ def not_finite(health: StepHealth) -> Trouble | None:
             "FP16 cannot hold this model's gradients, so use precision.compute=bf16 or lower the learning rate",
             ("promote", "rollback"),
         )
-    if health.overflow_is_routine and math.isfinite(health.loss):
+    if health.routine_overflow:
         advice = "nothing to do unless it keeps happening"
         return Trouble(f"FP16 overflow that the loss scale answers: {what}", advice, _ANY, routine=True)
     advice = f"look at the nonfinite events of step {health.step} in events.jsonl for the rank, module and tensor"
     return Trouble(what, advice, _ANY)
 
 
-def spike(health: StepHealth, losses: RobustWindow, log_norms: RobustWindow, sigmas: float) -> Trouble | None:
+def spike(health: Health, losses: RobustWindow, log_norms: RobustWindow, sigmas: float) -> Trouble | None:
     """A loss or gradient norm more than `sigmas` robust standard deviations above its median; sigmas 0 finds none."""
     if not sigmas:
         return None
@@ -99,13 +118,12 @@ def spike(health: StepHealth, losses: RobustWindow, log_norms: RobustWindow, sig
     return None
 
 
-def wrong_update(health: StepHealth, low: float | None, high: float | None) -> Trouble | None:
-    """An update-to-weight ratio outside [low, high]; None is no bound.
+def wrong_update(ratio: float | None, low: float | None, high: float | None) -> Trouble | None:
+    """An update-to-weight ratio, of the step before this one, outside [low, high]; None is no bound.
 
     Skipping the next step does not undo an update that was too large, and a smaller learning rate makes one that was
     too small no larger.
     """
-    ratio = health.update_ratio
     if ratio is None:
         return None
     what = f"the last update was {ratio:.3g} of the weights' norm"

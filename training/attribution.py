@@ -15,15 +15,17 @@ import torch
 from data.loader import Batch
 from precision.nonfinite import Finding, Inspector, check_parameters, describe
 from training.engine import Engine
+from training.engine.health import Outcome
 from training.engine.rng import generators, restore_generators
 
 _MOST_PARAMETERS = 5
 """Spoiled parameters that are named when no rank saw one arise."""
 
 
-def attribute(engine: Engine, batch: Batch, *, step: int) -> list[tuple[int, Finding]]:
+def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> list[tuple[int, Finding]]:
     """(rank, what it found), first causes first; a collective, to be called between backward and step.
 
+    outcome: of the backward pass; has the random numbers that the step began with.
     When no rank sees a value go wrong (the values overflowed in the reduction between them) the parameters with a
     spoiled reduced gradient are named, under rank 0. Afterwards the gradients are the second run's: discard them.
     """
@@ -31,7 +33,7 @@ def attribute(engine: Engine, batch: Batch, *, step: int) -> list[tuple[int, Fin
     engine.discard_quietly()
     device = engine.place.device
     after = generators(device)
-    restore_generators(engine.generators_before, device)
+    restore_generators(outcome.generators, device)
     local = check_parameters(_held_parameters(engine))
     with Inspector(engine.model) as inspector:
         engine.forward_backward(batch, step=step, on_loss=inspector.check_loss)

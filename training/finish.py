@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from rich.console import Console
 
@@ -11,9 +10,9 @@ from data.prepare import Corpus
 from data.tokenizer import load_tokenizer
 from modeling.generate import sample_text
 from tracking.report.command import summary_table, write_report
-from tracking.run_dir import RunDir
 from training.loop import DIVERGED, DONE, PREEMPTED, UNSAVED, Ending
-from training.parts import Parts, stop_watching
+from training.parts import Parts
+from training.session import run_dir_of
 
 _STATUS = {DONE: "done", DIVERGED: "aborted", UNSAVED: "aborted", PREEMPTED: "preempted"}
 
@@ -33,7 +32,7 @@ def finish(parts: Parts, corpus: Corpus, ending: Ending) -> None:
             device=parts.engine.place.device,
         )
     parts.batches.close()
-    stop_watching(parts)
+    parts.stop_watching()
     parts.record.event(
         "run_end",
         step=ending.progress.step,
@@ -48,8 +47,7 @@ def finish(parts: Parts, corpus: Corpus, ending: Ending) -> None:
 
 
 def _report(parts: Parts, sample: str | None, ending: Ending) -> None:
-    run = parts.resolved.config.run
-    run_dir = RunDir(Path(run.dir).expanduser() / run.name)
+    run_dir = run_dir_of(parts.resolved)
     command = parts.resolved.resume_command
     report = write_report(run_dir, sample=sample, resume_command=command)
     console = Console(highlight=False, soft_wrap=True)

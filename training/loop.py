@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from precision.guard import Verdict
 from training.checkpoint.outcome import SaveFailed
-from training.parts import Parts, watching
+from training.parts import Parts
 from training.progress import Progress
 from training.record import record_checkpoint, record_evaluation
-from training.step import attempt
+from training.step import train_step
 
 DONE, DIVERGED, UNSAVED, PREEMPTED = 0, 3, 74, 75
 """Exit codes: all steps done; stopped on numerics with a usable checkpoint; checkpoints cannot be written; stopped on
@@ -34,8 +34,8 @@ def train(parts: Parts, progress: Progress) -> Ending:
     config, saves, problem = parts.resolved.config, parts.checkpoints, None
     planned = config.run.steps
     while progress.step < planned:
-        with watching(parts, progress):
-            progress, judgement, health = attempt(parts, progress)
+        with parts.watching(progress):
+            progress, judgement, health = train_step(parts, progress)
         if health.save_ended:
             record_saves(parts)
         if judgement.verdict is Verdict.ABORT:
@@ -62,8 +62,7 @@ def train(parts: Parts, progress: Progress) -> Ending:
 
 def start_save(parts: Parts, progress: Progress, validation_loss: float | None = None) -> None:
     """Begin to save a checkpoint behind training. That it failed is no reason to stop: `max_failures` says when."""
-    state = {"guard": parts.guard.state_dict(), "promotions": parts.promotions.state_dict(parts.engine.regions)}
-    parts.checkpoints.start_save(parts.engine, progress, state, validation_loss)
+    parts.checkpoints.start_save(parts.engine, parts.state_dict(progress), validation_loss)
 
 
 def save_now(parts: Parts, progress: Progress, validation_loss: float | None = None) -> str | None:

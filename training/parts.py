@@ -1,10 +1,10 @@
-"""The named collaborators of a run, and the two of them that watch its steps: spans and the profiler."""
+"""The named collaborators of a run: what of them a checkpoint carries, and which of them watch its steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from config.resolved import Resolved
@@ -23,42 +23,64 @@ from training.tracing.spans import Tracing
 
 @dataclass(frozen=True)
 class Parts:
-    """The named collaborators of a run, built once."""
+    """The named collaborators of a run, built once (`training.build.assemble`)."""
 
     resolved: Resolved
     engine: Engine
     batches: Batches
-    validation: Callable[[], Iterable[Batch]]
     guard: Guard
     promotions: Promotions
     checkpoints: Checkpoints
-    preemption: Preemption
-    telemetry: Telemetry | None
     record: Record
     first_step: int
     """Steps attempted before this session."""
+    validation: Callable[[], Iterable[Batch]] = tuple
+    """Gives the validation set's batches, from its start."""
+    preemption: Preemption = field(default_factory=lambda: Preemption(signals=False))
+    telemetry: Telemetry | None = None
     tracing: Tracing | None = None
     profiling: Profiling | None = None
 
+    def state_dict(self, progress: Progress) -> dict[str, Any]:
+        """What a checkpoint carries beside DeepSpeed's files and the random generators, as plain types."""
+        return {
+            "progress": progress.state_dict(),
+            "scaler": self.engine.scaler_state(),
+            "reactions": {
+                "guard": self.guard.state_dict(),
+                "promotions": self.promotions.state_dict(self.engine.regions),
+            },
+        }
 
-_NOBODY = nullcontext()
+    def load_state_dict(self, state: dict[str, Any], *, keep_budgets: bool = False) -> Progress:
+        """The inverse of `state_dict`, after the engine itself was loaded; where the run then stands.
+
+        keep_budgets: reactions that were used stay used, as a rollback wants it.
+        """
+        progress, reactions = Progress.from_state_dict(state["progress"]), state["reactions"]
+        self.engine.install_scaler(state["scaler"])
+        (self.guard.roll_back if keep_budgets else self.guard.load_state_dict)(reactions["guard"])
+        self.promotions.load_state_dict(reactions["promotions"], self.engine.regions)
+        self.batches.restore(progress.position)
+        return progress
+
+    def watching(self, progress: Progress) -> AbstractContextManager[Any]:
+        """Spans and the profiler around one attempted step, where they are wanted; progress: before it."""
+        if self.tracing is None and self.profiling is None:
+            return _NOTHING
+        stack = ExitStack()
+        if self.profiling is not None:
+            stack.enter_context(self.profiling.step(progress.step + 1))
+        if self.tracing is not None:
+            stack.enter_context(self.tracing.step(progress))
+        return stack
+
+    def stop_watching(self) -> None:
+        """Write what there is of a profile and send the last spans, for at most a few seconds."""
+        if self.profiling is not None:
+            self.profiling.close()
+        if self.tracing is not None:
+            self.tracing.close()
 
 
-def watching(parts: Parts, progress: Progress) -> AbstractContextManager[Any]:
-    """Around one attempted step; progress: before it."""
-    if parts.tracing is None and parts.profiling is None:
-        return _NOBODY
-    stack = ExitStack()
-    if parts.profiling is not None:
-        stack.enter_context(parts.profiling.step(progress.step + 1))
-    if parts.tracing is not None:
-        stack.enter_context(parts.tracing.step(progress))
-    return stack
-
-
-def stop_watching(parts: Parts) -> None:
-    """Write what there is of a profile and send the last spans, for at most a few seconds."""
-    if parts.profiling is not None:
-        parts.profiling.close()
-    if parts.tracing is not None:
-        parts.tracing.close()
+_NOTHING = nullcontext()

@@ -11,11 +11,14 @@ from types import FrameType
 class Preemption:
     """Turns SIGTERM, SIGUSR1 and a time limit into a flag. The ranks agree on it in each step's health gather."""
 
-    def __init__(self, max_minutes: float | None = None) -> None:
-        """max_minutes: from now; None is no limit. A rank whose clock runs out first stops all of them."""
+    def __init__(self, max_minutes: float | None = None, *, signals: bool = True) -> None:
+        """max_minutes: from now; None is no limit. A rank whose clock runs out first stops all of them.
+
+        signals: take SIGTERM and SIGUSR1; without it they end the process, as is right for a tool that saves nothing.
+        """
         self._signalled = False
         self._ends = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1) if signals else ():
             signal.signal(number, self._note)
 
     @property

@@ -43,3 +43,7 @@ class Progress:
     def from_state_dict(cls, state: dict[str, Any]) -> Progress:
         """The inverse of `state_dict`."""
         return cls(**state)
+
+
+START = Progress()
+"""Before the first step."""

@@ -25,9 +25,7 @@ def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, str]:
     path = parts.checkpoints.find("auto")
     if path is None:
         raise RuntimeError("no checkpoint to go back to")
-    restored, state = parts.checkpoints.load(path, parts.engine)
-    parts.guard.roll_back(state["guard"])
-    parts.promotions.load_state_dict(state["promotions"], parts.engine.regions)
+    restored = parts.load_state_dict(parts.checkpoints.load(path, parts.engine), keep_budgets=True)
     left_out = rollback_skip(parts.guard.used["rollback"], max(progress.position - restored.position, 1))
     restored = replace(restored, position=restored.position + left_out)
     parts.batches.restore(restored.position)

@@ -9,10 +9,11 @@ from typing import Any
 from config.resolved import Resolved
 from data.loader import Batch, sample_ids_sha256
 from precision.guard import Judgement
+from precision.step_health import Health
 from tracking.record import Record
 from training.checkpoint.outcome import Saved
 from training.engine import Engine
-from training.engine.health import Health, Update
+from training.engine.health import Update
 from training.progress import Progress
 from training.promotions import Causes
 
@@ -65,6 +66,12 @@ def record_step(
             lr=update.lr,
             momentum_norm=engine.momentum_norm(),
         )
+
+
+def record_telemetry(record: Record, progress: Progress, measured: dict[str, Any], update: Update) -> None:
+    """The `telemetry` event. progress: after the step. measured: as `Telemetry.finish` gives it."""
+    where = {"step": progress.step, "tokens": progress.tokens}
+    record.event("telemetry", **where, **measured, update_ratio=update.update_ratio)
 
 
 def record_causes(record: Record, progress: Progress, causes: Causes) -> None:

@@ -15,7 +15,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from config.cli import CONFIG_ERROR
 from config.command_line import read_command_line
@@ -23,12 +23,8 @@ from config.errors import UserError
 from config.launcher import without_accelerate
 from config.resolved import Resolved
 from tracking.jsonl import read_events
+from tracking.record import Record
 from tracking.run_dir import RunDir
-
-if TYPE_CHECKING:
-    from training.distributed import Place
-    from training.parts import Parts
-    from training.progress import Progress
 
 REPRODUCED, DIFFERENT = 0, 3
 _COMPARED = ("loss", "grad_norm", "loss_scale", "lr", "applied", "sample_ids_sha256")
@@ -90,76 +86,34 @@ def require_layout(session: dict[str, Any], resolved: Resolved) -> None:
 
 def replay(run_dir: RunDir, resolved: Resolved, recorded: list[dict[str, Any]], say: Any) -> int:
     """Walk to the last of `recorded` and report; a collective over the run's processes."""
-    from training import distributed
-    from training.step import attempt
+    from training.build import assemble
+    from training.checkpoint.manifest import newest_before
+    from training.session import session
+    from training.step import train_step
 
     target, collector = recorded[-1]["step"], Collector()
-    place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
-    try:
-        parts, progress, found = _restore(run_dir, resolved, place, target, collector)
+    with session(resolved) as opened:
+        found = opened.place.from_main(newest_before(run_dir.checkpoints, target) if opened.place.is_main else None)
+        checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
+        parts, progress = assemble(
+            resolved,
+            opened.engine,
+            opened.batches,
+            record=Record([collector]),
+            checkpoints=checkpoints,
+            state=checkpoints.load(found, opened.engine) if found else None,
+        )
         say(f"from {found or 'the seed'}, {target - progress.step} steps to go")
         same = True
         for expected in recorded[progress.step :]:
             progress = replace(progress, position=expected["position"])
             parts.batches.restore(progress.position)
-            progress, _, _ = attempt(parts, progress)
+            progress, _, _ = train_step(parts, progress)
             same &= _compare(collector.of_kind("step")[-1], expected, say)
         for cause in [event for event in collector.of_kind("nonfinite") if event["step"] == target]:
             say(_describe(cause))
-        parts.batches.close()
-    finally:
-        distributed.stop()
     say("reproduced" if same else "not reproduced: see the steps marked above")
     return REPRODUCED if same else DIFFERENT
-
-
-def _restore(
-    run_dir: RunDir, resolved: Resolved, place: Place, target: int, collector: Collector
-) -> tuple[Parts, Progress, Path | None]:
-    """The run's parts as they were at the nearest checkpoint before `target`, recording into `collector` only."""
-    from data.loader import Batches
-    from data.prepare import prepare
-    from modeling.build import model_config
-    from precision.guard import Guard
-    from tracking.record import Record
-    from training.build import batch_shape, identity, seed_everything
-    from training.checkpoint.checkpoints import Checkpoints
-    from training.checkpoint.manifest import newest_before
-    from training.checkpoint.retention import Retention
-    from training.engine import build_engine
-    from training.parts import Parts
-    from training.preemption import Preemption
-    from training.progress import Progress
-    from training.promotions import Promotions
-
-    config = resolved.config
-    corpus = prepare(config.data, progress=False)
-    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
-    engine = build_engine(resolved, shape, place)
-    checkpoints = Checkpoints(
-        run_dir.checkpoints, keep=Retention(1), identity=identity(resolved, corpus, shape, engine), place=place
-    )
-    seed_everything(config.run.seed + place.rank)
-    parts = Parts(
-        resolved=resolved,
-        engine=engine,
-        batches=Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus)),
-        validation=list,
-        guard=Guard(config.guard),
-        promotions=Promotions(),
-        checkpoints=checkpoints,
-        preemption=Preemption(),
-        telemetry=None,
-        record=Record([collector]),
-        first_step=0,
-    )
-    progress = Progress()
-    found = place.from_main(newest_before(run_dir.checkpoints, target) if place.is_main else None)
-    if found is not None:
-        progress, state = checkpoints.load(found, engine)
-        parts.guard.load_state_dict(state["guard"])
-        parts.promotions.load_state_dict(state["promotions"], engine.regions)
-    return replace(parts, first_step=progress.step), progress, found
 
 
 def _compare(now: dict[str, Any], then: dict[str, Any], say: Any) -> bool:

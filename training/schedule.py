@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from config.schema import ScheduleSection
+from config.schema import Config, ScheduleSection
 
 
 def learning_rate(schedule: ScheduleSection, *, peak: float, applied: int, total: int) -> float:
@@ -29,3 +29,8 @@ def learning_rate(schedule: ScheduleSection, *, peak: float, applied: int, total
     progress = min(max(applied - start, 0) / max(last - start, 1), 1.0)
     shape = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1.0 - progress
     return peak * (schedule.final_ratio + (1.0 - schedule.final_ratio) * shape)
+
+
+def scheduled_rate(config: Config, applied: int) -> float:
+    """The run's learning rate of the update that follows `applied` applied steps."""
+    return learning_rate(config.schedule, peak=config.optimizer.learning_rate, applied=applied, total=config.run.steps)

@@ -20,10 +20,10 @@ def main(arguments: list[str]) -> int:
     """Run the job."""
     told = next(word for word in arguments if not word.startswith("--"))
     how, rank, step, mark = told.split(":")
-    attempt = loop.attempt
+    train_step = loop.train_step
 
     def die(parts: Any, progress: Any) -> Any:
-        made = attempt(parts, progress)
+        made = train_step(parts, progress)
         if (parts.engine.place.rank, made[0].step) == (int(rank), int(step)) and not (mark and Path(mark).exists()):
             if mark:
                 Path(mark).touch()
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
             signal.pause()  # SIGSTOP comes back here
         return made
 
-    loop.attempt = die
+    loop.train_step = die
     return train.main([word for word in arguments if word != told])
 
 

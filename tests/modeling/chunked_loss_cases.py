@@ -56,9 +56,10 @@ def spoiled(place: Place, *, loss: str, module: str, kind: str) -> dict[str, Any
     shapes = set()
     with engine_of(place, _resolved(place, 2, "bf16", loss, (fault,), "")) as engine:
         batch = batch_of(place, 2, seed=1)
-        finite = engine.health(engine.forward_backward(batch, step=1)).finite
+        outcome = engine.forward_backward(batch, step=1)
+        finite = engine.health(outcome).finite
         engine.model.register_forward_hook(lambda module, inputs, output: shapes.add(tuple(output.logits.shape)))
-        found = attribute(engine, batch, step=1)
+        found = attribute(engine, batch, outcome, step=1)
         engine.discard_quietly()
     blamed = [(rank, finding.module, finding.tensor, finding.kind) for rank, finding in found]
     return {"finite": finite, "blamed": blamed, "shapes": shapes}

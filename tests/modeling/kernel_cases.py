@@ -72,7 +72,9 @@ def looks(place: Place, *, kernels: str) -> dict[str, Any]:
             engine.model.get_submodule(SICK).weight[0, 0] = float("inf")
         outcome = engine.forward_backward(batch, step=1)
         finite = engine.health(outcome).finite
-        causes = [(rank, cause.module, cause.tensor, cause.kind) for rank, cause in attribute(engine, batch, step=1)]
+        causes = [
+            (rank, cause.module, cause.tensor, cause.kind) for rank, cause in attribute(engine, batch, outcome, step=1)
+        ]
         return {
             "probe": probe,
             "event": event,

@@ -14,13 +14,28 @@ from hypothesis import strategies as st
 
 from config.schema import GuardSection
 from precision.guard import Guard, Judgement, Verdict, rollback_skip
-from precision.step_health import StepHealth
+from precision.step_health import Health
 
 EVERYTHING = ("skip", "cut_lr", "promote", "rollback", "abort")
-HEALTHY = StepHealth(step=1, loss=2.5, grad_norm=1.0, finite=True, can_promote=True, can_roll_back=True)
-NAN_LOSS = dataclasses.replace(HEALTHY, loss=math.nan, grad_norm=math.nan, finite=False)
-BROKEN_GRADIENT = dataclasses.replace(HEALTHY, grad_norm=math.inf, finite=False)
-OVERFLOW = dataclasses.replace(BROKEN_GRADIENT, overflow_is_routine=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step(Health):
+    """A step, what could be done about it, and how large the update before it was."""
+
+    can_promote: bool = True
+    can_roll_back: bool = True
+    update_ratio: float | None = None
+
+    def judged(self, guard: Guard) -> Judgement:
+        guard.update_ratio = self.update_ratio
+        return guard.judge(self, can_promote=self.can_promote, can_roll_back=self.can_roll_back)
+
+
+HEALTHY = Step(loss=2.5, grad_norm=1.0)
+NAN_LOSS = dataclasses.replace(HEALTHY, loss=math.nan, grad_norm=math.nan)
+BROKEN_GRADIENT = dataclasses.replace(HEALTHY, grad_norm=math.inf)
+OVERFLOW = dataclasses.replace(BROKEN_GRADIENT, scales_dynamically=True)
 
 
 class Run:
@@ -31,12 +46,12 @@ class Run:
         self.step = self.skips = 0
         self.saved: tuple[int, dict[str, Any]] = (0, self.guard.state_dict())
 
-    def attempt(self, health: StepHealth, *, refused: bool = False) -> Judgement:
+    def attempt(self, health: Step, *, refused: bool = False) -> Judgement:
         self.step += 1
         health = dataclasses.replace(health, step=self.step, consecutive_skips=self.skips)
-        judgement = self.guard.judge(health)
+        judgement = health.judged(self.guard)
         applied = judgement.verdict is Verdict.STEP and not refused
-        self.guard.note(health, judgement, applied)
+        self.guard.note(health, judgement, applied=applied)
         self.skips = 0 if applied else self.skips + 1
         if judgement.verdict is Verdict.ROLLBACK:
             self.skips, state = self.saved
@@ -46,7 +61,7 @@ class Run:
     def save(self) -> None:
         self.saved = (self.skips, self.guard.state_dict())
 
-    def verdicts(self, health: StepHealth, times: int) -> list[str]:
+    def verdicts(self, health: Step, times: int) -> list[str]:
         return [self.attempt(health).verdict.value for _ in range(times)]
 
 
@@ -64,7 +79,7 @@ def trained(section: GuardSection, *, loss: float = 2.5, norm: float = 1.0) -> R
     return run
 
 
-def ratio(value: float) -> StepHealth:
+def ratio(value: float) -> Step:
     return dataclasses.replace(HEALTHY, update_ratio=value)
 
 
@@ -72,8 +87,8 @@ def test_a_healthy_step_is_a_step_without_words() -> None:
     assert Run(GuardSection()).attempt(HEALTHY) == Judgement(Verdict.STEP)
 
 
-@pytest.mark.parametrize("health", [NAN_LOSS, BROKEN_GRADIENT, dataclasses.replace(HEALTHY, finite=False)])
-def test_what_is_not_finite_is_skipped_with_its_numbers(health: StepHealth) -> None:
+@pytest.mark.parametrize("health", [NAN_LOSS, BROKEN_GRADIENT, dataclasses.replace(HEALTHY, loss=math.inf)])
+def test_what_is_not_finite_is_skipped_with_its_numbers(health: Step) -> None:
     judgement = Run(GuardSection()).attempt(health)
     assert judgement.verdict is Verdict.SKIP and not judgement.routine
     for word in (f"loss {health.loss:g}", f"gradient norm {health.grad_norm:g}", "1 of 100", "guard.skip_budget"):
@@ -96,7 +111,7 @@ def test_an_fp16_overflow_is_routine_and_uses_no_budget_until_it_persists() -> N
 
 def test_a_nan_loss_is_no_overflow_that_a_scale_could_answer() -> None:
     run = Run(GuardSection())
-    judgement = run.attempt(dataclasses.replace(NAN_LOSS, overflow_is_routine=True))
+    judgement = run.attempt(dataclasses.replace(NAN_LOSS, scales_dynamically=True))
     assert judgement.verdict is Verdict.SKIP and not judgement.routine
     assert run.guard.used["skip"] == 1
 
@@ -267,7 +282,7 @@ def test_repeated_rollbacks_leave_out_more_each_time() -> None:
 def test_applying_a_step_against_the_verdict_is_an_error() -> None:
     guard = Guard(GuardSection())
     with pytest.raises(ValueError, match="step 1 was applied although the verdict was SKIP"):
-        guard.note(NAN_LOSS, guard.judge(NAN_LOSS), True)
+        guard.note(NAN_LOSS, guard.judge(NAN_LOSS), applied=True)
 
 
 SECTIONS = st.builds(
@@ -288,22 +303,20 @@ SECTIONS = st.builds(
     rollback_budget=st.integers(0, 3),
 )
 BAD = st.builds(
-    StepHealth,
+    Step,
     step=st.just(1),
     loss=st.sampled_from([2.5, math.nan, math.inf]),
     grad_norm=st.sampled_from([math.inf, math.nan]),
-    finite=st.just(False),
-    overflow_is_routine=st.booleans(),
+    scales_dynamically=st.booleans(),
     scale_at_minimum=st.booleans(),
     can_promote=st.booleans(),
     can_roll_back=st.booleans(),
 )
 GOOD = st.builds(
-    StepHealth,
+    Step,
     step=st.just(1),
     loss=st.floats(2.0, 3.0) | st.just(50.0),
     grad_norm=st.floats(0.5, 2.0) | st.just(1e4),
-    finite=st.just(True),
     update_ratio=st.sampled_from([None, 1e-7, 1e-3, 0.5]),
     can_promote=st.booleans(),
     can_roll_back=st.booleans(),
@@ -333,7 +346,7 @@ def test_a_run_that_never_gets_healthy_ends_within_the_stated_bound(section: Gua
 @settings(max_examples=200, deadline=None)
 @given(section=SECTIONS, healths=st.lists(BAD | GOOD, max_size=150))
 def test_incidents_are_bounded_by_the_budgets_and_only_finite_steps_are_taken(
-    section: GuardSection, healths: list[StepHealth]
+    section: GuardSection, healths: list[Step]
 ) -> None:
     run, incidents, ended = Run(section), 0, False
     for health in healths:
@@ -351,7 +364,7 @@ def test_incidents_are_bounded_by_the_budgets_and_only_finite_steps_are_taken(
 @settings(max_examples=150, deadline=None)
 @given(section=SECTIONS, before=st.lists(BAD | GOOD, max_size=60), after=st.lists(BAD | GOOD, max_size=40))
 def test_a_run_resumed_anywhere_judges_as_an_unbroken_one(
-    section: GuardSection, before: list[StepHealth], after: list[StepHealth]
+    section: GuardSection, before: list[Step], after: list[Step]
 ) -> None:
     unbroken, resumed = Run(section), Run(section)
     for health in before:
@@ -367,12 +380,10 @@ def test_a_run_resumed_anywhere_judges_as_an_unbroken_one(
 
 @settings(max_examples=100, deadline=None)
 @given(section=SECTIONS, healths=st.lists(BAD | GOOD, max_size=60))
-def test_judging_is_the_same_on_every_rank_and_changes_nothing(
-    section: GuardSection, healths: list[StepHealth]
-) -> None:
+def test_judging_is_the_same_on_every_rank_and_changes_nothing(section: GuardSection, healths: list[Step]) -> None:
     here, there = Run(section), Run(section)
     for health in healths:
         state = here.guard.state_dict()
-        assert here.guard.judge(health) == here.guard.judge(health)
+        assert health.judged(here.guard) == health.judged(here.guard)
         assert here.guard.state_dict() == state
         assert here.attempt(health) == there.attempt(health)

@@ -7,8 +7,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tests.training.small_run import batch_of, engine_of, masters_of, resolve
+from tests.training.small_run import batch_of, engine_of, masters_of, resolve, restored, state_of
 from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.manifest import read_state
 from training.checkpoint.outcome import Saved
 from training.checkpoint.retention import Retention
 from training.distributed import Place
@@ -46,7 +47,7 @@ def train_while_it_is_written(
         for _ in range(2):
             progress, _ = step(place, engine, progress)
         then = masters_of(engine), engine.momentum_norm()
-        checkpoints.start_save(engine, progress, {"guard": 1})
+        checkpoints.start_save(engine, state_of(engine, progress, guard=1))
         for _ in range(2):
             progress, ended = step(place, engine, progress, save_ended=checkpoints.save_ended)
             assert not ended
@@ -54,7 +55,8 @@ def train_while_it_is_written(
         published = (Path(folder) / "step-2").exists()
         checkpoints.go.set()
         saved = checkpoints.outcomes()
-        progress, state = checkpoints.load(checkpoints.find("auto"), engine)
+        path = checkpoints.find("auto")
+        progress = restored(checkpoints, path, engine)
         back = masters_of(engine), engine.momentum_norm()
         for _ in range(2):
             progress, _ = step(place, engine, progress)
@@ -62,7 +64,7 @@ def train_while_it_is_written(
         return {
             "published before a byte was written": published,
             "steps": [outcome.step for outcome in saved if isinstance(outcome, Saved)],
-            "state": state,
+            "state": read_state(path)["reactions"],
             "then": _digest(*then),
             "back": _digest(*back),
             "later": _digest(*later),
@@ -75,9 +77,9 @@ def save_into_a_save(place: Place, *, folder: str, background: bool) -> dict[str
     with engine_of(place, resolve(place, stage=1, compute="bf16")) as engine:
         checkpoints = Held(Path(folder), keep=Retention(2), identity={}, place=place, background=background)
         threading.Timer(0.5, checkpoints.go.set).start()
-        checkpoints.start_save(engine, Progress(step=1), {})
+        checkpoints.start_save(engine, state_of(engine, Progress(step=1)))
         there = [(Path(folder) / "step-1").exists()]
-        checkpoints.start_save(engine, Progress(step=2), {})
+        checkpoints.start_save(engine, state_of(engine, Progress(step=2)))
         there.append((Path(folder) / "step-1").exists())
         first, second = checkpoints.outcomes()
         assert isinstance(first, Saved) and isinstance(second, Saved)
@@ -92,7 +94,7 @@ def same_bytes(place: Place, *, folder: str, stage: int, compute: str) -> list[d
         for background in (True, False):
             path = Path(folder) / str(background)
             Checkpoints(path, keep=Retention(1), identity={}, place=place, background=background).save(
-                engine, progress, {}
+                engine, state_of(engine, progress)
             )
             files = sorted(file for file in path.rglob("*.pt"))
             found.append({str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files})
@@ -104,7 +106,7 @@ def losses_and_what_stays(place: Place, *, folder: str, losses: dict[int, float 
     with engine_of(place, resolve(place, stage=0, compute="fp32")) as engine:
         checkpoints = Checkpoints(Path(folder), keep=keep, identity={}, place=place)
         for number, loss in losses.items():
-            checkpoints.start_save(engine, Progress(step=number), {}, loss)
+            checkpoints.start_save(engine, state_of(engine, Progress(step=number)), loss)
         checkpoints.outcomes()
     return sorted(path.name for path in Path(folder).glob("step-*"))
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tests.training.small_run import ROOT, batch_of, engine_of, masters_of, resolve
+from tests.training.small_run import ROOT, batch_of, engine_of, masters_of, resolve, restored, state_of
 from training import distributed
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
@@ -181,14 +181,14 @@ def _work(
             torch.manual_seed(rank)
             found, progress = checkpoints.find("auto"), Progress()
             if found is not None:
-                progress, _ = checkpoints.load(found, engine)
+                progress = restored(checkpoints, found, engine)
             for left in reversed(range(steps)):
                 pipe.send((True, (progress.step, _checksum(masters_of(engine)))))
                 if kill is None or kill.phase != "replacing":  # which needs a save of the step that is there already
                     health = engine.health(engine.forward_backward(batch_of(place, 4, seed=progress.step), step=1))
                     progress = progress.after(tokens=128, applied=engine.step(health, 0.001).applied)
                 checkpoints.kill = kill if left == 0 else None
-                checkpoints.save(engine, progress, {})
+                checkpoints.save(engine, state_of(engine, progress))
         distributed.stop()
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -18,9 +18,9 @@ def main(arguments: list[str]) -> int:
     phase, rank, count, step = arguments[0].split(":")
 
     class Told(KilledCheckpoints):
-        def start_save(self, engine: Any, progress: Any, *further: Any) -> None:
-            self.kill = Kill(phase, int(rank), int(count)) if progress.step >= int(step) else None
-            super().start_save(engine, progress, *further)
+        def start_save(self, engine: Any, state: dict[str, Any], *further: Any) -> None:
+            self.kill = Kill(phase, int(rank), int(count)) if state["progress"]["step"] >= int(step) else None
+            super().start_save(engine, state, *further)
 
     build.Checkpoints = Told  # type: ignore[misc]
     return train.main(arguments[1:])

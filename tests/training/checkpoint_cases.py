@@ -15,9 +15,9 @@ import torch
 
 from config.errors import UserError
 from modeling.build import model_config
-from precision.guard import Guard
-from tests.training.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, resolve
+from tests.training.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, resolve, restored, state_of
 from tracking.record import Record
+from training.build import assemble
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.outcome import Saved, SaveFailed
 from training.checkpoint.retention import Retention
@@ -25,10 +25,7 @@ from training.distributed import Place
 from training.loop import train
 from training.parity.reference import Reference
 from training.parity.steps import StepParity
-from training.parts import Parts
-from training.preemption import Preemption
 from training.progress import Progress
-from training.promotions import Promotions
 from training.replay import Collector
 
 OVERFLOWING = [
@@ -50,15 +47,14 @@ def trajectory(place: Place, *, stage: int, compute: str, folder: str, first: in
         progress = Progress()
         if first > 1:
             found = checkpoints.find("auto")
-            assert found is not None
-            progress, _ = checkpoints.load(found, engine)
+            progress = restored(checkpoints, found, engine)
             assert progress.step == first - 1
         for step in range(first, last + 1):
             health = engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
             update = engine.step(health, 0.001)
             progress = progress.after(tokens=128, applied=update.applied)
             rows.append((health.loss, health.grad_norm, update.loss_scale, update.applied))
-        saved = checkpoints.save(engine, progress, {})
+        saved = checkpoints.save(engine, state_of(engine, progress))
         return {
             "rows": rows,
             "masters": masters_of(engine),
@@ -78,12 +74,12 @@ def clipping_after_load(place: Place, *, stage: int, compute: str, folder: str) 
         with engine_of(place, resolved) as engine:
             checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={}, place=place)
             found = checkpoints.find("auto")
-            progress = checkpoints.load(found, engine)[0] if found else Progress()
+            progress = restored(checkpoints, found, engine) if found else Progress()
             parity = StepParity(engine, Reference(resolved, shape, place), resolved)
             rows = [parity.step(batch_of(place, 4, seed=seed), applied=progress.applied + seed) for seed in range(2)]
             for row in rows:
                 progress = progress.after(tokens=128, applied=row["applied"])
-            checkpoints.save(engine, progress, {})
+            checkpoints.save(engine, state_of(engine, progress))
     return rows
 
 
@@ -95,7 +91,7 @@ def save_steps(place: Place, *, folder: str, stage: int, compute: str, steps: in
         for step in range(1, steps + 1):
             health = engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
             progress = progress.after(tokens=128, applied=engine.step(health, 0.001).applied)
-            checkpoints.save(engine, progress, {"step": step})
+            checkpoints.save(engine, state_of(engine, progress, step=step))
 
 
 def find(place: Place, *, folder: str, resume: str, identity: dict[str, Any] | None = None) -> tuple[str, list[str]]:
@@ -127,7 +123,7 @@ def save_where_it_fails(place: Place, *, folder: str, limit: int | None = None) 
     ballast = Path(folder).parent / "ballast"
     with engine_of(place, resolve(place, stage=2, compute="bf16")) as engine:
         checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={}, place=place)
-        checkpoints.save(engine, Progress(step=1), {})
+        checkpoints.save(engine, state_of(engine, Progress(step=1)))
         masters = masters_of(engine)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if limit is not None and place.rank == 1:
@@ -136,7 +132,7 @@ def save_where_it_fails(place: Place, *, folder: str, limit: int | None = None) 
             _fill(ballast)
         place.wait_for_all()
         try:
-            checkpoints.save(engine, Progress(step=2), {})
+            checkpoints.save(engine, state_of(engine, Progress(step=2)))
             error = ""
         except SaveFailed as failure:
             error = str(failure)
@@ -149,15 +145,15 @@ def save_where_it_fails(place: Place, *, folder: str, limit: int | None = None) 
         if limit is None and place.is_main:
             ballast.unlink()
         place.wait_for_all()
-        checkpoints.save(engine, Progress(step=3), {})
-        restored, _ = checkpoints.load(checkpoints.find("auto"), engine)
+        checkpoints.save(engine, state_of(engine, Progress(step=3)))
+        progress = restored(checkpoints, checkpoints.find("auto"), engine)
         after = masters_of(engine)
         return {
             "error": error,
             "names": names,
             "failures": (failures, checkpoints.failures),
             "found": found.name,
-            "step": restored.step,
+            "step": progress.step,
             "same": all(torch.equal(after[name], masters[name]) for name in masters),
         }
 
@@ -166,7 +162,9 @@ def failing_save(place: Place, *, folder: str) -> str:
     """The error of a save of step 2."""
     with engine_of(place, resolve(place, stage=2, compute="bf16")) as engine:
         try:
-            Checkpoints(Path(folder), keep=Retention(2), identity={}, place=place).save(engine, Progress(step=2), {})
+            Checkpoints(Path(folder), keep=Retention(2), identity={}, place=place).save(
+                engine, state_of(engine, Progress(step=2))
+            )
         except SaveFailed as failure:
             return str(failure)
     return ""
@@ -184,7 +182,7 @@ def read_back(place: Place, *, folder: str, spoil: bool) -> dict[str, Any]:
         checkpoints = Rotting(Path(folder), keep=Retention(2), identity={}, place=place, verify_after_save=True)
         outcomes = []
         for step in (1, 2):
-            checkpoints.start_save(engine, Progress(step=step), {})
+            checkpoints.start_save(engine, state_of(engine, Progress(step=step)))
             outcomes += checkpoints.outcomes()
         found = checkpoints.find("auto")
         return {
@@ -219,7 +217,9 @@ def flushes_and_renames(place: Place, *, folder: str) -> list[tuple[str, ...]]:
         patch.setattr(os, "fsync", noted_fsync)
         patch.setattr(Path, "rename", noted(renamed))
         patch.setattr(Path, "replace", noted(replaced))
-        Checkpoints(Path(folder), keep=Retention(2), identity={}, place=place).save(engine, Progress(step=1), {})
+        Checkpoints(Path(folder), keep=Retention(2), identity={}, place=place).save(
+            engine, state_of(engine, Progress(step=1))
+        )
     return asked
 
 
@@ -230,31 +230,22 @@ def loop_with_failures(place: Place, *, folder: str, lasting: bool, last: bool =
     collected = Collector()
 
     class Tight(Checkpoints):
-        def start_save(self, engine: Any, progress: Progress, *further: Any) -> None:
+        def start_save(self, engine: Any, state: dict[str, Any], *further: Any) -> None:
             free = resource.getrlimit(resource.RLIMIT_FSIZE)
-            if progress.step in failing:
+            if state["progress"]["step"] in failing:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, free[1]))
-            super().start_save(engine, progress, *further)
+            super().start_save(engine, state, *further)
             while not self.save_ended:
                 time.sleep(0.001)
             resource.setrlimit(resource.RLIMIT_FSIZE, free)
 
     resolved = resolve(place, stage=1, compute="fp32", overrides=[*overrides, "evaluate.every_steps=0"])
     with engine_of(place, resolved) as engine:
-        parts = Parts(
-            resolved=resolved,
-            engine=engine,
-            batches=RandomBatches(place),
-            validation=list,
-            guard=Guard(resolved.config.guard),
-            promotions=Promotions(),
-            checkpoints=Tight(Path(folder), keep=Retention(3), identity={}, place=place),
-            preemption=Preemption(),
-            telemetry=None,
-            record=Record([collected]),
-            first_step=0,
+        checkpoints = Tight(Path(folder), keep=Retention(3), identity={}, place=place)
+        parts, progress = assemble(
+            resolved, engine, RandomBatches(place), record=Record([collected]), checkpoints=checkpoints
         )
-        ending = train(parts, Progress())
+        ending = train(parts, progress)
     notes = [event["text"] for event in collected.events if event["event"] == "note"]
     return {"ending": ending, "notes": notes, "saved": sorted(path.name for path in Path(folder).glob("step-*"))}
 

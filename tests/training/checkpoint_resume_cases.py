@@ -10,14 +10,13 @@ import torch
 
 from config.command_line import read_command_line
 from config.resolved import Resolved
-from data.prepare import prepare
-from modeling.build import model_config
 from tests.training.launches import ROOT
 from tests.training.small_run import masters_of
 from tracking.jsonl import read_events
 from training.build import build
 from training.distributed import Place
 from training.loop import train
+from training.session import Session, open_run_dir, session
 
 STEPS = 10
 
@@ -29,9 +28,13 @@ class BrokeOff(Exception):
 def job(place: Place, *, folder: str, name: str, overrides: list[str], passes: int | None) -> dict[str, Any]:
     """Resume the job and train it to its end, or until so many forward passes were begun; where it is then."""
     resolved = resolve(folder, name, overrides)
-    corpus = prepare(resolved.config.data, progress=False)
-    shape = model_config(resolved.config.model, vocab_size=corpus.vocab_size, sequence_length=32)
-    parts, progress = build(resolved, corpus, shape, place)
+    open_run_dir(resolved, place)
+    with session(resolved, place=place) as opened:
+        return _train(opened, passes)
+
+
+def _train(opened: Session, passes: int | None) -> dict[str, Any]:
+    parts, progress = build(opened)
     begun = 0
 
     def count(*_: Any) -> None:
@@ -58,9 +61,7 @@ def job(place: Place, *, folder: str, name: str, overrides: list[str], passes: i
     finally:
         parts.checkpoints.outcomes()  # a thread of a process that stops would stop with it
         handle.remove()
-        parts.batches.close()
         parts.record.close()
-        parts.engine.close()
 
 
 def resolve(folder: str, name: str, overrides: list[str]) -> Resolved:

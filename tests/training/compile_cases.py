@@ -51,7 +51,7 @@ def resume(place: Place, *, folder: str, overrides: Sequence[str]) -> dict[str, 
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     with _engine(place, 2, "fp32", [*overrides, "model.compile=true"]) as engine:
-        engine.load(Path(folder), "half", None, TorchCheckpointEngine())
+        engine.load(Path(folder), "half", TorchCheckpointEngine())
         torch.set_rng_state(torch_state)
         losses = [_step(engine, place, step)[0] for step in (2, 3)]
         masters = masters_of(engine)
@@ -79,7 +79,8 @@ def looks(place: Place, *, overrides: Sequence[str] = ()) -> dict[str, Any]:
             trained = _calls(engine)
             health = engine.health(outcome)
             causes = [
-                (rank, cause.module, cause.tensor, cause.kind) for rank, cause in attribute(engine, batch, step=1)
+                (rank, cause.module, cause.tensor, cause.kind)
+                for rank, cause in attribute(engine, batch, outcome, step=1)
             ]
             found[word] = {
                 "computed": seen.computed,

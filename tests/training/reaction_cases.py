@@ -13,6 +13,7 @@ from tests.training.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
 from training.distributed import Place
 from training.engine.health import RanksDisagree
+from training.progress import Progress
 
 HIT = "model.layers.1.mlp.down_proj"
 
@@ -38,9 +39,10 @@ def attributed(place: Place, *, stage: int, compute: str, kind: str, rank: int, 
         torch.manual_seed(place.rank)
         for step in range(1, 4):
             batch = batch_of(place, 2, seed=step)
-            health = engine.health(engine.forward_backward(batch, step=step))
+            outcome = engine.forward_backward(batch, step=step)
+            health = engine.health(outcome)
             if not health.finite:
-                found = attribute(engine, batch, step=step)
+                found = attribute(engine, batch, outcome, step=step)
             engine.step(health, 0.001)
             losses.append(health.loss)
             masters.append(masters_of(engine))
@@ -108,8 +110,9 @@ def poisoned_parameter(place: Place, *, stage: int, compute: str) -> list[tuple]
         if stage < 3 or place.rank == 1:
             held.data.view(-1)[0] = float("nan")
         batch = batch_of(place, 2, seed=1)
-        health = engine.health(engine.forward_backward(batch, step=1))
-        found = attribute(engine, batch, step=1)
+        outcome = engine.forward_backward(batch, step=1)
+        health = engine.health(outcome)
+        found = attribute(engine, batch, outcome, step=1)
         engine.step(health, 0.001)
         return [(r, f.module, f.tensor, f.kind, f.count) for r, f in found]
 
@@ -123,7 +126,7 @@ def disagreement(place: Place, *, stage: int, what: str) -> str:
             engine.deepspeed.optimizer.loss_scaler.cur_scale = 128.0
         outcome = engine.forward_backward(batch_of(place, 4, seed=1), step=1)
         try:
-            engine.health(outcome, applied=7 + (odd and what == "count"), skipped=0)
+            engine.health(outcome, Progress(applied=7 + (odd and what == "count")))
         except RanksDisagree as error:
             return str(error)
     return ""

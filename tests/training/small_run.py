@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,10 @@ from config.command_line import read_command_line
 from config.resolved import Resolved
 from data.loader import Batch
 from modeling.build import model_config
+from training.checkpoint.checkpoints import Checkpoints
 from training.distributed import Place
 from training.engine import Engine, build_engine
+from training.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 64
@@ -83,6 +86,19 @@ def batch_of(place: Place, micro: int, *, seed: int, mask: str = "uneven") -> Ba
         sample_ids=np.arange(GLOBAL),
         label_tokens=int((labels != -100).sum()),
     )
+
+
+def state_of(engine: Engine, progress: Progress, **reactions: Any) -> dict[str, Any]:
+    """What a run without guard and promotions gives a checkpoint."""
+    return {"progress": progress.state_dict(), "scaler": engine.scaler_state(), "reactions": reactions}
+
+
+def restored(checkpoints: Checkpoints, path: Path | None, engine: Engine) -> Progress:
+    """Load a checkpoint into the engine, its loss scaler too; where it stands."""
+    assert path is not None
+    state = checkpoints.load(path, engine)
+    engine.install_scaler(state["scaler"])
+    return Progress.from_state_dict(state["progress"])
 
 
 def masters_of(engine: Engine) -> dict[str, torch.Tensor]:

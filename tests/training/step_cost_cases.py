@@ -17,22 +17,21 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from precision.guard import Guard, Verdict
+from precision.guard import Verdict
 from tests.training.checkpoint_cases import RandomBatches
 from tests.training.small_run import ROOT, batch_of, engine_of, resolve
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from training.benchmark import growth as benchmark_growth
 from training.benchmark.guard import bare_step
+from training.build import assemble
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
 from training.distributed import Place
 from training.loop import save_now
 from training.parts import Parts
-from training.preemption import Preemption
 from training.progress import Progress
-from training.promotions import Promotions
-from training.step import attempt
+from training.step import train_step
 
 _WAITS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "nonzero", "allclose")
 """What makes the host wait for the device when the tensor lives on one."""
@@ -107,19 +106,10 @@ def parts_of(place: Place, folder: Path, *, overrides: tuple[str, ...] = (), **o
     """A run with the guard, spikes included, and its events on disk."""
     resolved = resolve(place, overrides=["guard.spike_sigmas=6", "schedule.warmup_steps=2", *overrides], **options)
     with engine_of(place, resolved) as engine:
-        yield Parts(
-            resolved=resolved,
-            engine=engine,
-            batches=RandomBatches(place),
-            validation=list,
-            guard=Guard(resolved.config.guard),
-            promotions=Promotions(),
-            checkpoints=Checkpoints(folder, keep=Retention(1), identity={}, place=place),
-            preemption=Preemption(),
-            telemetry=None,
-            record=Record([JsonlSink(folder / "events.jsonl")]) if place.is_main else Record.silent(),
-            first_step=0,
-        )
+        record = Record([JsonlSink(folder / "events.jsonl")]) if place.is_main else Record.silent()
+        checkpoints = Checkpoints(folder, keep=Retention(1), identity={}, place=place)
+        parts, _ = assemble(resolved, engine, RandomBatches(place), record=record, checkpoints=checkpoints)
+        yield parts
 
 
 def waits_and_collectives(place: Place, *, stage: int, compute: str) -> dict[str, Any]:
@@ -127,11 +117,11 @@ def waits_and_collectives(place: Place, *, stage: int, compute: str) -> dict[str
     with tempfile.TemporaryDirectory() as folder, parts_of(place, Path(folder), stage=stage, compute=compute) as parts:
         progress = Progress()
         for _ in range(3):
-            progress, _, _ = attempt(parts, progress)
+            progress, _, _ = train_step(parts, progress)
         with _collectives() as bare, _Waits() as bare_waits:
             bare_step(parts)
         with _collectives() as guarded, _Waits() as guarded_waits:
-            attempt(parts, progress)
+            train_step(parts, progress)
     return {
         "bare": dict(bare),
         "guarded": dict(guarded),
@@ -191,9 +181,9 @@ def lines_of_a_step(place: Place, *, layers: int, stage: int, before: int) -> in
     ):
         progress = Progress()
         for _ in range(before):
-            progress, _, _ = attempt(parts, progress)
+            progress, _, _ = train_step(parts, progress)
         with lines_of_python() as lines:
-            attempt(parts, progress)
+            train_step(parts, progress)
     return lines.total()
 
 
@@ -224,10 +214,10 @@ def calls_beside_the_model(place: Place, *, layers: int) -> tuple[int, int]:
     ):
         progress = Progress()
         for _ in range(3):
-            progress, _, _ = attempt(parts, progress)
+            progress, _, _ = train_step(parts, progress)
         sys.settrace(trace)
         try:
-            attempt(parts, progress)
+            train_step(parts, progress)
         finally:
             sys.settrace(None)
         assert parts.engine.regions is not None
@@ -239,7 +229,7 @@ def step_events(place: Place, *, after: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder, parts_of(place, Path(folder), stage=2, compute="bf16") as parts:
         progress = Progress(step=after, applied=after, tokens=after * 2**22, position=after)
         for _ in range(3):
-            progress, judgement, _ = attempt(parts, progress)
+            progress, judgement, _ = train_step(parts, progress)
             assert judgement.verdict is Verdict.STEP
         events = Path(folder) / "events.jsonl"
         return events.read_text().splitlines() if place.is_main else []
@@ -251,7 +241,7 @@ def files_of_checkpoints(place: Place, *, folder: str, at: Sequence[int]) -> lis
     with parts_of(place, Path(folder), overrides=("guard.spike_window=16",), stage=2, compute="fp16") as parts:
         progress = Progress()
         while progress.step < max(at):
-            progress, _, _ = attempt(parts, progress)
+            progress, _, _ = train_step(parts, progress)
             if progress.step in at:
                 assert save_now(parts, progress) is None
                 saved = Path(folder) / f"step-{progress.step}"
@@ -272,12 +262,12 @@ def files_of_a_step(place: Place) -> tuple[int, int]:
 
     with tempfile.TemporaryDirectory() as folder, parts_of(place, Path(folder), stage=2, compute="bf16") as parts:
         events, progress = Path(folder) / "events.jsonl", Progress()
-        progress, _, _ = attempt(parts, progress)
+        progress, _, _ = train_step(parts, progress)
         before = _lines(events)
         os.fsync = counted
         try:
             for _ in range(20):
-                progress, _, _ = attempt(parts, progress)
+                progress, _, _ = train_step(parts, progress)
         finally:
             os.fsync = own
         return _lines(events) - before, forced

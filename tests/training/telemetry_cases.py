@@ -39,11 +39,10 @@ def measured(
                     outcome = engine.forward_backward(batch, step=1)
                 health = engine.health(outcome)
                 plain = telemetry.finish()
-                engine.measure_update = True
             else:
                 health = engine.health(engine.forward_backward(batch, step=1))
-            engine.step(health, 0.001)
-            results.append((masters_of(engine), plain, engine.update_ratio))
+            update = engine.step(health, 0.001, measure=wanted)
+            results.append((masters_of(engine), plain, update.update_ratio))
     before, after = weights, results[1][0]
     moved = sum(float((after[n] - before[n]).double().square().sum()) for n in before)
     size = sum(float(before[n].double().square().sum()) for n in before)

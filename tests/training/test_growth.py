@@ -22,9 +22,10 @@ from config.errors import UserError
 from config.schema import GuardSection
 from modeling.build import count_parameters
 from modeling.parameter_groups import parameter_groups
-from precision.guard import Guard, Judgement, StepHealth, Verdict
+from precision.guard import Guard, Judgement, Verdict
 from precision.manifest import Manifest, Rule
 from precision.regions import Regions
+from precision.step_health import Health
 from tests.process_group import ProcessGroup
 from tests.training import step_cost_cases
 from tests.training.small_run import ROOT
@@ -101,8 +102,8 @@ def test_bookkeeping_at_the_start_is_linear_in_modules(what: str) -> None:
     assert eight - four == 2 * (four - two) >= 0
 
 
-def healthy(step: int) -> StepHealth:
-    return StepHealth(step=step, loss=2 + 1 / step, grad_norm=1 + 1 / step, finite=True)
+def healthy(step: int) -> Health:
+    return Health(step=step, loss=2 + 1 / step, grad_norm=1 + 1 / step)
 
 
 def test_what_the_guard_saves_does_not_grow_once_its_window_is_full() -> None:

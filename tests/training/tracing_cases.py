@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.training.profiling_cases import Repeated
-from tests.training.small_run import batch_of, engine_of, masters_of, resolve
+from tests.training.small_run import batch_of, engine_of, masters_of, resolve, state_of
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
 from training.distributed import Place
@@ -71,7 +71,7 @@ def steps_of(
         engine.evaluate([batch_of(place, 2, seed=99)])
         outcomes = []
         if save:
-            checkpoints.start_save(engine, progress, {})
+            checkpoints.start_save(engine, state_of(engine, progress))
             outcomes = checkpoints.outcomes()
         if fail and tracing is not None:
             _fail(tracing, progress)

@@ -100,9 +100,8 @@ class Fp32Gradients:
         weight = float(scale * place.world_size / tokens)  # DeepSpeed averages over ranks
         total = torch.zeros((), dtype=torch.float64, device=place.device)
         for index, (inputs, labels) in enumerate(batch.micro_batches(place.device)):
-            engine.deepspeed.set_gradient_accumulation_boundary(index == len(batch.input_ids) - 1)
-            loss = label_loss_sum(engine.deepspeed(**inputs, use_cache=False).logits, labels)
-            engine.deepspeed.backward(loss * weight, scale_wrt_gas=False)
+            loss = label_loss_sum(engine.logits(inputs), labels)
+            engine.backward(loss * weight, last=index == len(batch.input_ids) - 1)
             total += loss.detach().double()
         return float(place.sum(total) / tokens)
 

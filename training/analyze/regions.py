@@ -49,7 +49,7 @@ def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, l
     ranges = Ranges(kinds, place.device)
     with torch.no_grad(), OperandMeter(model, kinds, ranges) as operands:
         for inputs, labels in batch.micro_batches(place.device):
-            label_loss_sum(engine.deepspeed(**inputs, use_cache=False).logits, labels)
+            label_loss_sum(engine.logits(inputs), labels)
     with GradientMeter(model, kinds, ranges):
         reference = Fp32Gradients(engine, batch)
     place.sum(ranges.counts)

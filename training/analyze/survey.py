@@ -23,17 +23,15 @@ from config.command_line import read_command_line
 from config.errors import UserError
 from config.resolved import Resolved
 from data.loader import Batch, Batches
-from data.prepare import prepare
-from modeling.build import count_parameters, model_config
+from modeling.build import count_parameters
 from precision.manifest import find_regions
 from precision.proposal import Limits, Proposal, Unit, largest_scale, propose
 from precision.ranges import Spread
-from training import distributed
 from training.analyze.gradients import validate
 from training.analyze.regions import all_spreads, measure, summary, units_of
-from training.build import batch_shape, seed_everything
-from training.engine import Engine, build_engine
-from training.schedule import learning_rate
+from training.engine import Engine
+from training.schedule import scheduled_rate
+from training.session import session
 
 WORTH = 0.95
 """Factor on an error that a costlier manifest has to reach to be taken."""
@@ -93,13 +91,11 @@ def survey(engine: Engine, batches: Batches, resolved: Resolved, plan: Plan) -> 
 
 
 def _train(engine: Engine, batch: Batch, resolved: Resolved, step: int) -> float:
-    config = resolved.config
     outcome = engine.forward_backward(batch, step=step + 1)
     health = engine.health(outcome)
     if not health.finite:
         raise NotFinite(f"FP32 itself is not finite at step {step + 1}: loss {health.loss}")
-    peak, total = config.optimizer.learning_rate, config.run.steps
-    engine.step(health, learning_rate(config.schedule, peak=peak, applied=step, total=total))
+    engine.step(health, scheduled_rate(resolved.config, step))
     return health.loss
 
 
@@ -168,33 +164,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = {"failed": str(error)}
     if resolved.rank == 0:
         options.result.write_text(json.dumps(result))
-    distributed.stop()
     return CONFIG_ERROR if "error" in result else 0
 
 
 def _run(resolved: Resolved, plan: Plan) -> dict[str, Any]:
-    config = resolved.config
-    corpus = prepare(config.data, progress=resolved.rank == 0)
-    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
-    place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
-    engine = build_engine(resolved, shape, place)
-    seed_everything(config.run.seed + place.rank)
-    batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
-    try:
+    with session(resolved) as opened:
+        engine = opened.engine
         return {
-            **survey(engine, batches, resolved, plan),
+            **survey(engine, opened.batches, resolved, plan),
             "conditions": {
                 "model": type(engine.model).__name__,
                 "parameters": count_parameters(engine.model),
-                "processes": place.world_size,
+                "processes": opened.place.world_size,
                 "zero_stage": engine.stage,
-                "device": str(place.device.type),
-                "data_fingerprint": corpus.fingerprint,
+                "device": str(opened.place.device.type),
+                "data_fingerprint": opened.corpus.fingerprint,
                 "torch": torch.__version__,
             },
         }
-    finally:
-        batches.close()
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     runs = run_rounds(field, contestants, options.rounds)
     lower = not PRECISIONS.keys().isdisjoint(contestants)
     tolerance = options.loss_tolerance or TOLERANCE["bf16" if lower else resolved.compute]
-    tokens = resolved.batch.global_size * resolved.config.data.sequence_length
+    tokens = resolved.tokens_per_step
     found = compare(runs, tokens=tokens, flops_per_token=work.flops_per_token, peak=peak["flops"], tolerance=tolerance)
     if not options.no_split:
         for name in (name for name in contestants if name not in WITHOUT_SPLIT):
@@ -193,7 +193,7 @@ def _conditions(options: argparse.Namespace, resolved: Resolved, work: Work, pro
         "offload": resolved.offload,
         "compute": resolved.compute,
         "processes": processes,
-        "tokens": resolved.batch.global_size * config.data.sequence_length,
+        "tokens": resolved.tokens_per_step,
         "batch": dataclasses.asdict(resolved.batch),
         "rounds": options.rounds,
         "timed_steps": options.steps,

@@ -49,16 +49,15 @@ from tracking.record import Record
 from training import distributed
 from training.benchmark.guard import bare_step
 from training.benchmark.split import Stages, watch
-from training.build import seed_everything
+from training.build import assemble
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
 from training.distributed import Place
 from training.engine import build_engine
 from training.parts import Parts
-from training.preemption import Preemption
 from training.progress import Progress
-from training.promotions import Promotions
-from training.step import attempt
+from training.session import seed_everything
+from training.step import train_step
 
 SEQUENCE = 16
 """[tokens] Of the one sequence that a rank trains on in a step."""
@@ -128,27 +127,19 @@ def parts_of(resolved: Resolved, place: Place, folder: Path) -> Iterator[Parts]:
     noise = np.random.default_rng(place.rank).integers(vocabulary, size=4096).astype(token_dtype(vocabulary))
     path = folder / f"noise-{place.rank}.safetensors"
     shards = TokenShards([open_shard(path, write_shard(path, noise, {}), verify=True)])
-    parts = Parts(
-        resolved=resolved,
-        engine=engine,
-        batches=Batches(
-            shards,
-            sequence_length=SEQUENCE,
-            seed=config.run.seed,
-            global_size=resolved.batch.global_size,
-            micro_size=resolved.batch.micro_size,
-            rank=place.rank,
-            world_size=place.world_size,
-        ),
-        validation=list,
-        guard=_experienced(Guard(config.guard), config.guard.spike_window),
-        promotions=Promotions(),
-        checkpoints=Checkpoints(folder, keep=Retention(1), identity={}, place=place),
-        preemption=Preemption(),
-        telemetry=None,
-        record=Record([JsonlSink(folder / "events.jsonl")]) if place.is_main else Record.silent(),
-        first_step=0,
+    batches = Batches(
+        shards,
+        sequence_length=SEQUENCE,
+        seed=config.run.seed,
+        global_size=resolved.batch.global_size,
+        micro_size=resolved.batch.micro_size,
+        rank=place.rank,
+        world_size=place.world_size,
     )
+    record = Record([JsonlSink(folder / "events.jsonl")]) if place.is_main else Record.silent()
+    checkpoints = Checkpoints(folder, keep=Retention(1), identity={}, place=place)
+    parts, _ = assemble(resolved, engine, batches, record=record, checkpoints=checkpoints)
+    _experienced(parts.guard, config.guard.spike_window)
     try:
         yield parts
     finally:
@@ -157,11 +148,10 @@ def parts_of(resolved: Resolved, place: Place, folder: Path) -> Iterator[Parts]:
         engine.close()
 
 
-def _experienced(guard: Guard, window: int) -> Guard:
-    """With windows as full as they get, of values beside which no step of this benchmark is a spike."""
+def _experienced(guard: Guard, window: int) -> None:
+    """Give it windows as full as they get, of values beside which no step of this benchmark is a spike."""
     values = {"values": [1e3 + number % 7 for number in range(window)]}
     guard.load_state_dict(guard.state_dict() | {"loss": values, "log_norm": values})
-    return guard
 
 
 def split(parts: Parts, step: Callable[[], None]) -> dict[str, float]:
@@ -170,7 +160,7 @@ def split(parts: Parts, step: Callable[[], None]) -> dict[str, float]:
     watched: list[tuple[Any, str, str]] = [
         (parts.batches, "next_step", "data"),
         (engine.loss_path, "loss_sum", "forward"),
-        (engine.deepspeed, "backward", "backward"),
+        (engine, "backward", "backward"),
         (engine.gradients, "norm", "norm"),
         (engine.gradients, "apply", "step"),
         (engine, "health", "health"),
@@ -195,7 +185,7 @@ def measure(parts: Parts, *, steps: int) -> Row:
 
     def guarded() -> None:
         nonlocal progress
-        progress, judgement, _ = attempt(parts, progress)
+        progress, judgement, _ = train_step(parts, progress)
         if judgement.verdict is not Verdict.STEP and not judgement.routine:
             raise RuntimeError(f"a step on noise was refused: {judgement.reason}")
 

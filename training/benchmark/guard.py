@@ -15,29 +15,19 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
 from config.command_line import read_command_line
-from config.resolved import Resolved
-from data.loader import Batches
-from data.prepare import Corpus, prepare
-from modeling.build import model_config
-from precision.guard import Guard
 from tracking.run_dir import RunDir
-from training import distributed
-from training.build import batch_shape, seed_everything
-from training.checkpoint.checkpoints import Checkpoints
-from training.checkpoint.retention import Retention
-from training.distributed import Place
-from training.engine import build_engine
+from training.build import assemble
 from training.parts import Parts
-from training.preemption import Preemption
 from training.progress import Progress
-from training.promotions import Promotions
+from training.session import Session, session
 from training.sinks import open_record
-from training.step import attempt
+from training.step import train_step
 
 WARM_UP_STEPS = 5
 
@@ -46,7 +36,8 @@ def bare_step(parts: Parts) -> None:
     """Gradients, norm, clipping, optimizer step: nothing judged, nothing recorded."""
     batch = parts.batches.next_step()
     parts.engine.forward_backward(batch, step=batch.position + 1)
-    parts.engine.gradients.apply(parts.engine.gradients.norm())
+    parts.engine.gradients.norm()
+    parts.engine.gradients.apply()
 
 
 def seconds_per_step(step: Callable[[], None], steps: int) -> float:
@@ -63,7 +54,7 @@ def compare(parts: Parts, *, pairs: int, steps: int) -> list[tuple[float, float]
 
     def guarded() -> None:
         nonlocal progress
-        progress, _, _ = attempt(parts, progress)
+        progress, _, _ = train_step(parts, progress)
 
     for _ in range(WARM_UP_STEPS):
         guarded()
@@ -77,26 +68,17 @@ def compare(parts: Parts, *, pairs: int, steps: int) -> list[tuple[float, float]
     return measured
 
 
-def open_parts(resolved: Resolved, corpus: Corpus, place: Place, folder: Path) -> Parts:
-    """What a run of the config has, its run folder below `folder`, with nothing restored and nothing to be saved."""
-    config = resolved.config
-    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
-    seed_everything(config.run.seed + place.rank)
-    engine = build_engine(resolved, shape, place)
-    run_dir = RunDir.create(folder, config.run.name, fresh=False)
-    return Parts(
-        resolved=resolved,
-        engine=engine,
-        batches=Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus)),
-        validation=list,
-        guard=Guard(config.guard),
-        promotions=Promotions(),
-        checkpoints=Checkpoints(folder, keep=Retention(1), identity={}, place=place),
-        preemption=Preemption(),
-        telemetry=None,
-        record=open_record(resolved, corpus, engine, run_dir, place),
-        first_step=0,
-    )
+@contextmanager
+def open_parts(opened: Session) -> Iterator[Parts]:
+    """What a run of the config has, its run folder a temporary one, with nothing restored and nothing to be saved."""
+    resolved, engine, place = opened.resolved, opened.engine, opened.place
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = RunDir.create(Path(folder), resolved.config.run.name, fresh=False)
+        record = open_record(resolved, opened.corpus, engine, run_dir, place)
+        checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
+        parts, _ = assemble(resolved, engine, opened.batches, record=record, checkpoints=checkpoints)
+        yield parts
+        record.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,15 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="steps in a block")
     options, rest = parser.parse_known_args(arguments)
     resolved = read_command_line([*rest, "guard.spike_sigmas=6"])
-    corpus = prepare(resolved.config.data, progress=resolved.rank == 0)
-    place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
-    with tempfile.TemporaryDirectory() as folder:
-        parts = open_parts(resolved, corpus, place, Path(folder))
+    with session(resolved) as opened, open_parts(opened) as parts:
         measured = compare(parts, pairs=options.pairs, steps=options.steps)
-        parts.batches.close()
-        parts.record.close()
-    distributed.stop()
-    if place.is_main:
+    if resolved.rank == 0:
         ratios = sorted(guarded / bare for bare, guarded in measured)
         print(f"bare    {median(bare for bare, _ in measured) * 1e3:9.2f} ms a step (median of {options.pairs} blocks)")
         print(f"guarded {median(guarded for _, guarded in measured) * 1e3:9.2f} ms a step")

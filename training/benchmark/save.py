@@ -20,15 +20,12 @@ from typing import Literal
 
 from config.command_line import read_command_line
 from config.resolved import Resolved
-from data.loader import Batches
-from data.prepare import prepare
-from modeling.build import model_config
-from training import distributed
-from training.build import batch_shape, open_checkpoints
+from training.build import open_checkpoints
 from training.checkpoint.outcome import Saved
 from training.distributed import Place
-from training.engine import Engine, build_engine
+from training.engine import Engine
 from training.progress import Progress
+from training.session import session
 
 Mode = Literal["always", "never"]
 
@@ -43,7 +40,7 @@ def measure(resolved: Resolved, engine: Engine, folder: Path, place: Place, *, s
             chosen = replace(resolved, config=replace(resolved.config, checkpoint=section))
             checkpoints = open_checkpoints(chosen, folder, place, identity={})
             step += 1
-            checkpoints.start_save(engine, Progress(step=step), {})
+            checkpoints.start_save(engine, {"progress": Progress(step=step).state_dict()})
             while not checkpoints.save_ended:  # meanwhile training would go on; waiting for the end is a stall
                 time.sleep(0.002)
             outcome = checkpoints.outcomes()[-1]
@@ -59,32 +56,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--saves", type=int, default=5, help="saves of each kind")
     options, rest = parser.parse_known_args(arguments)
     resolved = read_command_line(rest)
-    config = resolved.config
-    corpus = prepare(config.data, progress=resolved.rank == 0)
-    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
-    place = distributed.join(resolved)
-    root = Path(config.run.dir).expanduser()
-    root.mkdir(parents=True, exist_ok=True)
-    folder = Path(place.from_main(tempfile.mkdtemp(prefix="benchmark-", dir=root) if place.is_main else None))
-    try:
-        engine = build_engine(resolved, shape, place)
-        batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
-        engine.step(engine.health(engine.forward_backward(batches.next_step(), step=1)), 0.0)
-        batches.close()
-        found = measure(resolved, engine, folder, place, saves=options.saves)
-        if place.is_main:
-            for mode, saves in found.items():
-                seconds = median(save.seconds for save in saves)
-                stall = median(save.stall_seconds for save in saves)
-                size = saves[0].bytes
-                print(
-                    f"checkpoint.background={mode:<7} {size / 1e6:,.1f} MB in {seconds:.2f} s "
-                    f"({size / seconds / 1e6:,.0f} MB/s), training held up for {stall:.2f} s"
-                )
-    finally:
-        distributed.stop()
-        if place.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
+    with session(resolved) as opened:
+        engine, place = opened.engine, opened.place
+        root = Path(resolved.config.run.dir).expanduser()
+        root.mkdir(parents=True, exist_ok=True)
+        folder = Path(place.from_main(tempfile.mkdtemp(prefix="benchmark-", dir=root) if place.is_main else None))
+        try:
+            batch = opened.batches.next_step()
+            engine.step(engine.health(engine.forward_backward(batch, step=1)), 0.0)
+            found = measure(resolved, engine, folder, place, saves=options.saves)
+        finally:
+            if place.is_main:
+                shutil.rmtree(folder, ignore_errors=True)
+    for mode, saves in found.items() if resolved.rank == 0 else ():
+        seconds = median(save.seconds for save in saves)
+        stall = median(save.stall_seconds for save in saves)
+        size = saves[0].bytes
+        print(
+            f"checkpoint.background={mode:<7} {size / 1e6:,.1f} MB in {seconds:.2f} s "
+            f"({size / seconds / 1e6:,.0f} MB/s), training held up for {stall:.2f} s"
+        )
     return 0
 
 

@@ -121,7 +121,7 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
     from data.prepare import prepare
     from data.sampler import sample_ids
     from modeling.build import build_model, count_parameters, model_config
-    from training.schedule import learning_rate
+    from training.schedule import scheduled_rate
 
     config = resolved.config
     corpus = prepare(config.data, progress=True)
@@ -135,7 +135,6 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
     order = [sample_ids(step, samples=samples, seed=config.run.seed, global_size=size) for step in range(steps)]
     windows = corpus.train.read(np.concatenate(order), length)
     np.save(folder / "tokens.npy", windows.reshape(steps, size, length + 1).astype(np.int32))
-    peak = config.optimizer.learning_rate
     spec = Spec(
         model=config.model.name_or_path or str(folder / "weights"),
         attention=config.model.attention,
@@ -147,7 +146,7 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
         deepspeed=resolved.deepspeed,
         optimizer=asdict(config.optimizer),
         offload=resolved.offload,
-        learning_rates=[learning_rate(config.schedule, peak=peak, applied=n, total=steps) for n in range(steps)],
+        learning_rates=[scheduled_rate(config, n) for n in range(steps)],
         seed=config.run.seed,
     )
     return Work(spec, count_parameters(model), flops_per_token(model, length))

@@ -166,14 +166,14 @@ def watch_mantissa(stages: Stages) -> None:
     watch(stages, Guard, "judge", "health")
     watch(stages, Guard, "note", "health")
     watch(stages, Record, "event", "tracking")
-    attempt: Any = loop.attempt
+    train_step: Any = loop.train_step
 
     def counted(*arguments: Any) -> Any:
-        made = attempt(*arguments)
+        made = train_step(*arguments)
         stages.step_done()
         return made
 
-    vars(loop)["attempt"] = counted
+    vars(loop)["train_step"] = counted
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -36,19 +34,18 @@ from config.command_line import read_command_line
 from config.errors import UserError
 from config.resolved import Resolved
 from data.loader import Batches
-from data.prepare import Corpus, prepare
+from data.prepare import Corpus
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config
-from training import distributed
 from training.benchmark.command import FAILED, TOLERANCE
 from training.benchmark.guard import open_parts
-from training.build import batch_shape
 from training.distributed import Place
 from training.engine.optimizer import build_optimizer
 from training.parts import Parts
 from training.progress import Progress
-from training.schedule import learning_rate
-from training.step import attempt
+from training.schedule import scheduled_rate
+from training.session import batch_shape, session
+from training.step import train_step
 
 WARM_UP_STEPS = 5
 
@@ -65,10 +62,8 @@ class BareLoop:
             model, mode, reentrant=config.model.checkpointing_reentrant, every=config.model.checkpointing_every
         )
         optimizer = build_optimizer(model, config.optimizer, offload=resolved.offload != "none", device=place.device)
-        peak, total = config.optimizer.learning_rate, config.run.steps
-        rates = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda n: learning_rate(config.schedule, peak=peak, applied=n, total=total) / peak
-        )
+        peak = config.optimizer.learning_rate
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: scheduled_rate(config, n) / peak)
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=rates, config=resolved.deepspeed
         )
@@ -105,7 +100,7 @@ def measure(parts: Parts, bare: BareLoop, *, pairs: int, steps: int) -> Measured
 
     def guarded() -> None:
         nonlocal progress
-        progress, _, health = attempt(parts, progress)
+        progress, _, health = train_step(parts, progress)
         losses.append(health.loss)
 
     def seconds_per_step(step: Callable[[], None]) -> float:
@@ -192,20 +187,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         total = WARM_UP_STEPS + options.pairs * options.steps
         resolved = read_command_line([*rest, f"run.steps={total}"])
         require_comparable(resolved)
-        corpus = prepare(resolved.config.data, progress=resolved.rank == 0)
-        place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
-        with tempfile.TemporaryDirectory() as folder:
-            parts = open_parts(resolved, corpus, place, Path(folder))
-            bare = BareLoop(resolved, corpus, place)
+        with session(resolved) as opened, open_parts(opened) as parts:
+            bare = BareLoop(resolved, opened.corpus, opened.place)
             measured = measure(parts, bare, pairs=options.pairs, steps=options.steps)
             bare.batches.close()
-            parts.batches.close()
-            parts.record.close()
-        distributed.stop()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return CONFIG_ERROR
-    if not place.is_main:
+    if resolved.rank != 0:
         return 0
     return report(measured, steps=options.steps, compute=resolved.compute, at_least=options.at_least)
 

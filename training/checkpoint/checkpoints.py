@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from config.errors import UserError
 from training.checkpoint import commit
-from training.checkpoint.contents import other_identity, other_layout, other_parameters, parameter_shapes
+from training.checkpoint.contents import (
+    manifest_of,
+    other_identity,
+    other_layout,
+    other_parameters,
+    parameter_shapes,
+    take,
+)
 from training.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -34,16 +41,18 @@ from training.checkpoint.manifest import (
     share,
 )
 from training.checkpoint.outcome import Saved, SaveFailed, on_main
+from training.checkpoint.reader import Opener
+from training.checkpoint.reshard import restore
 from training.checkpoint.retention import Retention, being_read
 from training.checkpoint.save import Order, Save
+from training.checkpoint.writer import Files
+from training.distributed import Place
+from training.engine import Engine
 from training.engine.rng import load_generators
 from training.progress import Progress
 
 if TYPE_CHECKING:
-    from training.checkpoint.reader import Opener
-    from training.checkpoint.store.remote import Remote
-    from training.distributed import Place
-    from training.engine import Engine
+    from training.checkpoint.store.remote import Remote  # brings fsspec, which most runs do not need
 
 
 class Checkpoints:
@@ -83,18 +92,14 @@ class Checkpoints:
         self._untold: list[str] = []
         self._sound: set[Path] = set()
 
-    def start_save(
-        self, engine: Engine, progress: Progress, state: dict[str, Any], validation_loss: float | None = None
-    ) -> None:
-        """Take what is to be saved, and write, publish and retain behind training; `outcomes` tells what came of it.
+    def start_save(self, engine: Engine, state: dict[str, Any], validation_loss: float | None = None) -> None:
+        """Take what is to be saved, and write, publish and retain behind training; `outcomes` says what came of it.
 
-        A save that is under way is waited for first. state: plain types, given back by `load`. validation_loss: nats,
-        of exactly these weights.
+        A save that is under way is waited for first. state: plain types, given back by `load`, `progress` among them.
+        validation_loss: nats, of exactly these weights.
         """
-        from training.checkpoint.contents import manifest_of, take
-        from training.checkpoint.writer import Files
-
         self._conclude()
+        progress = Progress.from_state_dict(state["progress"])
         started, key = time.perf_counter(), self._opener.key if self._opener else None
         self.reached("begin")
         final, partial = self.folder / f"step-{progress.step}", commit.partial_of(self.folder, progress.step)
@@ -105,7 +110,7 @@ class Checkpoints:
             return
         self._sound.discard(final)
         files = Files(partial, rank=self.place.rank, reached=self.reached, copied=self.background, key=key)
-        take(files, partial, engine, progress, state, self.identity)
+        take(files, partial, engine, {**state, "identity": self.identity})
         if self._beside is None:
             self._beside = self.place.beside()
         order = Order(
@@ -137,12 +142,12 @@ class Checkpoints:
         ended, self._ended = self._ended, []
         return ended
 
-    def save(self, engine: Engine, progress: Progress, state: dict[str, Any]) -> Saved:
+    def save(self, engine: Engine, state: dict[str, Any]) -> Saved:
         """The same as `start_save`, waited for.
 
         Raises SaveFailed on every rank when any of them cannot write; what was published before is untouched.
         """
-        self.start_save(engine, progress, state)
+        self.start_save(engine, state)
         outcome = self.outcomes()[-1]
         if isinstance(outcome, SaveFailed):
             raise outcome
@@ -187,14 +192,11 @@ class Checkpoints:
             )
         return None
 
-    def load(self, path: Path, engine: Engine) -> tuple[Progress, dict[str, Any]]:
-        """Restore engine and generators; gives the progress and what `save` was given as `state`.
+    def load(self, path: Path, engine: Engine) -> dict[str, Any]:
+        """Restore engine and random generators, the loss scaler aside; gives what `save` was given as `state`.
 
         Raises UserError when the checkpoint is damaged or of another run's identity.
         """
-        from training.checkpoint.reader import Opener
-        from training.checkpoint.reshard import go_on
-
         problem = None if path in self._sound else self._examine(path)[0]
         if problem is not None:
             raise UserError(f"{path}: {problem}")
@@ -202,17 +204,17 @@ class Checkpoints:
         other = other_parameters(state["parameters"], parameter_shapes(engine.model))
         if other is not None:
             raise UserError(f"{path}: {other}")
-        progress, rank = Progress.from_state_dict(state["progress"]), self.place.rank
+        rank, step = self.place.rank, state["progress"]["step"]
         with being_read(path):
             change = other_layout(state["identity"], self.identity)
             opener = self._opener or Opener()
-            told = go_on(engine, path, state=state, change=change, opener=opener)
+            line = restore(engine, path, recorded=state.get("checksums"), change=change, opener=opener)
             drawn = path / f"rng-rank-{rank}.pt"
-            otherwise = f"{self.identity.get('run.seed')}/{progress.step}/{rank}"
+            otherwise = f"{self.identity.get('run.seed')}/{step}/{rank}"
             load_generators(opener.read(drawn) if drawn.exists() else None, self.place.device, otherwise=otherwise)
-        if told:
-            self._untold.append(self._tell(told))
-        return progress, state["reactions"]
+        if line:
+            self._untold.append(self._tell(line))
+        return state
 
     def reached(self, phase: str) -> None:
         """Called on each rank as a save comes to `phase` (docs/checkpoints.md lists them): where a test kills it."""

@@ -27,23 +27,16 @@ if TYPE_CHECKING:
 TAG = "deepspeed"
 
 
-def take(
-    files: Files, folder: Path, engine: Engine, progress: Progress, reactions: dict[str, Any], identity: dict[str, Any]
-) -> None:
-    """Give `files` all of this rank's: copies that wait to be written, or, where nothing is copied, on disk already."""
+def take(files: Files, folder: Path, engine: Engine, state: dict[str, Any]) -> None:
+    """Give `files` all of this rank's: copies that wait to be written, or, where nothing is copied, on disk already.
+
+    state: of the run, and its identity; what the engine alone knows is added.
+    """
     place, checksums = engine.place, checksums_of(engine)
-    with files.written_by(engine.deepspeed):
-        engine.save(folder, TAG)
+    engine.save(folder, TAG, files)
     files.save(generators(place.device), folder / f"rng-rank-{place.rank}.pt")
     if place.is_main:
-        state = {
-            "progress": progress.state_dict(),
-            "scaler": engine.scaler_state(),
-            "reactions": reactions,
-            "identity": identity,
-            "parameters": parameter_shapes(engine.model),
-            "checksums": checksums,
-        }
+        state = {**state, "parameters": parameter_shapes(engine.model), "checksums": checksums}
         files.save_text(json.dumps(state, indent=1) + "\n", folder / STATE)
 
 

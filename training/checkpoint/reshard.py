@@ -46,19 +46,19 @@ class Carried:
         return f"{self.parameters} masters carried over after {self.adam_step} updates, {self.compared} checksums agree"
 
 
-def go_on(engine: Engine, path: Path, *, state: dict[str, Any], change: str | None, opener: Opener) -> str | None:
+def restore(
+    engine: Engine, path: Path, *, recorded: Checksums | None, change: str | None, opener: Opener
+) -> str | None:
     """Restore a checkpoint into the engine, of its own layout or of another, and compare every checksum.
 
-    state: its state.json. change: how the layout differs, in words; None has DeepSpeed load its own files, bit for bit.
-    Gives a line to tell about the change. A collective. Raises UserError as `load_resharded` does.
+    recorded: its checksums. change: how the layout differs, in words; None has DeepSpeed load its own files, bit for
+    bit. Gives a line about the change, for the log. A collective. Raises UserError as `load_resharded` does.
     """
-    recorded = state.get("checksums")
     if change is None:
-        engine.load(path, TAG, state["scaler"], Reader(opener))
+        engine.load(path, TAG, Reader(opener))
         require_same(engine, path, recorded or {})
         return None
     carried = load_resharded(engine, path / TAG, recorded=recorded, opener=opener)
-    engine.install_scaler(state["scaler"])
     return f"checkpoint {path}: {change}; {carried}"
 
 

@@ -11,9 +11,8 @@ import copy
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +101,6 @@ class Files(CheckpointEngine):
         self._folder, self._rank, self._reached = folder, rank, reached
         self._copied, self._key = copied, key
         self._waiting: list[Callable[[], None]] = []
-
-    @contextmanager
-    def written_by(self, engine: Any) -> Iterator[None]:
-        """DeepSpeed's `engine` saves into these files inside, and leaves its recovery scripts out."""
-        own, engine.checkpoint_engine = engine.checkpoint_engine, self
-        engine._copy_recovery_script = lambda save_path: None
-        try:
-            yield
-        finally:
-            engine.checkpoint_engine = own
-            del engine._copy_recovery_script
 
     def save(self, state_dict: Any, path: str | Path) -> None:
         """Write one file with torch.save."""

@@ -57,13 +57,9 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, place: Plac
 
 
 def _require_documents_apart(engine: Engine) -> None:
-    def forward(inputs: dict[str, Any]) -> torch.Tensor:
-        logits: torch.Tensor = engine.deepspeed(**inputs, use_cache=False).logits
-        return logits
-
-    engine.deepspeed.eval()
-    require_documents_apart(forward, engine.model.config, engine.place.device)
-    engine.deepspeed.train()
+    engine.model.eval()
+    require_documents_apart(engine.logits, engine.model.config, engine.place.device)
+    engine.model.train()
 
 
 def _one_micro_batch(engine: Engine, resolved: Resolved) -> Callable[[], None]:

@@ -12,8 +12,8 @@ is known before the optimizer step, so that a step can still be discarded (`trai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,19 @@ from config.resolved import Resolved
 from data.loader import Batch
 from precision.manifest import load_manifest
 from precision.regions import Regions
+from precision.step_health import Health
 from training.distributed import Place, allow_slow_fp16
 from training.engine.defects import Defects
 from training.engine.faults import Faults
 from training.engine.gradients import ReducedGradients
-from training.engine.health import Health, Outcome, Update, require_equal
+from training.engine.health import Outcome, Update, require_equal
 from training.engine.loss import LossPath, label_tokens_of_all
 from training.engine.masters import UpdateMeter
 from training.engine.optimizer import build_optimizer, import_muon_uncompiled
 from training.engine.rng import generators
 from training.engine.work_time import WorkTime, by_rank, peak_memory_bytes
 from training.loss_scaler import LossScaler
+from training.progress import START, Progress
 
 
 class Engine:
@@ -64,9 +66,6 @@ class Engine:
         self.gradients = ReducedGradients(self.deepspeed, stage=self.stage)
         if self._defects.unclipped:
             self.gradients.stop_clipping()
-        self.generators_before = generators(place.device)
-        """States of the random generators at the start of the newest step, to run it again exactly."""
-        self._norm = torch.zeros((), device=place.device)
         self._work = WorkTime(place.device)
         self.loss_path = LossPath(self.deepspeed, resolved, place.device)
         """Whether a micro-batch's logits are all in memory at once."""
@@ -78,10 +77,6 @@ class Engine:
         guard = resolved.config.guard
         self._always_measure = guard.min_update_ratio is not None or guard.max_update_ratio is not None
         self._meter = UpdateMeter(self.deepspeed.optimizer, stage=self.stage, place=place)
-        self.measure_update = False
-        """Whether the coming step is to measure `update_ratio`, which copies the masters."""
-        self.update_ratio: float | None = None
-        """Norm of the last update over that of the weights; None when not measured, or when no step was applied."""
         self._scale_section = resolved.config.precision.loss_scale
         self._scaler: LossScaler | None = None
         self.install_scaler(None)
@@ -115,13 +110,12 @@ class Engine:
         summed loss before its backward pass.
         """
         device = self.place.device
-        self.generators_before = generators(device)
+        before = generators(device)
         label_tokens = label_tokens_of_all(batch, self.place)
         weight = self.place.world_size / label_tokens
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for index, (inputs, labels) in enumerate(batch.micro_batches(device)):
             last = index == len(batch.input_ids) - 1
-            self.deepspeed.set_gradient_accumulation_boundary(last)
             with self.faults.armed(step) if last else nullcontext():
                 share = self._defects.weighted(weight, index).float()
                 factor, inspected = share * self.loss_scale, on_loss is not None
@@ -131,30 +125,41 @@ class Engine:
                     micro_loss = self.faults.spoil_loss(step, micro_loss)
                 if on_loss is not None:
                     on_loss(micro_loss)
-                self.deepspeed.backward(micro_loss * share, scale_wrt_gas=False)
+                self.backward(micro_loss * share, last=last)
             loss_sum += micro_loss.detach().double()
-        return Outcome(loss_sum, label_tokens)
+        return Outcome(loss_sum, label_tokens, before)
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add a micro-batch's gradients; with the `last` one of a step they are reduced over ranks. loss: () of any
+        dtype, already divided by what its step is the mean over."""
+        self.deepspeed.set_gradient_accumulation_boundary(last)
+        self.deepspeed.backward(loss, scale_wrt_gas=False)
+
+    def logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(micro-batch, sequence, vocabulary): a forward pass that makes all logits at once."""
+        found: torch.Tensor = self.deepspeed(**inputs, use_cache=False).logits
+        return found
 
     def health(
         self,
         outcome: Outcome,
+        progress: Progress = START,
         *,
         preempted_here: bool = False,
         save_ended_here: bool = False,
-        applied: int = 0,
-        skipped: int = 0,
         data_seconds: float = 0.0,
     ) -> Health:
-        """One small gather, so that every rank sees and decides the same. The only device sync of its own in a step.
+        """The gradient norm, and one small gather, so that every rank sees and decides the same.
 
-        applied, skipped: this rank's counters. data_seconds: how long it waited for the batch. Raises RanksDisagree,
-        with the ranks' names, when norm, scale or counters are not the same everywhere.
+        It has the only device sync of its own in a step. progress: before the step. data_seconds: how long this rank
+        waited for the batch. Raises RanksDisagree, with the ranks' names, when norm, scale or counters are not the same
+        everywhere.
         """
-        self._norm = self.gradients.norm()
-        memory = float(peak_memory_bytes(self.place.device))
-        here = [memory, float(preempted_here), self.loss_scale, float(applied), float(skipped), float(save_ended_here)]
+        norm = self.gradients.norm()
+        memory, counters = float(peak_memory_bytes(self.place.device)), (progress.applied, progress.skipped)
+        here = [memory, float(preempted_here), self.loss_scale, *map(float, counters), float(save_ended_here)]
         here.append(data_seconds + self._work.take())
-        mine = torch.stack([outcome.loss_sum, outcome.label_tokens, self._norm.double()])
+        mine = torch.stack([outcome.loss_sum, outcome.label_tokens, norm.double()])
         rows = self.place.gather(torch.cat([mine, self.place.numbers(here)])).tolist()
         require_equal("the gradient norm", [row[2] for row in rows])
         for column, what in (
@@ -166,31 +171,35 @@ class Engine:
         return Health(
             loss=sum(row[0] for row in rows) / rows[0][1],
             grad_norm=rows[0][2] / self.loss_scale,
+            step=progress.step + 1,
+            consecutive_skips=progress.consecutive_skips,
+            scales_dynamically=self.scales_dynamically,
+            scale_at_minimum=self.scale_at_minimum,
             memory_bytes=int(max(row[3] for row in rows)),
             by_rank=by_rank(memory_bytes=[row[3] for row in rows], work_seconds=[row[9] for row in rows]),
             preempted=any(row[4] for row in rows),
             save_ended=all(row[8] for row in rows),
         )
 
-    def step(self, health: Health, lr: float, *, apply: bool = True) -> Update:
+    def step(self, health: Health, lr: float, *, apply: bool = True, measure: bool = False) -> Update:
         """Clip the gradients that `health` measured and apply them at learning rate `lr`, or discard them.
 
-        Gradients that are not finite are never applied. The loss scale hears of their overflow; it does not hear of a
-        finite step that is discarded.
+        Gradients that are not finite are never applied. The loss scaler learns of their overflow, and not of a finite
+        step that is discarded. measure: the update's ratio to the weights, which copies the masters; where the guard
+        bounds it, it is measured on every step.
         """
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
         scale = self.loss_scale
         finite = math.isfinite(health.grad_norm)
         applied = apply and finite
-        self.update_ratio = None
-        if applied:
-            measure = self._always_measure or self.measure_update
-            if measure:
-                self._meter.start()
+        update_ratio = None
+        if applied and (measure or self._always_measure):
+            self._meter.start()
             self._apply()
-            if measure:
-                self.update_ratio = self._meter.ratio()
+            update_ratio = self._meter.ratio()
+        elif applied:
+            self._apply()
         elif finite:
             self.discard_quietly()
         else:
@@ -203,6 +212,7 @@ class Engine:
             lr=lr,
             loss_scale=scale,
             scale_change=change,
+            update_ratio=update_ratio,
         )
 
     def _apply(self) -> None:
@@ -210,7 +220,7 @@ class Engine:
             self.discard_quietly()
             return
         self._defects.before_step()
-        self.gradients.apply(self._norm)
+        self.gradients.apply()
         self._defects.after_step()
         if self.stage > 0 and not self.deepspeed.was_step_applied():
             raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
@@ -233,30 +243,37 @@ class Engine:
         loss, tokens = self.place.sum(totals).tolist()
         return loss / max(tokens, 1.0)
 
-    def save(self, folder: Path, tag: str) -> None:
-        """DeepSpeed's sharded checkpoint into folder/tag, without its `latest` file."""
-        self.deepspeed.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    def save(self, folder: Path, tag: str, writer: CheckpointEngine | None = None) -> None:
+        """DeepSpeed's sharded checkpoint into folder/tag, written by `writer`; without `latest` and recovery script."""
+        self.deepspeed._copy_recovery_script = lambda save_path: None
+        with self._checkpoints_through(writer or self.deepspeed.checkpoint_engine):
+            self.deepspeed.save_checkpoint(str(folder), tag=tag, save_latest=False)
 
-    def load(self, folder: Path, tag: str, scaler_state: dict[str, Any] | None, reader: CheckpointEngine) -> None:
+    def load(self, folder: Path, tag: str, reader: CheckpointEngine) -> None:
         """Restore weights, masters and moments, from files that `reader` reads.
 
-        DeepSpeed also brings back the optimizer's settings and a pickled loss scaler; the config's settings and our
-        own scaler, in the state that Mantissa saved, take their places again.
+        DeepSpeed also brings back the optimizer's settings and a pickled loss scaler; the config's settings and a new
+        scaler of ours take their places again (`install_scaler` gives it the state that Mantissa saved).
         """
         groups = self.deepspeed.optimizer.param_groups
         settings = [{key: group[key] for key in ("betas", "eps", "weight_decay")} for group in groups]
-        own, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, reader
-        try:
+        with self._checkpoints_through(reader):
             path, _ = self.deepspeed.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
-        finally:
-            self.deepspeed.checkpoint_engine = own
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder / tag}")
         for group, setting in zip(self.deepspeed.optimizer.param_groups, settings, strict=True):
             group.update(setting)
         if hasattr(self.deepspeed.optimizer, "clip_grad"):  # ZeRO-1 and 2 took the saved run's
             self.deepspeed.optimizer.clip_grad = self.clipping
-        self.install_scaler(scaler_state)
+        self.install_scaler(None)
+
+    @contextmanager
+    def _checkpoints_through(self, files: CheckpointEngine) -> Iterator[None]:
+        own, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, files
+        try:
+            yield
+        finally:
+            self.deepspeed.checkpoint_engine = own
 
     def momentum_norm(self) -> float:
         """Global norm of the first moments, in gradient units."""

@@ -28,7 +28,7 @@ class ReducedGradients:
         self._engine = engine
         self._stage = stage
         self._answer: torch.Tensor | None = None
-        """Norm that DeepSpeed is given in the coming step."""
+        """Norm that DeepSpeed is given in the coming step: what `norm` measured, or infinity to discard it."""
         optimizer: Any = engine.optimizer
         if stage == 0:
             return
@@ -56,7 +56,8 @@ class ReducedGradients:
             norm = self._scaled_norm()
         norm = norm.float()
         # DeepSpeed writes -1 for a norm that is not finite.
-        return torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
+        self._answer = torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
+        return self._answer
 
     def stop_clipping(self) -> None:
         """Leave gradients as they are from now on; for the defect that is planted to be found."""
@@ -64,9 +65,8 @@ class ReducedGradients:
         if self._stage:
             self._engine.optimizer.clip_grad = 0.0
 
-    def apply(self, norm: torch.Tensor) -> None:
-        """Run the optimizer step; `norm` is what `norm()` gave and has to be finite."""
-        self._answer = norm
+    def apply(self) -> None:
+        """Run the optimizer step on the gradients that `norm` measured last, which has to have been finite."""
         self._engine.step()
 
     def discard(self) -> None:

@@ -1,8 +1,7 @@
-"""What a step says about itself: on this rank, on all ranks, and after the optimizer."""
+"""What a step leaves on this rank after its backward pass, and what its optimizer step did."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,35 +18,8 @@ class Outcome:
     """() float64: summed loss of this rank's labels, in nats."""
     label_tokens: torch.Tensor
     """() float64: labels that count, over all ranks."""
-
-
-@dataclass(frozen=True)
-class Health:
-    """The same on every rank."""
-
-    loss: float
-    """Raw mean loss over the global batch, in nats per label token; inf or nan if it is."""
-    memory_bytes: int
-    """Peak memory of the rank that needs most: device memory, or resident memory on a CPU."""
-    by_rank: dict[str, Any]
-    """`memory_bytes` (the same measure) and `work_seconds` (data wait and forward passes), each as
-    `training.engine.work_time.by_rank` gives it."""
-    grad_norm: float
-    """Global norm of the unscaled gradient before clipping; inf when any value is not finite."""
-    preempted: bool
-    """Some rank was asked to stop."""
-    save_ended: bool
-    """A checkpoint that was being written has come to its end on every rank."""
-
-    @property
-    def loss_is_finite(self) -> bool:
-        """Whether the loss is neither inf nor nan."""
-        return math.isfinite(self.loss)
-
-    @property
-    def finite(self) -> bool:
-        """Whether loss and gradients are."""
-        return self.loss_is_finite and math.isfinite(self.grad_norm)
+    generators: Any
+    """States of the random generators before the step, to run it again exactly."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +36,8 @@ class Update:
     """Loss scale this step ran at; 1 where nothing is scaled."""
     scale_change: ScaleChange | None
     """How the scale changed afterwards."""
+    update_ratio: float | None
+    """Norm of the update over that of the weights; None when it was not measured, or nothing was applied."""
 
 
 class RanksDisagree(RuntimeError):

@@ -142,39 +142,26 @@ def device_name() -> str:
 
 def run_trial(resolved: Resolved, corpus: Corpus, place: Place) -> Trial:
     """Train one setting at one rate from its seed, until its last step or until it fails. A collective."""
-    from data.loader import Batches, validation_batches
-    from modeling.build import model_config
-    from training.build import batch_shape, seed_everything
-    from training.engine import build_engine
-    from training.schedule import learning_rate
+    from training.schedule import scheduled_rate
+    from training.session import session
 
-    config = resolved.config
-    model = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
-    shape, steps = batch_shape(resolved, corpus), config.run.steps
+    config, steps = resolved.config, resolved.config.run.steps
     watch = Watch(window=window_of(steps), most_skips=config.guard.max_consecutive_skips)
-    batches = Batches(corpus.train, seed=config.run.seed, **shape)
-    engine = build_engine(resolved, model, place)
     losses: list[float] = []
     applied, why, validation = 0, None, math.nan
-    try:
-        seed_everything(config.run.seed + place.rank)
+    with session(resolved, corpus=corpus, place=place) as opened:
+        engine = opened.engine
         while why is None and len(losses) < steps:
-            outcome = engine.forward_backward(batches.next_step(), step=len(losses) + 1)
+            outcome = engine.forward_backward(opened.batches.next_step(), step=len(losses) + 1)
             health = engine.health(outcome)
-            routine = engine.scales_dynamically and not engine.scale_at_minimum
-            peak = config.optimizer.learning_rate
-            rate = learning_rate(config.schedule, peak=peak, applied=applied, total=steps)
-            update = engine.step(health, rate)
+            routine = health.scales_dynamically and not health.scale_at_minimum
+            update = engine.step(health, scheduled_rate(config, applied))
             applied += update.applied
             losses.append(health.loss)
             why = watch.see(health.loss, grad_norm=health.grad_norm, routine=routine, applied=update.applied)
         if why is None and corpus.validation.sequences(config.data.sequence_length):
-            held_out = validation_batches(corpus.validation, batches=config.evaluate.batches, **shape)
-            validation = engine.evaluate(held_out)
+            validation = engine.evaluate(opened.validation())
             why = None if math.isfinite(validation) else f"the validation loss is {validation}"
-    finally:
-        batches.close()
-        engine.close()
     return Trial(
         losses=tuple(losses),
         validation_loss=validation if math.isfinite(validation) else None,

@@ -31,7 +31,8 @@ from modeling.build import build_model, model_config
 from modeling.linear_cross_entropy import IGNORED, label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from training.distributed import Place, allow_slow_fp16
-from training.engine import build_engine
+from training.engine import Engine, build_engine
+from training.engine.tensors import whole_master
 from training.matrix.cells import CLIPPING, DTYPES, SEQUENCE, VOCABULARY, Cell, global_size
 
 
@@ -171,7 +172,7 @@ def mantissa(place: Place, resolved: Resolved, *, steps: int) -> Trajectory:
     shape = model_config(config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     engine = build_engine(resolved, shape, place)
     try:
-        found = Trajectory(_masters(engine.deepspeed, resolved.zero_stage))
+        found = Trajectory(_own_masters(engine))
         for step in range(1, steps + 1):
             batch = batch_of(place, step, accumulation=resolved.batch.accumulation)
             health = engine.health(engine.forward_backward(batch, step=step))
@@ -179,7 +180,7 @@ def mantissa(place: Place, resolved: Resolved, *, steps: int) -> Trajectory:
             found.losses.append(health.loss)
             found.norms.append(health.grad_norm)
             found.scales.append(update.loss_scale)
-        found.end.update(_masters(engine.deepspeed, resolved.zero_stage))
+        found.end.update(_own_masters(engine))
         return found
     finally:
         engine.close()
@@ -242,6 +243,10 @@ def _distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
+
+
+def _own_masters(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: whole_master(engine, parameter) for name, parameter in engine.model.named_parameters()}
 
 
 def _masters(engine: deepspeed.DeepSpeedEngine, stage: int) -> dict[str, torch.Tensor]:

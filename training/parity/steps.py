@@ -30,20 +30,17 @@ from config.errors import UserError
 from config.launcher import without_accelerate
 from config.resolved import Resolved
 from data.loader import Batch, Batches
-from data.prepare import prepare
-from modeling.build import model_config
 from precision.statistics import compare_gradients, master_drift, to_plain
+from tracking.record import Record
 from tracking.run_dir import RunDir
-from training import distributed
-from training.build import batch_shape, identity, seed_everything
-from training.checkpoint.checkpoints import Checkpoints
-from training.checkpoint.retention import Retention
-from training.engine import Engine, build_engine
+from training.build import assemble
+from training.engine import Engine
 from training.engine.tensors import whole_gradient, whole_master, whole_moment, whole_weight
 from training.parity.outputs import OutputErrors
 from training.parity.reference import Reference, adamw_update, clip_coefficient, has_dropout
 from training.progress import Progress
-from training.schedule import learning_rate
+from training.schedule import scheduled_rate
+from training.session import session
 
 MOST_SKIPS = 12
 """Skipped steps after which a point is given up: a loss scale that starts at 65536 needs fewer to settle."""
@@ -71,7 +68,7 @@ class StepParity:
         before = self._before(applied)
         reference.load(before.masters)
         drift = self._drift(before)
-        for model in (engine.deepspeed, reference.model):
+        for model in (engine.model, reference.model):
             model.train(not self._still)
         errors = OutputErrors(reference.model, engine.model, place=engine.place)
         with errors.of_reference():
@@ -82,9 +79,7 @@ class StepParity:
         own = {name: whole_gradient(engine, parameter) for name, parameter in engine.model.named_parameters()}
         found = {name: gradient for name, gradient in own.items() if gradient is not None}
         agreement = to_plain(compare_gradients(found.items(), gradients.items()))
-        config = self._resolved.config
-        peak, total = config.optimizer.learning_rate, config.run.steps
-        lr = learning_rate(config.schedule, peak=peak, applied=applied, total=total)
+        lr = scheduled_rate(self._resolved.config, applied)
         update = engine.step(health, lr)
         measured: dict[str, Any] = {
             "loss": health.loss,
@@ -168,31 +163,22 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
 
 def measure(run_dir: RunDir, resolved: Resolved, points: list[int], *, length: int) -> list[dict[str, Any]]:
     """For each point, in order, the steps walked from it; 0 is the start of the run. A collective."""
-    config = resolved.config
-    corpus = prepare(config.data, progress=False)
-    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
-    place = distributed.start(rank=resolved.rank, world_size=resolved.world_size, local_rank=resolved.local_rank)
-    try:
-        engine = build_engine(resolved, shape, place)
-        same = identity(resolved, corpus, shape, engine)
-        checkpoints = Checkpoints(run_dir.checkpoints, keep=Retention(1), identity=same, place=place)
-        seed_everything(config.run.seed + place.rank)
-        steps = StepParity(engine, Reference(resolved, shape, place), resolved)
-        batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
-        found = []
+    with session(resolved) as opened:
+        engine, batches = opened.engine, opened.batches
+        checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
+        record = Record.silent()
+        parts, start = assemble(resolved, engine, batches, record=record, checkpoints=checkpoints)
+        steps = StepParity(engine, Reference(resolved, opened.model_config, opened.place), resolved)
+        found: list[dict[str, Any]] = []
         for point in points:
-            progress = Progress()
+            progress = start
             if point:
-                folder = run_dir.checkpoints / f"step-{point}"
                 try:
-                    progress, _ = checkpoints.load(folder, engine)
+                    progress = parts.load_state_dict(checkpoints.load(run_dir.checkpoints / f"step-{point}", engine))
                 except Exception as error:  # a checkpoint that does not come back is a finding, not a crash
                     found.append({"point": point, "restored": False, "why": _line(error), "steps": []})
                     continue
             found.append({"point": point, "restored": True, "steps": walk(steps, batches, progress, length=length)})
-        batches.close()
-    finally:
-        distributed.stop()
     return found
 
 

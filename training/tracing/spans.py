@@ -64,7 +64,7 @@ def open_tracing(
         facts,
         session=place.from_main(secrets.token_hex(16)),
         rank=place.rank,
-        tokens=resolved.batch.global_size * resolved.config.data.sequence_length,
+        tokens=resolved.tokens_per_step,
         note=note,
     )
     tracing.follow(engine, batches, checkpoints)

@@ -1,0 +1,145 @@
+"""Data, process group, model, engine and batches of a resolved config, built alike for `train.py` and every tool."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+
+from config.resolved import Resolved
+from data.corpus import Corpus
+from data.documents import Documents
+from data.loader import Batch, Batches, validation_batches
+from data.prepare import prepare
+from modeling.build import count_parameters, model_config
+from tracking.run_dir import RunDir
+from training import distributed
+from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.retention import Retention
+from training.distributed import Place
+from training.engine import Engine, build_engine
+from training.watchdog import watch
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a run and every tool that looks at one work on, on this rank."""
+
+    resolved: Resolved
+    corpus: Corpus
+    model_config: PretrainedConfig
+    place: Place
+    engine: Engine
+    batches: Batches
+    """At the start of the data order."""
+
+    def validation(self) -> Iterable[Batch]:
+        """The validation set's batches, from its start; `evaluate.batches` of them."""
+        section = self.resolved.config.evaluate
+        shape = batch_shape(self.resolved, self.corpus)
+        return validation_batches(self.corpus.validation, batches=section.batches, **shape)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What two runs must share for one to resume from the other's checkpoint."""
+        config = self.resolved.config
+        return {
+            "model": self.model_config.model_type,
+            "parameters": count_parameters(self.engine.model),
+            "data fingerprint": self.corpus.fingerprint,
+            "data.sequence_length": config.data.sequence_length,
+            "data.document_masking": config.data.document_masking,
+            "batch.global_size": self.resolved.batch.global_size,
+            "run.seed": config.run.seed,
+            "world size": self.resolved.world_size,
+            "ZeRO stage": self.resolved.zero_stage,
+            "precision.compute": self.resolved.compute,
+            "offload": self.resolved.offload,
+            "deepspeed": deepspeed.__version__,
+        }
+
+    def saved_checkpoints(self, folder: Path) -> Checkpoints:
+        """The checkpoints of a run folder, to load from."""
+        return Checkpoints(folder, keep=Retention(1), identity=self.identity, place=self.place)
+
+
+@contextmanager
+def session(
+    resolved: Resolved, *, corpus: Corpus | None = None, place: Place | None = None, trains: bool = False
+) -> Iterator[Session]:
+    """Prepare the data, join the process group, build model, engine and batches; end them all afterwards. A collective.
+
+    corpus: the data, where it is prepared already. place: the process group, where it was joined already; it is then
+    left as it is, and the engine closed, so that another session can follow. trains: this is the job of `train.py`
+    itself: lost ranks are watched for, and its run folder is opened before anything is built.
+
+    Raises UserError for what only shows now, such as weights that cannot be loaded or a folder that cannot be written.
+    """
+    config = resolved.config
+    corpus = corpus or prepare(config.data, progress=resolved.rank == 0)
+    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+    with ExitStack() as ends:
+        joined = place is None
+        if place is None:
+            place = distributed.join(resolved)
+            ends.callback(distributed.stop)
+        if trains:
+            ends.enter_context(watch.watched(place))
+            open_run_dir(resolved, place)
+        engine = build_engine(resolved, shape, place)
+        if not joined:
+            ends.callback(engine.close)
+        seed_everything(config.run.seed + place.rank)
+        batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
+        ends.callback(batches.close)
+        yield Session(resolved, corpus, shape, place, engine, batches)
+
+
+def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:
+    """How this rank's batches are cut: arguments of the data loader."""
+    config = resolved.config
+    one_row = config.model.attention.startswith("flash_attention")  # whose kernels take documents of any length
+    return {
+        "documents": Documents(corpus.end_of_document, one_row=one_row) if config.data.document_masking else None,
+        "sequence_length": config.data.sequence_length,
+        "global_size": resolved.batch.global_size,
+        "micro_size": resolved.batch.micro_size,
+        "rank": resolved.rank,
+        "world_size": resolved.world_size,
+    }
+
+
+def run_dir_of(resolved: Resolved) -> RunDir:
+    """The run's own folder."""
+    run = resolved.config.run
+    return RunDir(Path(run.dir).expanduser() / run.name)
+
+
+def open_run_dir(resolved: Resolved, place: Place) -> RunDir:
+    """The run folder, made by rank 0 and known to all. A resumed run goes on in its own."""
+    run = resolved.config.run
+    root, error = Path(run.dir).expanduser(), None
+    if place.is_main:
+        try:
+            RunDir.create(root, run.name, fresh=run.resume == "never")
+        except Exception as problem:  # carried to every rank, so that none waits for one that has stopped
+            error = problem
+    error = place.from_main(error)
+    if error is not None:
+        raise error
+    return run_dir_of(resolved)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators that dropout, sampling and third-party code draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
