@@ -29,14 +29,14 @@ test: setup  ## Run all tests, two files at a time (ARGS="-n 0" for one)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-cluster: setup  ## Test on machines made of network namespaces, and on a Slurm of two nodes (root; skips with the reason)
-	$(BIN)/python -m pytest -rs tests/launch/cluster_*.py $(ARGS)
+	$(BIN)/python -m pytest -rs -m cluster $(ARGS)
 
 test-long: setup  ## Long tests: the planner on real ranks, killed sweeps, benchmark contestants, compiled blocks
-	$(BIN)/python -m pytest tests/*/long_*.py $(ARGS)
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-kernels: setup  ## Liger's kernels in Triton's interpreter, beside torch's code (no GPU needed)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/kernels triton==3.7.1 liger-kernel==0.8.5
-	PYTHONPATH=$(CURDIR)/$(VENV)/kernels TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/modeling/test_kernels.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(VENV)/kernels TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/modeling/test_kernels.py -m '' $(ARGS)
 
 # torchtitan wants an older `datasets` than requirements.txt: it goes into a folder of its own, without what it names. triton
 # comes with torch for CUDA, and must stay that one.
@@ -55,7 +55,7 @@ $(TITAN_STAMP): $(STAMP)
 titan: setup $(TITAN_STAMP)  ## Install torchtitan beside Mantissa: .venv/titan
 
 test-titan: titan  ## The benchmark's contestant torchtitan against Mantissa, two CPU processes, 5 to 10 minutes
-	$(WITH_TITAN) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/training/long_titan.py $(ARGS)
+	$(WITH_TITAN) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m titan $(ARGS)
 
 benchmark: setup  ## Mantissa against the loops its users would write: runs/benchmark
 	$(BIN)/python -m training.benchmark --config config/recipes/benchmark.yaml $(ARGS)
@@ -111,7 +111,7 @@ envelope: setup  ## Largest stable learning rate by depth, batch and precision: 
 	$(BIN)/python -m training.envelope $(ARGS)
 
 chaos: setup  ## Kill saves at every phase, many times
-	$(BIN)/python -m pytest tests/training/chaos_long.py -s $(ARGS)
+	$(BIN)/python -m pytest -m chaos -s $(ARGS)
 
 check: setup  ## Lint, formatting and types
 	$(BIN)/ruff check .

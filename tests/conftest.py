@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from config.machine import op_builds
-from tests.process_group import ProcessGroup
+from tests.support.process_group import ProcessGroup
 
 
 def pytest_sessionstart() -> None:

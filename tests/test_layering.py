@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from config.cli import REPOSITORY
 
 # Folder to the folders it may import beside itself.
 MAY_IMPORT = {
@@ -131,21 +131,21 @@ def reachable(start: str, imports: Mapping[str, set[str]]) -> set[str]:
 
 
 def test_imports_run_one_way() -> None:
-    assert import_violations(ROOT) == []
+    assert import_violations(REPOSITORY) == []
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    assert missing_docstrings(ROOT) == []
+    assert missing_docstrings(REPOSITORY) == []
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    assert circles(ROOT) == []
+    assert circles(REPOSITORY) == []
 
 
 def test_every_folder_of_code_is_held() -> None:
     """A new top-level folder of Python must be given a place in the order."""
-    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
-    with_code = {name for name in folders if any((ROOT / name).glob("*.py"))}
+    folders = {path.name for path in REPOSITORY.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    with_code = {name for name in folders if any((REPOSITORY / name).glob("*.py"))}
     assert with_code - MAY_IMPORT.keys() <= {"tests"}
 
 

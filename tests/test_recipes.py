@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parent.parent
-RECIPES = sorted((ROOT / "config" / "recipes").glob("*.yaml"))
+from config.cli import REPOSITORY
+
+RECIPES = sorted((REPOSITORY / "config" / "recipes").glob("*.yaml"))
 
 recipes = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 
@@ -45,7 +46,7 @@ def show_config(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     done = subprocess.run(
         [sys.executable, "train.py", *arguments, "--show-config"],
-        cwd=ROOT,
+        cwd=REPOSITORY,
         env=environment,
         capture_output=True,
         text=True,
@@ -65,7 +66,7 @@ def test_there_are_recipes_for_cpu_and_for_1_8_and_64_gpus() -> None:
 def test_it_opens_with_its_exact_command(path: Path) -> None:
     command = shlex.split(header(path)[0])
     assert command[0] in ("deepspeed", "torchrun", "accelerate", "python")
-    assert command[command.index("--config") + 1] == path.relative_to(ROOT).as_posix()
+    assert command[command.index("--config") + 1] == path.relative_to(REPOSITORY).as_posix()
 
 
 @recipes
@@ -102,13 +103,13 @@ def parameter_count(shape: dict[str, Any], vocabulary: int) -> int:
     [("llama_1b_1gpu", 1.24, 1), ("llama_8b_8gpu", 8.03, 8), ("llama_8b_64gpu", 8.03, 64)],
 )
 def test_the_gpu_recipes_have_the_size_they_claim(name: str, billions: float, processes: int) -> None:
-    config, deepspeed, world_size = show_config(ROOT / "config" / "recipes" / f"{name}.yaml")
+    config, deepspeed, world_size = show_config(REPOSITORY / "config" / "recipes" / f"{name}.yaml")
     shape = config["model"]["config"]
     assert parameter_count(shape, 128256) / 1e9 == pytest.approx(billions, abs=0.01)
     assert world_size == processes
     assert "bf16" in deepspeed
     assert config["model"]["activation_checkpointing"] == "full"
-    opening = "\n".join(header(ROOT / "config" / "recipes" / f"{name}.yaml"))
+    opening = "\n".join(header(REPOSITORY / "config" / "recipes" / f"{name}.yaml"))
     tokens = config["batch"]["global_size"] * config["data"]["sequence_length"] * config["run"]["steps"] / 1e9
     stated = re.search(r"([\d.]+) B tokens in all", opening)
     assert stated

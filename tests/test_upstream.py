@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-UPSTREAM = Path(__file__).resolve().parents[1] / "docs/upstream"
+from config.cli import REPOSITORY
+
+UPSTREAM = REPOSITORY / "docs/upstream"
 
 
 @pytest.mark.parametrize("name", ["fp16_zero0_loss_not_scaled", "autocast_zero0_skip_reported_as_applied"])

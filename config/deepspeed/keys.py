@@ -2,7 +2,7 @@
 
 DeepSpeed ignores a top-level key that it does not know, so `zero_optimisation` trains without ZeRO and says nothing.
 This table stops that before any process starts, without the seconds that importing DeepSpeed costs;
-tests/config/test_deepspeed_keys.py holds it against the installed DeepSpeed.
+tests/config/deepspeed/test_keys.py holds it against the installed DeepSpeed.
 """
 
 from __future__ import annotations

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from config.cli import REPOSITORY
 
 
 def torchrun(program: Path, *arguments: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3", str(program)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
+    command = [*launch, str(program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY)
     return done.returncode, done.stderr
 
 
@@ -19,7 +20,7 @@ def test_ranks_tell_of_a_mistake_once_whoever_meets_it(tmp_path: Path) -> None:
     program = tmp_path / "rank.py"
     program.write_text(
         "import os, sys, time\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        f"sys.path.insert(0, {str(REPOSITORY)!r})\n"
         "from config.errors import UserError, tell\n"
         "rank = int(os.environ['RANK'])\n"
         "if str(rank) not in sys.argv[1]:\n"

@@ -13,18 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.launches import BIN, ROOT, command, events
+from config.cli import REPOSITORY
+from tests.support.launches import BIN, command, events
 
 DIED = {"exit": 1, "steps": 3, "saved": 2}
 
 
 def pretended(folder, *plan, options=(), overrides=()):
     """A supervised job that does what `plan` says."""
-    job = ["python", str(ROOT / "tests/launch/pretend_train.py"), "--config", str(ROOT / "config/recipes/demo.yaml")]
+    job = ["python", f"{REPOSITORY}/tests/support/pretend_train.py", "--config", "config/recipes/demo.yaml"]
     job += [f"run.dir={folder}", "run.name=it", *overrides]  # the recipe says run.resume: never
     return subprocess.Popen(
         [sys.executable, "-m", "launch.supervise", "--wait", "0.1", *options, "--", *job],
-        cwd=ROOT,
+        cwd=REPOSITORY,
         env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PRETEND": json.dumps(plan)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -141,9 +142,8 @@ def test_a_process_that_outlives_its_launcher_is_ended_before_the_next_start(tmp
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.supervise", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "launch.supervise", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and message in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -159,7 +159,7 @@ def real(folder, name, launcher, told=None):
     line = command(launcher, folder, name, "checkpoint.every_steps=1", "evaluate.every_steps=0", "generate.tokens=0")
     at = next(index for index, word in enumerate(line) if word.endswith("train.py"))
     if told:
-        line[at : at + 1] = [str(ROOT / "tests/launch/dying_train.py"), told]
+        line[at : at + 1] = [str(REPOSITORY / "tests/support/dying_train.py"), told]
     return line
 
 
@@ -168,9 +168,9 @@ def finish(line, *, before=()):
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     job = subprocess.Popen(
-        [*before, *line], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*before, *line], cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     lines = [(time.monotonic(), text) for text in job.stdout]
     return lines, job.wait(timeout=30)
@@ -205,3 +205,14 @@ def test_a_supervised_deepspeed_job_whose_rank_1_was_killed_goes_on(folder, unbr
     assert ended - named < 30
     assert [event["resumed_from"] is not None for event in events(folder, "supervised", "run_start")] == [False, True]
     assert trace(folder, "supervised") == unbroken
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_job_whose_rank_0_was_killed(folder, unbroken):
+    line = real(folder, "elastic", "torchrun", f"SIGKILL:0:3:{folder}/elastic.mark")
+    lines, code = finish([line[0], "--max-restarts", "1", *line[1:]])
+    output = "".join(text for _, text in lines)
+    assert code == 0, output
+    assert re.search(NAMED.format(0, 1), output)
+    assert [event["resumed_from"] is not None for event in events(folder, "elastic", "run_start")] == [False, True]
+    assert trace(folder, "elastic") == unbroken

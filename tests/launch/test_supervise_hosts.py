@@ -1,6 +1,6 @@
 """A supervised job of several machines goes on with those that answer.
 
-Programs stand in for ssh and deepspeed; the real ones are in cluster_lost.py, which needs root.
+Programs stand in for ssh and deepspeed; the real ones are in test_two_machines.py, which needs root.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from config.cli import REPOSITORY
 from launch.hosts import Hosts, largest
-from tests.training.launches import BIN, ROOT
+from tests.support.launches import BIN
 
 DIED = {"exit": 1, "steps": 3, "saved": 2, "end": None}
 # Runs the command here, unless the machine's name is in the file `down`.
@@ -58,12 +59,12 @@ class Bench:
         self, *plan: dict, options: tuple[str, ...] = ("--min-nodes", "1"), launcher: tuple[str, ...] = ()
     ) -> subprocess.Popen[str]:
         """The supervised job; every process of the real run would make micro-batches of 2 of a batch of 16."""
-        job = [str(ROOT / "tests/launch/pretend_train.py"), "--config", str(ROOT / "config/recipes/demo.yaml")]
+        job = [f"{REPOSITORY}/tests/support/pretend_train.py", "--config", f"{REPOSITORY}/config/recipes/demo.yaml"]
         job += [f"run.dir={self.folder}", "run.name=it", "batch.global_size=16", "batch.micro_size=2"]
         words = ["--wait", "0.1", *options, "--", "deepspeed", "--hostfile", f"{self.folder}/hosts", *launcher, *job]
         return subprocess.Popen(
             [sys.executable, "-m", "launch.supervise", *words],
-            cwd=ROOT,
+            cwd=REPOSITORY,
             env={
                 **os.environ,
                 "PATH": f"{self.folder}/bin:{BIN}:{os.environ['PATH']}",
@@ -172,7 +173,7 @@ def test_a_launcher_that_hangs_after_a_rank_was_lost_is_ended():
         "print(it.wait(), it.cause())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=20, check=False
     )
     assert done.stdout.splitlines() == [line, f"{-signal.SIGKILL} rank 1 (pid 7 on right) is out of reach"], done
     assert "the launcher still waits" in done.stderr

@@ -1,17 +1,204 @@
-"""The one test over two machines that is quick enough to be run each time; `make test-cluster` has the others."""
+"""A job over two machines by every launcher that has a recipe, against the same job on one; root, sshd and pdsh.
+
+The machines are Linux namespaces with an sshd each: see tests/support/machines.py.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
 import pytest
 
-from tests.launch.cluster_launches import (
-    REASON,
-    folder,
-    machines,
-    one_host,
-    test_the_hostfile_of_two_machines_trains_as_one,
-)
+from config.cli import REPOSITORY
+from tests.support import launches
+from tests.support.launches import BIN, events
+from tests.support.machines import SKIP, Machine, two_machines
 
+REASON = SKIP or ("" if shutil.which("pdsh") else "not installed: pdsh; apt-get install pdsh")
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
-__all__ = ["folder", "machines", "one_host", "test_the_hostfile_of_two_machines_trains_as_one"]
+WHAT_MUST_REPEAT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
+PORT = "29511"
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Machine]]:
+    with two_machines(tmp_path_factory.mktemp("machines")) as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all jobs: the corpus is prepared once."""
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def one_host(folder: Path) -> list[dict]:
+    """The steps of two processes on one machine."""
+    launches.finish(launches.command("torchrun", folder, "one_host"))
+    return trace(folder, "one_host")
+
+
+def trace(folder: Path, name: str) -> list[dict]:
+    """What each step of a job was, leaving out times and memory."""
+    return [{key: event[key] for key in WHAT_MUST_REPEAT} for event in events(folder, name, "step")]
+
+
+def job(folder: Path, name: str, *overrides: str) -> list[str]:
+    """train.py and its arguments."""
+    return launches.command("python", folder, name, *overrides)[1:]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """A user's, with what goes to the machines in a file of its own."""
+    passed = {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    if "TORCH_EXTENSIONS_DIR" in os.environ:
+        passed["TORCH_EXTENSIONS_DIR"] = os.environ["TORCH_EXTENSIONS_DIR"]
+    (folder / "deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in passed.items()))
+    prefixes = ("PYTHON", "GLOO", "RANK", "WORLD", "LOCAL", "MASTER", "ACCELERATE", "TORCHELASTIC")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    return kept | passed | {"DS_ENV_FILE": str(folder / "deepspeed_env")}
+
+
+def on(machine: Machine, folder: Path, command: Sequence[str]) -> subprocess.Popen[str]:
+    """`command` in the repository's folder of a machine."""
+    return subprocess.Popen(
+        machine.command(*command),
+        cwd=REPOSITORY,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(started: Sequence[subprocess.Popen[str]], seconds: float = 400) -> list[str]:
+    """What each printed, all having ended well."""
+    printed = []
+    for process in started:
+        output, _ = process.communicate(timeout=seconds)
+        printed.append(output)
+    assert [process.returncode for process in started] == [0] * len(started), "\n".join(printed)
+    return printed
+
+
+def by_hostfile(machines: dict[str, Machine], folder: Path, *words: str) -> subprocess.Popen[str]:
+    hostfile = machines["left"].folder.parent / "hostfile"
+    command = ["deepspeed", "--hostfile", str(hostfile), "--num_nodes", "2", "--master_port", PORT, *words]
+    return on(machines["left"], folder, command)
+
+
+def on_both(machines: dict[str, Machine], folder: Path, launcher: str, script: Sequence[str]) -> list[str]:
+    """Start `launcher`, a command with {rank} and {head}, on each machine; what they printed."""
+    words = [
+        [word.format(rank=rank, head="left", port=PORT) for word in launcher.split()] for rank in range(len(machines))
+    ]
+    started = [
+        on(machine, folder, [*command, *script]) for machine, command in zip(machines.values(), words, strict=True)
+    ]
+    return finish(started)
+
+
+def going_on(output: str) -> str:
+    """The command that the job says goes on with it."""
+    return next(line.split("go on", 1)[1].strip() for line in output.splitlines() if "go on  " in line)
+
+
+def test_the_hostfile_of_two_machines_trains_as_one(machines, folder, one_host):
+    (output,) = finish([by_hostfile(machines, folder, *job(folder, "hostfile"))])
+    assert trace(folder, "hostfile") == one_host
+    (started,) = events(folder, "hostfile", "run_start")
+    assert (started["world_size"], started["zero_stage"]) == (2, 2)
+    # each machine started its one rank: without that, both could have run on the first
+    assert "global_rank_mapping=defaultdict(<class 'list'>, {'left': [0], 'right': [1]})" in output
+    assert {line.split(":")[0] for line in output.splitlines() if "exits successfully" in line} == {"left", "right"}
+    assert going_on(output).startswith("deepspeed --hostfile launch/deepspeed/hostfile --num_nodes 2 --num_gpus 1 ")
+
+
+LAUNCHERS = {
+    "torchrun_static": "torchrun --nnodes 2 --nproc_per_node 1 --node_rank {rank} --master_addr {head} "
+    "--master_port {port}",
+    "torchrun_c10d": "torchrun --nnodes 2 --nproc_per_node 1 --rdzv-backend c10d --rdzv-id any "
+    "--rdzv-endpoint {head}:{port}",
+    "accelerate_2": "accelerate launch --config_file launch/accelerate/several_machines_zero2.yaml",
+    "accelerate_3": "accelerate launch --config_file launch/accelerate/several_machines_zero3.yaml",
+}
+ACCELERATE_OPTIONS = " --num_machines 2 --num_processes 2 --machine_rank {rank} --main_process_ip {head}"
+ACCELERATE_OPTIONS += " --main_process_port {port}"
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("launcher", ["torchrun_static", "torchrun_c10d"])
+def test_torchrun_on_two_machines_trains_as_one(machines, folder, one_host, launcher):
+    printed = on_both(machines, folder, LAUNCHERS[launcher], job(folder, launcher))
+    assert trace(folder, launcher) == one_host
+    # with c10d whoever comes first is rank 0, and one process of the two speaks
+    (spoken,) = [text for text in printed if "go on  " in text]
+    assert going_on(spoken).startswith("torchrun --nnodes 2 --node_rank 0 --master_addr ")
+
+
+@pytest.mark.cluster
+def test_accelerate_on_two_machines_trains_as_one(machines, folder, one_host):
+    on_both(machines, folder, LAUNCHERS["accelerate_2"] + ACCELERATE_OPTIONS, job(folder, "accelerate_2"))
+    assert trace(folder, "accelerate_2") == one_host
+
+
+@pytest.mark.cluster
+def test_accelerate_on_two_machines_trains_with_the_json_of_its_file(machines, folder):
+    """ZeRO-3 in BF16, which neither the run config nor the command line says."""
+    named = ("deepspeed.config=", "precision.compute=")
+    words = [word for word in job(folder, "accelerate_3") if not word.startswith(named)]
+    printed = on_both(machines, folder, LAUNCHERS["accelerate_3"] + ACCELERATE_OPTIONS, words)
+    (started,) = events(folder, "accelerate_3", "run_start")
+    assert (started["world_size"], started["zero_stage"], started["compute"]) == (2, 3, "bf16")
+    assert "go on  " in printed[0] and "go on  " not in printed[1]  # rank 0 is where it was said to be
+    typed = ["deepspeed.config=ds_configs/zero3_bf16.json", "precision.compute=bf16"]
+    launches.finish(launches.command("torchrun", folder, "one_host_3", *typed))
+    assert trace(folder, "accelerate_3") == trace(folder, "one_host_3")
+
+
+@pytest.mark.cluster
+def test_the_command_a_run_prints_starts_it_again(machines, folder):
+    """On both machines, as printed, with the other's rank on the second."""
+    words = shlex.split(
+        going_on(on_both(machines, folder, LAUNCHERS["accelerate_2"] + ACCELERATE_OPTIONS, job(folder, "again"))[0])
+    )
+    at = words.index("--machine_rank") + 1
+    finish(
+        [
+            on(machine, folder, [*words[:at], str(rank), *words[at + 1 :], "run.steps=8"])
+            for rank, machine in enumerate(machines.values())
+        ]
+    )
+    assert [event["world_size"] for event in events(folder, "again", "run_start")] == [2, 2]
+    assert [step["step"] for step in trace(folder, "again")] == [*range(1, 9)]
+
+
+@pytest.mark.cluster
+def test_a_cut_cable_does_not_hold_the_launcher(machines, folder, monkeypatch):
+    """By ssh_config.example: without its two lines the launcher waits for ssh, and ssh for the other machine."""
+    alive = re.findall(r"ServerAlive\w+ \d+", (REPOSITORY / "launch/deepspeed/ssh_config.example").read_text())
+    assert len(alive) == 2
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", " ".join(f"-o {line.replace(' ', '=')}" for line in alive))
+    endless = ["run.steps=100000", "checkpoint.every_steps=0", "evaluate.every_steps=0", "run.timeout_minutes=0.5"]
+    started = by_hostfile(machines, folder, *job(folder, "cut", *endless))
+    deadline = time.monotonic() + 240
+    while not ((folder / "runs/cut/events.jsonl").is_file() and events(folder, "cut", "step")):
+        assert time.monotonic() < deadline and started.poll() is None
+        time.sleep(0.2)
+    machines["left"].run("ip", "link", "set", "eth0", "down")
+    try:
+        output, _ = started.communicate(timeout=150)
+    finally:
+        machines["left"].run("ip", "link", "set", "eth0", "up")
+    assert started.returncode != 0
+    assert "pdsh@left: right: ssh exited with exit code 255" in output

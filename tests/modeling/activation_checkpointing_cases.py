@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from config.cli import REPOSITORY
 from config.errors import UserError
 from modeling.activation_checkpointing import blocks_of, recompute_blocks
 from modeling.activation_checkpointing_budget import count_saved
-from tests.training.small_run import ROOT, batch_of, engine_of, masters_of, resolve
+from tests.support.small_run import batch_of, engine_of, masters_of, resolve
 from training.distributed import Place
 
 MODEL = "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 5, num_attention_heads: 2, "
 MODEL += "num_key_value_heads: 2, tie_word_embeddings: true}"
-MIXED = ["precision.path=manifest", f"precision.manifest={ROOT}/config/manifests/llama_mixed.json"]
+MIXED = ["precision.path=manifest", f"precision.manifest={REPOSITORY}/config/manifests/llama_mixed.json"]
 
 
 def steps(place: Place, *, stage: int, compute: str, overrides: list[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from config import batch as loss_chunks
 from config.errors import UserError
 from precision.statistics import ActivationMeter
-from tests.training.small_run import batch_of, engine_of, masters_of, resolve
+from tests.support.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
 from training.distributed import Place
 from training.engine import Engine

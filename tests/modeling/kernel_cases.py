@@ -10,8 +10,8 @@ import torch
 from modeling import kernels
 from modeling.kernels import Norm
 from precision.observe import Observation
-from tests.modeling import interpreted_liger
-from tests.training.small_run import batch_of, engine_of, masters_of, resolve
+from tests.support import interpreted_liger
+from tests.support.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
 from training.distributed import Place
 from training.engine.tensors import whole_gradient

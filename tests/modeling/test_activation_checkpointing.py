@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
@@ -19,8 +20,7 @@ from launch.plan.model import shape_of
 from modeling.activation_checkpointing import _policy, apply_activation_checkpointing
 from modeling.activation_checkpointing_budget import GIB, peak
 from tests.modeling import activation_checkpointing_cases as cases
-from tests.modeling.recomputed_models import BLOCKS, FAMILIES, build, bytes_kept, gradients, loss_of, tokens
-from tests.training.small_run import ROOT
+from tests.support.recomputed_models import BLOCKS, FAMILIES, build, bytes_kept, gradients, loss_of, tokens
 from training.benchmark.activations import MODES as BENCHMARKED
 from training.benchmark.activations import overrides_of
 
@@ -137,7 +137,7 @@ def test_what_a_model_does_not_have_is_refused():
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(key, words):
-    recipe = ROOT / "config/recipes/demo.yaml"
+    recipe = REPOSITORY / "config/recipes/demo.yaml"
     with pytest.raises(UserError, match=words):
         load_config(recipe, f"model.{key}".split(), None)
 
@@ -145,7 +145,7 @@ def test_keys_that_do_not_go_together_are_refused(key, words):
 def test_the_benchmarks_modes_are_what_the_config_means_by_them():
     found = {}
     for mode in (*BENCHMARKED.split(","), "budget:1.5"):
-        model = load_config(ROOT / "config/recipes/demo.yaml", overrides_of(mode), None).model
+        model = load_config(REPOSITORY / "config/recipes/demo.yaml", overrides_of(mode), None).model
         found[mode] = (model.checkpointing_every, model.activation_memory_gib, model.checkpointing_reentrant)
         assert model.activation_checkpointing == mode.partition(":")[0]
     special = {"selective:4": (4, None, False), "full:reentrant": (2, None, True), "budget:1.5": (2, 1.5, False)}
@@ -168,7 +168,7 @@ def test_the_planner_says_what_each_mode_keeps(family, attention):
         kept[mode] = bytes_kept(model, tokens())
         overrides = [f"model.activation_checkpointing={mode}", f"model.attention={attention}"]
         overrides += ["data.sequence_length=64", "batch.micro_size=2"]
-        resolved = read_command_line(["--config", str(ROOT / "config/recipes/demo.yaml"), *overrides], as_launched(1))
+        resolved = read_command_line(["--config", f"{REPOSITORY}/config/recipes/demo.yaml", *overrides], as_launched(1))
         layout = replace(layout_of(resolved, world=1, on_cpu=False), compute="bf16")
         planned[mode], _, _ = activations(shape, layout)
     for mode in ("none", "attention", "ops", "selective"):

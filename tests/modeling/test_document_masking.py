@@ -16,7 +16,7 @@ from data.documents import cumulative_lengths, document_positions
 from data.loader import IGNORED_LABEL, Batch
 from modeling.document_masking import require_documents_apart
 from modeling.linear_cross_entropy import label_loss_sum
-from tests.flex_on_cpu import flex_on_cpu
+from tests.support.flex_on_cpu import flex_on_cpu
 
 SMALL = {
     "hidden_size": 64,

@@ -15,16 +15,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.errors import UserError
 from modeling import kernels
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.kernels import ARCHITECTURES, Norm, require_liger, use_liger
-from tests.modeling import interpreted_liger
 from tests.modeling import kernel_cases as cases
-from tests.training.launches import ROOT, command, finish
+from tests.support import interpreted_liger
+from tests.support.launches import command, finish
 
-here = pytest.mark.skipif(bool(interpreted_liger.why_not()), reason=interpreted_liger.why_not())
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPE = {
     "hidden_size": 32,
@@ -36,6 +36,12 @@ SHAPE = {
     "vocab_size": 64,
     "pad_token_id": 0,
 }
+
+
+def here(test: Any) -> Any:
+    """A test that runs the kernels."""
+    reason = interpreted_liger.why_not()
+    return pytest.mark.kernels(pytest.mark.skipif(bool(reason), reason=reason)(test))
 
 
 def build(architecture: str, dtype: torch.dtype, **more: Any) -> Any:
@@ -281,7 +287,7 @@ def test_whoever_looks_sees_the_same(pair: Any) -> None:
     ],
 )
 def test_what_does_not_go_with_it_is_refused(override: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--config", str(ROOT / "config/recipes/demo.yaml"), "model.kernels=liger", override]
+    given = ["--config", str(REPOSITORY / "config/recipes/demo.yaml"), "model.kernels=liger", override]
     if override == "precision.path=manifest":
         given += ["precision.manifest=config/manifests/bf16.json", "precision.compute=fp32"]
     with pytest.raises(SystemExit) as stopped:

@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 
 import pytest
-from synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 
+from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir

@@ -1,4 +1,4 @@
-"""What runs inside the process of tests/training/test_loss_scaler.py (DeepSpeed's scaler asks for a rank)."""
+"""What runs inside the process of test_loss_scaler.py (DeepSpeed's scaler asks for a rank)."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from precision.observe import Observation, verify
-from tests.training.small_run import batch_of, engine_of, masters_of, resolve
+from tests.support.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
 from training.distributed import Place
 from training.engine.health import RanksDisagree

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from config.cli import REPOSITORY
 from precision.guard import Verdict
-from tests.training.checkpoint_cases import RandomBatches
-from tests.training.small_run import ROOT, batch_of, engine_of, resolve
+from tests.support.small_run import batch_of, engine_of, resolve
+from tests.training.checkpoint.checkpoint_cases import RandomBatches
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from training.benchmark import growth as benchmark_growth
@@ -49,7 +50,8 @@ _COLLECTIVES = (
     "all_to_all_single",
     "barrier",
 )
-_OURS = tuple(f"{ROOT}/{folder}/" for folder in ("config", "data", "modeling", "precision", "tracking", "training"))
+_FOLDERS = ("config", "data", "modeling", "precision", "tracking", "training")
+_OURS = tuple(f"{REPOSITORY}/{folder}/" for folder in _FOLDERS)
 
 
 def _copies_and_waits(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -207,7 +209,8 @@ def calls_beside_the_model(place: Place, *, layers: int) -> tuple[int, int]:
         calls += not passing and code.co_filename.startswith(_OURS) and not code.co_name.startswith("<")
         return None
 
-    overrides = (layers_of(layers), "precision.path=manifest", f"precision.manifest={ROOT}/config/manifests/bf16.json")
+    manifest = f"precision.manifest={REPOSITORY}/config/manifests/bf16.json"
+    overrides = (layers_of(layers), "precision.path=manifest", manifest)
     with (
         tempfile.TemporaryDirectory() as folder,
         parts_of(place, Path(folder), overrides=overrides, stage=2, compute="fp32") as parts,
@@ -281,7 +284,7 @@ def growth_rows(place: Place) -> list[benchmark_growth.Row]:
     """Two rows of the benchmark of growth on the smallest model."""
     rows = []
     for _ in range(2):
-        resolved = benchmark_growth.resolve(["--config", f"{ROOT}/config/recipes/demo.yaml"], 1e5)
+        resolved = benchmark_growth.resolve(["--config", f"{REPOSITORY}/config/recipes/demo.yaml"], 1e5)
         with tempfile.TemporaryDirectory() as folder, benchmark_growth.parts_of(resolved, place, Path(folder)) as parts:
             rows.append(benchmark_growth.measure(parts, steps=2))
     return rows

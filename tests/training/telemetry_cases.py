@@ -1,4 +1,4 @@
-"""What runs inside the processes of tests/training/test_telemetry.py."""
+"""What runs inside the processes of test_telemetry.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from config.errors import UserError
 from modeling.linear_cross_entropy import label_loss_sum
-from tests.training.small_run import batch_of, engine_of, masters_of, plain_model, resolve
+from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import Place
 from training.telemetry import Telemetry
 

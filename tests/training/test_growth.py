@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from config.cli import REPOSITORY
 from config.errors import UserError
 from config.schema import GuardSection
 from modeling.build import count_parameters
@@ -26,9 +27,8 @@ from precision.guard import Guard, Judgement, Verdict
 from precision.manifest import Manifest, Rule
 from precision.regions import Regions
 from precision.step_health import Health
-from tests.process_group import ProcessGroup
+from tests.support.process_group import ProcessGroup
 from tests.training import step_cost_cases
-from tests.training.small_run import ROOT
 from training.benchmark import growth as benchmark_growth
 from training.benchmark.spec import flops_per_token
 from training.checkpoint.contents import parameter_shapes
@@ -183,4 +183,4 @@ def test_the_benchmark_measures_every_part(pair: ProcessGroup) -> None:
 )
 def test_mistakes_are_told_before_anything_starts(arguments: list[str], told: str) -> None:
     with pytest.raises(UserError, match=re.escape(told)):
-        benchmark_growth.read_options(["--config", f"{ROOT}/config/recipes/demo.yaml", *arguments])
+        benchmark_growth.read_options(["--config", f"{REPOSITORY}/config/recipes/demo.yaml", *arguments])

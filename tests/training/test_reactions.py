@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from tests.training import engine_cases, reaction_cases
+from tests.training import reaction_cases
+from tests.training.engine import engine_cases
 from tests.training.reaction_cases import HIT
 
 SHARDED = [(stage, compute) for stage in (1, 2, 3) for compute in ("fp32", "bf16", "fp16")]

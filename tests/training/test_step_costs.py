@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from tests.process_group import ProcessGroup
+from tests.support.process_group import ProcessGroup
 from tests.training import step_cost_cases
 
 STAGES = [(1, "bf16"), (2, "fp16"), (3, "bf16")]

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.training.launches import command, events, finish, replay, start
+from tests.support.launches import command, events, finish, replay, start
 
 WHAT_MUST_REPEAT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
 

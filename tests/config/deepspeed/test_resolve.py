@@ -1,0 +1,318 @@
+"""The run config and a DeepSpeed JSON become one document without "auto", or one line that says where they disagree."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.cli import REPOSITORY
+from config.deepspeed.document import offload, read_document, zero_stage
+from config.deepspeed.keys import REFUSED, SECTIONS
+from config.deepspeed.resolve import resolve
+from config.errors import UserError
+from config.load import load_config
+from config.schema import Config
+
+FOLDER = REPOSITORY / "ds_configs"
+FILES = sorted(FOLDER.glob("*.json"))
+HERE = Path("my.json")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    """make("key=value", ...) is a Config."""
+    path = tmp_path / "demo.yaml"
+    path.write_text("model: {architecture: llama}\nbatch: {global_size: 16, micro_size: 2}\n")
+    return lambda *overrides: load_config(path, overrides, None)
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}} | changes
+
+
+def error_of(config: Config, given: dict[str, Any], world_size: int = 2) -> str:
+    with pytest.raises(UserError) as caught:
+        resolve(config, HERE, given, world_size=world_size)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("my.json: ")
+    return message.removeprefix("my.json: ")
+
+
+def values(tree: Any) -> list[Any]:
+    return [leaf for item in tree.values() for leaf in values(item)] if isinstance(tree, dict) else [tree]
+
+
+def test_there_is_a_file_for_every_stage_and_dtype() -> None:
+    names = {path.stem for path in FILES}
+    dtypes = ("fp32", "bf16", "fp16")
+    plain = {f"zero{stage}_{dtype}" for stage, dtype in itertools.product(range(4), dtypes)}
+    assert names == plain | {f"zero{stage}_{dtype}_offload" for stage, dtype in itertools.product((2, 3), dtypes)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_shipped_file_resolves_or_is_refused_with_the_reason(path: Path, make: Any) -> None:
+    stage, dtype, *variant = path.stem.removeprefix("zero").split("_")
+    given, config = read_document(path), make("batch.micro_size=8")
+    before = copy.deepcopy(given)
+    if path.stem in ("zero0_fp16", "zero0_bf16"):
+        message = f"{dtype.upper()} with ZeRO-0 is refused: .*measured: .* use ZeRO-1: ds_configs/zero1_{dtype}.json"
+        with pytest.raises(UserError, match=message):
+            resolve(config, path, given, world_size=2)
+        return
+    resolved = resolve(config, path, given, world_size=2)
+    assert given == before
+    assert "auto" not in values(resolved)
+    assert zero_stage(resolved) == int(stage)
+    assert offload(resolved) == ("none" if not variant else "optimizer" if stage == "2" else "optimizer+param")
+    assert resolved["train_batch_size"] == 16
+    assert resolved["gradient_accumulation_steps"] == 1
+    assert resolved["communication_data_type"] == "fp32"
+    assert resolved["data_types"]["grad_accum_dtype"] == ("fp32" if stage != "0" else dtype)
+    assert resolved["zero_optimization"].get("overlap_comm", False) is False
+    assert [name for name in ("bf16", "fp16") if name in resolved] == ([dtype] if dtype != "fp32" else [])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_shipped_file_repeats_nothing_of_the_run_config(path: Path) -> None:
+    given = json.loads(path.read_text())
+    for key in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ):
+        assert given[key] == "auto"
+    assert not {"optimizer", "scheduler"} & given.keys()
+
+
+def test_everything_the_run_config_owns_is_filled_in(make: Any) -> None:
+    config = make("optimizer.gradient_clipping=0.5", "precision.reduce=compute")
+    resolved = resolve(config, HERE, document(), world_size=2)
+    assert resolved == {
+        "zero_optimization": {"stage": 2, "overlap_comm": False},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": True, "check_grad_overflow": True},
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "communication_data_type": "bf16",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+
+
+def test_the_dynamic_and_the_static_loss_scale(make: Any) -> None:
+    given = document(fp16={"enabled": True}, bf16={"enabled": False})
+    scale = "precision.loss_scale={initial: 4096, window: 50, hysteresis: 1, minimum: 2}"
+    assert resolve(make(scale), HERE, given, world_size=2)["fp16"] == {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 12,
+        "loss_scale_window": 50,
+        "hysteresis": 1,
+        "min_loss_scale": 2,
+        "consecutive_hysteresis": False,
+    }
+    static = make("precision.loss_scale={policy: static, initial: 1000}")
+    resolved = resolve(static, HERE, given, world_size=2)
+    assert resolved["fp16"] == {"enabled": True, "loss_scale": 1000.0}
+    assert "bf16" not in resolved
+
+
+def test_defaults_of_deepspeed_that_would_not_do_are_replaced_and_a_choice_is_kept(make: Any) -> None:
+    cpu = {"device": "cpu"}
+    zero = resolve(make(), HERE, document(zero_optimization={"stage": 3, "offload_optimizer": cpu}), world_size=2)
+    assert zero["zero_optimization"]["overlap_comm"] is False
+    assert zero["zero_force_ds_cpu_optimizer"] is False
+    chosen = document(zero_optimization={"stage": 2, "overlap_comm": True}, zero_allow_untested_optimizer=False)
+    resolved = resolve(make(), HERE, chosen, world_size=2)
+    assert resolved["zero_optimization"]["overlap_comm"] is True
+    assert resolved["zero_allow_untested_optimizer"] is False
+    assert "zero_force_ds_cpu_optimizer" not in resolved
+
+
+def test_the_static_scale_settles_what_a_shipped_file_leaves_open(make: Any) -> None:
+    static = make("precision.loss_scale={policy: static, initial: 1000}")
+    resolved = resolve(static, HERE, read_document(FOLDER / "zero2_fp16.json"), world_size=2)
+    assert resolved["fp16"]["loss_scale"] == 1000.0
+    assert "auto" not in values(resolved)
+
+
+@pytest.mark.parametrize(
+    ("policy", "power", "hysteresis"), [("deepspeed", 16, 2), ("adaptive", 12, 1)], ids=["deepspeed", "adaptive"]
+)
+def test_the_json_shows_the_defaults_of_the_policy(make: Any, policy: str, power: int, hysteresis: int) -> None:
+    config = make(f"precision.loss_scale.policy={policy}")
+    fp16 = resolve(config, HERE, read_document(FOLDER / "zero2_fp16.json"), world_size=2)["fp16"]
+    assert (fp16["initial_scale_power"], fp16["hysteresis"]) == (power, hysteresis)
+    section = config.precision.loss_scale.decided()
+    assert (section.initial, section.hysteresis) == (2.0**power, hysteresis)
+    assert section.decided() == section
+
+
+def test_a_json_that_refills_the_hysteresis_every_step_is_refused(make: Any) -> None:
+    given = document(fp16={"enabled": True, "consecutive_hysteresis": True}, bf16={"enabled": False})
+    with pytest.raises(UserError, match="fp16.consecutive_hysteresis = true disagrees"):
+        resolve(make(), HERE, given, world_size=2)
+
+
+def test_equal_numbers_in_both_places_are_fine(make: Any) -> None:
+    given = document(train_batch_size=16, gradient_clipping=1, gradient_accumulation_steps=4, steps_per_print=5)
+    assert resolve(make(), HERE, given, world_size=2)["steps_per_print"] == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"train_batch_size": 32},
+            "train_batch_size = 32 disagrees with the run config, where batch.global_size gives 16",
+        ),
+        ({"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu = 1 disagrees"),
+        ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps = 1 disagrees"),
+        (
+            {"gradient_clipping": 0.5},
+            "gradient_clipping = 0.5 disagrees with the run config, where optimizer.gradient_cl",
+        ),
+        ({"communication_data_type": "bf16"}, "communication_data_type = 'bf16' disagrees"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype = 'bf16' disagrees"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow = false disagrees"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 12}, "bf16": {}}, "fp16.initial_scale_power = 12 disagrees"),
+        ({"fp16": {"enabled": True}}, "bf16.enabled and fp16.enabled are both true"),
+        ({"bf16": {"enabled": "auto"}}, 'bf16.enabled = "auto" and precision.compute = auto leave the dtype open'),
+        (
+            {"zero_optimisation": {"stage": 2}},
+            "zero_optimisation: DeepSpeed 0.19.8 has no such key; did you mean zero_opt",
+        ),
+        (
+            {"zero_optimization": {"stgae": 2}},
+            "zero_optimization.stgae: DeepSpeed 0.19.8 has no such key; did you mean zer",
+        ),
+        (
+            {"overlap_comm": False},
+            "overlap_comm: DeepSpeed 0.19.8 has no such key; did you mean zero_optimization.overlap",
+        ),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4 is not one of 0, 1, 2, 3"),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage = 'auto' is not one of"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage = true is not a whole number"),
+        ({"zero_optimization": True}, "zero_optimization = true is not an object"),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}},
+            'zero_optimization.reduce_bucket_size = "auto"',
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1.5}},
+            "zero_optimization.reduce_bucket_size = 1.5 is",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "overlap_comm": 1}},
+            "zero_optimization.overlap_comm = 1 is not true or false",
+        ),
+        ({"communication_data_type": "fp8"}, "communication_data_type = 'fp8' is not one of fp32, bf16, fp16"),
+        ({"comms_logger": {"prof_ops": "all_reduce"}}, "comms_logger.prof_ops = 'all_reduce' is not a list"),
+        ({"log_level": 3}, "log_level = 3 is not text"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping = NaN is not a number of 0 or more"),
+        ({"optimizer": {"type": "AdamW"}}, "optimizer is refused: Mantissa owns the optimizer"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast is refused: with float16"),
+        ({"amp": {"enabled": True}}, "amp is refused: DeepSpeed 0.19.8 has removed it"),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            "bf16.bf16_master_weights_and_grads is refu",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param.device = 'cpu' needs zero_optimization.stage 3 or more, not 2",
+        ),
+        (
+            {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}, "bf16": {}},
+            "zero_optimization.offload_optimizer.device = 'cpu' needs zero_optimization.stage 1 or more, not 0",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "zero_optimization.offload_param.nvme_path is missing",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}},
+            "zero_optimization.offload_param.device = 'disk' is not one of none, cpu, nvme",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(make: Any, changes: dict[str, Any], expected: str) -> None:
+    assert error_of(make(), document(**changes)).startswith(expected)
+
+
+def test_the_dtype_of_both_places_must_agree(make: Any) -> None:
+    message = error_of(make("precision.compute=fp16"), document())
+    assert message == (
+        "enables bf16, but precision.compute = fp16 in the run config; use a JSON for fp16 such as "
+        "ds_configs/zero2_fp16.json, or set precision.compute to auto"
+    )
+    assert error_of(make("precision.compute=bf16"), document(bf16={})).startswith("enables neither bf16 nor fp16")
+    both_open = document(bf16={"enabled": "auto"}, fp16={"enabled": "auto", "loss_scale": "auto"})
+    assert "fp16" in resolve(make("precision.compute=fp16"), HERE, both_open, world_size=2)
+    assert not {"fp16", "bf16"} & resolve(make("precision.compute=fp32"), HERE, both_open, world_size=2).keys()
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
+def test_every_refused_key_is_refused_where_it_stands(make: Any, key: str) -> None:
+    *parents, name = key.split(".")
+    given = document()
+    section = given
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    section[name] = True
+    assert error_of(make(), given) == f"{key} is refused: {REFUSED[key]}"
+
+
+def test_no_key_is_both_taken_and_refused() -> None:
+    taken = {f"{section}.{key}" if section else key for section, keys in SECTIONS.items() for key in keys}
+    assert not taken & REFUSED.keys()
+
+
+def test_every_section_named_is_described() -> None:
+    named = {
+        f"{section}.{key}" if section else key
+        for section, keys in SECTIONS.items()
+        for key, kind in keys.items()
+        if kind == "section"
+    }
+    assert named == SECTIONS.keys() - {""}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{,}", "not valid JSON: line 1, column 2"),
+        ("[1]", "holds [1] where a JSON object is expected"),
+        ('{"a": {"b": 1, "b": 2}}', "b is there twice in one object"),
+        ("\xff", "not valid JSON"),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        read_document(path)
+    assert str(caught.value).startswith(f"{path}: {expected}")
+
+
+def test_resolving_a_resolved_document_changes_nothing(make: Any) -> None:
+    config = make()
+    once = resolve(config, HERE, document(), world_size=2)
+    assert resolve(config, HERE, once, world_size=2) == once
+    with pytest.raises(UserError, match="disagrees"):
+        resolve(
+            dataclasses.replace(config, batch=dataclasses.replace(config.batch, global_size=32)),
+            HERE,
+            once,
+            world_size=2,
+        )

@@ -1,0 +1,176 @@
+"""What the doctor makes of facts that this machine cannot be given: GPUs, InfiniBand, many hosts, wrong sums."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+
+import pytest
+
+from config.cli import REPOSITORY
+from config.errors import UserError
+from launch.doctor import facts as doctor_facts
+from launch.doctor.cluster_checks import check_all_reduce, check_clock, check_cluster, check_device
+from launch.doctor.host_checks import check_host, check_offload
+from launch.doctor.report import amber, green, red, show
+from launch.hostfile import read_hostfile
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory):
+    """Facts of this machine."""
+    folder = tmp_path_factory.mktemp("facts")
+    root = str(REPOSITORY)
+    request = {"folders": {"run": str(folder)}, "hosts": [], "port": 0, "cwd": root, "marks": []}
+    return {**doctor_facts.collect(request), "processes": 2}
+
+
+@pytest.fixture
+def facts(collected):
+    return copy.deepcopy(collected)
+
+
+def levels(findings, check):
+    """The levels that a check comes to, in order."""
+    return [item.level for item in findings if item.check == check]
+
+
+def test_the_odd_one_out_of_many_hosts_is_named(facts):
+    hosts = {f"node-{index}": copy.deepcopy(facts) for index in range(5)}
+    for one in hosts.values():
+        one["names"] = {}
+    hosts["node-0"]["packages"]["torch"] = "2.11.0"
+    hosts["node-3"]["gpus"]["list"] = [{"driver_version": "570.1"}]
+    hosts["node-4"]["code"] = None
+    found = [item for item in check_cluster(hosts, port=1) if item.check == "versions" and item.level != "green"]
+    assert {(item.host, item.level, item.what.split(",")[0]) for item in found} == {
+        ("node-0", "red", "torch is 2.11.0"),
+        ("node-3", "amber", "driver is 570.1"),
+        ("node-4", "red", "Mantissa's code is none"),
+    }
+
+
+def test_what_is_nowhere_is_missed(facts):
+    del facts["packages"]["deepspeed"]
+    found = [item for item in check_cluster({"a": facts}, port=1) if item.level == "red"]
+    assert [item.what for item in found] == ["there is no deepspeed"]
+
+
+def test_another_cuda_toolkit_is_refused_as_deepspeed_refuses_it(facts):
+    facts["torch_cuda"] = "12.8"
+    nvcc = facts["programs"]["nvcc"] = [{"path": "/cuda/bin/nvcc", "version": "13.0"}]
+    assert levels(check_host("a", facts), "nvcc") == ["red"]
+    nvcc[0]["version"] = "12.4"
+    assert levels(check_host("a", facts), "nvcc") == ["green"]
+    facts["programs"]["nvcc"] = []
+    assert levels(check_host("a", facts), "nvcc") == ["amber"]
+
+
+def test_infiniband_wants_locked_memory(facts):
+    facts["infiniband"], facts["limits"]["memlock"] = True, 64 * 1024
+    assert levels(check_host("a", facts), "locked memory") == ["red"]
+    facts["limits"]["memlock"] = None
+    assert levels(check_host("a", facts), "locked memory") == []
+
+
+def test_gpus(facts):
+    gpu = dict(
+        zip(doctor_facts._GPU_FIELDS, ["NVIDIA H200", "575.1", "143771", "4", "34", "[N/A]", "Not Active"], strict=True)
+    )
+    facts["gpus"] = {"devices": 2, "error": None, "list": [gpu, dict(gpu)]}
+    assert levels(check_host("a", facts), "gpu") == ["green", "green"]
+    facts["gpus"]["list"][1]["memory.used"] = "90000"
+    assert levels(check_host("a", facts), "gpu") == ["green", "amber"]
+    facts["gpus"]["list"][0]["clocks_event_reasons.hw_slowdown"] = "Active"
+    assert levels(check_host("a", facts), "gpu") == ["red", "amber"]
+    facts["processes"] = 4
+    assert levels(check_host("a", facts), "slots") == ["red"]
+
+
+@pytest.mark.parametrize(("parameters", "level"), [(10**9, "green"), (32 * 10**8, "amber"), (4 * 10**9, "red")])
+def test_offload_must_fit_into_memory(facts, parameters, level):
+    """16 bytes a parameter for the optimizer's, over two hosts: 28 GiB hold 3.75e9 parameters."""
+    facts["memory"] = {"total": 64 * GIB, "available": 60 * GIB, "cgroup_limit": 28 * GIB}
+    assert levels(check_offload("a", facts, "optimizer", parameters, 2), "offload memory") == [level]
+    assert levels(check_offload("a", facts, "none", parameters, 2), "offload memory") == []
+
+
+def device(**changes):
+    made = {"error": None, "off": "0.003", "seconds": 0.001}
+    told = {"torch": "2.13.0", "device": "cuda", "devices": 1, "supported": {"bf16": True, "fp16": True}}
+    return {**told, "matmul": {"bf16": dict(made), "fp16": dict(made)}, "ops": {"cpu_adam": True}, **changes}
+
+
+def test_a_device():
+    assert {item.level for item in check_device("a", device(), "bf16", 1)} == {"green"}
+    old = device(supported={"bf16": False, "fp16": True})
+    assert levels(check_device("a", old, "bf16", 1), "bf16") == ["amber"]
+    assert levels(check_device("a", old, "fp16", 1), "bf16") == ["green"]
+    broken = device()
+    broken["matmul"]["fp16"]["off"] = "inf"
+    assert levels(check_device("a", broken, None, 1), "fp16") == ["red"]
+    refused = device()
+    refused["matmul"]["fp16"] = {"error": "RuntimeError: not implemented", "off": "0.0", "seconds": None}
+    assert levels(check_device("a", refused, "bf16", 1), "fp16") == ["amber"]
+    assert levels(check_device("a", refused, "fp16", 1), "fp16") == ["red"]
+    assert levels(check_device("a", device(devices=0), None, 8), "device") == ["red"]
+    assert levels(check_device("a", device(ops={"cpu_adam": False}), None, 1), "op compatibility") == ["red"]
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    """nccl-tests: 64 MiB over 8 ranks in 1 ms is 67.11 GB/s, times 14/8 117.44 GB/s of bus."""
+    told = {"bytes": 64 * 2**20, "world": 8, "seconds": 1e-3, "backend": "nccl", "wrong": 0}
+    (found,) = check_all_reduce(told, "", None)
+    assert found.level == "green" and "67.11 GB/s, 117.44 GB/s of bus" in found.what
+    assert levels(check_all_reduce(told, "", 118e9), "all-reduce") == ["amber"]
+    assert levels(check_all_reduce({**told, "wrong": 3}, "", None), "all-reduce") == ["red"]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "error", "level"),
+    [(0.4, 0.01, "green"), (-2.0, 0.01, "amber"), (40.0, 0.01, "red"), (-40.0, 0.01, "red"), (40.0, 45.0, "green")],
+)
+def test_a_clock_is_judged_by_what_is_certain(ahead, error, level):
+    assert levels(check_clock("a", ahead, error), "clock") == [level]
+
+
+def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path):
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    generator, path, read = random.Random(0), tmp_path / "hostfile", 0
+    pieces = ["worker-0", "10.0.0.1", "slots=8", " slots=2 # a comment", "#", "", "\t", "slots=", "worker-0 slots=1"]
+    for _ in range(300):
+        lines = ["".join(generator.choices(pieces, k=generator.randint(0, 3))) for _ in range(generator.randint(0, 4))]
+        path.write_text("\n".join(lines))
+        try:
+            expected = dict(fetch_hostfile(str(path)))
+        except ValueError:
+            with pytest.raises(UserError, match=re.escape(str(path))):
+                read_hostfile(path)
+        else:
+            read += 1
+            assert read_hostfile(path) == expected
+    assert read > 20
+
+
+def test_what_all_hosts_have_is_told_once(capsys):
+    import sys
+
+    findings = [green("ninja", "1.13", f"n{index}") for index in range(20)]
+    findings += [
+        red("gpu", "gone", "look", "n3"),
+        amber("clock", "late", "chrony", "n4"),
+        amber("clock", "late", "chrony", "n5"),
+    ]
+    show(findings, [f"n{index}" for index in range(20)], 1.0, sys.stdout)
+    assert capsys.readouterr().out.splitlines() == [
+        "red    gpu [n3]: gone",
+        "       fix: look",
+        "amber  clock [n4, n5]: late",
+        "       fix: chrony",
+        "green  ninja [all 20 hosts]: 1.13",
+        "1 red, 2 amber, 20 green; 20 hosts, 1 s",
+    ]

@@ -1,0 +1,285 @@
+"""The doctor on this machine: each fault is planted for real, and found and named by a real run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from config.cli import REPOSITORY
+
+pytestmark = pytest.mark.cluster
+
+BIN = Path(sys.executable).parent
+ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+IN_ITS_OWN_MOUNTS = ["unshare", "--mount", "sh", "-c"]
+
+
+class Bench:
+    """A folder with a config, in which the doctor is run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = str(folder / "runs")
+        self.overrides: list[str] = []
+        self.environment = {"TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
+        self.before = ""
+        """Shell commands to run first."""
+        self.options = ["--quick"]
+
+    def examine(self) -> tuple[int, dict[str, dict]]:
+        """Exit code, and the worst finding of each check."""
+        config = self.folder / "run.yaml"
+        config.write_text(
+            f"model: {{architecture: llama, config: {{num_hidden_layers: 1, hidden_size: 32}}}}\n"
+            f"run: {{dir: {self.run_dir}}}\ndata: {{cache_dir: {self.folder}/cache}}\n"
+        )
+        command = [sys.executable, "-m", "launch.doctor", "--json", "--config", str(config), *self.options]
+        command += ["--port", str(free_port())] if "--port" not in self.options else []
+        command += self.overrides
+        if self.before:
+            shell = IN_ITS_OWN_MOUNTS if "mount" in self.before else ["sh", "-c"]
+            command = [*shell, f'{self.before}; exec "$@"', "sh", *command]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP", "WANDB"))}
+        environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", **self.environment}
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.stdout, done.stderr
+        findings = sorted(json.loads(done.stdout)["findings"], key=lambda item: item["level"] != "green")
+        findings.sort(key=lambda item: ("green", "amber", "red").index(item["level"]))
+        return done.returncode, {item["check"]: item for item in findings}
+
+    def program(self, name: str, text: str) -> None:
+        """A program that comes first on the PATH."""
+        path = self.folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        self.environment["PATH"] = f"{path.parent}:{BIN}:{os.environ['PATH']}"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_healthy_machine(bench):
+    code, found = bench.examine()
+    assert code == 0
+    assert {check for check, item in found.items() if item["level"] == "red"} == set()
+    assert {"c++ compiler", "ninja", "open files", "run folder", "versions", "port", "/dev/shm"} <= found.keys()
+    assert "MB/s" in found["run folder"]["what"] and "torch 2." in found["versions"]["what"]
+    assert {path.name for path in bench.folder.iterdir()} == {"run.yaml"}  # looking leaves nothing behind
+
+
+def taken_port(bench: Bench) -> socket.socket:
+    listener = socket.create_server(("", 0))
+    bench.options += ["--port", str(listener.getsockname()[1])]
+    return listener
+
+
+def no_compiler(bench: Bench) -> None:
+    bench.environment["PATH"] = str(BIN)
+
+
+def stale_lock(bench: Bench) -> None:
+    lock = bench.folder / "extensions/py311_cpu/deepspeed_shm_comm/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+
+
+def lock_of_a_build(bench: Bench) -> object:
+    stale_lock(bench)
+    return (bench.folder / "extensions/py311_cpu/deepspeed_shm_comm/lock").open()
+
+
+def other_ninja(bench: Bench) -> None:
+    bench.program("ninja", "echo 1.10.0")
+
+
+def few_files(bench: Bench) -> None:
+    bench.before = "ulimit -n 64"
+
+
+def unwritable(bench: Bench) -> None:
+    bench.run_dir = "/proc/sys"
+
+
+def a_file_in_the_way(bench: Bench) -> None:
+    (bench.folder / "runs").write_text("")
+
+
+def full_disk(bench: Bench) -> None:
+    (bench.folder / "runs").mkdir()
+    bench.before = f"mount -t tmpfs -o size=1m none {bench.run_dir}; head -c 2000000 /dev/zero >{bench.run_dir}/it 2>&-"
+
+
+def nearly_full_disk(bench: Bench) -> None:
+    (bench.folder / "runs").mkdir()
+    bench.before = f"mount -t tmpfs -o size=100m none {bench.run_dir}"
+
+
+def no_execution(bench: Bench) -> None:
+    (bench.folder / "extensions").mkdir()
+    bench.before = f"mount -t tmpfs -o noexec none {bench.folder}/extensions"
+
+
+def docker_shm(bench: Bench) -> None:
+    bench.before = "mount -t tmpfs -o size=64m none /dev/shm"
+
+
+def too_many_threads(bench: Bench) -> None:
+    bench.environment["OMP_NUM_THREADS"] = str(os.cpu_count())
+
+
+def nonsense_threads(bench: Bench) -> None:
+    bench.environment["OMP_NUM_THREADS"] = "all"
+
+
+def no_login(bench: Bench) -> None:
+    bench.environment["NETRC"] = str(bench.folder / "netrc")
+    bench.overrides = ["tracking.wandb=online"]
+
+
+def no_driver(bench: Bench) -> None:
+    bench.program("nvidia-smi", "echo NVIDIA-SMI has failed because it could not talk to the driver.; exit 9")
+
+
+def broken_memory(bench: Bench) -> None:
+    bench.program("nvidia-smi", "echo 'NVIDIA H200, 575.57, 143771, 4, 34, 3, Not Active'")
+
+
+@pytest.mark.parametrize(
+    ("plant", "level", "check", "words"),
+    [
+        (taken_port, "red", "port", "Address already in use"),
+        (no_compiler, "red", "c++ compiler", "there is none on the PATH"),
+        (stale_lock, "red", "op build", "extensions/py311_cpu/deepspeed_shm_comm/lock"),
+        (lock_of_a_build, "amber", "op build", f"process {os.getpid()} builds at"),
+        (other_ninja, "amber", "ninja", f"bin/ninja 1.10.0 comes before {BIN}/ninja"),
+        (few_files, "red", "open files", "ulimit -n is 64"),
+        (unwritable, "red", "run folder", "/proc/sys/run: "),
+        (a_file_in_the_way, "red", "run folder", "Not a directory"),
+        pytest.param(full_disk, "red", "run folder", "No space left on device", marks=ROOT_ONLY),
+        pytest.param(nearly_full_disk, "red", "run folder", "100.0 MiB free on tmpfs", marks=ROOT_ONLY),
+        pytest.param(no_execution, "red", "op builds folder", "mounted noexec", marks=ROOT_ONLY),
+        pytest.param(docker_shm, "red", "/dev/shm", "64.0 MiB", marks=ROOT_ONLY),
+        (too_many_threads, "amber", "threads", "times 2 processes is more than"),
+        (nonsense_threads, "red", "threads", "OMP_NUM_THREADS = 'all'"),
+        (no_login, "amber", "wandb", "there is no login"),
+        (no_driver, "red", "gpu", "could not talk to the driver"),
+        (broken_memory, "red", "gpu", "3 uncorrected memory errors"),
+    ],
+)
+def test_a_planted_fault_is_found_and_named(bench, plant, level, check, words):
+    kept = plant(bench)
+    code, found = bench.examine()
+    assert found[check]["level"] == level, found
+    assert words in found[check]["what"] and found[check]["fix"], found[check]
+    assert code == (1 if level == "red" else 0)
+    assert {name for name, item in found.items() if item["level"] == "red"} <= {check}  # nothing else is
+    del kept
+
+
+def test_what_needs_torch(bench):
+    """A key that is not there, a store that cannot be written, an interface that does not exist: one run finds all."""
+    bench.options = ["--all-reduce", "1", "--deepspeed_config", "ds_configs/zero2_bf16_offload.json"]
+    bench.overrides = ["checkpoint.encryption_key=env:NO_SUCH_KEY", "checkpoint.dir=file:///proc/store"]
+    bench.environment["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    code, found = bench.examine()
+    assert code == 1
+    assert {name for name, item in found.items() if item["level"] == "red"} == {
+        "encryption key",
+        "object store",
+        "all-reduce",
+    }
+    assert "NO_SUCH_KEY" in found["encryption key"]["what"]
+    assert "/proc/store" in found["object store"]["what"]
+    assert "nosuch0" in found["all-reduce"]["what"], found["all-reduce"]
+    assert found["bf16"]["level"] == "green" and "off by" in found["bf16"]["what"]
+    assert found["op compatibility"]["level"] == "green"
+    assert found["offload memory"]["what"].startswith("optimizer: ")
+
+
+ASK = """
+import sys
+from launch.doctor.hosts import Host, on_all
+
+def ask(hosts, ssh, token):
+    for host in hosts:
+        host.connect(ssh)
+    program = "import time; time.sleep(100)"
+    given = dict(program=program, given=token, limit=100.0, cwd=".")
+    on_all(hosts, lambda host: host.ask("run", 100.0, **given))
+
+"""
+
+
+def interrupt(command, programs: int) -> None:
+    """Start `command` with a token, wait for programs that were given it, send Ctrl-C: they and it must end soon."""
+    token = secrets.token_hex(8)
+
+    def running() -> int:
+        count = 0
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                words = path.read_bytes().split(b"\0")
+                count += len(words) > 2 and words[1].endswith(b"/program.py") and token.encode() in words[2]
+        return count
+
+    def wait_for(number: int, seconds: float) -> None:
+        ends = time.monotonic() + seconds
+        while running() != number:
+            assert time.monotonic() < ends, running()
+            time.sleep(0.05)
+
+    job = subprocess.Popen(command(token), cwd=REPOSITORY, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        wait_for(programs, 60)
+        os.killpg(job.pid, signal.SIGINT)
+        job.wait(timeout=30)
+        wait_for(0, 30)
+    finally:
+        job.kill()
+
+
+def test_ctrl_c_ends_what_runs():
+    script = f"{ASK}ask([Host('localhost', local=True)], [], sys.argv[1])"
+    interrupt(lambda token: [sys.executable, "-c", script, token], programs=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--hostfile", "{folder}/none"], "--hostfile {folder}/none: cannot be read"),
+        (["--hostfile", "{folder}/empty"], "{folder}/empty: names no host"),
+        (["--hostfile", "{folder}/bad"], "{folder}/bad: line 2: 'node-1 slot=2' is not NAME slots=N"),
+        (["--config", "{folder}/none"], "{folder}/none"),
+        (["run.steps=3"], "command line: run.steps=3 changes a config; add --config FILE"),
+        (["--port", "zero"], "'zero' is not a positive whole number"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, options, words):
+    (tmp_path / "empty").write_text("# none\n")
+    (tmp_path / "bad").write_text("node-0 slots=2\nnode-1 slot=2\n")
+    command = [sys.executable, "-m", "launch.doctor", *(option.format(folder=tmp_path) for option in options)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert words.format(folder=tmp_path) in done.stderr

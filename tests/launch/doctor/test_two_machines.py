@@ -1,0 +1,192 @@
+"""The doctor over two machines: network, host name, mounts and processes of their own, an sshd each, a cable between.
+
+They are Linux namespaces, so this needs root and an sshd, and is skipped elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from config.cli import REPOSITORY
+from tests.launch.doctor.test_one_machine import ASK, interrupt
+from tests.support.machines import HOSTS, SKIP, Machine, two_machines
+
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(SKIP), reason=SKIP)]
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Machine]]:
+    with two_machines(tmp_path_factory.mktemp("machines")) as both:
+        yield both
+
+
+def clean() -> dict[str, str]:
+    """This environment without what would be passed on to the machines."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "GLOO", "OMP"))}
+
+
+def doctor_command(machines: dict[str, Machine], run_folder: Path, *options: str) -> list[str]:
+    """The command line of the doctor on the left machine."""
+    folder = machines["left"].folder.parent
+    config = run_folder.parent / "run.yaml"
+    config.write_text(
+        f"model: {{architecture: llama}}\nrun: {{dir: {run_folder}}}\ndata: {{cache_dir: {run_folder.parent}/cache}}\n"
+    )
+    command = [sys.executable, "-m", "launch.doctor", "--hostfile", f"{folder}/hostfile", "--config", str(config)]
+    return machines["left"].command(*command, "--json", "--ssh", f"ssh -F {folder}/ssh_config", *options)
+
+
+def doctor(
+    machines: dict[str, Machine], run_folder: Path, *options: str, seconds: float = 120
+) -> tuple[int, list[dict]]:
+    """Exit code and findings of the doctor, started on the left machine as a user would."""
+    command = doctor_command(machines, run_folder, *options)
+    done = subprocess.run(command, cwd=REPOSITORY, env=clean(), capture_output=True, text=True, timeout=seconds)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)["findings"]
+
+
+def bad(findings: list[dict]) -> dict[tuple[str, str], dict]:
+    """What is red, by check and host."""
+    return {(item["check"], item["host"]): item for item in findings if item["level"] == "red"}
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    (tmp_path / "runs").mkdir()
+    return tmp_path / "runs"
+
+
+def test_two_healthy_machines(machines, run_folder):
+    """All of it, with an all-reduce between them."""
+    code, findings = doctor(machines, run_folder, "--all-reduce", "4", seconds=400)
+    assert bad(findings) == {} and code == 0
+    seen = {(item["check"], item["host"]) for item in findings}
+    for host in machines:
+        for check in ("ssh", "names", "clock", "network", "shared folder", "bf16", "c++ compiler"):
+            assert (check, host) in seen
+    (reduced,) = [item["what"] for item in findings if item["check"] == "all-reduce"]
+    assert reduced.startswith("4 MiB over 2 processes by gloo")
+    assert list(run_folder.iterdir()) == []  # nothing is left behind
+
+
+def test_ctrl_c_ends_what_runs_on_the_machines(machines):
+    ssh = ["ssh", "-F", str(machines["left"].folder.parent / "ssh_config")]
+    script = f"{ASK}ask([Host('left'), Host('right')], {ssh}, sys.argv[1])"
+    interrupt(lambda token: machines["left"].command(sys.executable, "-c", script, token), programs=2)
+
+
+def add(machine: Machine, name: str, text: str) -> None:
+    """Put a file where the machine's Python finds it."""
+    path = machine.folder / "python" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+
+
+def set_hosts(machine: Machine, text: str) -> None:
+    """Rewrite its /etc/hosts."""
+    with (machine.folder / "hosts").open("w") as file:  # the same file, which is mounted there
+        file.write(text)
+
+
+# A fault's name: commands to run on the right machine or a function of it, what takes that back, the check that must
+# be red there, what it must name.
+FAULTS = {
+    "its name for the other is missing": (
+        lambda right: set_hosts(right, HOSTS.replace("10.211.7.1 left\n", "")),
+        lambda right: set_hosts(right, HOSTS),
+        "names",
+        "left does not resolve",
+    ),
+    "its own name is a loopback address": (
+        lambda right: set_hosts(right, HOSTS.replace("10.211.7.2", "127.0.1.1")),
+        lambda right: set_hosts(right, HOSTS),
+        "names",
+        "right resolves to 127.0.1.1",
+    ),
+    "its clock is 100 s ahead": (
+        lambda right: add(
+            right, "sitecustomize.py", "import time\nreal = time.time\ntime.time = lambda: real() + 100\n"
+        ),
+        lambda right: (right.folder / "python/sitecustomize.py").unlink(),
+        "clock",
+        "s ahead of this machine",
+    ),
+    "another version of deepspeed": (
+        lambda right: add(right, "deepspeed-0.19.7.dist-info/METADATA", "Name: deepspeed\nVersion: 0.19.7\n"),
+        lambda right: shutil.rmtree(right.folder / "python/deepspeed-0.19.7.dist-info"),
+        "versions",
+        "deepspeed is 0.19.7",
+    ),
+    "another state of the code": (
+        lambda right: right.run("mount", "--bind", "/dev/null", f"{REPOSITORY}/launch/supervise.py"),
+        lambda right: right.run("umount", f"{REPOSITORY}/launch/supervise.py"),
+        "versions",
+        "Mantissa's code is",
+    ),
+    "no such Python": (
+        lambda right: right.run("mount", "-t", "tmpfs", "none", str(Path(sys.executable).parent)),
+        lambda right: right.run("umount", str(Path(sys.executable).parent)),
+        "ssh",
+        f"it has no {sys.executable}",
+    ),
+    "only ssh passes": (
+        lambda right: [
+            right.run("ip", "rule", "add", "priority", "10", "sport", "22", "ipproto", "tcp", "table", "main"),
+            right.run("ip", "rule", "add", "priority", "20", "to", "10.211.7.1", "prohibit"),
+        ],
+        lambda right: [right.run("ip", "rule", "del", "priority", number) for number in ("10", "20")],
+        "network",
+        "no TCP connection to left",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_one_machine_is_found_and_named(machines, run_folder, fault):
+    plant, take_back, check, words = FAULTS[fault]
+    right = machines["right"]
+    plant(right)
+    try:
+        code, findings = doctor(machines, run_folder, "--quick")
+    finally:
+        take_back(right)
+    found = bad(findings)
+    assert code == 1 and words in found[check, "right"]["what"], found
+    assert found[check, "right"]["fix"]
+    others = {key for key in found if key[0] != check}
+    assert not others, found  # and nothing else is said to be wrong
+
+
+def test_a_run_folder_that_is_not_shared(machines, run_folder):
+    right = machines["right"]
+    right.run("mount", "-t", "tmpfs", "none", str(run_folder))
+    try:
+        code, findings = doctor(machines, run_folder, "--quick")
+    finally:
+        right.run("umount", str(run_folder))
+    found = bad(findings)
+    assert code == 1 and found.keys() == {("shared folder", "left"), ("shared folder", "right")}
+    assert "what left wrote is not seen here" in found["shared folder", "right"]["what"]
+
+
+def test_an_sshd_that_is_not_there(machines, run_folder):
+    config = machines["left"].folder.parent / "ssh_config"
+    before = config.read_text()
+    config.write_text(f"Host right\n Port 2\n{before}")
+    try:
+        code, findings = doctor(machines, run_folder, "--quick")
+    finally:
+        config.write_text(before)
+    found = bad(findings)
+    assert code == 1 and found.keys() == {("ssh", "right")}
+    assert "port 2: Connection refused" in found["ssh", "right"]["what"]
+    assert {item["check"] for item in findings if item["host"] == "left"} >= {"ssh", "port", "open files"}

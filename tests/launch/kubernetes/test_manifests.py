@@ -1,0 +1,350 @@
+"""The manifests are what Kubernetes takes and what the run needs; the image holds what train.py imports, not more."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from config.cli import REPOSITORY
+from launch import supervise
+from launch.kubernetes import alive, retryable
+from tests.support import kubernetes_image as image
+from tests.support.kubernetes_checks import Manifests, Pod, arguments, pods, problems
+from tests.support.kubernetes_manifests import API_VERSIONS, NEWEST, Document, all_documents, schema_problems
+from tests.support.launches import BIN
+from tracking.prometheus.sink import PrometheusSink
+
+# Maps whose keys are free; of these labels nothing here depends on.
+FREE = {"labels", "annotations", "requests", "limits", "data", "stringData", "matchLabels", "pytorchReplicaSpecs"}
+INFORMATION = {"metadata.labels.app.kubernetes.io/name", "metadata.labels.trainer.kubeflow.org/framework"}
+RENAMED = 150  # keys that are renamed of those in maps that are not free
+
+
+def manifests() -> Manifests:
+    """All of them, by file."""
+    found: Manifests = {}
+    for name, document in all_documents():
+        found.setdefault(name, []).append(document)
+    return found
+
+
+def keys(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Document, str, tuple[Any, ...]]]:
+    """(map, key, path) of every key at any depth."""
+    if isinstance(value, dict):
+        for key in list(value):
+            yield value, key, (*path, key)
+            yield from keys(value[key], (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from keys(item, (*path, index))
+
+
+def test_the_schemas_allow_every_manifest():
+    documents = all_documents()
+    assert {document["kind"] for _, document in documents} >= {"Job", "PersistentVolumeClaim", "Secret", *API_VERSIONS}
+    for name, document in documents:
+        assert list(schema_problems(document)) == [], name
+        if document["kind"] not in API_VERSIONS:  # and so does the package's own way to ask, down to the oldest in use
+            kubernetes_validate.validate(document, NEWEST, strict=True)
+            kubernetes_validate.validate(document, "1.31", strict=True)
+
+
+def test_the_manifests_fit_each_other_the_config_and_the_image():
+    assert problems(manifests(), uid=image.uid()) == []
+
+
+def test_every_key_that_is_misspelt_is_found():
+    """In free maps every key, by what depends on it; elsewhere a random choice, by the schemas."""
+    found = manifests()
+    everything = [(document, *key) for documents in found.values() for document in documents for key in keys(document)]
+    free = [item for item in everything if len(item[3]) > 1 and item[3][-2] in FREE]
+    bound = [item for item in everything if item not in free]
+    assert len(bound) > 800 and len(free) > 60
+    for document, parent, key, path in [*free, *random.sample(bound, RENAMED)]:
+        items = list(parent.items())
+        parent.clear()
+        parent.update((f"{name}x" if name == key else name, value) for name, value in items)
+        caught = next(schema_problems(document), None) or problems(found, uid=image.uid())
+        parent.clear()
+        parent.update(items)
+        assert caught or ".".join(map(str, path)) in INFORMATION, (document["kind"], path)
+
+
+def pod_spec(found: Manifests) -> Document:
+    return found["job.yaml"][0]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (lambda m: pod_spec(m).update(terminationGracePeriodSeconds=1200), "grace period is shorter than 1290 s"),
+        (lambda m: container(m)["args"].append("run.stpes=3"), "did you mean"),
+        (lambda m: container(m)["args"].insert(3, "--nnodes=3"), "--nnodes=3, and 1 pods"),
+        (lambda m: container(m)["args"].insert(3, "--nproc-per-node=4"), "another number of processes than of GPUs"),
+        (lambda m: container(m)["ports"][0].update(containerPort=9465), "not every port"),
+        (lambda m: container(m)["volumeMounts"].pop(), "volumes and mounts differ"),
+        (lambda m: pod_spec(m)["volumes"][-1].update(emptyDir={"sizeLimit": "16Gi"}), "/dev/shm is no memory"),
+        (lambda m: container(m)["livenessProbe"]["exec"]["command"].__setitem__(-1, "30"), "would strike before"),
+        (lambda m: container(m)["env"][-1]["valueFrom"]["secretKeyRef"].update(key="WANDB"), "no such key in the Sec"),
+        (lambda m: container(m)["securityContext"].update(readOnlyRootFilesystem=False), "more rights than it needs"),
+        (lambda m: pod_spec(m)["securityContext"].update(runAsUser=0), "as root"),
+        (lambda m: container(m)["env"][0].update(value="/home"), "HOME=/home cannot be written"),
+        (lambda m: m["job.yaml"][0]["spec"]["podFailurePolicy"]["rules"].pop(), "not what the exit codes mean"),
+        (lambda m: m["storage.yaml"][0]["spec"].update(accessModes=["ReadWriteOnce"]), "cannot be mounted by all"),
+        (lambda m: set_run(m, "9464 ", "9000 "), "network policy: another port"),
+        (lambda m: set_run(m, "timeout_minutes: 30", "timeout_minutes: 60"), "would strike before"),
+        (lambda m: set_run(m, "0.0.0.0", "127.0.0.1"), "cannot be reached from outside"),
+        (lambda m: set_run(m, "dir: /runs", "dir: runs"), "runs is not on a volume that stays"),
+    ],
+)
+def test_what_no_schema_knows_is_found(broken, said):
+    found = manifests()
+    broken(found)
+    told = problems(found, uid=image.uid())
+    assert any(said in problem for problem in told), told
+
+
+def container(found: Manifests) -> Document:
+    return pod_spec(found)["containers"][0]
+
+
+def set_run(found: Manifests, old: str, new: str) -> None:
+    data = found["config.yaml"][0]["data"]
+    assert old in data["run.yaml"]
+    data["run.yaml"] = data["run.yaml"].replace(old, new)
+
+
+@pytest.mark.parametrize("ends", [0, 2, 74, 75, 69])
+def test_an_operator_that_judges_by_the_exit_code_tries_again_what_may_help(ends, tmp_path):
+    told = {"exit": ends, "steps": 1, "end": [ends, "it"]} if ends in (0, 74, 75) else {"exit": ends}
+    job = [sys.executable, "tests/support/pretend_train.py", "--config", "config/recipes/demo.yaml"]
+    job += [f"run.dir={tmp_path}", "run.name=it"]
+    line = [sys.executable, "-m", "launch.kubernetes.retryable", "--restarts", "0", "--", *job]
+    environment = {**os.environ, "PRETEND": json.dumps([told])}
+    done = subprocess.run(line, cwd=REPOSITORY, env=environment, check=False)
+    assert done.returncode == (ends if ends in (0, 2, 74) else retryable.TRY_AGAIN)
+    assert retryable.TRY_AGAIN > 127
+
+
+class _Mute(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        time.sleep(60)
+
+
+def probe(port: int, minutes: float = 60.0) -> int:
+    return alive.main(["--port", str(port), "--silent-minutes", str(minutes)])
+
+
+def test_the_liveness_probe_strikes_only_when_something_is_wrong(capsys, monkeypatch):
+    sink = PrometheusSink("it", planned_steps=3, port=0)
+    assert sink.url is not None
+    port = int(sink.url.split(":")[2].split("/")[0])
+    assert probe(port) == 0  # nothing recorded yet: it starts
+    sink.write({"event": "note", "step": 0, "time": time.time() - 59 * 60, "tokens": 0, "text": "it"})
+    assert probe(port) == 0
+    assert probe(port, minutes=58) == 1
+    assert "nothing recorded for 59 minutes" in capsys.readouterr().out
+    assert scrapes(sink) == 0  # a probe is no scrape: the run's end would take it for Prometheus
+    sink.close()
+    assert probe(port) == 0  # closed: another rank's pod, or between two starts
+    monkeypatch.setattr(alive, "ANSWER_SECONDS", 0.3)
+    server = HTTPServer(("127.0.0.1", 0), _Mute)
+    threading.Thread(target=server.handle_request, daemon=True).start()
+    assert probe(server.server_port) == 1
+    assert "does not answer" in capsys.readouterr().out
+    server.server_close()
+
+
+def scrapes(sink: PrometheusSink) -> int:
+    """How many it has counted before this one."""
+    text = urllib.request.urlopen(str(sink.url), timeout=10).read().decode()
+    return int(float(text.split("\nmantissa_exporter_scrapes ")[1].split()[0]))
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.fixture
+def machine():
+    """A folder that everyone may enter, for what the image and the volumes hold; only `mounts` belongs to the user."""
+    folder = Path(tempfile.mkdtemp(prefix="mantissa-pod-"))
+    folder.chmod(0o755)
+    image.assemble(folder / "image")
+    for name in ("runs", "data", "cache", "tmp", "etc"):
+        (folder / name).mkdir()
+        if os.geteuid() == 0 and name != "etc":
+            os.chown(folder / name, image.uid(), image.uid())
+    yield folder
+    shutil.rmtree(folder)
+
+
+def as_user() -> list[str]:
+    """Become the image's user, who may read what root has and write nothing of it."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        return []
+    may_read = ["--inh-caps=-all,+dac_read_search", "--ambient-caps=+dac_read_search"]
+    return ["setpriv", f"--reuid={image.uid()}", f"--regid={image.uid()}", "--clear-groups", *may_read]
+
+
+def start(pod: Pod, machine: Path, values: dict[str, str], replace: dict[str, str], *overrides: str):
+    """The pod's command line in the folder of the image, with its environment and nothing else of ours."""
+
+    def here(text: str) -> str:
+        for old, new in {**{f"$({name})": value for name, value in values.items()}, **replace}.items():
+            text = text.replace(old, new)
+        names = ("/runs", "/data", "/cache", "/tmp", "/etc/mantissa")
+        return next((f"{machine}{text.replace('/mantissa', '')}" for name in names if text.startswith(name)), text)
+
+    environment = {item["name"]: here(item["value"]) for item in pod.container["env"] if "value" in item}
+    environment |= image.environment() | values
+    environment |= {"PATH": f"{BIN}:/usr/bin:/bin", "TMPDIR": str(machine / "tmp")}
+    line = [here(word) for word in pod.container["command"] + pod.container["args"]] + list(overrides)
+    return subprocess.Popen(
+        [*as_user(), *line],
+        cwd=machine / "image",
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+SMALL = [
+    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
+    "model.activation_checkpointing=none",
+    "data.source=text",
+    "data.name=null",
+    "data.tokenizer=bytes",
+    "data.sequence_length=32",
+    "data.validation_fraction=0.2",
+    "batch.global_size=4",
+    "batch.micro_size=2",
+    "schedule.warmup_steps=2",
+    "precision.compute=fp32",
+    "deepspeed.config=ds_configs/zero2_fp32.json",
+    "evaluate.every_steps=0",
+    "generate.tokens=0",
+    "tracking.wandb=disabled",
+]
+
+
+def train_and_ask_to_stop(machine: Path, both: list[Pod]) -> list[int]:
+    """Run pods beside each other, a CPU rank each, ask the last one to stop once they train; their exit codes."""
+    (machine / "etc/run.yaml").write_text(manifests()["config.yaml"][0]["data"]["run.yaml"])
+    carry_over_the_built_op(machine / "cache/torch_extensions")
+    metrics, master = str(free_port()), str(free_port())
+    replace = {"--nproc-per-node=8": "--nproc-per-node=1", "mantissa-leader-0-0.mantissa": "127.0.0.1"}
+    replace["29500"] = master
+    overrides = [*SMALL, f"data.path={machine}/image/config", f"run.dir={machine}/runs", "run.steps=100000"]
+    overrides += [f"data.cache_dir={machine}/data/prepared", f"tracking.prometheus_port={metrics}"]
+    jobs = []
+    for rank, pod in enumerate(both):
+        values = {"NODE_RANK": str(rank), "PET_MASTER_PORT": master}
+        jobs.append(start(pod, machine, values, replace, *overrides))
+    outputs = ["" for _ in jobs]
+    readers = [
+        threading.Thread(target=lambda n=n, job=job: outputs.__setitem__(n, job.stdout.read()))
+        for n, job in enumerate(jobs)
+    ]
+    for reader in readers:
+        reader.start()
+    try:
+        path = both[0].container["readinessProbe"]["httpGet"]["path"]
+        wait_for(f"http://127.0.0.1:{metrics}{path}", "mantissa_step{", jobs)
+        line = [word.replace("9464", metrics) for word in both[0].container["livenessProbe"]["exec"]["command"]]
+        environment = image.environment() | {"PATH": f"{BIN}:/usr/bin:/bin"}
+        done = subprocess.run([*as_user(), *line], cwd=machine / "image", env=environment, check=False)
+        assert done.returncode == 0
+        jobs[-1].send_signal(signal.SIGTERM)
+        return [job.wait(timeout=120) for job in jobs]
+    finally:
+        for _ in range(2):  # the second one kills what the first did not end
+            for job in jobs:
+                if job.poll() is None:
+                    job.terminate()
+                    time.sleep(1)
+        for reader in readers:
+            reader.join(timeout=10)
+        print(*outputs, sep="\n")
+
+
+def saved(machine: Path) -> bool:
+    """Whether the run says that it was asked to stop, and has a checkpoint; the image has to be untouched."""
+    if as_user():
+        assert not [one for one in (machine / "image").rglob("*") if one.stat().st_uid == image.uid()]
+    events = (machine / "runs/llama_8b/events.jsonl").read_text()
+    last = [json.loads(text) for text in events.splitlines()][-1]
+    latest = machine / "runs/llama_8b/checkpoints/LATEST"
+    return (last["event"], last["exit_code"]) == ("run_end", supervise.PREEMPTED) and latest.is_file()
+
+
+def test_the_pod_of_the_job_trains_as_the_images_user_and_saves_when_asked_to_stop(machine):
+    """On a root that it may not write; both probes ask meanwhile."""
+    job = next(pod for pod in pods(manifests()) if pod.name == "job")
+    assert train_and_ask_to_stop(machine, [job]) == [supervise.PREEMPTED]
+    assert saved(machine)
+
+
+def carry_over_the_built_op(folder: Path) -> None:
+    """DeepSpeed's op for CPU ranks takes a minute to build: take it from where this machine's other runs have it."""
+    for built in Path("~/.cache/torch_extensions").expanduser().glob("*/deepspeed_shm_comm"):
+        shutil.copytree(built, folder / built.name, ignore=shutil.ignore_patterns("lock"))
+    for path in (folder, *folder.rglob("*")) if os.geteuid() == 0 and folder.is_dir() else ():
+        os.chown(path, image.uid(), image.uid())
+
+
+def wait_for(url: str, line: str, jobs: list[Any]) -> None:
+    """Until the readiness probe is answered, with a line that begins so: the run has started."""
+    deadline = time.monotonic() + 300
+    while True:
+        with suppress(urllib.error.URLError, ConnectionError):
+            answer = urllib.request.urlopen(url, timeout=5)
+            if answer.status == 200 and f"\n{line}" in answer.read().decode():
+                return
+        assert time.monotonic() < deadline and all(job.poll() is None for job in jobs)
+        time.sleep(0.2)
+
+
+def test_the_image_is_made_of_what_is_needed_to_train_and_nothing_to_test(machine):
+    line = [sys.executable, "train.py", "--config", "config/recipes/demo.yaml", "--show-config"]
+    done = subprocess.run([*as_user(), *line], cwd=machine / "image", capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "name: demo" in done.stdout, done.stderr
+    inside = {path.relative_to(machine / "image").parts[0] for path in (machine / "image").rglob("*")}
+    assert not inside & {"tests", "docs", "runs", ".git", ".venv", "wandb"}
+    secrets = REPOSITORY / "launch/kubernetes/secret.yaml"
+    assert not image.sent(secrets) and not image.sent(REPOSITORY / ".git/config")
+    assert image.sent(REPOSITORY / "requirements.txt")
+    told = (REPOSITORY / "requirements.txt").read_text()
+    runtime, _, testing = told.partition("# What checking and testing need")
+    assert "torch==" in runtime and "pytest==" in testing
+    for script in (run for run in image.instructions() if run[1] == "RUN" and "sed" in run[2]):
+        assert "/^# What checking and testing need/,$d" in script[2]
+
+
+def test_the_command_lines_start_the_supervisor_itself():
+    """As PID 1: a shell before it would keep SIGTERM to itself."""
+    for pod in pods(manifests()):
+        assert arguments(pod)[0][0] == "python" and "entrypoint" not in pod.container

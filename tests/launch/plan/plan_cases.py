@@ -1,0 +1,118 @@
+"""What a rank really allocates and sends, to hold the planner's formulas against."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from config.cli import REPOSITORY
+from config.command_line import read_command_line
+from config.resolved import Resolved
+from data.loader import Batch
+from modeling.build import model_config
+from training.distributed import Place
+from training.engine import build_engine
+
+
+def peak_of(place: Place, *, overrides: Sequence[str], vocabulary: int, steps: int = 2) -> dict[str, float]:
+    """Bytes that tensors take at most, in all and in each of `steps` steps, from before the model was built."""
+    resolved = resolve(overrides)
+    gc.collect()  # what an earlier engine left must not be freed while this one is measured
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        engine = engine_of(resolved, vocabulary, place)
+        for step in range(steps):
+            one_step(engine, batch_of(place, resolved, vocabulary), step)
+    parameters = sum(parameter.numel() for parameter in engine.model.parameters())
+    engine.close()
+    return {"peak": max_allocated(record), "parameters": parameters}
+
+
+def traffic_of(place: Place, *, overrides: Sequence[str], vocabulary: int) -> dict[str, int]:
+    """Bytes given to each kind of collective in one step that is not the first, small messages left out."""
+    resolved = resolve(overrides)
+    engine = engine_of(resolved, vocabulary, place)
+    one_step(engine, batch_of(place, resolved, vocabulary), 0)
+    with counted() as bytes_of:
+        one_step(engine, batch_of(place, resolved, vocabulary), 1)
+    engine.close()
+    return dict(bytes_of)
+
+
+def resolve(overrides: Sequence[str]) -> Resolved:
+    """The demo recipe with these overrides."""
+    return read_command_line(["--config", str(REPOSITORY / "config/recipes/demo.yaml"), *overrides])
+
+
+def engine_of(resolved: Resolved, vocabulary: int, place: Place) -> Any:
+    """An engine on random weights."""
+    sequence = resolved.config.data.sequence_length
+    shape = model_config(resolved.config.model, vocab_size=vocabulary, sequence_length=sequence)
+    return build_engine(resolved, shape, place)
+
+
+def batch_of(place: Place, resolved: Resolved, vocabulary: int) -> Batch:
+    """Random tokens in the shape that the config gives a rank."""
+    generator = torch.Generator().manual_seed(place.rank)
+    plan, sequence = resolved.batch, resolved.config.data.sequence_length
+    ids = torch.randint(vocabulary, (plan.accumulation, plan.micro_size, sequence + 1), generator=generator)
+    count = plan.accumulation * plan.micro_size * sequence
+    return Batch(0, ids[..., :-1].contiguous(), ids[..., 1:].contiguous(), np.arange(plan.global_size), count)
+
+
+def one_step(engine: Any, batch: Batch, step: int) -> None:
+    """Forward, backward and update."""
+    outcome = engine.forward_backward(batch, step=step + 1)
+    engine.step(engine.health(outcome), 1e-4)
+
+
+def max_allocated(record: profile) -> float:
+    """The most that was allocated at a time; what was there before the recording is left out, also when it is freed."""
+    pending, found = list(record.profiler.kineto_results.experimental_event_tree()), []
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    alive: dict[int, int] = {}
+    running = most = 0
+    for _, address, size in sorted(found, key=lambda item: item[0]):
+        if size > 0:
+            alive[address] = size
+            running += size
+            most = max(most, running)
+        else:
+            running -= alive.pop(address, 0)
+    return float(most)
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts the bytes that collectives are called with on the way to torch.distributed, which does its work."""
+    names = ("all_reduce", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "reduce_scatter")
+    originals, found = {name: getattr(dist, name) for name in names}, Counter()
+
+    def counting(name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            tensors = [item for item in (*arguments, *options.values()) if isinstance(item, torch.Tensor)]
+            size = max((item.numel() * item.element_size() for item in tensors), default=0)
+            if size > 4096:
+                found[name] += size
+            return originals[name](*arguments, **options)
+
+        return call
+
+    try:
+        for name in names:
+            setattr(dist, name, counting(name))
+        yield found
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)

@@ -1,0 +1,196 @@
+"""The planner's command line, its traffic and speed, and what it says fits."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from config.cli import REPOSITORY
+from config.command_line import read_command_line
+from config.launcher import as_launched
+from launch.plan import command as plan
+from launch.plan.devices import DEVICES, GIB, find_device
+from launch.plan.layout import layout_of
+from launch.plan.model import read_shape
+from launch.plan.search import Planner, dominated_from
+from launch.plan.speed import mfu_of, ring_bandwidth, speed, traffic
+from tests.launch.plan import plan_cases
+
+RECIPES = REPOSITORY / "config/recipes"
+BIG = ["--config", str(RECIPES / "llama_8b_8gpu.yaml"), "model.config.vocab_size=128256"]
+DEMO = ["--config", str(RECIPES / "demo.yaml")]
+
+
+@pytest.fixture(scope="module")
+def big():
+    """The shape of Llama-3.1-8B and its layout on 8 ranks."""
+    resolved = read_command_line(BIG, as_launched(8))
+    return read_shape(resolved.config), layout_of(resolved, world=8, on_cpu=False)
+
+
+def planned(capsys, *arguments: str) -> dict:
+    """What --json prints."""
+    assert plan.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_8b_recipe_has_the_known_size(big) -> None:
+    """8,030,261,248 parameters: what the model card of Llama-3.1-8B rounds to 8.03 B."""
+    shape, _ = big
+    assert shape.parameters == 8_030_261_248
+    assert shape.matmul_parameters == shape.parameters - 128_256 * 4096
+
+
+@pytest.mark.parametrize(("stage", "elements"), [(0, 2), (3, 3)])
+def test_traffic_is_the_zero_papers(big, stage: int, elements: int) -> None:
+    shape, layout = big
+    moved = traffic(shape, replace(layout, stage=stage, accumulation=1, reduced=2))
+    assert (moved.gradients + moved.parameters) / 2 == elements * shape.parameters
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), (1, "bf16"), (2, "bf16")])
+def test_gradient_traffic_is_what_deepspeed_sends(pair, stage: int, compute: str) -> None:
+    """Two micro-batches. An all-reduce of a tensor moves it twice around the ring."""
+    overrides = ["data.sequence_length=32", "batch.micro_size=2", "batch.global_size=8"]
+    overrides += [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
+    resolved = read_command_line([*DEMO, *overrides], as_launched(2))
+    said = traffic(read_shape(resolved.config), layout_of(resolved, world=2, on_cpu=True))
+    for sent in pair.run(plan_cases.traffic_of, overrides=overrides, vocabulary=1024):
+        assert 2 * sent["all_reduce"] == pytest.approx(said.gradients, rel=0.01)
+
+
+def test_a_ring_over_nodes_runs_at_the_speed_of_their_adapters(big) -> None:
+    shape, layout = big
+    device = replace(DEVICES["h100"], network=100e9)
+    assert ring_bandwidth(device, 8) == device.link
+    assert ring_bandwidth(device, 16) == 100e9
+    layout = replace(layout, stage=0, accumulation=1, world=16)
+    found = speed(shape, layout, device, efficiency=1.0, latency=0.0)
+    assert found.communication_seconds == pytest.approx(2 * 15 / 16 * shape.parameters * layout.reduced / 100e9)
+    slower = speed(shape, layout, device, efficiency=0.5, latency=0.0)
+    assert slower.communication_seconds == pytest.approx(2 * found.communication_seconds)
+    assert speed(shape, replace(layout, world=1), device).communication_seconds == 0
+
+
+def test_overlap_hides_the_shorter_part(big) -> None:
+    shape, layout = big
+    device = DEVICES["h100"]
+    apart, over = speed(shape, layout, device), speed(shape, replace(layout, overlap=True), device)
+    assert apart.step_seconds == apart.compute_seconds + apart.communication_seconds
+    assert over.step_seconds == max(over.compute_seconds, over.communication_seconds)
+
+
+def test_a_measured_throughput_gives_its_mfu_back(big) -> None:
+    shape, layout = big
+    alone = replace(layout, world=1)
+    found = speed(shape, alone, DEVICES["h100"], mfu=0.37)
+    assert mfu_of(found.tokens_per_second, shape, alone, DEVICES["h100"]) == pytest.approx(0.37)
+
+
+def test_the_smallest_that_fits_is_the_first_and_largest(big) -> None:
+    """No lower stage fits with any micro-batch, and none with twice its micro-batch."""
+    shape, layout = big
+    planner = Planner(shape, DEVICES["h100"], 72 * GIB, 0.0, partial(speed, shape, device=DEVICES["h100"]))
+    smallest = planner.smallest(layout)
+    assert smallest is not None and smallest.fits
+    chosen = smallest.layout
+    assert 0 < chosen.stage < 3
+    assert planner.largest_micro(replace(layout, stage=chosen.stage - 1)) is None
+    doubled = replace(chosen, micro=2 * chosen.micro, accumulation=chosen.accumulation // 2)
+    assert not planner.option(doubled).fits
+    assert 0 not in planner.stages(layout)  # the config refuses BF16 without ZeRO
+
+
+def test_scaling_keeps_the_global_batch_while_it_can(big) -> None:
+    shape, layout = big
+    planner = Planner(shape, DEVICES["h100"], 72 * GIB, 0.0, partial(speed, shape, device=DEVICES["h100"]))
+    options = planner.scaling(layout)
+    assert [item.layout.world for item in options] == [2**power for power in range(11)]
+    batches = [item.layout.world * item.layout.micro * item.layout.accumulation for item in options]
+    assert batches == [256] * 9 + [512, 1024]
+    slow = Planner(
+        shape, DEVICES["h100"], 72 * GIB, 0.0, partial(speed, shape, device=replace(DEVICES["h100"], network=5e9))
+    )
+    assert dominated_from(options) is None
+    assert dominated_from(slow.scaling(layout)) == 16
+
+
+def test_hours_and_cost_follow_from_the_throughput(capsys) -> None:
+    found = planned(capsys, *BIG, "--gpus", "8", "--price", "2.5", "--tokens", "1e9")
+    run = found["configured"]
+    assert run["hours"] == pytest.approx(1e9 / run["tokens_per_second"] / 3600)
+    assert run["cost"] == pytest.approx(run["hours"] * 8 * 2.5)
+    assert found["memory"]["peak"] == pytest.approx(sum(found["memory"]["device"].values()))
+    without = planned(capsys, *BIG, "--gpus", "8")
+    assert without["configured"]["cost"] is None
+    assert without["token_budget"] == 10_000 * 256 * 4096
+
+
+def test_the_tables_say_what_dominates(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    assert plan.main([*BIG, "--gpus", "8", "--network", "5", "model.loss=full"]) == 0
+    text = capsys.readouterr().out
+    assert "Memory: mostly logits" in text
+    assert "Communication takes longer than the matmuls from 16 devices on." in text
+    assert "the smallest that fits" in text
+
+
+def test_nothing_that_fits_is_exit_code_3(capsys) -> None:
+    assert plan.main([*BIG, "--gpus", "1", "--device", "a10g"]) == 3
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_as_configured_gets_a_way_that_does(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    assert plan.main([*BIG, "--gpus", "8", "batch.micro_size=32"]) == 0
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT" in text and "As configured it does not fit" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--device", "h1000"], "--device h1000: not in the table"),
+        (["--gpus", "0"], "--gpus"),
+        (["--mfu", "1.5"], "--mfu"),
+        (["--measured", "/nowhere"], "--measured /nowhere"),
+        (["data.tokenizer=/nowhere"], "model.config.vocab_size=N"),
+        (["model.architecture=lama"], "lama"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, arguments, problem) -> None:
+    assert plan.main([*DEMO, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert problem in error and error.count("\n") == 1
+
+
+def test_a_wrong_config_ends_as_in_training(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan.main([*DEMO, "--gpus", "3"])
+    assert ended.value.code == 2
+    assert "batch.global_size" in capsys.readouterr().err
+
+
+def test_help_needs_neither_torch_nor_transformers() -> None:
+    code = "import sys, launch.plan.command\ntry: launch.plan.command.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'deepspeed', 'rich')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
+
+
+def test_a_measured_run_gives_its_speed(tmp_path, capsys) -> None:
+    """A run folder of one rank on a device of a known peak; the first steps are left out."""
+    resolved = read_command_line(DEMO, as_launched(1))
+    shape, layout = read_shape(resolved.config), layout_of(resolved, world=1, on_cpu=True)
+    rate = 0.25 * find_device("cpu").peak / (shape.flops_per_token(layout.sequence) * 4 / 3)
+    events = [{"event": "run_start", "world_size": 1}, {"event": "step", "tokens_per_second": 1.0}]
+    events += [{"event": "step", "tokens_per_second": rate}] * 5
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (tmp_path / "config.yaml").write_text((RECIPES / "demo.yaml").read_text())
+    found = planned(capsys, *DEMO, "--device", "cpu", "--measured", str(tmp_path))
+    assert math.isclose(found["mfu"]["measured"], 0.25, rel_tol=1e-6)

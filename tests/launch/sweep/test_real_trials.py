@@ -1,0 +1,191 @@
+"""Sweeps of real two-process trials: killed and gone on with, they end where one that nothing disturbed ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from config.cli import REPOSITORY
+from launch.sweep.trial import MARK
+from tests.support.launches import BIN, events
+from tracking.jsonl import read_events
+
+pytestmark = pytest.mark.slow
+
+LAUNCHERS = {
+    "deepspeed": ["deepspeed", "--num_gpus", 2],
+    "torchrun": ["torchrun", "--nproc_per_node", 2],
+}
+
+ONE = {"grid": {"optimizer.learning_rate": [0.01]}}
+
+
+def sweep_file(folder: Path, name: str, **more) -> Path:
+    """A sweep over two learning rates of a small run of twelve steps."""
+    fixed = {
+        "run.dir": f"{folder}/runs",
+        "run.steps": 12,
+        "schedule.warmup_steps": 2,
+        "data.source": "text",
+        "data.path": str(folder / "text"),
+        "data.cache_dir": f"{folder}/cache",
+        "data.tokenizer": "bytes",
+        "data.sequence_length": 32,
+        "data.validation_fraction": 0.2,
+        "model.config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+        "deepspeed.config": "ds_configs/zero2_fp32.json",
+        "precision.compute": "fp32",
+        "batch.global_size": 8,
+        "batch.micro_size": 2,
+        "evaluate.every_steps": 12,
+        "checkpoint.every_steps": 2,
+        "tracking.wandb": "disabled",
+        "generate.tokens": 0,
+    }
+    tree = {
+        "config": str(REPOSITORY / "config/recipes/demo.yaml"),
+        "name": name,
+        "launcher": LAUNCHERS["deepspeed"],
+        "fixed": fixed,
+        "grid": {"optimizer.learning_rate": [0.01, 0.003]},
+        **more,
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def start(path: Path, *options: str) -> subprocess.Popen[str]:
+    """The sweep, in a session of its own."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch.sweep", str(path), *options],
+        cwd=REPOSITORY,
+        env={**environment, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(path: Path, *, code: int = 0) -> str:
+    """Run a sweep to its end; what it printed."""
+    sweep = start(path)
+    output, _ = sweep.communicate(timeout=900)
+    assert sweep.returncode == code, output
+    return output
+
+
+def wait_for_step(folder: Path, name: str, step: int) -> None:
+    """Return when a run has made a step."""
+    ends = time.monotonic() + 300
+    path = folder / "runs" / name / "events.jsonl"
+    while time.monotonic() < ends:
+        if path.is_file() and any(e["event"] == "step" and e["step"] >= step for e in read_events(path)):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{name} never came to step {step}")
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Every process of a sweep's trials on this machine, seen by its command line or its mark."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            told = str(folder).encode() in (path / "cmdline").read_bytes()
+            marked = f"{MARK}={folder}".encode() in (path / "environ").read_bytes()
+        except OSError:
+            continue
+        if (told or marked) and path.name != str(os.getpid()):
+            found.append(int(path.name))
+    return found
+
+
+def results(folder: Path, name: str) -> dict:
+    """What a sweep ended in."""
+    return json.loads((folder / "runs" / name / "results.json").read_text())
+
+
+def losses(folder: Path, sweep: str, index: int) -> list:
+    """The last attempt at each step of a trial."""
+    last = {e["step"]: e["loss"] for e in events(folder, f"{sweep}/{sweep}-{index:03d}", "step")}
+    return [last[step] for step in sorted(last)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One folder: the corpus is prepared once."""
+    made = tmp_path_factory.mktemp("sweeps")
+    shutil.copytree(REPOSITORY / "data", made / "text", ignore=shutil.ignore_patterns("__pycache__"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder):
+    """The losses of both trials of a sweep that nothing disturbed."""
+    finish(sweep_file(folder, "unbroken"))
+    found = results(folder, "unbroken")
+    assert [trial["processes"] for trial in found["trials"]] == [2, 2]
+    assert found["trials"][0]["validation_loss"] < found["trials"][1]["validation_loss"]
+    return [losses(folder, "unbroken", index) for index in (0, 1)]
+
+
+def test_killed_by_sigkill_it_takes_its_ranks_with_it_and_goes_on(folder, unbroken):
+    path = sweep_file(folder, "killed", **ONE)
+    sweep = start(path)
+    wait_for_step(folder, "killed/killed-000", 4)
+    sweep.kill()
+    sweep.communicate(timeout=300)  # its trial holds the pipe until it has saved and gone
+    assert processes_of(folder) == []
+    record = json.loads((folder / "runs/killed/trials/000.json").read_text())
+    assert (record["status"], record["exit_code"]) == ("stopped", 75)
+    finish(path)
+    starts = events(folder, "killed/killed-000", "run_start")
+    assert [event["resumed_from"] is not None for event in starts] == [False, True]
+    assert losses(folder, "killed", 0) == unbroken[0]
+
+
+def test_when_every_process_is_killed_the_next_start_goes_on_from_the_checkpoints(folder, unbroken):
+    path = sweep_file(folder, "gone", **ONE)
+    sweep = start(path)
+    wait_for_step(folder, "gone/gone-000", 4)
+    trial = int(Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()[0])
+    for pid in (sweep.pid, trial):  # nobody is left to end the launcher and its ranks
+        os.kill(pid, signal.SIGKILL)
+    sweep.stdout.close()
+    sweep.wait()
+    assert processes_of(folder) != []
+    output = finish(path)
+    assert "were left behind by an earlier start" in output
+    assert losses(folder, "gone", 0) == unbroken[0]
+    assert processes_of(folder) == []
+
+
+def test_ctrl_c_saves_all_and_the_next_start_goes_on(folder, unbroken):
+    path = sweep_file(folder, "paused", slots=2, launcher=LAUNCHERS["torchrun"])
+    sweep = start(path)
+    for index in (0, 1):
+        wait_for_step(folder, f"paused/paused-00{index}", 3)
+    sweep.send_signal(signal.SIGINT)
+    output, _ = sweep.communicate(timeout=300)
+    assert sweep.returncode == 75, output
+    assert "to go on: python -m launch.sweep" in output
+    finish(path)
+    assert [losses(folder, "paused", index) for index in (0, 1)] == unbroken
+
+
+def test_two_slots_of_two_processes_do_not_meet(folder, unbroken):
+    finish(sweep_file(folder, "beside", slots=2))
+    assert [losses(folder, "beside", index) for index in (0, 1)] == unbroken

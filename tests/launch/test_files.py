@@ -1,0 +1,148 @@
+"""The files of launch/accelerate and launch/deepspeed, read by the programs that they are for."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands import launch as accelerate_launch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
+from deepspeed.launcher.runner import _parse_hostfile
+
+from config.cli import CONFIG_ERROR, REPOSITORY
+from config.command_line import read_command_line
+from config.resolved import Resolved
+from launch.hostfile import read_hostfile
+
+ACCELERATE = sorted((REPOSITORY / "launch/accelerate").glob("*.yaml"))
+DEEPSPEED = REPOSITORY / "launch/deepspeed"
+NAMES = {
+    f"{place}_zero{stage}" for place in ("one_machine_cpu", "one_machine_gpu", "several_machines") for stage in "23"
+}
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where users start, with no launcher around."""
+    monkeypatch.chdir(REPOSITORY)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(accelerate_launch, "default_config_file", "none")  # of whoever runs the tests
+
+
+def stage_of(path: Path) -> int:
+    return int(path.stem[-1])
+
+
+def by_accelerate(command: list[str]) -> tuple[dict[str, str], argparse.Namespace]:
+    """`accelerate launch` without the start: the environment that it gives to processes, and what torchrun is told."""
+    arguments = accelerate_launch.launch_command_parser().parse_args(command)
+    arguments, defaults, precision_said = accelerate_launch._validate_launch_command(arguments)
+    assert arguments.use_deepspeed
+    fields = [*(defaults.deepspeed_config if defaults else []), *(["mixed_precision"] if precision_said else [])]
+    arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
+    own_launcher, environment = prepare_deepspeed_cmd_env(arguments)
+    assert own_launcher is None  # torchrun, in this process; with pdsh it would be a deepspeed command line
+    return environment, arguments
+
+
+def resolve(environment: dict[str, str], *arguments: str, world: int = 2) -> Resolved:
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world)}
+    return read_command_line(["--config", "config/recipes/demo.yaml", *arguments], environment | place)
+
+
+def opening_command(path: Path) -> list[str]:
+    """The command in a file's first comment, on one line, its arguments in capitals filled in."""
+    text = " ".join(line.lstrip("#").strip() for line in path.read_text().splitlines() if line.startswith("#"))
+    command = re.search(r"accelerate launch .*? --config \S+", text)
+    assert command, path
+    filled = command[0].replace("\\ ", "").replace("FILE", "config/recipes/demo.yaml")
+    return shlex.split(filled.replace(" RANK ", " 1 ").replace(" HOST ", " node-0 "))
+
+
+def test_all_six_are_there():
+    assert {path.stem for path in ACCELERATE} == NAMES
+
+
+@pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
+def test_the_command_in_a_file_trains_what_the_name_of_the_file_says(path):
+    words = opening_command(path)
+    at = words.index("train.py")
+    assert words[words.index("--config_file") + 1] == path.relative_to(REPOSITORY).as_posix()
+    environment, torchrun = by_accelerate(words[2:])
+    resolved = resolve(environment, *words[at + 3 :])
+    assert (resolved.zero_stage, resolved.compute) == (stage_of(path), "bf16")
+    assert torchrun.training_script == "train.py"
+    assert load_config_from_file(str(path)).mixed_precision is None
+    if "several" in path.stem:
+        assert (torchrun.nnodes, torchrun.node_rank, torchrun.nproc_per_node) == ("2", 1, "8")
+        assert (torchrun.rdzv_endpoint, torchrun.rdzv_backend) == ("node-0:29500", "static")
+    else:
+        assert torchrun.nproc_per_node == ("2" if "cpu" in path.stem else "8")
+
+
+@pytest.mark.parametrize("path", [path for path in ACCELERATE if "cpu" not in path.stem], ids=lambda path: path.stem)
+def test_the_number_of_processes_is_never_guessed(path):
+    with pytest.raises(ValueError, match="manually pass in `--num_processes`"):
+        by_accelerate(["--config_file", str(path), "train.py"])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_stage_that_the_run_does_not_train_with_is_refused(capsys, stage):
+    """The option that Accelerate's users type, without a file."""
+    told, _ = by_accelerate(["--use_deepspeed", "--num_processes", "2", "--zero_stage", str(stage), "train.py"])
+    if stage == 2:
+        assert resolve(told).zero_stage == 2
+        return
+    with pytest.raises(SystemExit) as ended:
+        resolve(told)
+    assert ended.value.code == CONFIG_ERROR
+    error = capsys.readouterr().err
+    assert "zero_stage = 3" in error and "ds_configs/zero2_bf16.json it is 2" in error and error.count("\n") == 1
+
+
+def test_a_precision_in_the_file_must_be_the_run_s(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    text = (REPOSITORY / "launch/accelerate/one_machine_cpu_zero3.yaml").read_text()
+    for said, code in (("bf16", None), ("fp16", CONFIG_ERROR), ('"no"', CONFIG_ERROR)):
+        file.write_text(f"{text}mixed_precision: {said}\n")
+        environment, _ = by_accelerate(["--config_file", str(file), "train.py"])
+        if code is None:
+            assert resolve(environment).compute == "bf16"
+        else:
+            with pytest.raises(SystemExit) as ended:
+                resolve(environment)
+            assert ended.value.code == code
+            assert f"mixed_precision = {said.strip(chr(34))}, but by" in capsys.readouterr().err
+
+
+def test_the_hostfile_is_read_alike_by_the_launcher_and_the_doctor():
+    lines = (DEEPSPEED / "hostfile.example").read_text().splitlines()
+    assert dict(_parse_hostfile(lines)) == read_hostfile(DEEPSPEED / "hostfile.example")
+
+
+def test_the_environment_file_is_nothing_but_variables():
+    """The launcher puts each line into a shell command as it is: after a comment nothing would run."""
+    for line in (DEEPSPEED / "environment.example").read_text().splitlines():
+        assert re.fullmatch(r"[A-Z_]+=[\w@%+:,./-]+", line), line
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="not installed: ssh")
+def test_ssh_gives_up_a_machine_that_is_gone():
+    command = ["ssh", "-G", "-F", str(DEEPSPEED / "ssh_config.example"), "worker-0"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert {"serveraliveinterval 5", "serveralivecountmax 3", "batchmode yes", "connecttimeout 10"} <= set(said)
+
+
+def test_the_launcher_refuses_a_hostfile_that_is_not_there_when_told_the_number_of_machines(tmp_path):
+    """What --num_nodes is for; without it the job would start here alone."""
+    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(tmp_path / "hosts")]
+    done = subprocess.run([*runner, "--num_nodes", "2", "train.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "no extra nodes available via hostfile" in done.stderr

@@ -1,0 +1,242 @@
+"""The manifest: what the file may say, which rule wins, and what a mistake is told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from config.cli import REPOSITORY
+from config.errors import UserError
+from precision.manifest import (
+    COMPUTES,
+    Manifest,
+    Rule,
+    assign,
+    find_regions,
+    load_manifest,
+    manifest_sha256,
+    to_dict,
+)
+
+EXAMPLES = sorted((REPOSITORY / "config" / "manifests").glob("*.json"))
+SCHEMA = json.loads((REPOSITORY / "docs" / "manifest.schema.json").read_text())
+RULE = {"match": "*.q_proj", "compute": "fp16", "reason": "range"}
+
+
+@pytest.fixture(scope="module")
+def llama() -> torch.nn.Module:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=11
+    )
+    return LlamaForCausalLM(config)
+
+
+def written(folder: Path, content: Any) -> Path:
+    path = folder / "manifest.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def manifest(*rules: Rule, default: str = "bf16") -> Manifest:
+    return Manifest(default, rules, Path("m.json"))
+
+
+def rule(match: str | None, compute: str, module_class: str | None = None) -> Rule:
+    return Rule(match, module_class, compute, f"{match} {module_class} {compute}")
+
+
+def schema_problems(value: Any, schema: dict[str, Any]) -> list[str]:
+    """What `value` breaks of the JSON Schema keywords that our schema uses; unknown keywords are an error."""
+    known = {"$schema", "$defs", "title", "description", "type", "enum", "required", "additionalProperties"}
+    assert schema.keys() <= known | {"properties", "items", "anyOf", "pattern", "$ref"}, schema.keys()
+    if "$ref" in schema:
+        return schema_problems(value, SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]])
+    kinds = {"object": dict, "array": list, "string": str}
+    if "type" in schema and not isinstance(value, kinds[schema["type"]]):
+        return [f"{value} is no {schema['type']}"]
+    found = [f"{value} is not allowed"] if "enum" in schema and value not in schema["enum"] else []
+    if "pattern" in schema and not re.search(schema["pattern"], value):
+        found.append(f"{value} breaks {schema['pattern']}")
+    found += [f"{key} is missing" for key in schema.get("required", ()) if key not in value]
+    if "anyOf" in schema and all(schema_problems(value, option) for option in schema["anyOf"]):
+        found.append(f"{value} fits no option")
+    for key, item in value.items() if isinstance(value, dict) else ():
+        if key in schema.get("properties", {}):
+            found += schema_problems(item, schema["properties"][key])
+        elif schema.get("additionalProperties") is False:
+            found.append(f"{key} is unknown")
+    for item in value if isinstance(value, list) else ():
+        found += schema_problems(item, schema.get("items", {}))
+    return found
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_examples_load_and_follow_the_schema(path: Path) -> None:
+    loaded = load_manifest(path)
+    tree = json.loads(path.read_text())
+    assert schema_problems(tree, SCHEMA) == []
+    assert (path.parent / tree.pop("$schema")).resolve() == REPOSITORY / "docs" / "manifest.schema.json"
+    assert to_dict(loaded) == tree
+
+
+def test_there_is_an_example_with_all_three_dtypes(llama: torch.nn.Module) -> None:
+    assigned = assign(load_manifest(REPOSITORY / "config" / "manifests" / "llama_mixed.json"), llama)
+    assert assigned["model.layers.1.self_attn.k_proj"].compute == "fp16"
+    assert assigned["model.layers.1.self_attn.v_proj"].compute == "bf16"
+    assert (assigned["lm_head"].compute, assigned["lm_head"].rule_index) == ("fp32", 1)
+
+
+def test_the_schema_knows_the_same_dtypes() -> None:
+    assert tuple(SCHEMA["$defs"]["compute"]["enum"]) == COMPUTES
+
+
+MISTAKES = [
+    ({"defaults": "bf16"}, "defaults: no such key; did you mean default?"),
+    ({"rules": []}, "default is missing"),
+    ({"default": "bfloat16"}, 'default = "bfloat16" is not one of fp32, bf16, fp16; did you mean bf16?'),
+    ({"default": ["bf16"]}, "default = "),
+    ({"default": "bf16", "rules": {}}, "rules = {} is not a list"),
+    ({"default": "bf16", "rules": ["lm_head"]}, 'rules[0] = "lm_head" is not an object'),
+    ({"default": "bf16", "rules": [{**RULE, "matches": "x"}]}, "rules[0].matches: no such key; did you mean match?"),
+    ({"default": "bf16", "rules": [RULE, {"compute": "fp16", "reason": "r"}]}, "rules[1] says no module"),
+    ({"default": "bf16", "rules": [{**RULE, "match": 3}]}, "rules[0].match = 3 is not text"),
+    ({"default": "bf16", "rules": [{**RULE, "match": ""}]}, 'rules[0].match = "" is not text'),
+    ({"default": "bf16", "rules": [{**RULE, "compute": "fp8"}]}, 'rules[0].compute = "fp8" is not one of'),
+    ({"default": "bf16", "rules": [{**RULE, "reason": " "}]}, "rules[0].reason"),
+    ({"default": "bf16", "rules": [{"match": "x", "compute": "fp16"}]}, "rules[0].reason is missing"),
+    ([], "the top level = [] is not an object"),
+]
+
+
+@pytest.mark.parametrize(("content", "told"), MISTAKES)
+def test_a_mistake_is_one_line_and_breaks_the_schema_too(tmp_path: Path, content: Any, told: str) -> None:
+    path = written(tmp_path, content)
+    with pytest.raises(UserError) as caught:
+        load_manifest(path)
+    message = str(caught.value)
+    assert told in message and message.startswith(f"{path}: ") and "\n" not in message
+    assert schema_problems(content, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"default": "bf16", "default": "fp16"}', "the key 'default' is given twice"),
+        ('{"default": "bf16"', "cannot be read"),
+        ("", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_json_is_told(tmp_path: Path, content: str, told: str) -> None:
+    with pytest.raises(UserError, match=re.escape(told)):
+        load_manifest(written(tmp_path, content))
+
+
+def test_a_missing_or_binary_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such precision manifest"):
+        load_manifest(tmp_path / "none.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_manifest(tmp_path / "binary.json")
+
+
+def test_the_hash_is_that_of_the_content(tmp_path: Path) -> None:
+    one = load_manifest(written(tmp_path, {"default": "bf16", "rules": [RULE]}))
+    digest = manifest_sha256(one)
+    reordered = {"rules": [dict(reversed(RULE.items()))], "default": "bf16", "$schema": "x"}
+    assert manifest_sha256(load_manifest(written(tmp_path, reordered))) == digest
+    assert manifest_sha256(manifest(default="fp16")) != manifest_sha256(manifest())
+    other = {**RULE, "reason": "other"}
+    assert manifest_sha256(load_manifest(written(tmp_path, {"default": "bf16", "rules": [other]}))) != digest
+
+
+def test_the_last_match_wins(llama: torch.nn.Module) -> None:
+    assigned = assign(manifest(rule("*_proj", "fp16"), rule("model.layers.0.*.q_proj", "fp32")), llama)
+    first, second = assigned["model.layers.0.self_attn.q_proj"], assigned["model.layers.1.self_attn.q_proj"]
+    assert (first.compute, first.rule_index, first.reason) == ("fp32", 1, "model.layers.0.*.q_proj None fp32")
+    assert (second.compute, second.rule_index) == ("fp16", 0)
+    assert (assigned["lm_head"].compute, assigned["lm_head"].rule_index) == ("bf16", None)
+
+
+def test_a_rule_that_later_ones_overrule_everywhere_is_an_error(llama: torch.nn.Module) -> None:
+    with pytest.raises(UserError, match=r"m.json: rules\[0\] \(match = 'lm_head' to fp32\) has no effect: rules\[1\]"):
+        assign(manifest(rule("lm_head", "fp32"), rule("*", "fp16")), llama)
+
+
+def test_norms_stay_fp32_unless_their_class_is_named(llama: torch.nn.Module) -> None:
+    everything = assign(manifest(rule("*", "fp16")), llama)
+    assert everything["model.norm"].compute == "fp32"
+    assert everything["lm_head"].compute == "fp16"
+    lowered = assign(manifest(rule("model.layers.*", "bf16", "*RMSNorm"), default="fp16"), llama)
+    assert lowered["model.layers.0.input_layernorm"].compute == "bf16"
+    assert lowered["model.norm"].compute == "fp32"
+    with pytest.raises(UserError, match="matches only norms, which stay FP32; name their module_class"):
+        assign(manifest(rule("*layernorm", "bf16")), llama)
+
+
+def test_a_class_matches_with_its_base_classes(llama: torch.nn.Module) -> None:
+    assigned = assign(manifest(rule(None, "fp16", "Linear"), rule(None, "fp32", "*Attention")), llama)
+    assert assigned["lm_head"].compute == "fp16"
+    assert assigned["model.layers.0.self_attn"].compute == "fp32"
+    with pytest.raises(UserError, match="matches no module that computes; did you mean Linear"):
+        assign(manifest(rule("lm_head", "fp16", "Liner")), llama)
+
+
+@pytest.mark.parametrize(
+    ("match", "told"),
+    [
+        ("model.layers.0.self_attn.q_pro", "did you mean model.layers.0.self_attn.q_proj"),
+        ("model.layers.0", "without matmuls of its own; write model.layers.0.* for what is inside it"),
+        ("model.embed_tokens", "a Embedding without matmuls"),
+        ("zzz", "matches no module"),
+    ],
+)
+def test_a_rule_that_matches_nothing_names_itself_and_what_is_near(
+    llama: torch.nn.Module, match: str, told: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        assign(manifest(rule("lm_head", "fp32"), rule(match, "fp16")), llama)
+    message = str(caught.value)
+    assert message.startswith(f"m.json: rules[1] (match = '{match}' to fp16)") and told in message
+    assert "\n" not in message
+
+
+def test_regions_of_gpt2() -> None:
+    config = GPT2Config(
+        n_embd=16, n_layer=1, n_head=2, vocab_size=11, n_positions=8, bos_token_id=None, eos_token_id=None
+    )
+    assert find_regions(GPT2LMHeadModel(config)) == {
+        "transformer.h.0.ln_1": "norm",
+        "transformer.h.0.attn": "attention",
+        "transformer.h.0.attn.c_attn": "matmul",
+        "transformer.h.0.attn.c_proj": "matmul",
+        "transformer.h.0.ln_2": "norm",
+        "transformer.h.0.mlp.c_fc": "matmul",
+        "transformer.h.0.mlp.c_proj": "matmul",
+        "transformer.ln_f": "norm",
+        "lm_head": "matmul",
+    }
+
+
+def test_regions_of_plain_torch() -> None:
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2, 3, 4))
+
+    parts = {
+        "table": torch.nn.Embedding(3, 4),
+        "mix": torch.nn.Conv1d(3, 4, 1),
+        "attend": torch.nn.MultiheadAttention(4, 2),
+        "experts": Experts(),
+        "scale": torch.nn.GroupNorm(1, 4),
+        "drop": torch.nn.Dropout(),
+    }
+    # MultiheadAttention uses the weights of its out_proj and never calls it
+    expected = {"mix": "matmul", "attend": "attention", "experts": "functional", "scale": "norm"}
+    assert find_regions(torch.nn.ModuleDict(parts)) == expected

@@ -1,0 +1,245 @@
+"""What an observation sees, against torch's own FLOP counter and counts by hand; and what verification catches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from modeling.activation_checkpointing import apply_activation_checkpointing
+from precision.observe import ROOT, Observation, PrecisionMismatch, verify
+from tests.support.flex_on_cpu import flex_on_cpu
+
+
+def llama(attention: str = "eager") -> PreTrainedModel:
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=61,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM._from_config(config, attn_implementation=attention)
+
+
+IDS = torch.arange(2 * 12).reshape(2, 12)
+
+
+def test_flops_are_those_of_torch() -> None:
+    model = llama()
+    with FlopCounterMode(display=False) as counter:
+        model(IDS)
+    with Observation(model) as seen:
+        model(IDS)
+    assert seen.flops == {"fp32": counter.get_total_flops()}
+    assert seen.flop_share() == {"fp32": 1.0}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_flops_of_llama_by_hand(attention: str) -> None:
+    """Fused or not, attention multiplies each of 4 heads' 12 x 12 scores with 8 features twice."""
+    tokens, hidden, heads, length, features = 24, 32, 4, 12, 8
+    projections = hidden * (hidden + 16 + 16 + hidden) + 3 * hidden * 64
+    per_layer = 2 * tokens * projections + 2 * 2 * 2 * heads * length * length * features
+    model = llama(attention)
+    with Observation(model) as seen:
+        model(IDS)
+    by_hand = 2 * per_layer + 2 * tokens * hidden * 61
+    # transformers before 5.20 or so also multiplies positions and frequencies as matrices, a ten-thousandth of all.
+    assert by_hand <= seen.flops["fp32"] <= 1.001 * by_hand
+    assert seen.computed["model.layers.1.self_attn"] == {"fp32"}
+
+
+def test_the_backward_pass_is_not_counted() -> None:
+    model = llama("sdpa")
+    with Observation(model) as forward:
+        loss = model(IDS).logits.float().logsumexp(-1).sum()
+    with Observation(model) as seen:
+        model(IDS).logits.float().logsumexp(-1).sum().backward()
+    assert seen.flops == forward.flops and seen.computed == forward.computed
+    with Observation(model) as backward:
+        loss.backward()
+    assert backward.flops == {} and backward.computed == {} and backward.flop_share() == {}
+
+
+def gradients(model: PreTrainedModel, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The loss, and the gradient of every parameter."""
+    model.zero_grad()
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        loss = model(IDS).logits.float().logsumexp(-1).sum()
+    loss.backward()
+    return [loss.detach(), *(item.grad.clone() for item in model.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_observing_changes_no_bit(dtype: torch.dtype) -> None:
+    model = llama("sdpa")
+    plain = gradients(model, dtype)
+    with Observation(model):
+        observed = gradients(model, dtype)
+    assert all(map(torch.equal, plain, observed))
+
+
+@pytest.mark.parametrize(("mode", "first"), [("none", "observed"), ("full", "not observed"), ("ops", "observed")])
+def test_flex_attention_is_compiled_and_seen_all_the_same(mode: Any, first: str) -> None:
+    """torch enters no compiled graph while operators are watched, and FlexAttention is one. The first pass compiles."""
+    torch.compiler.reset()
+    model, same = llama("flex_attention"), llama("sdpa")
+    same.load_state_dict(model.state_dict())
+    for each in (model, same):
+        apply_activation_checkpointing(each.train(), mode, reentrant=False)
+    with Observation(same) as expected:
+        fused = gradients(same, torch.float32)
+    with flex_on_cpu():
+        plain = gradients(model, torch.float32) if first != "observed" else []
+        with Observation(model) as seen:
+            observed = gradients(model, torch.float32)
+        plain = plain or gradients(model, torch.float32)
+    assert all(map(torch.equal, plain, observed))
+    assert seen.computed == expected.computed
+    assert seen.flops == expected.flops or mode == "ops"  # which keeps what a fused kernel gives, and no graph's
+    for found, wanted in zip(observed, fused, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_operators_that_come_whole_under_inference_mode() -> None:
+    model = llama("sdpa")
+    with Observation(model) as expected, torch.no_grad():
+        model(IDS)
+    with Observation(model) as seen, torch.inference_mode():
+        model(IDS)
+    assert seen.flops == expected.flops and seen.computed == expected.computed
+
+
+class Own(torch.nn.Module):
+    def __init__(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x)
+
+
+@pytest.mark.parametrize(
+    ("call", "flops"),
+    [
+        (lambda x: x @ x.mT, 2 * 4 * 6 * 6 * 8),
+        (lambda x: x[0] @ x[0].mT, 2 * 6 * 6 * 8),
+        (lambda x: torch.baddbmm(torch.zeros(6, dtype=x.dtype), x, x.mT), 2 * 4 * 6 * 6 * 8),
+        (lambda x: x[0] @ x[0, 0], 2 * 6 * 8),
+        (lambda x: torch.addmv(x[0, :, 0], x[0], x[0, 0]), 2 * 6 * 8),
+        (lambda x: x[0, 0] @ x[0, 0], 2 * 8),
+        (lambda x: torch.einsum("bij,bkj->bik", x, x), 2 * 4 * 6 * 6 * 8),
+        (lambda x: functional.conv1d(x, torch.ones(5, 6, 3, dtype=x.dtype)), 2 * 4 * 5 * 6 * 6 * 3),
+        (lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None]), 2 * 2 * 4 * 6 * 6 * 8),
+        (lambda x: x * x, 0),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+def test_each_operator_by_hand(call: Callable[[torch.Tensor], torch.Tensor], flops: int, dtype: str) -> None:
+    kinds = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+    model = torch.nn.Sequential(Own(call))
+    with Observation(model) as seen:
+        model(torch.randn(4, 6, 8, dtype=kinds[dtype], requires_grad=True))
+    assert seen.flops == ({dtype: flops} if flops else {})
+    assert seen.computed == ({"0": {dtype}} if flops else {})
+
+
+def test_the_innermost_running_module_owns_the_matmul() -> None:
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.inner(x)
+            return x.double() @ x.double()
+
+    model = Outer()
+    with Observation(model) as seen:
+        model(torch.randn(4, 4))
+    assert seen.computed == {"inner": {"bf16"}, ROOT: {"fp64"}}
+    assert seen.flop_share() == {"bf16": 0.5, "fp64": 0.5}
+
+
+def test_nothing_is_left_behind() -> None:
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("on purpose")
+
+    model = torch.nn.Sequential(Own(fail))
+    with pytest.raises(RuntimeError, match="on purpose"), Observation(model):
+        model(torch.ones(2))
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_a_failed_forward_inside_does_not_confuse_what_follows() -> None:
+    """Checkpointing ends recomputations by an exception out of a forward."""
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("on purpose")
+
+    model = torch.nn.ModuleDict({"bad": Own(fail), "good": torch.nn.Linear(2, 2)})
+    with Observation(model) as seen:
+        with pytest.raises(RuntimeError):
+            model["bad"](torch.ones(2, 2))
+        torch.ones(2, 2) @ torch.ones(2, 2)
+        model["good"](torch.ones(2, 2))
+    assert seen.computed == {"good": {"fp32"}}
+
+
+def observe_linear(cast: torch.dtype | None) -> Observation:
+    """A two-layer model in FP32 whose second layer is secretly cast."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    secret = model[1]
+    original = secret.forward
+    if cast is not None:
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", cast):
+                return original(x).float()
+
+        secret.forward = forward
+    with Observation(model) as seen:
+        model(torch.randn(2, 4))
+    return seen
+
+
+def test_a_secret_cast_is_caught() -> None:
+    promised = {"0": "fp32", "1": "fp32", "2": "fp32"}
+    verify(observe_linear(None), promised)
+    with pytest.raises(PrecisionMismatch, match="^1: fp32 was promised, but it computed in bf16;"):
+        verify(observe_linear(torch.bfloat16), promised)
+
+
+def test_more_than_one_mismatch_is_counted() -> None:
+    with pytest.raises(PrecisionMismatch, match=r"^0: fp16 was promised.*\(and 1 more\)"):
+        verify(observe_linear(None), {"0": "fp16", "1": "fp32", "2": "bf16"})
+
+
+def test_a_region_that_never_computed_is_an_error() -> None:
+    seen = observe_linear(None)
+    with pytest.raises(PrecisionMismatch, match="^absent: bf16 was promised, but it computed nothing"):
+        verify(seen, {"absent": "bf16"})
+    verify(seen, {"absent": "bf16"}, may_idle={"absent"})
+    with pytest.raises(PrecisionMismatch, match="^0: bf16"):
+        verify(seen, {"0": "bf16"}, may_idle={"0"})
+
+
+def test_a_norm_that_casts_by_itself_is_caught() -> None:
+    """transformers' RMSNorm widens to FP32 whatever it is given."""
+    model = llama()
+    with Observation(model) as seen:
+        model(IDS)
+    assert seen.computed["model.norm"] == {"fp32"}
+    with pytest.raises(PrecisionMismatch, match="^model.norm: bf16 was promised, but it computed in fp32"):
+        verify(seen, {"model.norm": "bf16"}, may_idle={"model.norm"})

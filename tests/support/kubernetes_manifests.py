@@ -1,0 +1,179 @@
+"""The manifests of launch/kubernetes, and whether the schemas of Kubernetes, JobSet and Kubeflow allow them.
+
+Jobs, pods and the other built-in kinds are held against the JSON schemas that kubernetes-validate carries, the kinds
+of JobSet and Kubeflow against their typed clients, with the Jobs and pods inside them against the former again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, get_args
+
+import jsonschema
+import yaml
+from kubeflow.training import models as training_models
+from kubeflow_trainer_api import models as trainer_models
+from kubernetes_validate.utils import latest_version, schema_contents
+from pydantic import BaseModel, ValidationError
+from referencing import Registry, Resource
+
+from config.cli import REPOSITORY
+
+FOLDER = REPOSITORY / "launch/kubernetes"
+NEWEST = latest_version()
+Document = dict[str, Any]
+
+TYPED = {
+    "JobSet": trainer_models.JobsetV1alpha2JobSet,
+    "TrainJob": trainer_models.TrainerV1alpha1TrainJob,
+    "TrainingRuntime": trainer_models.TrainerV1alpha1TrainingRuntime,
+}
+API_VERSIONS = {
+    "JobSet": "jobset.x-k8s.io/v1alpha2",
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+    "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
+    "PyTorchJob": "kubeflow.org/v1",
+}
+# Values that the typed clients leave open.
+CHOICES = {
+    "action": {"FailJob", "Ignore", "Count", "FailIndex", "FailJobSet", "RestartJobSet"},
+    "restartPolicy": {"Never", "OnFailure", "Always", "ExitCode"},
+    "cleanPodPolicy": {"All", "Running", "None"},
+    "onJobFailureReasons": {"PodFailurePolicy", "BackoffLimitExceeded", "DeadlineExceeded"},
+}
+
+
+def all_documents() -> list[tuple[str, Document]]:
+    """(file, document) of every manifest; anchors are resolved, and nothing in them is shared."""
+    return json.loads(_all_documents())
+
+
+@cache
+def _all_documents() -> str:
+    return json.dumps(
+        [
+            (path.name, document)
+            for path in sorted(FOLDER.glob("*.yaml"))
+            for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+        ]
+    )
+
+
+def schema_problems(document: Document) -> Iterator[str]:
+    """What the schemas say is wrong; nothing when they allow it."""
+    kind = document.get("kind")
+    return _custom(document, kind) if kind in API_VERSIONS else _built_in(document)
+
+
+def _built_in(document: Document) -> Iterator[str]:
+    try:
+        validator = _validator(document["kind"], document["apiVersion"])
+    except (KeyError, FileNotFoundError) as error:
+        yield f"no such kind: {error}"
+        return
+    yield from (f"{error.json_path}: {error.message}" for error in validator.iter_errors(document))
+
+
+@cache
+def _validator(kind: str, api_version: str) -> jsonschema.Draft202012Validator:
+    """As kubernetes_validate.validate makes one, kept: it would read 2 MB each time."""
+    group, _, version = api_version.rpartition("/")
+    name = f"{kind.lower()}-{group.partition('.')[0] + '-' if group else ''}{version}.json"
+    folder = f"kubernetes-json-schema/v{NEWEST}-local-strict"
+    schema = schema_contents(f"{folder}/{name}", NEWEST)
+    definitions = Resource.from_contents(schema_contents(f"{folder}/_definitions.json", NEWEST))
+    registry: Any = definitions @ (Resource.from_contents(schema) @ Registry())
+    return jsonschema.Draft202012Validator(schema, registry=registry)
+
+
+def _custom(document: Document, kind: str) -> Iterator[str]:
+    document = json.loads(json.dumps(document))
+    if document.get("apiVersion") != API_VERSIONS[kind]:
+        yield f"apiVersion: {document.get('apiVersion')} is not {API_VERSIONS[kind]}"
+    yield from _built_in({"apiVersion": "v1", "kind": "ConfigMap", "metadata": document.get("metadata", {})})
+    yield from _wrong_choices(document)
+    yield from _inner(document)
+    if kind == "PyTorchJob":
+        yield from _unknown(document, training_models.KubeflowOrgV1PyTorchJob, kind)
+        return
+    yield from _unknown_fields(document, TYPED[kind], kind)
+    try:
+        TYPED[kind].model_validate(document)
+    except ValidationError as error:
+        yield from (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+
+
+def _inner(value: Any) -> Iterator[str]:
+    """Hold the Jobs and pods inside against the built-in schemas, and take them out."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _inner(item)
+    if not isinstance(value, dict):
+        return
+    for key, item in value.items():
+        if key != "template" or not isinstance(item, dict) or "replicatedJobs" in item.get("spec", {}):
+            yield from _inner(item)
+        elif "containers" in item.get("spec", {}):
+            yield from _built_in({"apiVersion": "v1", "kind": "PodTemplate", "template": item})
+            value[key] = {}
+        else:
+            extra = {name: part for name, part in item.items() if name not in ("apiVersion", "kind")}
+            yield from _built_in({"apiVersion": "batch/v1", "kind": "Job", **extra})
+            value[key] = {}
+
+
+def _wrong_choices(value: Any, key: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _wrong_choices(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _wrong_choices(item, key)
+    elif key in CHOICES and value not in CHOICES[key]:
+        yield f"{key}: {value} is not one of {', '.join(sorted(CHOICES[key]))}"
+
+
+def _unknown_fields(value: Any, annotation: Any, where: str) -> Iterator[str]:
+    """Keys that a pydantic model does not have: it would pass over them."""
+    model = next((part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, BaseModel)), None)
+    if isinstance(value, list):
+        for item in value:
+            yield from _unknown_fields(item, annotation, where)
+    if model is None or not isinstance(value, dict):
+        return
+    fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+    for key, item in value.items():
+        if key in fields:
+            yield from _unknown_fields(item, fields[key], f"{where}.{key}")
+        else:
+            yield f"{where}: no such key {key}"
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation such as Optional[List[X]] is made of."""
+    yield annotation
+    for argument in get_args(annotation):
+        yield from _parts(argument)
+
+
+def _unknown(value: Any, model: Any, where: str) -> Iterator[str]:
+    """Keys that an OpenAPI client's class does not have, required ones that are missing, and wrong plain types."""
+    names = {json_name: name for name, json_name in model.attribute_map.items()}
+    try:
+        model(**{names[key]: item for key, item in value.items() if key in names})
+    except ValueError as error:
+        yield f"{where}: {error}"
+    for key, item in value.items():
+        if key not in names:
+            yield f"{where}: no such key {key}"
+            continue
+        wanted = model.openapi_types[names[key]]
+        plain = {"str": str, "int": int, "bool": bool}.get(wanted)
+        if plain is not None and (not isinstance(item, plain) or (plain is int and isinstance(item, bool))):
+            yield f"{where}.{key}: {item!r} is not {wanted}"
+        inner = getattr(training_models, wanted.removeprefix("dict(str, ").rstrip(")"), None)
+        if inner is not None:
+            for part in item.values() if wanted.startswith("dict") else [item]:
+                yield from _unknown(part, inner, f"{where}.{key}")

@@ -1,0 +1,97 @@
+"""Start real training jobs through real launchers, on a small corpus, and read what they left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from config.cli import REPOSITORY
+from tracking.jsonl import read_events
+
+BIN = Path(sys.executable).parent
+
+SMALL = [
+    "data.source=text",
+    f"data.path={REPOSITORY}/data",
+    "data.tokenizer=bytes",
+    "data.sequence_length=32",
+    "data.validation_fraction=0.2",
+    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
+]
+"""A model of a few thousand parameters on Mantissa's own source."""
+
+LAUNCHERS = {
+    "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "{port}"],
+    "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "{port}"],
+    "accelerate": ["accelerate", "launch", "--config_file", "launch/accelerate/one_machine_cpu_zero2.yaml"]
+    + ["--main_process_port", "{port}"],
+    "python": ["python"],
+}
+
+
+def command(launcher: str, folder: Path, name: str, *overrides: str) -> list[str]:
+    """The command line of a small job: six FP32 ZeRO-2 steps on Mantissa's own source."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    return [
+        *(part.format(port=port) for part in LAUNCHERS[launcher]),
+        str(REPOSITORY / "train.py"),
+        "--config",
+        str(REPOSITORY / "config/recipes/demo.yaml"),
+        f"run.dir={folder}/runs",
+        f"run.name={name}",
+        "run.steps=6",
+        "run.resume=auto",
+        "schedule.warmup_steps=2",
+        *SMALL,
+        f"data.cache_dir={folder}/cache",
+        "deepspeed.config=ds_configs/zero2_fp32.json",
+        "precision.compute=fp32",
+        "batch.global_size=8",
+        "batch.micro_size=2",
+        "evaluate.every_steps=6",
+        "checkpoint.every_steps=2",
+        "tracking.wandb=disabled",
+        "tracking.log_every_steps=1",
+        "generate.tokens=8",
+        *overrides,
+    ]
+
+
+def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
+    """The job in a process group of its own, so that a test can kill all of it."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        arguments,
+        env=environment,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(arguments: Sequence[str], *, exit_code: int = 0, seconds: float = 240.0) -> str:
+    """Run a job to its end and check its exit code; what it printed."""
+    process = start(arguments)
+    output, _ = process.communicate(timeout=seconds)
+    assert process.returncode == exit_code, output
+    return output
+
+
+def replay(folder: Path, name: str, step: int, *, exit_code: int = 0) -> str:
+    """`python -m training.replay` of a job's step; what it printed."""
+    run = str(folder / "runs" / name)
+    return finish(["python", "-m", "training.replay", run, "--step", str(step)], exit_code=exit_code)
+
+
+def events(folder: Path, name: str, kind: str) -> list[dict]:
+    """The events of one kind in a job's run folder."""
+    return [event for event in read_events(folder / "runs" / name / "events.jsonl") if event["event"] == kind]

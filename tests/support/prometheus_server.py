@@ -1,0 +1,101 @@
+"""A real Prometheus server for a test, on a free port of the loopback interface."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.cli import REPOSITORY
+
+MONITORING = REPOSITORY / "docs/monitoring"
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    """Skip where the program is not installed."""
+    return pytest.mark.skipif(
+        shutil.which(program) is None, reason=f"{program} is not installed: apt-get install prometheus"
+    )
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class PrometheusServer:
+    """What one asks a server over HTTP."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def get(self, path: str, **arguments: str) -> dict[str, Any]:
+        """The JSON answer, also of a refused query."""
+        query = urllib.parse.urlencode(arguments)
+        try:
+            with urllib.request.urlopen(f"{self._url}{path}?{query}", timeout=10) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            return json.load(error)
+
+    def values(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of each series of an instant query."""
+        answer = self.get("/api/v1/query", query=expression)
+        assert answer["status"] == "success", answer
+        return [(series["metric"], float(series["value"][1])) for series in answer["data"]["result"]]
+
+    def firing(self) -> list[dict[str, str]]:
+        """Labels of the alerts that fire."""
+        alerts = self.get("/api/v1/alerts")["data"]["alerts"]
+        return [alert["labels"] for alert in alerts if alert["state"] == "firing"]
+
+
+@contextmanager
+def prometheus_server(folder: Path, *, scrape_port: int) -> Iterator[PrometheusServer]:
+    """Scrapes `scrape_port` and evaluates the rules of docs/monitoring every second."""
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(MONITORING / "rules.yml")],
+        "scrape_configs": [{"job_name": "mantissa", "static_configs": [{"targets": [f"127.0.0.1:{scrape_port}"]}]}],
+    }
+    (folder / "prometheus.yml").write_text(json.dumps(config))
+    address = f"127.0.0.1:{free_port()}"
+    command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/tsdb"]
+    with (folder / "prometheus.log").open("w") as log:
+        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
+    try:
+        server = PrometheusServer(f"http://{address}")
+        wait_for(lambda: _ready(server), seconds=60, what="Prometheus")
+        yield server
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _ready(server: PrometheusServer) -> bool:
+    try:
+        return server.get("/api/v1/query", query="1")["status"] == "success"
+    except (urllib.error.URLError, ValueError):
+        return False
+
+
+def wait_for(condition: Any, *, seconds: float, what: str) -> float:
+    """Ask until it is true; the seconds that took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"{what} did not come within {seconds} s"
+        time.sleep(0.1)
+    return time.monotonic() - started

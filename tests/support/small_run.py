@@ -1,0 +1,119 @@
+"""A small Llama and random batches, for tests of the engine: built through the real config and DeepSpeed JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from transformers import AutoModelForCausalLM
+
+from config.cli import REPOSITORY
+from config.command_line import read_command_line
+from config.resolved import Resolved
+from data.loader import Batch
+from modeling.build import model_config
+from training.checkpoint.checkpoints import Checkpoints
+from training.distributed import Place
+from training.engine import Engine, build_engine
+from training.progress import Progress
+
+VOCABULARY = 64
+SEQUENCE = 16
+GLOBAL = 8
+
+
+def resolve(
+    place: Place, *, stage: int, compute: str, micro: int = 4, variant: str = "", overrides: Sequence[str] = ()
+) -> Resolved:
+    """The demo recipe shrunk to a model of a few thousand parameters. variant: "_offload" for CPU offload."""
+    return read_command_line(
+        [
+            "--config",
+            str(REPOSITORY / "config/recipes/demo.yaml"),
+            f"deepspeed.config={REPOSITORY}/ds_configs/zero{stage}_{compute}{variant}.json",
+            f"precision.compute={compute}",
+            "model.activation_checkpointing=none",
+            "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, "
+            "num_key_value_heads: 2, tie_word_embeddings: true}",
+            f"batch.global_size={GLOBAL}",
+            f"batch.micro_size={micro}",
+            f"data.sequence_length={SEQUENCE}",
+            "optimizer.learning_rate=0.01",
+            "optimizer.weight_decay=0.1",
+            *overrides,
+        ]
+    )
+
+
+@contextmanager
+def engine_of(place: Place, resolved: Resolved) -> Iterator[Engine]:
+    """An engine on the resolved config, destroyed afterwards."""
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    engine = build_engine(resolved, shape, place)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def batch_of(place: Place, micro: int, *, seed: int, mask: str = "uneven") -> Batch:
+    """This rank's part of a random global batch of GLOBAL sequences, the same sequences for every layout.
+
+    mask: uneven masks a different share of each sequence's labels; sequences masks all of the first half of the
+    sequences, so that whole micro-batches and whole ranks have nothing to learn; all masks every label.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (GLOBAL, SEQUENCE + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    if mask == "uneven":
+        for row in range(GLOBAL):
+            labels[row, : row * SEQUENCE // GLOBAL] = -100
+    elif mask == "sequences":
+        labels[: GLOBAL // 2] = -100
+    else:
+        labels[:] = -100
+    mine = slice(place.rank * GLOBAL // place.world_size, (place.rank + 1) * GLOBAL // place.world_size)
+    labels = labels[mine]
+    return Batch(
+        position=0,
+        input_ids=tokens[mine, :-1].reshape(-1, micro, SEQUENCE),
+        labels=labels.reshape(-1, micro, SEQUENCE),
+        sample_ids=np.arange(GLOBAL),
+        label_tokens=int((labels != -100).sum()),
+    )
+
+
+def state_of(engine: Engine, progress: Progress, **reactions: Any) -> dict[str, Any]:
+    """What a run without guard and promotions gives a checkpoint."""
+    return {"progress": progress.state_dict(), "scaler": engine.scaler_state(), "reactions": reactions}
+
+
+def restored(checkpoints: Checkpoints, path: Path | None, engine: Engine) -> Progress:
+    """Load a checkpoint into the engine, its loss scaler too; where it stands."""
+    assert path is not None
+    state = checkpoints.load(path, engine)
+    engine.install_scaler(state["scaler"])
+    return Progress.from_state_dict(state["progress"])
+
+
+def masters_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """Every FP32 master, whole, by name. A collective."""
+    found = {}
+    for name, parameter in engine.model.named_parameters():
+        full = parameter.data if engine.stage == 0 else safe_get_full_fp32_param(parameter)
+        found[name] = full.detach().float().clone()
+    return found
+
+
+def plain_model(resolved: Resolved, weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """The same model in plain torch FP32 with the given weights: the reference."""
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa")
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    return model.train()

@@ -1,0 +1,428 @@
+"""compare names the step at which two runs part and why, and says who is better and what is not apples to apples."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from config.cli import REPOSITORY
+from config.errors import UserError
+from tests.support.compare_runs import CONFIG, RunWriter, write_run
+from tests.support.synthetic_events import TOKENS_PER_STEP
+from tracking.compare.command import main
+from tracking.compare.divergence import Tolerance, near, part
+from tracking.compare.measures import loss_at, measures
+from tracking.compare.result import Comparison, compare
+from tracking.compare.sources import labels, read_runs
+
+SECRET = "hunter2hunter2"
+
+_FAULT = {"event": "fault", "kind": "inf_gradient", "rank": 0, "module": "model.up_proj"}
+_INF = {"event": "nonfinite", "rank": 1, "module": "model.up_proj", "tensor": "gradient", "kind": "inf", "count": 3}
+_SCALE = {
+    "event": "scale",
+    "from": 65536.0,
+    "to": 32768.0,
+    "reason": "overflow",
+    "consecutive_overflows": 1,
+    "lr": 1e-4,
+}
+_SCALE["momentum_norm"] = None
+
+
+def _incident(verdict: str, **fields: Any) -> dict[str, Any]:
+    told = {"verdict": verdict, "reason": "2 steps in a row", "modules": ["model.up_proj"], "replay": "python -m x"}
+    return {"event": "incident", **told, **fields}
+
+
+def _from(step: int, **fields: Any) -> Any:
+    """A change of these fields from `step` on; a number is added, any other value is put."""
+
+    def change(at: int, _: dict[str, Any]) -> dict[str, Any] | None:
+        return fields if at >= step else None
+
+    return change
+
+
+def _only(step: int, **fields: Any) -> Any:
+    return lambda at, _: fields if at == step else None
+
+
+def _compared(*folders: Any, tolerance: Tolerance | None = None, price: float | None = None) -> Comparison:
+    runs = read_runs([str(folder.path) for folder in folders])
+    return compare(runs, tolerance=tolerance or Tolerance(), price=price)
+
+
+PLANTED: dict[str, tuple[dict[str, Any], int, str]] = {
+    "another seed in the middle": (
+        {
+            "change": lambda step, _: (
+                {"sample_ids_sha256": f"{step + 900:064x}"[::-1], "loss": 9.0} if step >= 20 else None
+            )
+        },
+        20,
+        "the data order is another one from step 20 on: no recorded setting explains it",
+    ),
+    "another seed from the start": (
+        {
+            "change": lambda step, _: {"sample_ids_sha256": f"{step + 900:064x}"[::-1], "loss": 9.0},
+            "config": {"run.seed": 1},
+        },
+        1,
+        "the data order is another one from step 1 on and other initial weights: run.seed 0 / 1",
+    ),
+    "batches left out": (
+        {
+            "change": lambda step, _: (
+                {"sample_ids_sha256": f"{step + 4:04x}" * 16, "loss": 9.0} if step >= 20 else None
+            ),
+            "after": {19: [_incident("ROLLBACK", at=22, rolled_back_to=19, position=23)]},
+        },
+        20,
+        "rolled back and left batches out; what run sees at step 20, base sees at step 24",
+    ),
+    "a promoted module": (
+        {"change": _from(22, loss=4.0), "after": {21: [_incident("PROMOTE", promoted_to="fp32")]}},
+        22,
+        "step 21: model.up_proj promoted to fp32 in run only",
+    ),
+    "a cut learning rate": (
+        {"change": _from(22, lr=1e-9), "after": {21: [_incident("CUT_LR")]}},
+        22,
+        "step 21: the learning rate was cut in run only",
+    ),
+    "an overflow": (
+        {"change": _only(20, applied=False, grad_norm=math.inf), "after": {20: [_INF, _SCALE]}},
+        20,
+        "step 20 was skipped in run and applied in base: 3 inf in the gradient of model.up_proj; loss scale 65536 -> 3",
+    ),
+    "a planted fault": (
+        {"change": _only(20, loss=99.0), "after": {19: [{**_FAULT, "at": 20, "kind": "loss_spike"}]}},
+        20,
+        "step 20: a planted fault (loss_spike) struck in model.up_proj in run only",
+    ),
+    "another loss scale": (
+        {"change": _from(1, loss_scale=4096.0), "config": {"precision.loss_scale.initial": 4096.0}},
+        1,
+        "the loss scale is another one from step 1 on (65536.0 / 4096.0): precision.loss_scale.initial - / 4096.0",
+    ),
+    "another schedule": (
+        {"change": _from(11, lr=1e-9), "config": {"schedule.warmup_steps": 11}},
+        11,
+        "the learning rate is another one from step 11 on (0.0003 / 1e-09): schedule.warmup_steps - / 11",
+    ),
+    "another batch": (
+        {"change": lambda step, _: {"tokens": step * 2 * TOKENS_PER_STEP}, "config": {"batch.global_size": 16}},
+        1,
+        "another number of tokens from step 1 on: batch.global_size 8 / 16",
+    ),
+    "another precision": (
+        {
+            "change": lambda step, _: {"loss": 8.0 / step},
+            "config": {"precision.compute": "fp16", "run.hypothesis": "h"},
+        },
+        1,
+        "apart from their first step on: precision.compute bf16 / fp16",
+    ),
+    "another gradient": (
+        {"change": _from(5, grad_norm=7.0), "config": {"precision.reduce": "compute"}},
+        5,
+        "same batch and loss at step 5, but another gradient: precision.reduce - / compute",
+    ),
+    "another update": (
+        {"change": _from(2, loss=4.0), "config": {"optimizer.weight_decay": 0.5}},
+        2,
+        "before step 2, but another update: optimizer.weight_decay - / 0.5",
+    ),
+    "another version": (
+        {"change": _from(2, loss=4.0), "environment": {"versions.torch": "2.14.0"}},
+        2,
+        "nothing that was recorded before step 2 explains it; what differed: torch 2.13.0 / 2.14.0",
+    ),
+    "no reason at all": ({"change": _from(30, loss=4.0)}, 30, "so some of the work is not repeatable"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_step_and_the_cause_of_a_planted_divergence_are_named(tmp_path: Path, name: str) -> None:
+    planted, step, cause = PLANTED[name]
+    pair = _compared(write_run(tmp_path, "base"), write_run(tmp_path, "run", **planted)).pairs[0]
+    assert pair.parting.step == step, pair.headline
+    assert cause in pair.cause
+    assert pair.parting.identical_to == (step - 1 or None)
+
+
+def test_a_fault_that_struck_both_runs_is_no_cause(tmp_path: Path) -> None:
+    """Both runs skip steps 20 and 21 alike; what one of them did about it is what parts them."""
+    skip = {"applied": False, "grad_norm": math.inf}
+    both = {20: [_FAULT, _INF], 21: [_FAULT, _INF]}
+    one = {**both, 21: [_FAULT, _INF, _incident("PROMOTE", promoted_to="bf16")]}
+
+    def change(step: int, _: dict[str, Any]) -> dict[str, Any] | None:
+        return skip if step in (20, 21) else None
+
+    def promoted(step: int, _: dict[str, Any]) -> dict[str, Any] | None:
+        return {"loss": 4.0} if step >= 22 else change(step, _)
+
+    base = write_run(tmp_path, "base", change=change, after=both)
+    pair = _compared(base, write_run(tmp_path, "run", change=promoted, after=one)).pairs[0]
+    assert (pair.parting.step, pair.cause) == (22, "step 21: model.up_proj promoted to bf16 in run only")
+    near = [(label, event["event"], event["step"]) for label, event in pair.parting.events]
+    assert ("run", "incident", 21) in near and ("base", "fault", 20) in near
+
+
+def test_a_resume_that_changes_the_numbers_is_named(tmp_path: Path) -> None:
+    base = write_run(tmp_path, "base")
+    writer = RunWriter(tmp_path, "run")
+    writer.run_dir.write_inputs(CONFIG, {}, {})
+    writer.start()
+    for step in range(1, 14):
+        writer.step(step)
+    writer.time += 3600
+    writer.start(step=10, resumed_from="checkpoints/step-10", world_size=4)
+    for step in range(11, 41):
+        writer.step(step, loss=3.5)
+    pair = _compared(base, writer.end()).pairs[0]
+    assert (pair.parting.step, pair.cause) == (11, "run was resumed after step 10, with 4 processes")
+    assert any(event["event"] == "run_start" for _, event in pair.parting.events)
+
+
+def test_identical_runs_of_different_speed(tmp_path: Path) -> None:
+    """A data loader that is late changes no number; where the wait was recorded it is named."""
+    base = write_run(tmp_path, "base", change=_from(1, data_seconds=0.01))
+    late = write_run(tmp_path, "late", change=_from(1, step_seconds=1.0, data_seconds=0.5))
+    comparison = _compared(base, late, tolerance=Tolerance(0.0))
+    pair = comparison.pairs[0]
+    assert pair.headline == "identical to step 40, the last that both have"
+    assert pair.cause.startswith(
+        "same numbers to step 40, slower: 1 s a step against 0.5 s; data wait 0.5 s against 0.01"
+    )
+    assert "most of the difference" in pair.cause and comparison.caveats == [] and comparison.within_tolerance
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(st.floats(1.0, 3.0), st.sampled_from([0.0, 0.0, 1e-12, 0.004, 0.02, 0.5, math.nan, math.inf])),
+        min_size=1,
+        max_size=30,
+    ),
+    st.floats(0.0, 0.1),
+    st.floats(0.0, 0.1),
+)
+def test_both_steps_are_those_that_a_plain_loop_finds(
+    tmp_path_factory: pytest.TempPathFactory, losses: list[tuple[float, float]], relative: float, absolute: float
+) -> None:
+    folder = tmp_path_factory.mktemp("runs")
+    a, b = [first for first, _ in losses], [first + add for first, add in losses]
+    runs = []
+    for name, column in (("a", a), ("b", b)):
+        writer = RunWriter(folder, name)
+        writer.start()
+        for step, loss in enumerate(column, start=1):
+            writer.step(step, loss=loss)
+        runs.append(str(writer.end().path))
+    parting = part(*read_runs(runs), Tolerance(relative, absolute))
+    exact = next((step for step, (x, y) in enumerate(zip(a, b, strict=True), 1) if x != y), None)
+    beyond = next(
+        (
+            step
+            for step, (x, y) in enumerate(zip(a, b, strict=True), 1)
+            if not math.isfinite(y) or abs(x - y) > max(absolute, relative * abs(x))
+        ),
+        None,
+    )
+    assert (parting.step, parting.beyond) == (exact, beyond)
+
+
+def test_what_differed_is_told_side_by_side_and_nothing_else(tmp_path: Path) -> None:
+    base = write_run(tmp_path, "base")
+    changed = {"optimizer.learning_rate": 1e-3, "data.path": f"https://me:{SECRET}@host/x", "hub_token": SECRET}
+    machine = {"versions.torch": "2.14.0", "hostname": "node8", "git.commit": "f" * 16}
+    comparison = _compared(base, write_run(tmp_path, "run", config=changed, environment=machine))
+    told = {item.key: item.values for item in comparison.differences}
+    assert told == {
+        "optimizer.learning_rate": (3e-4, 1e-3),
+        "data.path": (None, "https://***@host/x"),
+        "hub_token": (None, "***"),
+        "torch": ("2.13.0", "2.14.0"),
+        "hostname": ("node7", "node8"),
+        "git commit": ("0123456789ab", "f" * 12),
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "caveat"),
+    [
+        ({"data.tokenizer": "bytes"}, {"data.vocab_size": 257}, "another tokenizer: a loss is in nats per token"),
+        ({}, {"data.fingerprint": "bb"}, "other data"),
+        ({"data.sequence_length": 1024}, {}, "another sequence length"),
+        ({"batch.global_size": 16}, {}, "another batch"),
+        ({"precision.compute": "fp32"}, {}, "another precision"),
+        ({"run.steps": 80}, {}, "another schedule"),
+        ({}, {"accelerator.device": "NVIDIA A100"}, "other hardware"),
+    ],
+)
+def test_what_is_not_apples_to_apples_is_said(
+    tmp_path: Path, config: dict[str, Any], environment: dict[str, Any], caveat: str
+) -> None:
+    base = write_run(tmp_path, "base")
+    told = _compared(base, write_run(tmp_path, "run", config=config, environment=environment)).caveats
+    assert len(told) == 1 and told[0].startswith(caveat)
+
+
+def test_data_order_tokens_and_a_missing_config_are_caveats_too(tmp_path: Path) -> None:
+    base = write_run(tmp_path, "base")
+    other = write_run(tmp_path, "run", steps=30, change=_from(5, sample_ids_sha256="ff" * 32))
+    other.config.unlink()
+    assert _compared(base, other).caveats == [
+        "another data order: run sees other sequences than base from step 5 on",
+        "the config of run is not known",
+        "other numbers of tokens seen: base 163,840, run 122,880; equal tokens means the smallest of these",
+    ]
+
+
+def test_losses_at_equal_tokens_and_at_equal_time(tmp_path: Path) -> None:
+    """400 steps of 1 s against 200 steps of 4 s and twice the tokens: means over the last 5 % of either."""
+    base = write_run(tmp_path, "base", steps=400, change=lambda step, _: {"loss": 400.0 - step, "step_seconds": 1.0})
+    wide = write_run(
+        tmp_path,
+        "wide",
+        steps=200,
+        change=lambda step, _: {
+            "loss": 1000.0 - step,
+            "step_seconds": 4.0,
+            "tokens": 2 * step * TOKENS_PER_STEP,
+            "applied": step != 200,
+        },
+    )
+    runs = read_runs([str(base.path), str(wide.path)])
+    rows = {row.key: row for row in measures(runs, price=3.0)}
+    assert rows["loss_at_equal_tokens"].values == pytest.approx((9.5, np.mean([1000 - s for s in range(190, 200)])))
+    after_400_s = np.mean([1000 - step for step in range(91, 101)])  # ten steps, since 5 % of 400 s are only five
+    assert rows["loss_at_equal_time"].values == pytest.approx((9.5, after_400_s))
+    assert rows["loss_at_equal_tokens"].best == rows["skipped"].best == (0,)
+    assert rows["validation_at_equal_tokens"].values == pytest.approx((3.25, 3.25))
+    assert rows["cost"].values == pytest.approx((400 / 3600 * 2 * 3.0, 800 / 3600 * 2 * 3.0))
+    assert rows["seconds_to_baseline"].values[0] == pytest.approx(400.0)
+    mean, noise = loss_at(runs[0], 400.0, "seconds")
+    assert (mean, noise) == pytest.approx((9.5, 2 * np.std(np.arange(20), ddof=1) / math.sqrt(20)))
+
+
+def test_a_winner_needs_more_than_noise(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    noisy = [{int(step): {"loss": 3.0 + rng.normal(0, 0.1)} for step in range(1, 201)} for _ in range(2)]
+    folders = [
+        write_run(tmp_path, f"r{index}", steps=200, change=lambda step, _, made=made: made[step])
+        for index, made in enumerate(noisy)
+    ]
+    low = write_run(tmp_path, "low", steps=200, change=lambda step, _: {"loss": 2.0 + noisy[0][step]["loss"] / 100})
+    told = [line for line in _compared(*folders).verdicts if line.startswith("training loss at")]
+    assert len(told) == 1 and ("no clear winner" in told[0] or "no winner" in told[0])
+    told = [line for line in _compared(folders[0], low).verdicts if line.startswith("training loss at")]
+    assert "low is best" in told[0]
+
+
+def test_a_run_that_is_being_written_or_crashed_is_compared(tmp_path: Path) -> None:
+    base, live = write_run(tmp_path, "base"), write_run(tmp_path, "live", steps=25)
+    lines = live.events.read_bytes().splitlines(keepends=True)
+    live.events.write_bytes(b"".join(lines[:-1]) + b'{"event":"step","st')
+    comparison = _compared(base, live)
+    assert comparison.runs[1].status == "running or crashed"
+    assert comparison.pairs[0].headline == "identical to step 25, the last that both have"
+
+
+def test_a_run_that_died_before_its_first_step_is_no_trouble(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, writer = write_run(tmp_path, "base"), RunWriter(tmp_path, "dead")
+    writer.start()
+    dead = str(writer.run_dir.path)
+    for order in ([str(base.path), dead], [dead, str(base.path)], [dead]):
+        assert main([*order, "--html", str(tmp_path / "page.html"), "--price", "1"]) == 0
+    assert "no step in common" in capsys.readouterr().out
+    assert main([str(base.path), dead, "--tolerance", "1"]) == 3, "nothing was compared, so nothing agrees"
+
+
+def test_what_stands_before_the_first_step_shown_is_found_too(tmp_path: Path) -> None:
+    """A fault is recorded before the step it strikes, and a resume behind the steps that it undoes."""
+    run = read_runs([str(write_run(tmp_path, "run", after={17: [{**_FAULT, "at": 18}]}).path)])[0]
+    assert [(event["event"], event["step"]) for event in near(run, 20)] == [("fault", 18), ("eval", 20)]
+
+
+def test_labels_are_the_shortest_that_differ() -> None:
+    assert labels(["runs/a", "runs/b"]) == ["a", "b"]
+    assert labels(["/x/1/demo", "/x/2/demo", "/y/other"]) == ["1/demo", "2/demo", "other"]
+    assert labels(["wandb:me/p/abc", "wandb:me/q/abc"]) == ["p/abc", "q/abc"]
+
+
+def test_globs_and_files_name_runs_and_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b", "a", "c"):
+        write_run(tmp_path, name, steps=2)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert [run.label for run in read_runs(["c/events.jsonl", "*"])] == ["c", "a", "b"]
+    assert [run.label for run in read_runs([f"{tmp_path}/[ab]"])] == ["a", "b"]
+    for arguments, text in (
+        (["a", "empty"], "is this a run folder"),
+        (["nothing*", "a"], "no folder with an events.jsonl matches"),
+        (["a", "wandb:me/p"], "neither entity/project/run"),
+    ):
+        with pytest.raises(UserError, match=text):
+            read_runs(arguments)
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, same = str(write_run(tmp_path, "base").path), str(write_run(tmp_path, "same").path)
+    other = str(write_run(tmp_path, "other", change=_from(20, loss=4.0), config={"hub_token": SECRET}).path)
+    assert main([base, other]) == 0, "without --tolerance nothing is gated"
+    text = capsys.readouterr().out
+    assert "identical to step 19, part at step 20" in text and "base  baseline, done" in text and SECRET not in text
+    assert main([base, same, "--tolerance", "0"]) == 0 and main([base, other, "--tolerance", "0.01"]) == 3
+    assert main([base, other, "--tolerance", "0.01", "--absolute", "3"]) == 0
+    capsys.readouterr()
+    assert main([base, other, "--json", "--price", "2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["partings"][0]["step"] == 20 and told["apples_to_apples"] and SECRET not in json.dumps(told)
+    assert {row["key"] for row in told["measures"]} >= {"loss_at_equal_tokens", "cost", "memory_bytes"}
+    for wrong in ([base, str(tmp_path / "absent")], [base, base, "--tolerance", "0"], [base, "--html", "/dev/null/x"]):
+        assert main(wrong) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_one_run_alone_is_shown_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(write_run(tmp_path, "alone").path)]) == 0
+    text = capsys.readouterr().out
+    assert "steps attempted" in text and "Where they part" not in text and "pples" not in text
+
+
+def test_a_dozen_runs_fit_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [
+        str(write_run(tmp_path, f"run{n}", steps=12, config={"optimizer.learning_rate": n % 2}).path) for n in range(12)
+    ]
+    assert main(folders) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120 and sum(line.startswith("run11") for line in lines) == 2
+    assert any("0 (run0, run2, run4, run6, run8, run10); 1 (run1, run3" in line for line in lines)
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    runs = [str(write_run(tmp_path, name, steps=3).path) for name in "ab"]
+    code = (
+        "import sys; from tracking.compare import main; code = main(sys.argv[1:])\n"
+        "print(code, [name for name in ('torch', 'deepspeed', 'wandb') if name in sys.modules])"
+    )
+    page = ["--html", str(tmp_path / "page.html")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *runs, *page], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "0 []"

@@ -1,0 +1,133 @@
+"""The page stands alone, holds every table, loses no peak and runs without an error in a real browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.compare_runs import write_run
+from tracking.compare.command import main
+from tracking.compare.curves import BUCKETS, curve, marks, means
+from tracking.compare.divergence import Tolerance
+from tracking.compare.html import data, page
+from tracking.compare.result import Comparison, compare
+from tracking.compare.sources import read_runs
+
+SECRET = "hf_" + "a" * 30
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def _comparison(folders: list[str]) -> Comparison:
+    return compare(read_runs(folders), tolerance=Tolerance(), price=None)
+
+
+@pytest.fixture
+def parted(tmp_path: Path) -> Comparison:
+    """Two runs, the second with a hostile name, a skip, an incident and a secret in its config."""
+    incident = {"event": "incident", "verdict": "CUT_LR", "reason": "</script><b>", "modules": [], "replay": SECRET}
+    skip = {"applied": False, "grad_norm": math.inf}
+    base = write_run(tmp_path, "base")
+    other = write_run(
+        tmp_path,
+        "<img src=x>",
+        change=lambda step, _: {"loss": 4.0 + step / 100, **(skip if step == 30 else {})} if step >= 20 else None,
+        after={25: [incident]},
+        config={"hub_token": SECRET, "data.path": "a&b</script>"},
+    )
+    return _comparison([str(base.path), str(other.path)])
+
+
+class _Reader(HTMLParser):
+    """What a browser would load, and the text of each script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.tags: list[str] = []
+        self.scripts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loaded += [value for name, value in attrs if name in ("src", "href") and value]
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1] == "script" and self.scripts:
+            self.scripts[-1] += data
+
+
+def test_the_page_stands_alone_and_escapes_what_runs_brought(parted: Comparison) -> None:
+    text = page(parted)
+    reader = _Reader()
+    reader.feed(text)
+    assert reader.loaded == [] and "img" not in reader.tags and len(reader.scripts) == 3
+    assert json.loads(reader.scripts[0])["partings"] == [{"run": 1, "step": 20, "beyond": 20}]
+    assert "@" not in re.sub(r"<script.*?</script>|<style.*?</style>", "", text, flags=re.DOTALL)
+    assert SECRET not in text and "&lt;img src=x&gt;" in text and "part at step 20" in text
+    for word in ("Who is better", "What differed", "hub_token", "steps attempted", "look at step 20"):
+        assert word in text
+
+
+def test_short_runs_are_drawn_whole_and_long_ones_keep_every_extreme(tmp_path: Path) -> None:
+    short = read_runs([str(write_run(tmp_path, "short").path)])[0]
+    assert curve(short)["loss"] == pytest.approx(short.columns.loss.tolist(), rel=1e-6)
+    spikes = {1234: 50.0, 2345: 0.25, 3456: math.nan}
+    long = write_run(
+        tmp_path,
+        "long",
+        steps=4000,
+        change=lambda step, _: {"loss": spikes.get(step, 3.0), "loss_scale": 2.0 ** (step // 1000)},
+    )
+    run = read_runs([str(long.path)])[0]
+    drawn = curve(run)
+    assert len(drawn["step"]) <= 9 * BUCKETS and drawn["step"][0] == 1 and drawn["step"][-1] == 4000
+    at = dict(zip(drawn["step"], drawn["loss"], strict=True))
+    assert at[1234] == 50.0 and at[2345] == 0.25
+    scales = dict(zip(drawn["step"], drawn["loss_scale"], strict=True))
+    assert [scales[step] for step in (999, 1000, 1999, 2000)] == [1, 2, 2, 4]
+    mean = means(run)
+    assert len(mean["loss"]) == BUCKETS
+    low, high = 1233 // 8 * 8, 1233 // 8 * 8 + 8
+    assert mean["loss"][1233 // 8] == pytest.approx(np.mean(run.columns.loss[low:high]), rel=1e-6)
+
+
+def test_what_happened_is_marked_where_it_happened(parted: Comparison) -> None:
+    found = {(mark["kind"], mark["step"]) for mark in marks(parted.runs[1])}
+    assert found == {("incident", 25), ("skip", 30)}
+    drawn = json.loads(data(parted))
+    (incident,) = [mark for mark in drawn["runs"][1]["marks"] if mark["kind"] == "incident"]
+    assert incident["loss"] == pytest.approx(4.25) and "***" in incident["text"]
+    gaps = drawn["gaps"][0]
+    assert gaps["gap"][:19] == [0] * 19 and gaps["step"] == list(range(1, 41))
+    a, b = (run.columns.loss[29] for run in parted.runs)
+    assert gaps["gap"][29] == pytest.approx(100 * (b - a) / a, rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_a_real_browser_draws_it_without_an_error(tmp_path: Path, count: int) -> None:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip("no Chromium on this machine")
+    runs = [
+        str(write_run(tmp_path, f"run{n}", change=lambda step, _, n=n: {"loss": 3 + n / 10 + 1 / step}).path)
+        for n in range(count)
+    ]
+    html = tmp_path / "page.html"
+    assert main([*runs, "--html", str(html)]) == 0
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=8000"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--disable-background-networking", "--dump-dom"]
+    done = subprocess.run([browser, *flags, html.as_uri()], capture_output=True, text=True, timeout=120, check=False)
+    body = done.stdout[done.stdout.rindex("<body") :] if "<body" in done.stdout else ""
+    assert 'data-drawn="yes"' in body, done.stderr[-500:]
+    assert "CONSOLE" not in done.stderr, done.stderr[-500:]
+    assert len(re.findall(r'class="chart[" ]', body)) == 7 + (count > 1)
+    assert len(re.findall(r'<path class="js-line"', body)) >= 7 * count

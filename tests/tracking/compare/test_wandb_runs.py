@@ -1,0 +1,189 @@
+"""A run that wandb holds is compared like its run folder: from what the real wandb wrote, and through its real client.
+
+The server is a stand-in that answers what the client asks for; it is not wandb's server.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.cli import REPOSITORY
+from config.errors import UserError
+from tests.support.compare_runs import CONFIG as PLAIN_CONFIG
+from tests.support.compare_runs import ENVIRONMENT, merged
+from tests.support.synthetic_events import start_fields, step_fields
+from tests.support.wandb_server import StandIn
+from tracking.compare.command import main
+from tracking.compare.sources import read_runs
+from tracking.compare.wandb_runs import as_events, offline, read_wandb
+from tracking.jsonl import JsonlSink
+from tracking.record import Record
+from tracking.run_dir import RunDir
+from tracking.wandb.sink import WandbSink
+
+CONFIG = merged(PLAIN_CONFIG, {"run.hypothesis": "falls " * 12_000})  # longer than two blocks of wandb's log
+
+
+class Serving(StandIn):
+    """Answers what wandb's public API asks for about the one run team/p/abc."""
+
+    def __init__(self, rows: list[dict[str, Any]], config: dict[str, Any]) -> None:
+        super().__init__()
+        self.rows, self.kept = rows, config
+
+    def on_GetDefaultEntity(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"viewer": {"id": "u1", "entity": "team"}}
+
+    def on_Run(self, variables: dict[str, Any]) -> dict[str, Any]:
+        if variables["name"] != "abc":
+            return {"project": {"run": None}}
+        config = json.dumps({key: {"value": value} for key, value in self.kept.items()})
+        run = {"id": "r1", "name": "abc", "state": "finished", "config": config, "projectId": 1, "tags": []}
+        empty = {"systemMetrics": "{}", "summaryMetrics": "{}", "user": {"name": "me", "username": "me"}}
+        return {"project": {"run": run | empty | {"historyKeys": self._keys()}}}
+
+    def _keys(self) -> dict[str, Any]:
+        return {"lastStep": self.rows[-1]["_step"], "keys": {}}
+
+    def on_RunHistoryKeys(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"project": {"run": {"historyKeys": self._keys()}}}
+
+    def on_RunParquetHistory(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"project": {"run": {"parquetHistory": {"parquetUrls": [], "liveData": self.rows}}}}
+
+    def on_HistoryPage(self, variables: dict[str, Any]) -> dict[str, Any]:
+        wanted = range(variables["minStep"], variables["maxStep"])
+        return {"project": {"run": {"history": [json.dumps(row) for row in self.rows if row["_step"] in wanted]}}}
+
+
+@pytest.fixture
+def server(recorded: tuple[RunDir, Path]) -> Iterator[Serving]:
+    """Up, with what the offline run holds; what is not finite as the words that wandb sends."""
+    rows, config = offline(recorded[1])
+    words = {"nan": "NaN", "inf": "Infinity"}
+    served = Serving(
+        [{key: words.get(str(value), value) for key, value in row.items()} for row in rows if "step" in row], config
+    )
+    thread = threading.Thread(target=served.serve_forever, daemon=True)
+    thread.start()
+    yield served
+    served.shutdown()
+    served.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Path]:
+    """A run folder and its wandb folder: 6 steps, each logged, an overflow at step 3, a rollback from 5 to 4."""
+    run_dir = RunDir.create(tmp_path_factory.mktemp("runs") / "x", "demo", fresh=False)
+    run_dir.write_inputs(CONFIG, {}, ENVIRONMENT)
+    sink = WandbSink(
+        run_dir,
+        {"run": CONFIG, "deepspeed": {}, "environment": ENVIRONMENT},
+        mode="offline",
+        project="p",
+        name="demo",
+        notes="",
+        log_every_steps=1,
+    )
+    record = Record([JsonlSink(run_dir.events), sink])
+    record.event("run_start", step=0, tokens=0, **start_fields())
+    for step in (1, 2, 3, 4, 5, 5, 6):
+        bad = {"applied": False, "grad_norm": math.inf, "loss": math.nan} if step == 3 else {}
+        record.event("step", step=step, tokens=step * 100, **step_fields(step, **bad))
+        if step == 3:
+            record.scale(
+                step=3, tokens=300, previous=2.0, new=1.0, reason="overflow", consecutive_overflows=1, lr=1e-3,
+                momentum_norm=None,
+            )  # fmt: skip
+    record.event("eval", step=6, tokens=600, loss=2.5, perplexity=math.exp(2.5))
+    record.event("run_end", step=6, tokens=600, status="done", exit_code=0)
+    record.close()
+    (folder,) = run_dir.wandb.glob("offline-run-*")
+    return run_dir, folder
+
+
+def test_an_offline_run_of_wandb_is_its_run_folder(
+    recorded: tuple[RunDir, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, folder = recorded
+    local, kept = read_runs([str(run_dir.path), f"wandb:{folder}"])
+    assert kept.columns.step.tolist() == local.columns.step.tolist() == [1, 2, 3, 4, 5, 6]
+    for name in ("loss", "grad_norm", "lr", "loss_scale", "tokens", "applied", "memory_bytes"):
+        a, b = (getattr(run.columns, name).tolist() for run in (local, kept))
+        assert a == pytest.approx(b, nan_ok=True), name
+    assert (kept.config, kept.environment, kept.abandoned) == (local.config, local.environment, 1)
+    assert [event["loss"] for event in kept.marks["eval"]] == [2.5]
+    assert [(event["from"], event["to"]) for event in kept.marks["scale"]] == [(2.0, 1.0)]
+    assert main([str(run_dir.path), f"wandb:{folder}", "--tolerance", "0"]) == 0
+    assert "identical to step 6" in capsys.readouterr().out
+
+
+def test_the_server_s_run_is_its_run_folder(recorded: tuple[RunDir, Path], server: Serving, tmp_path: Path) -> None:
+    """In a process of its own, which holds the only login."""
+    variables = {**os.environ, "HOME": str(tmp_path), "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": server.url}
+    variables |= {"WANDB_CACHE_DIR": str(tmp_path / "cache"), "WANDB_ERROR_REPORTING": "false"}
+    command = [sys.executable, "-m", "tracking.compare", str(recorded[0].path)]
+    options: dict[str, Any] = {"cwd": REPOSITORY, "env": variables, "capture_output": True, "text": True}
+    done = subprocess.run([*command, "wandb:team/p/abc", "--json", "--tolerance", "0"], **options)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["partings"][0]["step"] is None and told["partings"][0]["identical_to"] == 6
+    assert [run["status"] for run in told["runs"]] == ["done", "done"] and told["differences"] == []
+    missing = subprocess.run([*command, "wandb:team/p/other"], **options)
+    assert missing.returncode == 2 and missing.stderr.startswith("error: wandb:team/p/other: cannot be read")
+
+
+def test_a_torn_log_gives_what_is_whole(recorded: tuple[RunDir, Path], tmp_path: Path) -> None:
+    whole = next(recorded[1].glob("*.wandb")).read_bytes()
+    torn = tmp_path / "run.wandb"
+    counts = []
+    for share in (0.4, 0.8, 1.0):
+        torn.write_bytes(whole[: int(len(whole) * share)])
+        counts.append(len(read_wandb(str(tmp_path), "x").columns))
+    assert counts == sorted(counts) and counts[-1] == 6 and counts[0] < 6
+
+
+def test_rows_of_the_server_become_events() -> None:
+    """Words for what is not finite, as the server's JSON has them, and rows that hold system metrics only."""
+    rows = [
+        {"_step": 1, "_timestamp": 5.0, "system/cpu": 3.0},
+        {
+            "_step": 2,
+            "_timestamp": 6.0,
+            "step": 1,
+            "tokens": 9,
+            "train/loss": "NaN",
+            "train/applied": 0,
+            "eval/loss": None,
+        },
+        {"_step": 3, "_timestamp": 7.0, "step": 1, "tokens": 9, "eval/loss": 2.0, "eval/perplexity": "Infinity"},
+    ]
+    start, step, evaluation = as_events(rows, {"environment": {"world_size": 4}})
+    assert (start["event"], start["world_size"], start["time"]) == ("run_start", 4, 6.0)
+    assert math.isnan(step["loss"]) and step["applied"] is False and step["step"] == 1
+    assert (evaluation["event"], evaluation["loss"], evaluation["perplexity"]) == ("eval", 2.0, math.inf)
+
+
+def test_what_cannot_be_read_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for source, why in (("wandb:me/p/abc", "wandb login"), (f"wandb:{tmp_path}", "no .wandb file")):
+        assert main([source]) == 2
+        told = capsys.readouterr().err.strip().splitlines()
+        assert len(told) == 1 and told[0].startswith("error: wandb:") and why in told[0]
+    with pytest.raises(UserError, match="entity/project/run"):
+        read_wandb("me/p", "x")

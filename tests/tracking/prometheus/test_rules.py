@@ -1,0 +1,222 @@
+"""Alert rules, dashboards and a live run against the real Prometheus server, promtool and amtool."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from config.cli import REPOSITORY
+from tests.support.prometheus_server import MONITORING, free_port, needs, prometheus_server, wait_for
+from tests.support.synthetic_events import start_fields, step_fields
+from tracking.jsonl import read_events
+from tracking.prometheus.metrics import METRICS, VERDICTS
+from tracking.prometheus.sink import PrometheusSink
+from tracking.record import Record
+
+DASHBOARDS = sorted((MONITORING / "grafana").glob("*.json"))
+OF_OTHERS = re.compile(r"(DCGM_FI|node)_\w+|up|ALERTS")
+_METRIC = re.compile(r"\b(?:run:)?mantissa_\w+(?::\w+)?")
+
+
+def tool(*command: str, cwd: Path = MONITORING) -> None:
+    """Run a checker that must be content."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def expressions(dashboard: Path) -> Iterator[tuple[str, str]]:
+    """(panel title, PromQL) of a dashboard, Grafana's variables replaced as Grafana would."""
+    document = json.loads(dashboard.read_text())
+    queries = [(p["title"], t["expr"]) for p in document["panels"] for t in p.get("targets", ())]
+    queries += [(note["name"], note["target"]["expr"]) for note in document["annotations"]["list"]]
+    for title, expression in queries:
+        for variable, text in (("$__rate_interval", "1m"), ("$__range", "1h"), ("$run", ".*")):
+            expression = expression.replace(variable, text)
+        assert "$" not in expression.replace('"$1"', ""), f"{title}: a variable that nobody replaces"
+        yield title, expression
+
+
+def rules() -> list[dict[str, Any]]:
+    """Every rule of rules.yml."""
+    return [
+        rule for group in yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"] for rule in group["rules"]
+    ]
+
+
+def exported() -> set[str]:
+    """Names of all series that a run or a recording rule may have."""
+    names = {"mantissa_exporter_scrapes"} | {rule["record"] for rule in rules() if "record" in rule}
+    for name, (kind, _, _) in METRICS.items():
+        endings = {"Histogram": ("_bucket", "_sum", "_count"), "Summary": ("_sum", "_count")}.get(kind.__name__, ("",))
+        names |= {f"mantissa_{name}{ending}" for ending in endings}
+    return names
+
+
+@needs("promtool")
+def test_the_rules_fire_when_they_should_and_only_then() -> None:
+    tool("promtool", "check", "rules", "rules.yml")
+    tool("promtool", "test", "rules", "rules_test.yml")
+    tool("promtool", "check", "config", "prometheus.yml")
+
+
+def test_every_alert_is_tested_both_ways_and_says_what_to_do() -> None:
+    tests = yaml.safe_load((MONITORING / "rules_test.yml").read_text())["tests"]
+    cases = [case for test in tests for case in test.get("alert_rule_test", ())]
+    for rule in rules():
+        if "alert" not in rule:
+            continue
+        mine = [case for case in cases if case["alertname"] == rule["alert"]]
+        assert {bool(case.get("exp_alerts")) for case in mine} == {True, False}, rule["alert"]
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert rule["annotations"].keys() >= {"summary", "description"}
+        assert "{{ $labels.run }}" in rule["annotations"]["summary"], f"{rule['alert']}: grouped by run"
+
+
+@needs("amtool")
+def test_the_alertmanager_example_is_valid() -> None:
+    tool("amtool", "check-config", "alertmanager.yml")
+
+
+def test_rules_and_dashboards_ask_for_nothing_that_is_not_exported() -> None:
+    asked = {(rule.get("alert") or rule["record"], rule["expr"]) for rule in rules()}
+    asked |= {(f"{path.name}: {title}", text) for path in DASHBOARDS for title, text in expressions(path)}
+    assert len(DASHBOARDS) == 3
+    for where, expression in asked:
+        unknown = set(_METRIC.findall(expression)) - exported()
+        assert not unknown, f"{where}: {unknown}"
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_a_dashboard_is_whole(path: Path) -> None:
+    document = json.loads(path.read_text())
+    panels = document["panels"]
+    assert document["uid"] and len({panel["id"] for panel in panels}) == len(panels)
+    assert {variable["name"] for variable in document["templating"]["list"]} == {"datasource", "run"}
+    places: dict[tuple[int, int], str] = {}
+    for panel in panels:
+        grid = panel["gridPos"]
+        assert grid["x"] >= 0 and grid["x"] + grid["w"] <= 24
+        for x in range(grid["x"], grid["x"] + grid["w"]):
+            for y in range(grid["y"], grid["y"] + grid["h"]):
+                assert places.setdefault((x, y), panel["title"]) == panel["title"], "panels lie on each other"
+
+
+@needs("prometheus")
+def test_every_query_is_answered_from_a_run(tmp_path: Path) -> None:
+    """Every expression parses, and those on a run's own metrics find something."""
+    sink = PrometheusSink("demo", planned_steps=100, port=0)
+    assert sink.url is not None
+    try:
+        with prometheus_server(tmp_path, scrape_port=int(sink.url.split(":")[2].split("/")[0])) as server:
+            record_everything(Record([sink]))
+            wait_for(lambda: server.values("mantissa_exit_code"), seconds=60, what="a scrape")
+            record_everything(Record([sink]))
+            wait_for(lambda: server.values("changes(mantissa_tokens_total[1m]) > 0"), seconds=60, what="the next one")
+            wait_for(lambda: server.values("run:mantissa_tokens:rate10m"), seconds=60, what="the recording rules")
+            for path in DASHBOARDS:
+                for title, expression in expressions(path):
+                    found = server.values(expression)
+                    own = OF_OTHERS.search(expression) is None and not expression.startswith("changes(")
+                    assert found or not own, f"{path.name}: {title}: {expression} finds nothing"
+            found = subprocess.run(
+                ["promtool", "check", "metrics"], input=scraped(sink), capture_output=True, text=True, check=False
+            )
+            assert found.returncode == 0 and not found.stderr, found.stderr
+    finally:
+        sink.close()
+
+
+def scraped(sink: PrometheusSink) -> str:
+    """The text that Prometheus gets."""
+    import urllib.request
+
+    assert sink.url is not None
+    return urllib.request.urlopen(sink.url, timeout=10).read().decode()
+
+
+def record_everything(record: Record) -> None:
+    """At least one event of each kind that moves a metric; called twice, every counter grows under a server's eyes."""
+    where = {"step": 5, "tokens": 5}
+    ranks = {"work_seconds": [0.1, 0.2], "memory_bytes": [10, 20]}
+    record.event("run_start", step=0, tokens=0, **start_fields(model="Llama"))
+    for applied in (True, False):
+        record.event("step", **where, **step_fields(5, applied=applied), by_rank=ranks, data_seconds=0.1)
+    for reason in ("overflow", "growth"):
+        record.scale(
+            **where, previous=2.0, new=1.0, reason=reason, consecutive_overflows=1, lr=1e-4, momentum_norm=None
+        )
+    for verdict in VERDICTS:
+        record.event("incident", **where, verdict=verdict, reason="", modules=[], replay="")
+    record.event("nonfinite", **where, rank=1, module="m", tensor="gradient", kind="nan", count=1)
+    record.event("eval", **where, loss=3.0, perplexity=20.0)
+    record.event("checkpoint", **where, path="p", seconds=2.0, stall_seconds=0.5, bytes=10, verified=True)
+    record.event("fault", **where, kind="nan_loss", rank=0, module=None)
+    record.event("note", **where, text="disk full", failed="checkpoint")
+    record.event("precision", **where, flop_share={"bf16": 0.9, "fp32": 0.1})
+    record.event("run_end", **where, status="done", exit_code=0)
+
+
+@needs("prometheus")
+@pytest.mark.timeout(400)
+def test_a_fault_in_a_live_run_fires_the_right_alert(tmp_path: Path) -> None:
+    """Two real processes under Prometheus; an activation of rank 1 becomes nan and no reaction is allowed."""
+    port, rendezvous = free_port(), free_port()
+    command = [
+        *("deepspeed", "--num_gpus", "2", "--master_port", str(rendezvous), str(REPOSITORY / "train.py")),
+        *("--config", str(REPOSITORY / "config/recipes/demo.yaml"), f"run.dir={tmp_path}/runs", "run.name=faulty"),
+        *("run.steps=4000", "schedule.warmup_steps=2", "data.source=text", f"data.path={REPOSITORY}/data"),
+        *(f"data.cache_dir={tmp_path}/cache", "data.tokenizer=bytes", "data.sequence_length=32"),
+        "data.validation_fraction=0.2",
+        "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
+        *("deepspeed.config=ds_configs/zero2_fp32.json", "precision.compute=fp32", "batch.micro_size=2"),
+        *("evaluate.every_steps=20", "checkpoint.every_steps=20", "tracking.wandb=disabled", "guard.reactions=[abort]"),
+        *(f"tracking.prometheus_port={port}", "faults=[{kind: nan_activation, step: 120, rank: 1}]"),
+    ]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    with prometheus_server(tmp_path, scrape_port=port) as server, (tmp_path / "log").open("w") as log:
+        job = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            wait_for(lambda: server.values("mantissa_step > 20") or job.poll(), seconds=200, what="step 20")
+            assert job.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            assert not server.firing(), "all is well so far"
+            assert server.values("mantissa_info")[0][0]["world_size"] == "2"
+            assert {labels["rank"] for labels, _ in server.values("mantissa_rank_work_seconds")} == {"0", "1"}
+            wait_for(server.firing, seconds=100, what="an alert")
+            job.wait(60)
+            alerts = server.firing()
+            assert [(alert["alertname"], alert["run"], alert["severity"]) for alert in alerts] == [
+                ("MantissaHaltedByNumerics", "faulty", "page")
+            ]
+            struck = next(e for e in read_events(tmp_path / "runs/faulty/events.jsonl") if e["event"] == "incident")
+            known = server.get("/api/v1/alerts")["data"]["alerts"]  # those that only may come to fire are among them
+            active = next(a["activeAt"] for a in known if a["labels"]["alertname"] == "MantissaHaltedByNumerics")
+            assert 0 <= seconds_of(active) - struck["time"] < 4, "a scrape and an evaluation, a second each, and slack"
+            assert server.values("last_over_time(mantissa_exit_code[5m])")[0][1] == 3
+            assert server.values("last_over_time(mantissa_nonfinite_by_rank_total{rank='1'}[5m])")[0][1] > 0
+        finally:
+            job.terminate()
+            job.wait(60)
+
+
+def seconds_of(timestamp: str) -> float:
+    """Seconds since the epoch of Prometheus' RFC 3339 time, which has nanoseconds."""
+    from datetime import datetime
+
+    return datetime.fromisoformat(re.sub(r"(\.\d{6})\d*Z", r"\1+00:00", timestamp)).timestamp()
+
+
+def test_the_page_names_every_metric_and_every_alert() -> None:
+    page = (MONITORING.parent / "monitoring.md").read_text()
+    for name, (kind, text, _) in METRICS.items():
+        assert re.search(rf"\| `mantissa_{name}`.* \| {kind.__name__.lower()} \| {re.escape(text)} \|", page), name
+    alerts = {(rule["alert"], rule["labels"]["severity"]) for rule in rules() if "alert" in rule}
+    assert set(re.findall(r"\| `(Mantissa\w+)` \| (\w+) \|", page)) == alerts

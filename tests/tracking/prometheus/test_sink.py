@@ -1,0 +1,227 @@
+"""Prometheus gets the run's numbers under proper names, and its absence, slowness or a lost port harms nothing."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.synthetic_events import start_fields, step_fields, ticking_clock
+from tracking.jsonl import JsonlSink, read_events
+from tracking.prometheus.metrics import METRICS, VERDICTS, Metrics
+from tracking.prometheus.sink import PrometheusSink
+from tracking.record import Record
+from tracking.run_dir import RunDir
+
+RUN = "night shift"
+
+
+def scrape(sink: PrometheusSink) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """(sample name, labels without the run) to value; every series has to name the run."""
+    assert sink.url is not None
+    text = urllib.request.urlopen(sink.url, timeout=10).read().decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if family.name != "mantissa_exporter_scrapes":
+                assert labels.pop("run") == RUN
+            found[sample.name, frozenset(labels.items())] = sample.value
+    return found
+
+
+def value(found: dict[Any, float], name: str, **labels: str) -> float:
+    """One sample."""
+    return found[f"mantissa_{name}", frozenset(labels.items())]
+
+
+@pytest.fixture
+def sink() -> Any:
+    """On a port of its own."""
+    sink = PrometheusSink(RUN, planned_steps=100, port=0)
+    yield sink
+    sink.close()
+
+
+def record_random_run(record: Record, random: Random) -> Counter[Any]:
+    """Record what a run may go through; what there was of everything."""
+    seen: Counter[Any] = Counter()
+    record.event("run_start", step=0, tokens=0, **start_fields(compute="fp16", model="Llama"))
+    for step in range(1, 60):
+        where = {"step": step, "tokens": step * 4096}
+        applied, loss = random.random() < 0.8 and step < 57, random.choice([float("nan"), float("inf"), 2.5])
+        seconds = random.choice([0.05, 0.4, 3.0, 1000.0])
+        fields = step_fields(step, loss=loss, applied=applied, step_seconds=seconds, tokens_per_second=4096 / seconds)
+        record.event("step", **where, **fields, data_seconds=0.25)
+        seen["applied" if applied else "skipped"] += 1
+        seen["row"] = 0 if applied else seen["row"] + 1
+        seen["seconds"] += seconds  # type: ignore[assignment]
+        seen["below half a second"] += seconds <= 0.5
+        if random.random() < 0.3:
+            verdict = random.choice(VERDICTS)
+            record.event("incident", **where, verdict=verdict, reason="", modules=[], replay="")
+            seen[verdict] += 1
+        if random.random() < 0.3:
+            tensor, kind = random.choice(["loss", "gradient"]), random.choice(["inf", "nan"])
+            record.event("nonfinite", **where, rank=1, module="lm_head", tensor=tensor, kind=kind, count=7)
+            seen[tensor, kind] += 1
+            seen["rank 1"] += 1
+        if random.random() < 0.2:
+            record.event("checkpoint", **where, path="p", seconds=2.0, stall_seconds=0.5, bytes=10, verified=True)
+            seen["checkpoint"] += 1
+    return seen
+
+
+def test_what_is_scraped_is_what_was_recorded(sink: PrometheusSink, tmp_path: Path) -> None:
+    record = Record([JsonlSink(tmp_path / "events.jsonl"), sink], clock=ticking_clock(start=1.7e9, seconds=1.0))
+    seen = record_random_run(record, Random(5))
+    found = scrape(sink)
+    for outcome in ("applied", "skipped"):
+        assert value(found, "steps_total", outcome=outcome) == seen[outcome]
+    assert value(found, "consecutive_skipped_steps") == seen["row"]
+    assert value(found, "tokens_total") == 59 * 4096, "speed times duration gives the step's tokens back"
+    assert value(found, "step_seconds_sum") == pytest.approx(seen["seconds"])
+    assert value(found, "step_seconds_bucket", le="0.5") == seen["below half a second"]
+    assert value(found, "step_seconds_bucket", le="+Inf") == 59
+    assert {v: value(found, "incidents_total", verdict=v) for v in VERDICTS} == {v: seen[v] for v in VERDICTS}
+    for tensor in ("loss", "gradient"):
+        for kind in ("inf", "nan"):
+            assert value(found, "nonfinite_total", tensor=tensor, kind=kind) == seen[tensor, kind]
+    assert value(found, "nonfinite_by_rank_total", rank="1") == seen["rank 1"] > 0
+    assert value(found, "nonfinite_by_rank_total", rank="0") == 0, "there before anything happens"
+    assert value(found, "checkpoints_total", verified="true") == seen["checkpoint"]
+    assert value(found, "checkpoint_stall_seconds_total") == 0.5 * seen["checkpoint"]
+    assert value(found, "data_wait_seconds_total") == 59 * 0.25
+    assert value(found, "planned_steps") == 100 and value(found, "step") == 59
+    events = list(read_events(tmp_path / "events.jsonl"))
+    last = [event for event in events if event["event"] == "step"][-1]
+    for name, field in (("loss_nats", "loss"), ("gradient_norm", "grad_norm"), ("learning_rate", "lr")):
+        assert value(found, name) == pytest.approx(last[field], nan_ok=True)
+    assert value(found, "last_step_timestamp_seconds") == last["time"]
+    assert value(found, "session_start_timestamp_seconds") == events[0]["time"]
+
+
+def test_a_loss_that_is_not_finite_is_told_as_it_is(sink: PrometheusSink) -> None:
+    for step, loss in ((1, float("inf")), (2, float("-inf"))):
+        sink.write({"event": "step", "step": step, "time": 1.0, "tokens": 1, **step_fields(step, loss=loss)})
+        assert value(scrape(sink), "loss_nats") == loss
+
+
+def test_ranks_have_series_of_their_own_in_small_runs_only(sink: PrometheusSink) -> None:
+    step = {"event": "step", "step": 1, "time": 1.0, "tokens": 1, **step_fields(1)}
+    large = {"least": 0.1, "median": 0.2, "most": 0.9, "rank": 700}
+    sink.write(step | {"by_rank": {"work_seconds": large, "memory_bytes": large}})
+    found = scrape(sink)
+    assert value(found, "slowest_rank") == 700 and value(found, "work_seconds", statistic="most") == 0.9
+    assert not any(name.startswith("mantissa_rank_") for name, _ in found)
+    sink.write(step | {"by_rank": {"work_seconds": [0.3, 0.5], "memory_bytes": [10, 20]}})
+    found = scrape(sink)
+    assert value(found, "slowest_rank") == 1 and value(found, "work_seconds", statistic="median") == 0.4
+    assert value(found, "rank_work_seconds", rank="1") == 0.5
+    assert value(found, "rank_memory_peak_bytes", rank="0") == 10
+
+
+def test_a_failed_checkpoint_and_the_end_are_told(sink: PrometheusSink) -> None:
+    record = Record([sink])
+    record.event("note", step=1, tokens=1, text="wandb is lost")
+    assert value(scrape(sink), "checkpoint_failures_total") == 0
+    record.event("note", step=1, tokens=1, text="disk full", failed="checkpoint")
+    record.event("run_end", step=1, tokens=1, status="aborted", exit_code=74)
+    found = scrape(sink)
+    assert value(found, "checkpoint_failures_total") == 1 and value(found, "notes_total") == 2
+    assert value(found, "exit_code") == 74
+
+
+def test_every_metric_is_named_as_prometheus_wants_it() -> None:
+    for name, (kind, text, _) in METRICS.items():
+        assert name.endswith("_total") == (kind.__name__ == "Counter"), name
+        assert text.endswith("."), name
+        for unit in ("ms", "mib", "gib", "minutes", "percent"):
+            assert unit not in name.split("_"), f"{name}: base units only"
+
+
+def test_only_the_loopback_interface_is_bound_unless_told(sink: PrometheusSink) -> None:
+    assert sink.url is not None and sink.url.startswith("http://127.0.0.1:")
+    port = int(sink.url.rsplit(":", 1)[1].split("/")[0])
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", port), timeout=2).close()
+    everywhere = PrometheusSink(RUN, planned_steps=1, port=0, address="0.0.0.0")
+    try:
+        assert everywhere.url is not None
+        port = int(everywhere.url.rsplit(":", 1)[1].split("/")[0])
+        socket.create_connection(("127.0.0.2", port), timeout=2).close()
+    finally:
+        everywhere.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1", "no such host.invalid"])
+def test_a_port_that_cannot_be_had_costs_one_note(
+    address: str, sink: PrometheusSink, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sink.url is not None
+    taken = int(sink.url.rsplit(":", 1)[1].split("/")[0])
+    second = PrometheusSink(RUN, planned_steps=1, port=taken, address=address)
+    assert second.url is None
+    record = Record([JsonlSink(run_dir.events), second])
+    record.event("run_start", step=0, tokens=0, **start_fields())
+    for step in (1, 2, 3):
+        record.event("step", step=step, tokens=step, **step_fields(step))
+    record.close()
+    events = list(read_events(run_dir.events))
+    assert [event["event"] for event in events] == ["run_start", "note", "step", "step", "step"]
+    assert f"{address}:{taken}" in events[1]["text"] and "tracking.prometheus_port" in events[1]["text"]
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_end_waits_for_the_scrape_that_is_due() -> None:
+    sink, ended = PrometheusSink(RUN, planned_steps=1, port=0), threading.Event()
+    for _ in range(2):
+        scrape(sink)
+        time.sleep(1.0)
+    scrape(sink)
+    sink.write({"event": "run_end", "step": 1, "time": 1.0, "tokens": 1, "status": "aborted", "exit_code": 3})
+    closing = threading.Thread(target=lambda: (sink.close(), ended.set()))
+    closing.start()
+    assert not ended.wait(0.9), "it was scraped every second, so the next scrape is awaited"
+    assert value(scrape(sink), "exit_code") == 3, "the last event is still to be had"
+    assert ended.wait(5)
+
+
+@pytest.mark.parametrize(("status", "scrapes"), [("done", 0), ("done", 1), ("preempted", 3)])
+def test_nobody_is_waited_for_without_a_reason(status: str, scrapes: int) -> None:
+    sink = PrometheusSink(RUN, planned_steps=1, port=0)
+    for _ in range(scrapes):
+        scrape(sink)
+        time.sleep(1.0)
+    sink.write({"event": "run_end", "step": 1, "time": 1.0, "tokens": 1, "status": status, "exit_code": 0})
+    started = time.monotonic()
+    sink.close()
+    assert time.monotonic() - started < 0.9
+
+
+def test_a_scraper_that_is_gone_is_not_waited_for_long() -> None:
+    sink = PrometheusSink(RUN, planned_steps=1, port=0)
+    for _ in range(2):
+        scrape(sink)
+        time.sleep(0.4)
+    sink.write({"event": "run_end", "step": 1, "time": 1.0, "tokens": 1, "status": "done", "exit_code": 0})
+    started = time.monotonic()
+    sink.close()
+    assert time.monotonic() - started < 1.5
+
+
+def test_a_step_costs_microseconds() -> None:
+    metrics = Metrics(RUN, planned_steps=1, facts={"host": "h", "scheduler_job": ""})
+    events = [{"event": "step", "step": n, "time": 1.0, "tokens": n, **step_fields(n)} for n in range(1, 1001)]
+    started = time.thread_time()
+    for event in events:
+        metrics.update(event)
+    assert (time.thread_time() - started) / len(events) < 200e-6, "9 microseconds where this was written"

@@ -1,0 +1,162 @@
+"""The command as a person or a pipeline starts it: exit codes, JSON, the pages, and that it needs no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from config.cli import REPOSITORY
+from tests.support.report_runs import session, simple_run
+from tracking.report.command import main
+from tracking.report.finding import TITLES
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that passes all but its utilisation, which is low on the synthetic device."""
+    return simple_run(tmp_path / "run", seconds=0.3, evals=((20, 4.0), (40, 3.0)))
+
+
+@pytest.fixture
+def baseline(tmp_path: Path) -> Path:
+    return simple_run(tmp_path / "fp32", compute="fp32", fields={"memory_bytes": 5 * 2**30})
+
+
+class _Cells(HTMLParser):
+    """Text of a page's table cells, what it loads from elsewhere, and tags left open."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.loads: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [value for name, value in attrs if name in ("src", "href") and value]
+        if tag in ("th", "td"):
+            self.cells.append("")
+        if tag not in ("br", "img", "meta"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("th", "td", "span"):
+            self.cells[-1:] = [self.cells[-1] + data] if self.cells else []
+
+
+def test_one_run_as_json(run: Path, baseline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run), "--baseline", str(baseline), "--json", "--price", "2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    measures = {item["key"]: item for item in told["measures"]}
+    assert list(measures) == list(TITLES) and told["failed"] and told["baseline"] == str(baseline)
+    assert measures["epoch_time"]["value"] == pytest.approx(0.6)
+    assert measures["epoch_time"]["verdict"] == "pass" and measures["utilisation"]["verdict"] == "fail"
+    assert measures["drift"]["value"] is None
+
+
+def test_the_gate_ends_with_3_only_where_a_verdict_fails(run: Path, baseline: Path) -> None:
+    command = [str(run), "--gate", "--limit", "utilisation=0"]
+    assert main(command) == 0, "what is not measured does not fail"
+    assert main([*command, "--baseline", str(baseline), "--limit", "epoch_time=0.59"]) == 3
+
+
+def test_tables_and_report_tell_the_same(run: Path, baseline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run), "--baseline", str(baseline)]) == 0
+    shown, page = capsys.readouterr().out, (run / "report.md").read_text()
+    for part in ("time per epoch", "0.600x", "at most 0.7x the baseline's", "not measured: the loss is not"):
+        assert part in shown and part in page, part
+    assert "measures pass, 1 failed" in shown and "measures pass, 1 failed" in page
+    assert "## Measures" in page and "How they were computed" in page and "| **fail** |" in page
+    assert all(f"| {title} |" in page and f"- **{title}**: " in page for title in TITLES.values())
+
+
+def test_the_page_of_a_run_stands_alone(run: Path, tmp_path: Path) -> None:
+    (run / "config.yaml").unlink()
+    file = tmp_path / "report.html"
+    assert main([str(run), "--html", str(file)]) == 0
+    page = _Cells(file.read_text())
+    assert set(TITLES.values()) <= set(page.cells) and not page.open
+    assert len(page.loads) == 1 and page.loads[0].startswith("data:image/png;base64,")
+
+
+def test_what_a_run_recorded_cannot_break_the_page_or_the_report(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>|[bold]"
+    with session(tmp_path / "run", compute="fp16") as told:
+        told.steps(3)
+        told.overflow(loss=float("nan"), reason=None)
+        told.say("nonfinite", rank=0, module=evil, tensor="gradient", kind="nan", count=1)
+        told.say("run_end", status="aborted", exit_code=3, reason=evil)
+    assert main([str(tmp_path / "run"), "--html", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "<script>" not in page and "&lt;script&gt;" in page
+    rows = [line for line in (tmp_path / "run/report.md").read_text().splitlines() if "alert" in line]
+    assert rows and all("|[bold]" not in row.replace("\\|", "") for row in rows if row.startswith("| job"))
+
+
+def test_many_runs(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with session(tmp_path / "lost", time=1.6e9) as told:
+        told.steps(1)
+    file, command = tmp_path / "levels.html", ["--runs", str(tmp_path / "*")]
+    assert main([*command, "--html", str(file)]) == 0
+    shown, page = capsys.readouterr().out, _Cells(file.read_text())
+    for part in ("1 of 2", "overspent (1 of 0.02 spent)", "2023-W46", "2020-W37", "crashed: no run_end event"):
+        assert part in shown, part
+    assert {"2023-W46", "2020-W37", "jobs that ended as they should"} <= set(page.cells)
+    assert not page.open and not page.loads
+    assert main([*command, "--json", "--gate"]) == 3
+    told_levels = json.loads(capsys.readouterr().out)
+    level = told_levels["levels"][0]
+    assert (level["good"], level["count"], level["error_budget_left"]) == (1, 2, pytest.approx(-49))
+    assert level["weeks"]["2020-W37"]["burn_rate"] == pytest.approx(100)
+    assert main([*command, "--gate", "--objective", "job_success=0.5"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give a run folder, or --runs"),
+        (["RUN", "--runs", "x"], "not both"),
+        (["RUN", "--limit", "speed=1"], "--limit speed=1: unknown measure"),
+        (["RUN", "--baseline", "absent"], "absent/events.jsonl: cannot read"),
+        (["RUN", "--price", "0"], "0 is not above 0"),
+        (["RUN", "--price", "cheap"], "invalid _positive value: 'cheap'"),
+        (["RUN", "--html", "absent/page.html"], "--html absent/page.html: cannot be written"),
+        (["--runs", "absent/*"], "no folder with an events.jsonl"),
+        (["--runs", "RUN", "--objective", "job_success=2"], "a share above 0"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    run: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run) if word == "RUN" else word for word in arguments]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and words in told
+
+
+def test_a_folder_that_may_only_be_read_still_gets_its_tables(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder of the plot is a file, as root may write everywhere else."""
+    (run / "plots").write_text("")
+    assert main([str(run), "--json"]) == 0
+    told = capsys.readouterr()
+    assert "report.md was not written" in told.err and len(json.loads(told.out)["measures"]) == 12
+
+
+def test_neither_torch_nor_a_server_is_needed(run: Path) -> None:
+    code = (
+        "import sys\nfrom tracking.report import main\ncode = main(sys.argv[1:])\n"
+        "assert not {'torch', 'deepspeed', 'wandb'} & set(sys.modules)\nsys.exit(code)"
+    )
+    for arguments in ([str(run), "--json"], ["--runs", str(run), "--json"]):
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and json.loads(done.stdout), done.stderr

@@ -1,0 +1,297 @@
+"""Each of the twelve measures: its value against one computed by hand here, its verdict, and why it is not measured."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.errors import UserError
+from tests.support.report_runs import CONFIG, ENVIRONMENT, session, simple_run
+from tests.support.synthetic_events import TOKENS_PER_STEP
+from tracking.jsonl import history
+from tracking.report.context import Question
+from tracking.report.finding import LIMITS, TITLES, Finding, limits_from
+from tracking.report.measures import caveats, read_run, twelve
+from tracking.report.relative import peak_flops
+
+NOW = 2e9
+
+
+def _asked(run: Path, baseline: Path | None = None, **changes: Any) -> Question:
+    base = read_run(baseline) if baseline else None
+    return replace(Question(read_run(run), base, LIMITS, price=None, peak=None, now=NOW), **changes)
+
+
+def _found(run: Path, baseline: Path | None = None, **changes: Any) -> dict[str, Finding]:
+    return {finding.key: finding for finding in twelve(_asked(run, baseline, **changes))}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """BF16: 0.3 s a step, 3 GiB, validation loss 3.01 at step 40."""
+    return simple_run(tmp_path / "run", seconds=0.3, evals=((20, 4.0), (40, 3.01)))
+
+
+@pytest.fixture
+def baseline(tmp_path: Path) -> Path:
+    """FP32: 0.5 s a step, 5 GiB, validation loss 3.0 at step 40."""
+    return simple_run(tmp_path / "fp32", compute="fp32", fields={"memory_bytes": 5 * 2**30})
+
+
+def test_there_are_twelve_in_order_and_each_says_how(run: Path) -> None:
+    findings = twelve(_asked(run))
+    assert [finding.key for finding in findings] == list(TITLES) == list(LIMITS) and len(findings) == 12
+    assert all(finding.how and finding.limit for finding in findings)
+    assert all((finding.verdict == "not measured") == (finding.value is None) for finding in findings)
+    assert all(finding.reason for finding in findings if finding.verdict == "not measured")
+
+
+def test_relative_measures_hold_the_run_against_its_baseline(run: Path, baseline: Path) -> None:
+    found = _found(run, baseline, price=2.0)
+    assert found["epoch_time"].value == pytest.approx(0.6) and found["epoch_time"].verdict == "pass"
+    epoch = 8e6 / TOKENS_PER_STEP * 0.3
+    assert epoch == pytest.approx(585.94, abs=0.01) and "9m46s for an epoch" in found["epoch_time"].shown
+    assert found["peak_memory"].value == pytest.approx(0.6) and found["peak_memory"].verdict == "pass"
+    assert (
+        found["validation_delta"].value == pytest.approx(3.01 / 3.0 - 1) and found["validation_delta"].verdict == "pass"
+    )
+    events = 1 + 60 + 2 + 1 + 1  # each 0.3 s after the one before, on two devices
+    cost = (events - 1) * 0.3 / 3600 * 2 * 2.0 / (60 * TOKENS_PER_STEP) * 8e6
+    assert found["epoch_cost"].value == pytest.approx(0.6) and f"({cost:.4g} for an epoch" in found["epoch_cost"].shown
+    assert found["norm_variance"].value == pytest.approx(1.0) and found["norm_variance"].verdict == "pass"
+
+
+@pytest.mark.parametrize(
+    ("key", "fields", "evals"),
+    [
+        ("epoch_time", {"tokens_per_second": TOKENS_PER_STEP / 0.36}, ()),
+        ("peak_memory", {"memory_bytes": int(3.6 * 2**30)}, ()),
+        ("validation_delta", {}, ((20, 4.0), (40, 3.0151))),
+        ("validation_delta", {}, ((20, 4.0), (40, math.nan))),
+    ],
+)
+def test_just_beyond_its_limit_a_relative_measure_fails(
+    tmp_path: Path, baseline: Path, key: str, fields: dict[str, Any], evals: Any
+) -> None:
+    with session(tmp_path / "worse") as told:
+        for step in range(1, 61):
+            told.steps(1, **fields)
+            for _, loss in (item for item in evals if item[0] == step):
+                told.evaluate(loss)
+    assert _found(tmp_path / "worse", baseline)[key].verdict == "fail"
+
+
+def test_without_a_baseline_relative_measures_say_so_and_give_what_is_known(run: Path) -> None:
+    found = _found(run)
+    for key in ("epoch_time", "peak_memory", "validation_delta", "epoch_cost", "norm_variance"):
+        assert (found[key].verdict, found[key].value) == ("not measured", None)
+        assert "--baseline" in found[key].reason and found[key].shown
+
+
+def test_without_the_length_of_an_epoch_a_million_tokens_stand_for_it(tmp_path: Path, baseline: Path) -> None:
+    plain = {"accelerator": ENVIRONMENT["accelerator"], "data": {"fingerprint": "aa"}}
+    run = simple_run(tmp_path / "plain", seconds=0.3, environment=plain)
+    found = _found(run, baseline)["epoch_time"]
+    assert found.value == pytest.approx(0.6) and "73.2 s for a million tokens" in found.shown
+    assert "not recorded" in found.how
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "keys", "words"),
+    [
+        ({}, {"accelerator": {"device": "NVIDIA L4"}}, {"epoch_time", "peak_memory", "epoch_cost"}, "another device"),
+        ({}, {"data": {"fingerprint": "bb"}}, {"validation_delta", "norm_variance"}, "another training set"),
+        ({"batch": {"micro_size": 4}}, {}, {"peak_memory"}, "another micro-batch: 4, not 2"),
+        (
+            {"data": {"sequence_length": 9}},
+            {},
+            {"epoch_time", "peak_memory", "epoch_cost", "validation_delta", "norm_variance"},
+            "another sequence length: 9, not 512",
+        ),
+    ],
+)
+def test_a_baseline_of_other_work_is_refused_where_that_matters(
+    tmp_path: Path, run: Path, config: Any, environment: Any, keys: set[str], words: str
+) -> None:
+    settings, place = CONFIG | config, ENVIRONMENT | environment
+    found = _found(run, simple_run(tmp_path / "other", compute="fp32", config=settings, environment=place))
+    assert {key for key in TITLES if words in found[key].reason} == keys
+    assert {found[key].verdict for key in keys} == {"not measured"}
+
+
+def test_the_validation_delta_is_taken_at_equal_tokens(tmp_path: Path, baseline: Path) -> None:
+    """The run went on to step 60; at step 40, between its evaluations at 30 and 50, it was at 3.5."""
+    run = simple_run(tmp_path / "longer", evals=((30, 4.0), (50, 3.0), (60, 2.0)))
+    assert _found(run, baseline)["validation_delta"].value == pytest.approx(3.5 / 3.0 - 1)
+    late = simple_run(tmp_path / "late", evals=((50, 3.0),))
+    assert "at no number of tokens" in _found(late, baseline)["validation_delta"].reason
+
+
+def test_utilisation_counts_the_models_flops(run: Path, tmp_path: Path) -> None:
+    flops_a_token = 6 * 12_345_678 + 12 * 4 * 256 * 512
+    expected = TOKENS_PER_STEP / 0.3 / 2 * flops_a_token / 989.4e12
+    found = _found(run)["utilisation"]
+    assert found.value == pytest.approx(expected) and found.verdict == "fail"
+    assert _found(run, peak=2 * expected * 989.4e12)["utilisation"].value == pytest.approx(0.5)
+    bare = simple_run(tmp_path / "bare", config={"model": {"name_or_path": "gpt2"}})
+    found = _found(bare)["utilisation"]
+    assert found.value == pytest.approx(TOKENS_PER_STEP / 0.5 / 2 * 6 * 12_345_678 / 989.4e12)
+    assert "attention term is left out" in found.how
+
+
+def test_utilisation_is_not_guessed(tmp_path: Path) -> None:
+    cpu = simple_run(tmp_path / "cpu", environment={"accelerator": {"device": "cpu"}})
+    assert "--peak-tflops" in _found(cpu)["utilisation"].reason
+    wide = simple_run(tmp_path / "wide", compute="fp32")
+    assert "FP32" in _found(wide)["utilisation"].reason
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("Tesla V100-SXM2-32GB", 125.0),
+        ("Tesla T4", 65.0),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA T400", None),
+        ("cpu", None),
+    ],
+)
+def test_peaks_are_found_by_whole_words(device: str, tflops: float | None) -> None:
+    assert peak_flops(device) == (None if tflops is None else tflops * 1e12)
+
+
+def test_numerics_are_counted_and_judged(tmp_path: Path) -> None:
+    with session(tmp_path, compute="fp16") as told:
+        told.steps(94, loss_scale=1024.0)
+        for _ in range(5):
+            told.overflow()
+        told.overflow(loss=math.nan)
+        told.say("precision", flop_share={"fp16": 1.0})
+        told.say("precision", flop_share={"fp16": 0.9, "fp32": 0.1})
+        told.say("telemetry", gradients={}, activation_max={}, probe={}, update_ratio=None, gradient_exponents={},
+                 drift={"maximum": 1e-3, "rms": 1e-4})  # fmt: skip
+    found = _found(tmp_path)
+    assert (found["nonfinite"].value, found["nonfinite"].verdict) == (1, "fail") and "step 100" in found[
+        "nonfinite"
+    ].reason
+    assert (found["overflow_rate"].value, found["overflow_rate"].verdict) == (0.05, "pass")
+    assert (found["low_precision"].value, found["low_precision"].verdict) == (pytest.approx(0.9), "fail")
+    assert (found["drift"].value, found["drift"].verdict) == (1e-3, "fail")
+    found = _found(
+        tmp_path, limits=limits_from(["overflow_rate=0.04", "low_precision=0.9", "drift=0.01", "nonfinite=1"])
+    )
+    assert [found[key].verdict for key in ("nonfinite", "overflow_rate", "low_precision", "drift")] == [
+        *("pass", "fail", "pass", "pass")
+    ]
+
+
+def test_what_does_not_apply_is_not_measured(tmp_path: Path) -> None:
+    found = _found(simple_run(tmp_path / "run", compute="fp32"))
+    assert found["overflow_rate"].reason == "the loss is not scaled"
+    assert "FP32" in found["low_precision"].reason and "masters themselves" in found["drift"].reason
+    assert found["restore_success"].reason == "nothing had to be restored"
+    assert found["nonfinite"].verdict == found["job_success"].verdict == "pass"
+    manifest = tmp_path / "manifest"
+    with session(manifest, compute="fp32", regions={"lm_head": "fp32", "mlp": "bf16"}) as told:
+        told.steps(1)
+        told.say("precision", flop_share={"bf16": 0.96, "fp32": 0.04})
+    assert _found(manifest)["low_precision"].value == pytest.approx(0.96), "regions compute in BF16 under FP32 masters"
+
+
+def test_gradient_norm_variance_is_that_of_the_second_half_of_applied_steps(tmp_path: Path, baseline: Path) -> None:
+    with session(tmp_path / "run") as told:
+        told.steps(30, grad_norm=1e6)
+        for step in range(40):
+            told.steps(1, grad_norm=1.0 + step % 2, applied=True)
+            told.steps(1, grad_norm=50.0, applied=False)
+            told.overflow()
+        told.end("done")
+    norms = [event["grad_norm"] for event in history(tmp_path / "run" / "events.jsonl") if event["applied"]][35:]
+    base = [event["grad_norm"] for event in history(baseline / "events.jsonl")][30:]
+    ratio = statistics.variance(norms) / statistics.mean(norms) ** 2
+    expected = ratio / (statistics.variance(base) / statistics.mean(base) ** 2)
+    found = _found(tmp_path / "run", baseline)["norm_variance"]
+    assert found.value == pytest.approx(expected) and found.verdict == "fail"
+    short = simple_run(tmp_path / "short", steps=30)
+    assert "15 applied steps; 20 are the fewest" in _found(short, baseline)["norm_variance"].reason
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "verdict"), [("done", 0, "pass"), ("preempted", 75, "pass"), ("aborted", 3, "fail")]
+)
+def test_a_job_succeeds_by_how_it_ended(tmp_path: Path, status: str, code: int, verdict: str) -> None:
+    with session(tmp_path) as told:
+        told.steps(1)
+    with session(tmp_path) as told:
+        told.end(status, code)
+    found = _found(tmp_path)["job_success"]
+    assert found.verdict == verdict and "1 of 1 earlier sessions ended without a word" in found.shown
+    assert found.reason == ("why it ended" if verdict == "fail" else "")
+
+
+def test_a_run_without_an_end_has_crashed_once_it_is_silent_for_an_hour(tmp_path: Path) -> None:
+    with session(tmp_path, time=1.7e9, seconds=1.0) as told:
+        told.steps(5)
+    found = _found(tmp_path, now=1.7e9 + 5 + 3599)["job_success"]
+    assert found.verdict == "not measured" and "59m59s old" in found.reason
+    found = _found(tmp_path, now=1.7e9 + 5 + 3600)["job_success"]
+    assert (found.verdict, found.shown) == ("fail", "crashed") and "1h00m old" in found.reason
+
+
+def test_restores_are_judged(tmp_path: Path) -> None:
+    with session(tmp_path) as told:
+        told.steps(2)
+        told.save()
+    for resumed in ("step-2", "step-2", "step-2", None):
+        with session(tmp_path, step=2 if resumed else 0, resumed_from=resumed) as told:
+            told.steps(1)
+    found = _found(tmp_path)["restore_success"]
+    assert (found.value, found.verdict, found.shown) == (0.75, "fail", "75.0% (3 of 4)")
+
+
+def test_an_empty_session_has_no_measure_and_no_division_by_zero(tmp_path: Path, baseline: Path) -> None:
+    with session(tmp_path / "run"):
+        pass
+    found = _found(tmp_path / "run", baseline, now=1.7e9)
+    assert {finding.verdict for finding in found.values()} == {"not measured"}
+    assert {found[key].reason for key in ("nonfinite", "epoch_time", "overflow_rate")} == {"no step was recorded"}
+    held = _found(baseline, tmp_path / "run")
+    assert all(
+        held[key].verdict == "not measured" for key in ("epoch_time", "peak_memory", "epoch_cost", "norm_variance")
+    )
+
+
+def test_a_baseline_that_is_not_fp32_or_not_at_its_end_is_told(tmp_path: Path, run: Path, baseline: Path) -> None:
+    with session(tmp_path / "cut", compute="fp16") as told:
+        told.steps(1)
+    assert caveats(_asked(run)) == caveats(_asked(run, baseline)) == []
+    assert caveats(_asked(run, tmp_path / "cut")) == [
+        "the baseline cut computes in fp16, not in FP32",
+        "the baseline cut has not ended",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [("epoch=1", "unknown measure"), ("drift=small", "no number"), ("drift", "no number"), ("drift=nan", "no limit")],
+)
+def test_a_limit_that_is_none_is_a_user_error(argument: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        limits_from([argument])
+
+
+def test_a_limit_is_told_as_it_was_given() -> None:
+    limits = limits_from(["validation_delta=0.0123", "epoch_time=0.65"])
+    assert str(limits["validation_delta"]) == "at most 1.23% above the baseline's"
+    assert str(limits["epoch_time"]) == "at most 0.65x the baseline's"
+    assert not limits["epoch_time"].holds(math.nan) and not limits["epoch_time"].holds(math.inf)

@@ -1,0 +1,132 @@
+"""The console shows progress plainly without a terminal and as one live line on one."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+from config.cli import REPOSITORY
+from tests.support.synthetic_events import start_fields, step_fields
+from tracking.console import ConsoleSink, duration, human, sparkline
+from tracking.record import Record
+
+
+def _shown(
+    total: int, every: int, skip_at: int | None = None, encoding: str = "utf-8", compute: str = "bf16"
+) -> list[str]:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    record = Record([ConsoleSink(total, log_every_steps=every, stream=stream)])
+    record.event("run_start", step=0, tokens=0, **start_fields(compute=compute))
+    for step in range(1, total + 1):
+        applied = step != skip_at
+        fields = step_fields(step, applied=applied, skipped_total=int(skip_at is not None and step >= skip_at))
+        record.event("step", step=step, tokens=step, **fields)
+    record.event("eval", step=total, tokens=total, loss=2.0, perplexity=math.exp(2.0))
+    record.event("run_end", step=total, tokens=total, status="done", exit_code=0)
+    record.close()
+    stream.flush()
+    return raw.getvalue().decode(encoding).splitlines()
+
+
+def _steps(lines: list[str]) -> list[int]:
+    return [
+        int(line.split("/")[0].split()[1])
+        for line in lines
+        if line.startswith("step") and "loss " in line and "/" in line[:14]
+    ]
+
+
+def test_plain_lines_come_as_often_as_asked_and_for_every_skip() -> None:
+    lines = _shown(40, 10, skip_at=17)
+    assert _steps(lines) == [10, 17, 20, 30, 40]
+    assert any("step 17: skipped" in line for line in lines)
+    assert any("validation loss 2.0000, perplexity 7.39" in line for line in lines)
+    assert lines[-1].startswith("done after 40 steps")
+    assert not any("\x1b" in line for line in lines), "no terminal codes in a log file"
+
+
+def test_plain_lines_are_aligned_and_stay_on_one_line() -> None:
+    lines = [line for line in _shown(200, 50) if "tok/s" in line]
+    assert len({line.index("grad norm") for line in lines}) == 1
+    assert len({line.index("tok/s") for line in lines}) == 1
+
+
+def test_the_scale_is_shown_for_fp16_only() -> None:
+    assert "scale 65536" in _shown(2, 1, compute="fp16")[1]
+    assert "scale" not in _shown(2, 1, compute="bf16")[1]
+
+
+def test_a_scale_event_tells_a_change_from_mere_hysteresis() -> None:
+    stream = io.StringIO()
+    record = Record([ConsoleSink(9, log_every_steps=1, stream=stream)])
+    common = {"step": 3, "tokens": 3, "lr": 1e-3, "momentum_norm": None}
+    record.scale(previous=4.0, new=4.0, reason="hysteresis", consecutive_overflows=1, **common)
+    record.scale(previous=4.0, new=2.0, reason="overflow", consecutive_overflows=2, **common)
+    assert stream.getvalue().splitlines() == [
+        "step 3: loss scale stays 4 (hysteresis, 1 in a row)",
+        "step 3: loss scale 4 -> 2 (overflow, 2 in a row)",
+    ]
+
+
+def test_a_stream_without_unicode_is_no_trouble() -> None:
+    assert len(_steps(_shown(20, 5, encoding="ascii"))) == 4
+
+
+def test_losses_that_are_not_finite_are_shown_as_they_are() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(3, log_every_steps=1, stream=stream)
+    for step, loss in ((1, math.nan), (2, 4.0), (3, math.inf)):
+        sink.write({"event": "step", "step": step, "tokens": 1, "time": 0.0, **step_fields(step, loss=loss)})
+    sink.close()
+    shown = stream.getvalue().splitlines()
+    assert "nan" in shown[0] and "from 4.000" in shown[1] and "inf" in shown[2]
+
+
+def test_on_a_terminal_there_is_one_live_line_and_the_cursor_comes_back(tmp_path: Path) -> None:
+    """A real pseudo-terminal; the process then dies of an exception, as a crash would make it."""
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "from tests.support.synthetic_events import start_fields, step_fields\n"
+        "from tracking.console import ConsoleSink; from tracking.record import Record\n"
+        "console = ConsoleSink(3, log_every_steps=1); record = Record([console])\n"
+        "record.event('run_start', step=0, tokens=0, **start_fields())\n"
+        "for n in (1, 2, 3): record.event('step', step=n, tokens=n, **step_fields(n))\n"
+        "console.say('a [bold]line[/bold] above'); raise SystemError('crash')"
+    )
+    master, slave = pty.openpty()
+    variables = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    command = [sys.executable, "-c", code, str(REPOSITORY)]
+    child = subprocess.Popen(command, stdout=slave, stderr=subprocess.DEVNULL, env=variables, cwd=tmp_path)
+    os.close(slave)
+    output = b""
+    while chunk := _read(master):
+        output += chunk
+    os.close(master)
+    assert child.wait() == 1
+    text = output.decode()
+    assert "3/3" in text and "loss" in text and "a [bold]line[/bold] above" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is hidden while live, and shown again"
+
+
+def _read(master: int) -> bytes:
+    try:
+        return os.read(master, 65536)
+    except OSError:  # Linux reports the end of a pseudo-terminal this way
+        return b""
+
+
+def test_sparkline_falls_when_the_loss_falls() -> None:
+    assert sparkline([4.0, 3.0, 2.0, 1.0], 4) == "█▆▃▁"
+    assert len(sparkline([float(n) for n in range(1000)], 12)) == 12
+    assert sparkline([1.0, 1.0], 12) == "▁▁" and sparkline([1.0], 12) == ""
+
+
+def test_units() -> None:
+    assert [human(n) for n in (950, 12_345, 4_560_000, math.inf)] == ["950", "12.3k", "4.6M", "inf"]
+    assert [duration(s) for s in (42, 200, 7500, 4 * 86400 + 3 * 3600)] == ["42s", "3m20s", "2h05m", "4d03h"]

@@ -1,0 +1,75 @@
+"""environment.json says what ran where, and holds no secret."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from config.cli import REPOSITORY
+from tracking.environment import environment, redact, redact_arguments, safe_variables
+
+_SECRET = "hunter2hunter2"
+
+
+def test_it_tells_versions_machine_and_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "demo.yaml", "run.steps=5"])
+    facts = environment({"world_size": 2, "devices": ["cpu", "cpu"]})
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["versions"]["torch"] == version("torch") and facts["versions"]["deepspeed"] == version("deepspeed")
+    assert facts["cpu"]["usable_cores"] >= 1 and facts["memory_bytes"] > 2**28
+    assert facts["command_line"] == ["train.py", "--config", "demo.yaml", "run.steps=5"]
+    assert (facts["world_size"], facts["devices"]) == (2, ["cpu", "cpu"])
+
+
+def test_the_commit_is_that_of_the_code_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = REPOSITORY
+    head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    git = environment({})["git"]
+    assert (git["commit"] if git else "") == head.stdout.strip()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment({})["git"] is None
+
+
+def test_only_named_variables_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HOME_MADE", "SLURM_JWT"):
+        monkeypatch.setenv(name, _SECRET)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    facts = environment({})
+    assert facts["variables"]["OMP_NUM_THREADS"] == "3" and facts["variables"]["NCCL_DEBUG"] == "INFO"
+    assert _SECRET not in json.dumps(facts)
+
+
+def test_a_login_in_an_allowed_variable_is_blanked() -> None:
+    assert safe_variables({"NCCL_NET": f"tcp://me:{_SECRET}@host:1"}) == {"NCCL_NET": "tcp://***@host:1"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--api-key", _SECRET],
+        [f"--hf_token={_SECRET}"],
+        [f"data.hub_token={_SECRET}"],
+        [f"password={_SECRET}"],
+        [f"data.path=https://user:{_SECRET}@host/x"],
+        ["hf_" + _SECRET + "abcdefgh"],
+    ],
+)
+def test_secrets_on_the_command_line_are_blanked(arguments: list[str]) -> None:
+    assert _SECRET not in " ".join(redact_arguments(arguments))
+
+
+def test_what_only_resembles_a_secret_stays() -> None:
+    arguments = ["generate.tokens=100", "data.tokenizer=bytes", "--config", "x.yaml", "optimizer.betas=[0.9,0.95]"]
+    assert redact_arguments(arguments) == arguments
+
+
+def test_redact_goes_to_any_depth() -> None:
+    nested = {"a": [{"hub_token": _SECRET, "tokens": 5}], "url": f"s3://k:{_SECRET}@b"}
+    assert redact("", nested) == {"a": [{"hub_token": "***", "tokens": 5}], "url": "s3://***@b"}

@@ -1,0 +1,56 @@
+"""The picture of a run is a real PNG of the promised size, and shows what happened."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import pytest
+
+from config.errors import UserError
+from tests.support.synthetic_events import start_fields, step_fields
+from tracking.jsonl import JsonlSink
+from tracking.plots import plot_run
+from tracking.record import Record
+from tracking.run_dir import RunDir
+
+
+def _size(png: Path) -> tuple[int, int]:
+    """Width and height from the PNG header."""
+    content = png.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n" and content[-8:-4] == b"IEND"
+    return struct.unpack(">II", content[16:24])
+
+
+def _colours(png: Path) -> set[tuple[int, int, int]]:
+    from matplotlib.image import imread
+
+    pixels = (imread(png)[..., :3] * 255).round().astype(int)
+    return {tuple(colour) for colour in pixels.reshape(-1, 3).tolist()}
+
+
+def test_an_fp16_run(fp16_run: RunDir) -> None:
+    png = plot_run(fp16_run.events, fp16_run.plots / "run.png")
+    assert _size(png) == (1560, 975) and png.stat().st_size > 30_000
+    colours = _colours(png)
+    assert (0xC0, 0, 0) in colours, "overflows are marked on the loss scale"
+    assert (0xD1, 0x66, 0x0F) in colours, "the validation loss is drawn"
+    assert list(fp16_run.plots.iterdir()) == [png]
+
+
+def test_a_run_of_nothing_but_trouble_can_be_drawn(run_dir: RunDir) -> None:
+    record = Record([JsonlSink(run_dir.events)])
+    record.event("run_start", step=0, tokens=0, **start_fields(compute="bf16"))
+    broken = {"loss": math.nan, "grad_norm": math.inf, "clip_coefficient": None, "applied": False}
+    for step in range(1, 300):
+        record.event("step", step=step, tokens=step, **step_fields(step) | broken)
+    record.close()
+    assert _size(plot_run(run_dir.events, run_dir.plots / "run.png")) == (1560, 975)
+
+
+def test_nothing_to_draw_is_a_user_error(run_dir: RunDir) -> None:
+    Record([JsonlSink(run_dir.events)]).event("run_start", step=0, tokens=0, **start_fields())
+    with pytest.raises(UserError, match="nothing to draw"):
+        plot_run(run_dir.events, run_dir.plots / "run.png")
+    assert not list(run_dir.plots.iterdir())

@@ -1,0 +1,132 @@
+"""The report and its table say what the events say, also for a crashed or resumed run."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from config.cli import REPOSITORY
+from config.errors import UserError
+from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
+from tracking.jsonl import JsonlSink
+from tracking.record import Record
+from tracking.report.command import main, summary_table, write_report
+from tracking.run_dir import RunDir
+from tracking.summary import summarise
+
+_CONFIG = {
+    "run": {"hypothesis": "FP16 with our scaler\nfollows FP32"},
+    "model": {"architecture": "llama"},
+    "data": {"source": "stdlib", "tokenizer": "bpe:4096", "sequence_length": 512},
+    "batch": {"global_size": 8, "micro_size": 2},
+    "precision": {"path": "cast"},
+}
+_ENVIRONMENT = {
+    "hostname": "node7",
+    "accelerator": {"device": "NVIDIA H100"},
+    "versions": {"torch": "2.13.0", "wandb": None},
+    "git": {"commit": "0123456789abcdef", "dirty": True},
+    "ledger": [
+        {"what": "masters", "dtype": "float32", "bytes": 50 * 2**20},
+        {"what": "reductions", "dtype": "bfloat16", "bytes": None},
+    ],
+    "resume_command": "deepspeed train.py --config demo.yaml",
+}
+
+
+@pytest.fixture
+def told_run(fp16_run: RunDir) -> RunDir:
+    fp16_run.write_inputs(_CONFIG, {"gradient_accumulation_steps": 2}, _ENVIRONMENT)
+    return fp16_run
+
+
+def test_the_numbers_are_those_of_the_events(fp16_run: RunDir) -> None:
+    summary = summarise(fp16_run)
+    losses = [step_fields(step)["loss"] for step in range(1, 61)]
+    assert (summary.steps, summary.applied, summary.skipped) == (60, 58, 2)
+    assert (summary.first_loss, summary.last_loss, summary.best_loss) == (losses[0], losses[-1], min(losses))
+    assert losses[summary.best_loss_step - 1] == min(losses)
+    assert summary.tokens == 60 * TOKENS_PER_STEP
+    assert summary.scale_reasons == {"overflow": 2, "growth": 1}
+    assert (summary.first_scale, summary.last_scale) == (65536.0, 32768.0)
+    assert summary.grad_norm_max < 10, "the norm of an overflowed step is not the largest"
+    assert summary.wall_seconds == pytest.approx(0.5 * (len(fp16_run.events.read_text().splitlines()) - 1))
+    assert (summary.status, summary.exit_code, summary.sessions) == ("done", 0, 1)
+
+
+def test_the_report_holds_the_page_a_reader_needs(told_run: RunDir) -> None:
+    sample = "def f():\n```\n    return 1\n"
+    path = write_report(told_run, sample=sample, resume_command="deepspeed train.py --config demo.yaml")
+    text = path.read_text()
+    for part in (
+        *("# demo", "> FP16 with our scaler follows FP32", "**done**", "llama, 12,345,678 parameters"),
+        *("8 sequences of 512 tokens, micro-batch 2, accumulation 2", "fp16 compute, FP32 masters", "stage 2, 2 proc"),
+        *("node7: 2 x NVIDIA H100", "torch 2.13.0", "0123456789ab with local changes"),
+        *("60 attempted, 58 applied, 2 skipped", "65536 -> 32768 (1 x growth, 2 x overflow)", "245,760"),
+        *(
+            "perplexity 28.98",
+            "3.00 GiB",
+            "| masters | float32 | 50.0 |",
+            "| reductions | bfloat16 |  |",
+            "![",
+            "plots/run.png",
+            "step-60",
+        ),
+        *("````text\ndef f():\n```\n    return 1\n````", "```bash\ndeepspeed train.py --config demo.yaml\n```"),
+    ):
+        assert part in text, part
+    assert "wandb None" not in text and "None" not in text
+    assert (told_run.plots / "run.png").stat().st_size > 30_000
+
+
+def test_a_later_report_keeps_the_sample(told_run: RunDir) -> None:
+    write_report(told_run, sample="def sampled(): ...", resume_command="x")
+    assert main([str(told_run.path)]) == 0
+    text = told_run.report.read_text()
+    assert "def sampled(): ..." in text and _ENVIRONMENT["resume_command"] in text
+
+
+def test_the_table_for_the_console(fp16_run: RunDir) -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(summary_table(fp16_run))
+    text = console.export_text()
+    assert "demo: done" in text and "58 applied" in text and "7.5943 -> 3.6796" in text
+
+
+def test_a_crashed_and_resumed_run_is_told_as_one(run_dir: RunDir) -> None:
+    """Killed within step 9, resumed from step 4; no config, no environment, the pause between does not count."""
+    clock = ticking_clock(seconds=1.0)
+    for start, stop, pause in ((0, 8, 0.0), (4, 12, 5000.0)):
+        record = Record([JsonlSink(run_dir.events)], clock=lambda pause=pause: clock() + pause)
+        resumed = f"checkpoints/step-{start}" if start else None
+        record.event("run_start", step=start, tokens=start * 10, **start_fields(resumed_from=resumed))
+        for step in range(start + 1, stop + 1):
+            record.event("step", step=step, tokens=step * 10, **step_fields(step, loss=10.0 - step + pause / 1e6))
+        with run_dir.events.open("a") as file:
+            file.write('{"event":"step","st')
+    summary = summarise(run_dir)
+    assert (summary.sessions, summary.steps, summary.tokens) == (2, 12, 120)
+    assert summary.wall_seconds == pytest.approx(8 + 8)
+    assert summary.last_loss == pytest.approx(10.0 - 12 + 0.005)
+    text = write_report(run_dir, sample=None, resume_command="python train.py").read_text()
+    assert "running or crashed" in text and "in 2 sessions" in text and "python train.py" in text
+
+
+def test_the_command_line_runs_and_names_a_folder_without_a_run(told_run: RunDir, tmp_path: Path) -> None:
+    root = REPOSITORY
+    command = [sys.executable, "-m", "tracking.report"]
+    done = subprocess.run([*command, str(told_run.path)], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "58 applied" in done.stdout and str(told_run.report) in done.stdout, done.stderr
+    failed = subprocess.run([*command, str(tmp_path)], cwd=root, capture_output=True, text=True, check=False)
+    assert failed.returncode == 2 and failed.stderr.count("\n") == 1 and "events.jsonl" in failed.stderr
+
+
+def test_a_run_without_a_start_is_a_user_error(run_dir: RunDir) -> None:
+    run_dir.events.write_text("")
+    with pytest.raises(UserError, match="nothing was recorded"):
+        summarise(run_dir)

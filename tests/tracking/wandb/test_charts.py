@@ -1,0 +1,191 @@
+"""What wandb draws of the events: rows on an axis that never goes back, tables, alerts, histograms."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config import yaml_text
+from tests.support.synthetic_events import start_fields, step_fields
+from tracking.jsonl import encode
+from tracking.run_dir import RunDir
+from tracking.wandb.charts import Rows, chart_values, histograms
+from tracking.wandb.follow import Delivered, Follower
+from tracking.wandb.secrets import hide, known_secrets
+from tracking.wandb.tables import ALERT_EVERY_S, MOST_ROWS, STALE_S, Alerts, Tables
+from tracking.wandb.view import DEFINITION, build
+
+_COMMON: dict[str, Any] = {"step": 3, "tokens": 30, "time": 1.0}
+_SCALE: dict[str, Any] = {
+    "from": 4.0,
+    "to": 2.0,
+    "reason": "overflow",
+    "consecutive_overflows": 1,
+    "lr": 1.0,
+    "momentum_norm": None,
+}
+_INCIDENT: dict[str, Any] = {"verdict": "SKIP", "reason": "nan", "modules": ["lm_head"], "replay": "again"}
+_NONFINITE: dict[str, Any] = {"rank": 0, "module": "lm_head", "tensor": "gradient", "kind": "nan", "count": 3}
+_TELEMETRY: dict[str, Any] = {
+    "gradients": {"lm_head": {"norm": 0.5, "flushed": 0.25}},
+    "activation_max": {"lm_head": 7.0},
+    "probe": {"lm_head.weight": {"cosine": 0.99}},
+    "drift": {"maximum": 0.0, "rms": 0.0},
+    "update_ratio": 0.001,
+    "gradient_exponents": {"lowest": -30, "counts": [1, 4, 2]},
+}
+_CHECKPOINT: dict[str, Any] = {"path": "step-3", "seconds": 1.0, "stall_seconds": 0.1, "bytes": 10, "verified": True}
+
+
+def _event(event: str, step: int = 3, **fields: Any) -> dict[str, Any]:
+    return {"event": event, "step": step, "tokens": 10 * step, "time": 1.0, **fields}
+
+
+def _step(step: int, **changes: Any) -> dict[str, Any]:
+    return _event("step", step, **step_fields(step, **changes))
+
+
+def test_the_axis_goes_on_where_a_rollback_takes_steps_back() -> None:
+    rows = Rows()
+    history = [_step(1), _step(2, applied=False, skipped_total=1), _step(3, skipped_total=1), _step(2), _step(3)]
+    drawn = [rows.row(event) for event in history]
+    assert [row["attempt"] for row in drawn] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in drawn] == [1, 2, 3, 2, 3]
+    assert [row["applied"] for row in drawn] == [1, 1, 2, 2, 3]
+    late = rows.row(_event("checkpoint", 1, **_CHECKPOINT))
+    assert (late["attempt"], late["step"]) == (5, 1), "a save that ends late is drawn where it ended"
+
+
+def test_earlier_sessions_count_without_being_read() -> None:
+    read, passed = Rows(), Rows()
+    history = [_event("run_start", 0, **start_fields()), _step(1), _step(2), _event("incident", **_INCIDENT)]
+    for event in history:
+        read.row(event)
+        if not passed.pass_step(encode(event)):
+            passed.pass_event(event)
+    next_event = _event("incident", 4, **_INCIDENT)
+    known, new = read.row(next_event), passed.row(next_event)
+    assert new == {key: value for key, value in known.items() if key != "applied"}
+    assert new["attempt"] == 2 and new["incident/total"] == new["incident/total_skip"] == 2
+
+
+def test_the_lowest_validation_loss_is_that_of_all_sessions() -> None:
+    rows = Rows()
+    rows.pass_event(_event("eval", loss=2.0, perplexity=1.0))
+    assert [
+        rows.row(_event("eval", loss=loss, perplexity=1.0))["eval/lowest_loss"] for loss in (3.0, math.nan, 1.5)
+    ] == [
+        2.0,
+        2.0,
+        1.5,
+    ]
+
+
+def test_charts_keep_what_is_not_finite_and_leave_out_what_was_not_recorded() -> None:
+    values = chart_values({"event": "step", **_COMMON, **step_fields(3, loss=math.inf, clip_coefficient=None)})
+    assert values["train/loss"] == math.inf and "train/clip_coefficient" not in values and values["step"] == 3
+    values = chart_values({"event": "scale", **_COMMON, **_SCALE})
+    assert values["scale/from"] == 4.0 and values["scale/reason"] == "overflow" and "scale/momentum_norm" not in values
+
+
+def test_telemetry_becomes_a_chart_a_measure_and_module_and_a_histogram() -> None:
+    event = _event("telemetry", 5, **_TELEMETRY)
+    values = chart_values(event)
+    assert values["telemetry/gradients_flushed/lm_head"] == 0.25 and values["telemetry/activation_max/lm_head"] == 7.0
+    assert values["telemetry/probe_cosine/lm_head.weight"] == 0.99 and values["telemetry/update_ratio"] == 0.001
+    drawn = histograms(event)["telemetry/log2_gradient"]
+    assert list(drawn.histogram) == [1, 4, 2] and list(drawn.bins) == [-30, -29, -28, -27]
+    assert histograms({"event": "step"}) == {}
+
+
+def test_tables_hold_all_sessions_and_are_logged_when_they_changed() -> None:
+    tables = Tables()
+    tables.add(_event("nonfinite", **_NONFINITE, largest_finite=math.inf), 3, delivered=True)
+    assert not tables.due(1000.0), "wandb has these"
+    tables.add(_event("nonfinite", 4, **_NONFINITE), 7, delivered=False)
+    tables.add(_step(4), 8, delivered=False)
+    assert tables.due(1000.0)
+    (table,) = tables.take(1000.0).values()
+    assert [row[:2] for row in table.data] == [[3, 3], [7, 4]]
+    assert table.data[0][table.columns.index("largest_finite")] == "inf"
+    assert not tables.due(2000.0)
+    tables.add(_event("incident", **_INCIDENT), 9, delivered=False)
+    assert not tables.due(1001.0) and tables.due(2000.0)
+    for attempt in range(MOST_ROWS + 5):
+        tables.add(_event("incident", **_INCIDENT), attempt, delivered=False)
+    data = tables.take(2000.0)["tables/incident"].data
+    assert len(data) == MOST_ROWS and data[-1][0] == MOST_ROWS + 4 and data[0][0] == 5
+
+
+def test_alerts_name_the_cause_and_do_not_flood() -> None:
+    alerts = Alerts()
+    event = _event("incident", **_INCIDENT)
+    first = alerts.alert(event, "demo", now=10.0)
+    assert first is not None and first["level"] == "WARN"
+    assert all(word in first["text"] for word in ("SKIP", "step 3", "demo", "nan", "lm_head", "again"))
+    assert [alerts.alert(event, "demo", now=10.0 + n) for n in (1, 2)] == [None, None]
+    rollback = alerts.alert(event | {"verdict": "ROLLBACK"}, "demo", now=13.0)
+    assert rollback is not None and rollback["level"] == "ERROR", "another verdict is told at once"
+    later = alerts.alert(event, "demo", now=10.0 + ALERT_EVERY_S)
+    assert later is not None and "2 more" in later["text"]
+    assert alerts.alert(event, "demo", now=STALE_S + 2.0 + ALERT_EVERY_S) is None, "long over"
+    assert alerts.alert(_step(3), "demo", now=10.0) is None
+    named = alerts.alert(event | {"verdict": "ABORT"}, "x" * 200, now=20.0)
+    assert named is not None and len(named["title"]) < 64, "wandb takes no longer title"
+
+
+def test_the_follower_takes_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = [encode({"event": "step", "step": n}) for n in range(4)]
+    follower = Follower(path)
+    assert follower.new_lines() == []
+    path.write_bytes(lines[0] + lines[1] + lines[2][:4])
+    assert follower.new_lines() == [(1, lines[0]), (2, lines[1])]
+    path.write_bytes(b"".join(lines))
+    assert follower.new_lines(most=1) == [(3, lines[2])]
+    assert follower.new_lines(most=1) == [(4, lines[3])]
+
+
+def test_what_was_delivered_is_remembered(tmp_path: Path) -> None:
+    path = tmp_path / "delivered"
+    assert Delivered(path).lines == 0
+    Delivered(path).note(3)
+    assert Delivered(path).lines == 3
+    path.write_text("")
+    assert Delivered(path).lines == 0
+
+
+def test_what_the_environment_keeps_secret_is_hidden_wherever_it_is() -> None:
+    secrets = known_secrets(
+        {"X_API_KEY": 'tricky"value-1234', "DB_PASSWORD": "short", "PATH": "/usr/bin:/usr/local/bin"}
+    )
+    line = encode({"reason": 'failed with tricky"value-1234 at short /usr/bin:/usr/local/bin'})
+    assert hide(line, secrets) == encode({"reason": "failed with *** at short /usr/bin:/usr/local/bin"})
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic")  # wandb-workspaces has old decorators
+def test_every_metric_of_the_saved_view_is_one_that_is_logged(run_dir: RunDir) -> None:
+    rows = Rows()
+    events = [
+        _step(3, clip_coefficient=0.5),
+        _event("scale", **_SCALE),
+        _event("eval", loss=2.0, perplexity=math.exp(2.0)),
+        _event("incident", **_INCIDENT),
+        _event("nonfinite", **_NONFINITE),
+        _event("checkpoint", **_CHECKPOINT),
+        _event("telemetry", **_TELEMETRY),
+    ]
+    logged = set().union(*(rows.row(event) for event in events))
+    definition = yaml_text.parse(DEFINITION.read_text())
+    panels = [panel for section in definition["sections"] for panel in section["panels"]]
+    drawn = {name for panel in panels if "y" in panel for name in [panel["x"], *panel["y"]]}
+    assert drawn | set(definition["columns"]) <= logged
+    tables = Tables()
+    for event in events:
+        tables.add(event, 1, delivered=False)
+    assert {panel["table"] for panel in panels if panel.get("panel") == "table"} == set(tables.take(1.0))
+    spec = build("team", "p", definition)._to_model().model_dump_json(by_alias=True)
+    assert all(f'"{name}"' in spec for name in drawn - {"tokens"})

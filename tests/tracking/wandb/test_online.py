@@ -1,0 +1,265 @@
+"""The real wandb client against a stand-in for its server: one run, alerts, models, a view, no secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config import yaml_text
+from config.cli import REPOSITORY
+from tests.support.synthetic_events import start_fields, step_fields
+from tests.support.wandb_server import StandIn, end_children, stand_in, until
+from tracking.jsonl import JsonlSink
+from tracking.record import Record
+from tracking.run_dir import RunDir
+from tracking.wandb import deliver as wandb_deliver
+from tracking.wandb import view as wandb_view
+from tracking.wandb.models import checkpoint_facts
+from tracking.wandb.sink import WandbSink
+
+API_KEY = "0123456789abcdef0123456789abcdef01234567"
+CONFIG = {
+    "run": {
+        "run": {"name": "demo", "hypothesis": "it falls"},
+        "precision": {"compute": "fp16", "manifest": None},
+        "tracking": {"project": "p", "log_every_steps": 1},
+    },
+    "deepspeed": {"zero_optimization": {"stage": 2}},
+    "environment": {"git": {"commit": "abc123"}, "data": {"fingerprint": "f00"}},
+}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandIn]:
+    """A stand-in that the environment leads wandb to."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    with stand_in() as running:
+        monkeypatch.setenv("WANDB_BASE_URL", running.url)
+        monkeypatch.setenv("WANDB_API_KEY", API_KEY)
+        yield running
+
+
+def _session(
+    run_dir: RunDir, mode: str, first: int, last: int, *, status: str = "done", code: int = 0, **config: Any
+) -> None:
+    sink = WandbSink(run_dir, CONFIG | config, mode=mode, project="p", name="demo", notes="it falls", log_every_steps=1)
+    record = Record([JsonlSink(run_dir.events), sink])
+    record.event("run_start", step=first - 1, tokens=0, **start_fields())
+    for step in range(first, last + 1):
+        record.event("step", step=step, tokens=step, **step_fields(step))
+        if step == 3:
+            incident = {"reason": f"nan, key {os.environ.get('WANDB_API_KEY')}", "modules": ["lm_head"], "replay": ""}
+            for _ in range(3):
+                record.event("incident", step=step, tokens=step, verdict="SKIP", **incident)
+    path = _checkpoint(run_dir, last)
+    facts = {"path": str(path), "seconds": 1.0, "stall_seconds": 0.1, "bytes": 2, "verified": True}
+    record.event("checkpoint", step=last, tokens=last, **facts)
+    record.event("run_end", step=last, tokens=last, status=status, exit_code=code)
+    record.close()
+
+
+def _checkpoint(run_dir: RunDir, step: int) -> Path:
+    path = run_dir.checkpoints / f"step-{step}"
+    path.mkdir(exist_ok=True)
+    (path / "manifest.json").write_text(json.dumps({"step": step}))
+    return path
+
+
+def _axis(server: StandIn) -> list[tuple[int, int]]:
+    return [(row["attempt"], row["step"]) for row in server.history if "train/loss" in row]
+
+
+ONE_RUN = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 3), (6, 4), (7, 5)]
+
+
+def test_a_preempted_run_and_its_resumption_are_one_online_run(
+    run_dir: RunDir, server: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _session(run_dir, "online", 1, 4, status="preempted", code=75)
+    assert server.preempting and server.exit_codes == [75]
+    _session(run_dir, "online", 3, 5, extra={"new": 1})
+    assert capsys.readouterr().err == ""
+    assert _axis(server) == ONE_RUN and server.exit_codes == [75, 0]
+    assert server.run["name"] == (run_dir.path / "wandb_run_id").read_text() and server.run["notes"] == "it falls"
+    config = {name: item["value"] for name, item in server.config.items()}
+    assert config["environment"] == CONFIG["environment"] and config["extra"] == {"new": 1}
+    assert config["session"]["world_size"] == 2
+    assert json.loads(server.summary)["attempt"] == 7
+    assert [(alert["title"], alert["severity"]) for alert in server.alerts] == [("SKIP in demo", "WARN")] * 2
+    tables = [row for row in server.history if "tables/incident" in row]
+    assert tables[-1]["tables/incident"]["nrows"] == 6, "of both sessions"
+    models = [item for item in server.artifacts if item["artifactTypeName"] == "model"]
+    checkpoints = [json.loads(item["metadata"]) for item in models]
+    assert [facts["step"] for facts in checkpoints] == [4, 5]
+    assert checkpoints[0]["zero_stage"] == 2 and checkpoints[0]["dtype"] == "fp32" and checkpoints[0]["verified"]
+    assert len(checkpoints[0]["manifest_sha256"]) == 64
+    references = [entry.get("ref") for manifest in server.manifests for entry in manifest["contents"].values()]
+    assert (run_dir.checkpoints / "step-5" / "manifest.json").as_uri() in references, "a place, not the model"
+
+
+def test_two_offline_sessions_become_one_run_by_wandb_sync(run_dir: RunDir, server: StandIn) -> None:
+    _session(run_dir, "offline", 1, 4)
+    _session(run_dir, "offline", 3, 5)
+    assert not server.history and not server.alerts
+    _sync(run_dir)
+    assert _axis(server) == ONE_RUN
+    _session(run_dir, "offline", 6, 6)
+    _sync(run_dir)
+    assert _axis(server) == [*ONE_RUN, (8, 6)], "also when the first are with the server already"
+    assert not server.alerts, "an alert that comes with an upload days later helps nobody"
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_helper_that_was_ended_leaves_no_hole_and_no_double_after_sync(
+    run_dir: RunDir, server: StandIn, how: signal.Signals
+) -> None:
+    sink = WandbSink(run_dir, CONFIG, mode="offline", project="p", name="demo", notes="", log_every_steps=1)
+    record = Record([JsonlSink(run_dir.events), sink])
+    record.event("run_start", step=0, tokens=0, **start_fields())
+    for step in range(1, 301):
+        record.event("step", step=step, tokens=step, **step_fields(step))
+        if step == 150:
+            until((run_dir.path / "wandb_delivered").exists)
+            time.sleep(1.0)
+            assert sink._process is not None
+            end_children(sink._process.pid, how)
+    record.event("run_end", step=300, tokens=300, status="done", exit_code=0)
+    record.close()
+    _sync(run_dir)
+    assert _axis(server) == [(step, step) for step in range(1, 301)]
+
+
+def test_a_file_that_a_power_cut_tore_is_mended_and_gone_on_from(run_dir: RunDir, server: StandIn) -> None:
+    for first, last in ((1, 100), (101, 102)):
+        sink = WandbSink(run_dir, CONFIG, mode="offline", project="p", name="demo", notes="", log_every_steps=1)
+        record = Record([JsonlSink(run_dir.events), sink])
+        record.event("run_start", step=first - 1, tokens=0, **start_fields())
+        for step in range(first, last + 1):
+            record.event("step", step=step, tokens=step, **step_fields(step))
+        record.close()
+        if first == 1:
+            (path,) = run_dir.wandb.glob("offline-run-*/*.wandb")
+            content = path.read_bytes()
+            path.write_bytes(content[: len(content) // 2] + bytes(4096))
+    _sync(run_dir)
+    assert _axis(server) == [(step, step) for step in range(1, 103)]
+
+
+def _sync(run_dir: RunDir) -> None:
+    command = [str(Path(sys.executable).with_name("wandb")), "sync", "--yes", str(run_dir.wandb)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60, cwd=run_dir.path)
+
+
+def test_no_file_and_no_request_holds_a_secret(
+    run_dir: RunDir, server: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    secrets = {"AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "HF_TOKEN": "hf_" + "q" * 30}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    options = {"secret": "under-a-secret-name", "note": f"and {secrets['AWS_SECRET_ACCESS_KEY']} elsewhere"}
+    for mode in ("online", "offline"):
+        _session(run_dir, mode, 1, 3, checkpoint={"storage_options": options})
+    models = [checkpoint_facts(_REMOTE, {})]
+    sink = WandbSink(run_dir, {}, mode="online", project="p", name="n", notes="", log_every_steps=1, models=models)
+    sink.close()
+    assert json.loads(server.artifacts[-1]["metadata"])["reference"] == "s3://***@bucket/step-3"
+    events = run_dir.events.read_bytes()
+    assert API_KEY.encode() in events, "the test itself wrote it there"
+    run_dir.events.unlink()
+    kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"elsewhere" in kept and b"nan, key ***" in kept
+    sent = b"".join(server.bodies)
+    assert b"elsewhere" in sent and b"nan, key ***" in sent
+    for value in (API_KEY, "hunter2hunter2", options["secret"], *secrets.values()):
+        assert value.encode() not in kept and value.encode() not in sent
+
+
+_REMOTE = {"path": "s3://me:hunter2hunter2@bucket/step-3", "step": 3, "tokens": 1, "bytes": 1, "verified": False}
+
+
+def _finished(run_dir: RunDir) -> None:
+    run_dir.config.write_text(yaml_text.dump(CONFIG["run"]))
+    _session(run_dir, "disabled", 1, 3)
+
+
+def test_what_was_disabled_can_be_delivered_later_with_models(
+    run_dir: RunDir, server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _finished(run_dir)
+    parity, out = tmp_path / "parity.json", tmp_path / "out"
+    checks = [{"name": "loss_gap", "passed": True}, {"name": "weight_drift", "passed": False}]
+    parity.write_text(json.dumps({"verdict": "no parity", "checks": checks}))
+    out.mkdir()
+    (out / "SHA256SUMS").write_text("sums")
+    facts = {
+        "run": "demo",
+        "training": {"step": 3},
+        "export": {"dtype": "bf16", "files": {"model.safetensors": "ab"}},
+        "precision": {"manifest": None, "compute": "bf16", "ZeRO stage": 2},
+        "parity": {"verdict": "parity", "checks": [], "differences": ["data was a there and is b here"]},
+    }
+    (out / "mantissa.json").write_text(json.dumps(facts))
+    shutil.rmtree(run_dir.checkpoints / "step-3")
+    checkpoint = _checkpoint(run_dir, 2)
+    arguments = [str(run_dir.path), "--online", "--checkpoint", str(checkpoint), "--parity", str(parity)]
+    assert wandb_deliver.main([*arguments, "--export", str(out)]) == 0
+    assert capsys.readouterr().err == ""
+    assert _axis(server) == [(1, 1), (2, 2), (3, 3)]
+    found = {item["artifactCollectionName"]: item for item in server.artifacts}
+    judged = json.loads(found["demo-checkpoint"]["metadata"])
+    assert judged["step"] == 2 and judged["parity"]["verdict"] == "no parity"
+    assert judged["parity"]["failed"] == ["weight_drift"] and len(judged["parity"]["report_sha256"]) == 64
+    exported = json.loads(found["demo-export"]["metadata"])
+    assert (exported["dtype"], exported["parity"]["verdict"]) == ("bf16", "parity")
+    assert exported["files"] == {"model.safetensors": "ab"} and found["demo-export"]["artifactTypeName"] == "model"
+    rows = len(server.history)
+    assert wandb_deliver.main([str(run_dir.path), "--online"]) == 0
+    assert len(server.history) == rows, "nothing is given twice"
+    assert server.exit_codes == [0, 0], "a run that ended well stays one"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["{empty}"], "config.yaml"),
+        (["{run}", "--export", "{empty}"], "--export"),
+        (["{run}", "--checkpoint", "{empty}"], "--checkpoint"),
+        (["{run}", "--parity", "{empty}/x.json"], "--parity"),
+        (["{run}", "--parity", "{parity}"], "--checkpoint"),
+    ],
+)
+def test_what_cannot_be_delivered_costs_one_line(
+    run_dir: RunDir, tmp_path: Path, arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _finished(run_dir)
+    (tmp_path / "empty").mkdir()
+    parity = tmp_path / "parity.json"
+    parity.write_text(json.dumps({"verdict": "parity", "checks": []}))
+    places = {"run": run_dir.path, "empty": tmp_path / "empty", "parity": parity}
+    assert wandb_deliver.main([argument.format(**places) for argument in arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and word in lines[0]
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic")  # wandb-workspaces has old decorators
+def test_one_command_makes_the_saved_view(server: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    assert wandb_view.main(["team/p", "--show"]) == 0
+    assert json.loads(capsys.readouterr().out)["displayName"] == "Mantissa" and not server.views
+    assert wandb_view.main(["team"]) == 2
+    assert "ENTITY/PROJECT" in capsys.readouterr().err
+    command = [sys.executable, "-m", "tracking.wandb.view", "team/p"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    (view,) = server.views
+    assert (view["entityName"], view["projectName"], view["displayName"]) == ("team", "p", "Mantissa")
+    assert done.stdout.startswith(server.url) and '"train/loss"' in view["spec"] and '"tables/incident"' in view["spec"]

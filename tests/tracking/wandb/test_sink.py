@@ -1,0 +1,293 @@
+"""The real wandb, offline: one run over sessions, and no way for it to hold up or end training."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.cli import REPOSITORY
+from tests.support.synthetic_events import start_fields, step_fields
+from tests.support.wandb_server import until
+from tracking.jsonl import JsonlSink
+from tracking.record import Record
+from tracking.run_dir import RunDir
+from tracking.wandb.sink import WandbSink, run_id
+from tracking.wandb.transaction_log import _has_end, last_step, mend, mend_all
+
+
+def _sink(run_dir: RunDir, mode: str = "offline", **changes: Any) -> WandbSink:
+    config = {"run": {"steps": 3}, "hub_token": "hunter2hunter2", "environment": {"hostname": "node7"}}
+    arguments = {"project": "p", "name": "demo", "notes": "falls", "log_every_steps": 2, "init_timeout_s": 15.0}
+    return WandbSink(run_dir, config, mode=mode, **arguments | changes)
+
+
+def _session(run_dir: RunDir, sink: WandbSink, first: int, last: int) -> None:
+    record = Record([JsonlSink(run_dir.events), sink])
+    record.event("run_start", step=first - 1, tokens=0, **start_fields())
+    for step in range(first, last + 1):
+        record.event("step", step=step, tokens=step, **step_fields(step, loss=math.nan if step == 3 else None))
+    record.event("eval", step=last, tokens=last, loss=2.5, perplexity=math.exp(2.5))
+    record.event("run_end", step=last, tokens=last, status="done", exit_code=0)
+    record.close()
+
+
+def _stored(folder: Path) -> list[Any]:
+    """The protobufs in wandb's transaction log, a LevelDB log: a 7-byte header, then blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    content = b"".join(path.read_bytes() for path in folder.glob("*.wandb"))  # one, or none
+    records, position, message = [], 7, b""
+    while position + 7 <= len(content):
+        if 32768 - position % 32768 < 7:  # a header never crosses blocks
+            position += 32768 - position % 32768
+        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+        message += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # the whole message, or its last part
+            records.append(wandb_internal_pb2.Record.FromString(message))
+            message = b""
+    return records
+
+
+def _rows(folder: Path) -> list[dict[str, str]]:
+    """The history rows that wandb keeps, each value as JSON text."""
+    history = [record.history for record in _stored(folder) if record.WhichOneof("record_type") == "history"]
+    return [{item.key or "/".join(item.nested_key): item.value_json for item in row.item} for row in history]
+
+
+def _exit_codes(folder: Path) -> list[int]:
+    return [record.exit.exit_code for record in _stored(folder) if record.WhichOneof("record_type") == "exit"]
+
+
+def test_two_sessions_are_one_offline_run_on_one_axis(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    _session(run_dir, _sink(run_dir), 1, 4)
+    _session(run_dir, _sink(run_dir), 3, 6)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", ""), "wandb is not heard"
+    folders = sorted(run_dir.wandb.glob("offline-run-*"))
+    assert len(folders) == 2 and all(folder.name.endswith(run_id(run_dir)) for folder in folders)
+    rows = [row for folder in folders for row in _rows(folder)]
+    attempts = [int(row["attempt"]) for row in rows]
+    assert attempts == sorted(attempts) and attempts[-1] == 8, "the axis goes on where step goes back"
+    losses = [(int(row["step"]), row["train/loss"]) for row in rows if "train/loss" in row]
+    assert [step for step, _ in losses] == [2, 4, 4, 6], "every second step, of both sessions"
+    assert [float(row["eval/loss"]) for row in rows if "eval/loss" in row] == [2.5, 2.5]
+    counters = [int(row["_step"]) for row in rows]
+    assert counters == sorted(set(counters)), "wandb's own counter never goes back, so wandb drops nothing"
+    stored = b"".join(path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file())
+    assert b"node7" in stored and b"hunter2hunter2" not in stored
+
+
+def test_training_that_is_killed_outright_is_delivered_and_marked_as_failed(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time; sys.path[:0] = sys.argv[2:]\n"
+        "from pathlib import Path; from tests.support.synthetic_events import start_fields, step_fields\n"
+        "from tracking.jsonl import JsonlSink; from tracking.record import Record\n"
+        "from tracking.run_dir import RunDir; from tracking.wandb.sink import WandbSink\n"
+        "run_dir = RunDir.create(Path(sys.argv[1]), 'demo', fresh=False)\n"
+        "sink = WandbSink(run_dir, {}, mode='offline', project='p', name='n', notes='', log_every_steps=1)\n"
+        "record = Record([JsonlSink(run_dir.events), sink])\n"
+        "record.event('run_start', step=0, tokens=0, **start_fields())\n"
+        "for n in (1, 2, 3): record.event('step', step=n, tokens=n, **step_fields(n))\n"
+        "if os.fork() == 0: time.sleep(12); os._exit(0)  # a data worker, which keeps the pipe to wandb open\n"
+        "time.sleep(0.3); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path), str(REPOSITORY)], check=False).returncode == -9
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        folders = list((tmp_path / "demo" / "wandb").glob("offline-run-*"))
+        if folders and list(folders[0].glob("*.wandb")) and _exit_codes(folders[0]):
+            break
+        time.sleep(0.2)
+    assert _exit_codes(folders[0]) == [1]
+    assert [int(row["step"]) for row in _rows(folders[0]) if "train/loss" in row] == [1, 2, 3]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: there is nothing to bind")
+def test_the_worker_may_use_the_cores_that_training_does_not(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from pathlib import Path; from config.machine.binding import Binding, bind\n"
+        "from tracking.run_dir import RunDir; from tracking.wandb.sink import WandbSink\n"
+        "allowed = os.sched_getaffinity(0)\n"
+        "assert bind(Binding(1, frozenset([min(allowed)]), 'the first', True)) == 'cores: bound to the first'\n"
+        "run_dir = RunDir.create(Path(sys.argv[1]), 'demo', fresh=False)\n"
+        "sink = WandbSink(run_dir, {}, mode='offline', project='p', name='n', notes='', log_every_steps=1)\n"
+        "assert os.sched_getaffinity(0) == {min(allowed)} != allowed\n"
+        "assert os.sched_getaffinity(sink._process.pid) == allowed\n"
+        "sink._process.kill()"
+    )
+    arguments = [str(tmp_path), str(REPOSITORY)]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True)
+
+
+def test_a_wandb_that_cannot_be_started_costs_one_line(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir.path / "wandb.log").mkdir()
+    _session(run_dir, _sink(run_dir), 1, 2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "could not be started" in lines[0]
+
+
+def test_an_unreachable_server_costs_one_line(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    begin = time.monotonic()
+    sink = _sink(run_dir, mode="online", init_timeout_s=3.0, finish_timeout_s=8.0)
+    _session(run_dir, sink, 1, 2)
+    assert time.monotonic() - begin < 20.0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "offline" in lines[0]
+    assert len(list(run_dir.wandb.glob("offline-run-*"))) == 1
+
+
+def test_a_worker_that_dies_costs_one_line_and_the_sink(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here wandb cannot even be imported: a folder named wandb that holds something else comes first."""
+    broken = run_dir.path / "path" / "wandb"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('broken\\ninstallation')")
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(broken.parent)
+    try:
+        sink = _sink(run_dir)
+    finally:
+        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+    assert sink._process is not None
+    sink._process.wait(20)
+    _session(run_dir, sink, 1, 2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "broken installation" in lines[0] and "training goes on" in lines[0]
+    assert '"note"' in run_dir.events.read_text() and "Traceback" in (run_dir.path / "wandb.log").read_text()
+
+
+def test_what_a_dead_wandb_missed_comes_with_the_next_session(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = _sink(run_dir, log_every_steps=1)
+    assert sink._process is not None
+    sink._process.kill()
+    sink._process.wait()
+    _session(run_dir, sink, 1, 4)
+    assert "wandb_deliver" in capsys.readouterr().err
+    _session(run_dir, _sink(run_dir, log_every_steps=1), 5, 6)
+    rows = [row for folder in sorted(run_dir.wandb.glob("offline-run-*")) for row in _rows(folder)]
+    assert [int(row["step"]) for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("full", "words"), [("before", "no space left"), ("meanwhile", "disk")])
+def test_a_full_disk_costs_one_line_and_no_event(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str], full: str, words: str
+) -> None:
+    """wandb's own folder is on a small disk of its own, which something else fills."""
+    run_dir.wandb.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(run_dir.wandb)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root can mount a small disk")
+    try:
+        if full == "before":
+            _fill(run_dir.wandb, leave=3 << 20)
+        record = Record([JsonlSink(run_dir.events), _sink(run_dir, log_every_steps=1)])
+        record.event("run_start", step=0, tokens=0, **start_fields())
+        if full == "meanwhile":
+            until((run_dir.path / "wandb_delivered").exists)
+            _fill(run_dir.wandb, leave=0)
+        for step in range(1, 301):
+            record.event("step", step=step, tokens=step, **step_fields(step))
+        record.event("run_end", step=300, tokens=300, status="done", exit_code=0)
+        record.close()
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and words in lines[0]
+        (run_dir.wandb / "taken").unlink()
+        _session(run_dir, _sink(run_dir, log_every_steps=1), 301, 301)
+        rows = [row for folder in sorted(run_dir.wandb.glob("offline-run-*")) for row in _rows(folder)]
+        assert [int(row["step"]) for row in rows if "train/loss" in row] == list(range(1, 302))
+    finally:
+        subprocess.run(["umount", "-l", str(run_dir.wandb)], check=False)
+
+
+def _fill(folder: Path, *, leave: int) -> None:
+    with (folder / "taken").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while shutil.disk_usage(folder).free > leave:
+            file.write(bytes(4096))
+
+
+def test_an_offline_file_that_is_cut_is_noticed_and_mended(run_dir: RunDir) -> None:
+    sink = _sink(run_dir, log_every_steps=1, notes="a record over several blocks " * 4000)
+    record = Record([JsonlSink(run_dir.events), sink])
+    for step in range(1, 301):
+        record.event("step", step=step, tokens=step, **step_fields(step))
+    record.close()
+    path = next(next(run_dir.wandb.glob("offline-run-*")).glob("*.wandb"))
+    content = path.read_bytes()
+    assert len(content) > 5 * 32768
+    assert _has_end(path)
+    last = [row["_step"] for row in _rows(path.parent)]
+    for share in (0.3, 0.4, 0.7, 0.9, 0.99):
+        cut = int(share * len(content))
+        path.write_bytes(content[:cut])
+        assert not _has_end(path)
+        left = last_step(path)
+        path.write_bytes(content[:cut] + b"\xff" * 100)
+        assert mend(path) == left
+        assert content.startswith(path.read_bytes()) and cut - 32768 < path.stat().st_size <= cut
+        assert [row["_step"] for row in _rows(path.parent)] == last[: len(_rows(path.parent))]
+        assert left == (int(_rows(path.parent)[-1]["_step"]) if share > 0.7 else left)
+    path.write_bytes(content[:100])
+    mend_all(run_dir.wandb)
+    assert not path.exists(), "a file that tells of no run stops `wandb sync`"
+
+
+def test_two_processes_never_feed_one_run(run_dir: RunDir) -> None:
+    first = _sink(run_dir)
+    time.sleep(1.0)
+    second = _sink(run_dir, finish_timeout_s=0.5)
+    with pytest.raises(RuntimeError, match="already"):
+        second.close()
+    first.close()
+
+
+def test_a_stuck_worker_is_ended_in_time(run_dir: RunDir) -> None:
+    sink = _sink(run_dir, init_timeout_s=0.0, finish_timeout_s=0.0)
+    sink._limit = 0.2  # stands for the seconds that the time limits add up to
+    with pytest.raises(RuntimeError, match="did not finish"):
+        sink.close()
+    sink.close()
+
+
+def test_disabled_starts_nothing(run_dir: RunDir) -> None:
+    _session(run_dir, _sink(run_dir, mode="disabled"), 1, 2)
+    assert not run_dir.wandb.exists() and not (run_dir.path / "wandb_run_id").exists()
+
+
+def test_training_never_imports_wandb() -> None:
+    code = (
+        "import sys, tracking.wandb.sink, tracking.report, tracking.console\n"
+        "print([name for name in ('wandb', 'torch', 'deepspeed', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("variables", "taken"), [({"WANDB_SWEEP_ID": "s1"}, True), ({}, False)])
+def test_a_run_of_a_wandb_sweep_has_the_id_of_its_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], taken: bool
+) -> None:
+    monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
+    for name, value in {"WANDB_RUN_ID": "ab12cd34", **variables}.items():
+        monkeypatch.setenv(name, value)
+    run_dir = RunDir.create(tmp_path, "run", fresh=False)
+    chosen = run_id(run_dir)
+    assert (chosen == "ab12cd34") == taken
+    monkeypatch.delenv("WANDB_RUN_ID")
+    assert run_id(run_dir) == chosen

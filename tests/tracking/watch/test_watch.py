@@ -1,0 +1,375 @@
+"""The dashboard tells what the events say, in any terminal, of runs of any length that are over, going on or broken."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pty
+import random
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fcntl import ioctl
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from config.cli import REPOSITORY
+from config.errors import UserError
+from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
+from tracking.events import Event
+from tracking.jsonl import JsonlSink, encode, history, read_events
+from tracking.ranks import spread
+from tracking.record import Record
+from tracking.run_dir import RunDir
+from tracking.summary import summarise
+from tracking.watch.command import Watch, main
+from tracking.watch.curves import Axes, Line, draw
+from tracking.watch.screen import View, frame
+from tracking.watch.series import MOST_BUCKETS, Series
+from tracking.watch.state import WatchState
+from tracking.watch.tail import EventTail
+
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def state_of(events: Any) -> WatchState:
+    """Folded from events."""
+    state = WatchState()
+    for event in events:
+        state.add(event)
+    return state
+
+
+def step_event(step: int, **changes: Any) -> Event:
+    """One step, half a second after the one before."""
+    where = {"event": "step", "step": step, "time": 1.7e9 + step / 2, "tokens": step * TOKENS_PER_STEP}
+    return where | step_fields(step) | changes
+
+
+def shown(state: WatchState, *, width: int = 130, height: int = 36, **changes: Any) -> str:
+    """A frame as text."""
+    view = View(**({"name": "demo", "planned_steps": 100, "width": width, "height": height, "now": 1.7e9} | changes))
+    console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    console.print(frame(state, view))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_long_series_keeps_every_extreme_and_every_sum_in_bounded_memory() -> None:
+    noise, series, values = random.Random(1), Series(), {}
+    step = 0
+    for _ in range(30_000):
+        step += noise.choice([1, 1, 1, 2, 50])
+        values[step] = noise.gauss(0, 1) if noise.random() > 0.001 else noise.choice([90.0, math.nan, math.inf])
+        series.add(step, values[step])
+        assert len(series.buckets) <= MOST_BUCKETS
+    finite = {step: value for step, value in values.items() if math.isfinite(value)}
+    assert sum(bucket.count for bucket in series.buckets) == len(finite)
+    for bucket in series.buckets:
+        mine = [value for step, value in finite.items() if bucket.first <= step <= bucket.last]
+        assert (min(mine), max(mine), len(mine)) == (bucket.low, bucket.high, bucket.count)
+        assert bucket.total == pytest.approx(sum(mine))
+        assert bucket.first // series.width == bucket.last // series.width
+    assert len(series.buckets) > MOST_BUCKETS // 4, "thinned out, but no more than needed"
+
+
+def test_a_cut_series_forgets_what_came_after() -> None:
+    series = Series()
+    for step in range(1, 50):
+        series.add(step, float(step))
+    series.cut(20)
+    assert [bucket.low for bucket in series.buckets] == [float(step) for step in range(1, 21)]
+
+
+def test_the_curves_are_the_surviving_history(run_dir: RunDir) -> None:
+    """A crash with repeated steps, a roll-back and a resumed run, as `history` tells them."""
+    record, noise = Record([JsonlSink(run_dir.events)], clock=ticking_clock()), random.Random(3)
+    for first, last in ((0, 30), (20, 45), (40, 41), (41, 60), (10, 70)):
+        record.event("run_start", step=first, tokens=0, **start_fields())
+        for step in range(first + 1, last + 1):
+            loss = noise.gauss(3, 1) if noise.random() > 0.1 else math.nan
+            record.event("step", step=step, tokens=step, **step_fields(step, loss=loss, applied=noise.random() > 0.2))
+    for step in range(65, 80):  # rolled back within a session
+        record.event("step", step=step, tokens=step, **step_fields(step, loss=noise.gauss(3, 1)))
+    record.close()
+    state, steps = state_of(read_events(run_dir.events)), history(run_dir.events)
+    curve = [(bucket.first, bucket.low) for bucket in state.curves["loss"].buckets]
+    assert curve == [(event["step"], event["loss"]) for event in steps if math.isfinite(event["loss"])]
+    assert [bucket.first for bucket in state.skips.buckets] == [e["step"] for e in steps if not e["applied"]]
+    assert (state.step, state.sessions) == (79, 5)
+
+
+def test_the_numbers_are_those_of_the_report(fp16_run: RunDir) -> None:
+    state, summary = state_of(read_events(fp16_run.events)), summarise(fp16_run)
+    assert state.newest is not None and state.validated is not None and state.checkpoint is not None
+    assert (state.step, state.tokens, state.newest["skipped_total"]) == (summary.steps, summary.tokens, summary.skipped)
+    assert state.validated["loss"] == summary.eval_loss and state.checkpoint["path"] == summary.checkpoint
+    assert {what: n for (kind, what), n in state.counts.items() if kind == "scale"} == summary.scale_reasons
+    assert state.memory_bytes == summary.memory_bytes
+    text = shown(state)
+    for words in ("done (exit 0)", "step 60 of 100", "2 (3.3%)", "2 down, 1 up", "32768 -> 65536 (growth)", "at 60"):
+        assert words in text, words
+
+
+def test_trouble_is_named() -> None:
+    where: dict[str, Any] = {"step": 7, "time": 1.7e9, "tokens": 7}
+    cause = {"rank": 3, "module": "model.layers.1", "tensor": "activation", "kind": "nan", "count": 12}
+    state = state_of(
+        [
+            {"event": "run_start", **where, **start_fields()},
+            step_event(8, loss=math.nan, applied=False, skipped_total=1),
+            {"event": "nonfinite", **where, **cause},
+            {"event": "incident", **where, "verdict": "ROLLBACK", "reason": "it broke", "rolled_back_to": "c/step-5"},
+            {"event": "note", **where, "text": "wandb is\nlost"},
+            {"event": "run_end", **where, "status": "aborted", "exit_code": 3, "reason": "nothing left"},
+        ]
+    )
+    text = shown(state)
+    for words in (
+        "aborted (exit 3)",
+        "12 nan in the activation of model.layers.1, rank 3",
+        "ROLLBACK: it broke",
+        "rolled back to step-5",
+        "wandb is lost",
+        "exit code 3: nothing left",
+        "1 ROLLBACK",
+        "loss, nats per token nan",
+    ):
+        assert words in text, words
+
+
+def test_the_eta_is_the_median_of_recent_steps_and_silence_is_told() -> None:
+    steps = [step_event(n, step_seconds=100.0 if n in (3, 60) else 2.0) for n in range(1, 61)]
+    state = state_of([{"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields()}, *steps])
+    assert state.eta_seconds(100) == 40 * 2.0
+    last = steps[-1]["time"]
+    assert state.silent_seconds(last + 59) is None, "a minute is nothing yet"
+    assert "running" in shown(state, now=last + 59) and "ETA 1m20s" in shown(state, now=last + 59)
+    assert "no event for 3m20s" in shown(state, now=last + 200) and "ETA" not in shown(state, now=last + 200)
+    slow = state_of([*steps, *(step_event(n, step_seconds=50.0) for n in range(61, 120))])
+    assert slow.silent_seconds(slow.time + 400) is None, "steps of 50 s may take 500 s"  # type: ignore[operator]
+    assert slow.silent_seconds(slow.time + 501) == 501  # type: ignore[operator]
+
+
+def test_ranks_are_shown_one_by_one_or_by_their_spread() -> None:
+    few = {"work_seconds": [0.5, 0.9, 0.5], "memory_bytes": [2**30, 2**31, 2**30]}
+    many = {name: {"least": 1, "median": 2**30, "most": 2**31, "rank": 700} for name in few}
+    start = {"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields()}
+    text = shown(state_of([start, step_event(1, by_rank=few)]), height=50)
+    assert "rank 1          2.00 GiB, 0.9 s" in text and re.search(r"slowest +rank 1", text)
+    text = shown(state_of([start, step_event(1, by_rank=many)]))
+    assert re.search(r"slowest +rank 700", text) and "0.00 / 1.00 / 2.00" in text
+    assert "slowest" not in shown(state_of([start, step_event(1)])), "not recorded, not shown"
+    assert spread({}, "work_seconds") is None
+
+
+@pytest.mark.parametrize("height", [20, 24, 36, 60])
+@pytest.mark.parametrize("width", [60, 80, 99, 100, 130, 250])
+def test_a_frame_fits_its_terminal(width: int, height: int, fp16_run: RunDir) -> None:
+    state = state_of(read_events(fp16_run.events))
+    state.newest = (state.newest or {}) | {"by_rank": {"work_seconds": [0.1] * 16, "memory_bytes": [1] * 16}}
+    for text in (shown(state, width=width, height=height), shown(WatchState(), width=width, height=height)):
+        lines = text.rstrip("\n").split("\n")
+        assert len(lines) <= height and max(len(line) for line in lines) <= width
+    assert "what happened" in shown(state, width=width, height=36)
+
+
+def test_ascii_is_ascii(fp16_run: RunDir) -> None:
+    text = shown(state_of(read_events(fp16_run.events)), ascii=True)
+    assert text.isascii() and "*" in text and "!" in text and "#" in text
+
+
+def test_a_curve_falls_where_its_values_fall_and_far_values_are_pointed_out() -> None:
+    series = Series()
+    for step in range(1, 1001):
+        series.add(step, 10.0 - step / 100 + (500.0 if step == 500 else 0.0))
+    axes = Axes(width=49, height=11, last_step=1000)
+    rows = [line[9:] for line in draw([Line(series, "")], Series(), axes, "{:.1f}".format).plain.split("\n")]
+    heights = [next(row for row in range(10) if rows[row][column].strip()) for column in range(40)]
+    spike = heights.index(0, 5)
+    assert rows[0][spike] == "▲" and abs(spike - 20) <= 1, "one step of a thousand, cut off and still seen"
+    others = heights[: spike - 1] + heights[spike + 2 :]  # the line of the means rises beside it
+    assert others == sorted(others) and (others[0], others[-1]) == (0, 9), "and the others are not flattened by it"
+
+
+def test_steps_on_a_logarithmic_axis_give_the_start_more_room() -> None:
+    series, marks = Series(), Series()
+    for step in range(1, 1001):
+        series.add(step, 1.0)
+    marks.add(32, 1.0)  # half-way to 1000 in powers
+    for log, place in ((False, 1), (True, 20)):
+        last = draw([Line(series, "")], marks, Axes(49, 5, 1000, log_steps=log), str).plain.split("\n")[-1]
+        assert abs(last[9:].index("▾") - place) <= 1
+
+
+def test_the_tail_gives_every_event_once_however_the_file_grows(tmp_path: Path) -> None:
+    path, noise = tmp_path / "events.jsonl", random.Random(9)
+    events = [step_event(n, loss=noise.choice([1.0, math.nan, -math.inf])) for n in range(1, 300)]
+    data = b"".join(encode(event) for event in events)
+    tail, found, written = EventTail(path), [], 0
+    assert list(tail.events(1.0)) == [] and tail.at_end
+    while written < len(data):
+        size = noise.randrange(1, 3000)
+        with path.open("ab") as file:
+            file.write(data[written : written + size])
+        written += size
+        found += list(tail.events(1.0))
+    assert repr(found) == repr(events), "numbers that are not finite are numbers again"
+    assert tail.damaged == 0 and not tail.replaced()
+
+
+def test_half_a_line_that_a_resumed_run_cuts_off_is_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(encode(step_event(1)) + b'{"event":"step","st')
+    tail = EventTail(path)
+    assert [event["step"] for event in tail.events(1.0)] == [1]
+    sink = JsonlSink(path)  # as a resumed run opens it
+    sink.write(step_event(2))
+    sink.close()
+    assert [event["step"] for event in tail.events(1.0)] == [2] and tail.damaged == 0
+
+
+def test_damaged_lines_and_long_telemetry_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    telemetry = encode({"event": "telemetry", "step": 1, "gradients": "x" * 3_000_000})
+    path.write_bytes(b"rubbish\n[1]\n" + telemetry + encode(step_event(1)))
+    tail = EventTail(path)
+    assert [event["event"] for event in tail.events(5.0)] == ["step"] and tail.damaged == 2
+
+
+def test_a_run_started_afresh_in_the_same_folder_is_shown_from_its_start(run_dir: RunDir) -> None:
+    watch = Watch(run_dir)
+    for name, last in (("first", 50), ("second", 3)):
+        run_dir.events.unlink(missing_ok=True)
+        start = {"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields(name=name)}
+        events = [start, *(step_event(n) for n in range(1, last + 1))]
+        (run_dir.path / "new").write_bytes(b"".join(encode(event) for event in events))
+        (run_dir.path / "new").rename(run_dir.events)
+        while watch.read(5.0):
+            pass
+        assert watch.state.step == last and watch.state.sessions == 1
+
+
+def test_one_frame_goes_through_a_pipe_and_torch_is_not_needed(fp16_run: RunDir) -> None:
+    fp16_run.config.write_text("run: {steps: 80}\n")
+    code = "import sys; from tracking.watch import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, str(fp16_run.path)]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "120"}
+    )
+    assert "step 60 of 80" in done.stdout and "\x1b" not in done.stdout and not done.stderr
+    plain = os.environ | {"COLUMNS": "120", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*command, "--once"], cwd=REPOSITORY, capture_output=True, text=True, check=True, env=plain)
+    assert done.stdout.isascii() and "step 60 of 80" in done.stdout
+
+
+def test_a_picture_can_be_had(fp16_run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(fp16_run.path), "--svg", str(tmp_path / "watch.svg")]) == 0
+    assert (tmp_path / "watch.svg").read_text().startswith("<svg")
+    assert "demo" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["/nowhere/run"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: /nowhere/run") and message.count("\n") == 1
+
+
+def test_events_that_may_not_be_read_are_the_users_to_mend(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").mkdir()
+    with pytest.raises(UserError, match="cannot read the events"):
+        list(EventTail(tmp_path / "events.jsonl").events(1.0))
+
+
+@contextmanager
+def watching(run: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The program on a real pseudo-terminal of 120 x 40."""
+    master, slave = pty.openpty()
+    ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"} | variables
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tracking.watch", str(run)],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        cwd=REPOSITORY,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
+    try:
+        yield child, master
+    finally:
+        child.kill()
+        child.wait()
+        os.close(slave)
+        os.close(master)
+
+
+def until(master: int, pattern: str, seconds: float = 30.0) -> str:
+    """What the terminal gets, without colours, until this is among it."""
+    text, deadline = "", time.monotonic() + seconds
+    while not re.search(pattern, text):
+        ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"{pattern!r} did not come: {text[-2000:]!r}"
+        text = _STYLE.sub("", text + os.read(master, 65536).decode(errors="replace"))
+    return text
+
+
+def test_a_live_run_is_followed_and_keys_work(run_dir: RunDir) -> None:
+    record = Record([JsonlSink(run_dir.events)])
+    record.event("run_start", step=0, tokens=0, **start_fields())
+    with watching(run_dir.path) as (child, master):
+        before = termios.tcgetattr(master)
+        until(master, "step 0")
+        record.event("step", step=1, tokens=1, **step_fields(1))
+        until(master, "running")
+        record.event("step", step=7, tokens=1, **step_fields(7))
+        until(master, "step 7")
+        ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 90, 0, 0))
+        child.send_signal(signal.SIGWINCH)
+        until(master, "╭─ loss[^╮\r\n]{82}╮")  # as wide as the window is now
+        os.write(master, b"x")
+        os.write(master, b"q")
+        assert child.wait(20) == 0
+        rest = until(master, "\x1b\\[[?]25h")
+        assert "\x1b[?1049l" in rest, "the screen that was there before is back, with its cursor"
+        assert termios.tcgetattr(master)[3] == before[3], "and the terminal echoes again"
+
+
+def test_ctrl_c_leaves(fp16_run: RunDir) -> None:
+    with watching(fp16_run.path) as (child, master):
+        until(master, "done .exit 0")
+        child.send_signal(signal.SIGINT)
+        until(master, "\x1b\\[[?]25h")  # a terminal goes on taking what is written to it
+        assert child.wait(20) == 0
+
+
+def test_a_dumb_terminal_gets_plain_frames(fp16_run: RunDir) -> None:
+    with watching(fp16_run.path, TERM="dumb") as (child, master):
+        text = until(master, "exit code 0")
+        assert child.wait(20) == 0 and "\x1b" not in text and text.isascii() and "step 60" in text
+
+
+def test_a_config_that_cannot_be_read_costs_only_the_eta(fp16_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    fp16_run.config.write_text("run: [\n")
+    assert main([str(fp16_run.path), "--once"]) == 0
+    assert "step 60 " in capsys.readouterr().out
+
+
+def test_an_event_without_its_fields_is_left_out() -> None:
+    state = state_of(
+        [step_event(1), {"event": "step", "step": 2, "time": 1.0, "tokens": 1}, json.loads('{"event":"x"}')]
+    )
+    assert state.step == 1 and state.counts["damaged", "step"] == 1

@@ -1,0 +1,156 @@
+"""What runs inside the processes of test_analyze.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.loader import Batch
+from modeling.linear_cross_entropy import label_loss_sum
+from precision.manifest import load_manifest
+from precision.observe import Observation, verify
+from precision.proposal import Limits
+from precision.regions import Regions
+from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
+from training.analyze.gradients import Fp32Gradients, computing
+from training.analyze.survey import Plan, survey
+from training.distributed import Place
+from training.engine.rng import generators
+
+MICRO = 2
+FP32 = {"default": "fp32", "rules": []}
+
+
+class Stream:
+    """Random batches in place of the data loader's."""
+
+    def __init__(self, place: Place) -> None:
+        self._place, self.position = place, 0
+
+    def next_step(self) -> Batch:
+        """The next batch of this rank."""
+        self.position += 1
+        return batch_of(self._place, MICRO, seed=self.position)
+
+
+def resolve_manifest(place: Place, *, stage: int, folder: str, tree: dict[str, Any], overrides: tuple[str, ...] = ()):
+    """The small run on the manifest path."""
+    path = Path(folder) / f"manifest-{place.rank}.json"
+    path.write_text(json.dumps(tree))
+    manifest = ["precision.path=manifest", f"precision.manifest={path}", *overrides]
+    return resolve(place, stage=stage, compute="fp32", micro=MICRO, overrides=manifest)
+
+
+def plan(**changes: Any) -> Plan:
+    """A plan of few steps."""
+    given = {"steps": 2, "sequences": 2, "most_regions": 64, "held_out": 1, "limits": Limits()}
+    return Plan(**given | changes)
+
+
+def errors(place: Place, *, stage: int, folder: str, trees: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Gradient errors of manifests as the engine has them and as plain torch has them, and traces left."""
+    resolved = resolve_manifest(place, stage=stage, folder=folder, tree=FP32)
+    with engine_of(place, resolved) as engine:
+        batch, weights = batch_of(place, MICRO, seed=3), masters_of(engine)
+        reference = Fp32Gradients(engine, batch)
+        found = {"fp32": (reference.error().error, reference.error().whole)}
+        for name, tree in trees.items():
+            for scale in (1.0, 2.0**12):
+                with computing(engine, tree):
+                    error = reference.error(scale=scale)
+                    found[f"{name} {scale:g}"] = (error.error, error.whole)
+        again = reference.error().error
+        engine.regions.set("model.layers.1.self_attn.v_proj", "bf16", "a test")
+        found["set by hand"] = (reference.error().error, reference.error().whole)
+        after = masters_of(engine)
+    plain = {name: _plain_gradients(resolved, weights, place, Path(folder), tree) for name, tree in trees.items()}
+    exact = _plain_gradients(resolved, weights, place, Path(folder), FP32)
+    return {
+        "found": found,
+        "expected": {name: _errors(gradients, exact) for name, gradients in plain.items()},
+        "reference": _errors(reference._gradients, exact)[0] if place.is_main else 0.0,
+        "again": again,
+        "unchanged": all(torch.equal(weights[name], after[name]) for name in weights),
+    }
+
+
+def repeated_with_dropout(place: Place, *, folder: str) -> dict[str, float]:
+    """Error of FP32 against itself with dropout, and between two passes that drop different values."""
+    dropout = ("model.config.attention_dropout=0.3",)
+    resolved = resolve_manifest(place, stage=1, folder=folder, tree=FP32, overrides=dropout)
+    with engine_of(place, resolved) as engine:
+        reference = Fp32Gradients(engine, batch_of(place, MICRO, seed=3))
+        repeated = reference.error().error
+        reference._generators = generators(place.device)
+        return {"repeated": repeated, "without the random numbers": reference.error().error}
+
+
+def surveyed(
+    place: Place, *, stage: int, folder: str, swell: float = 1.0, changes: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A survey of the small model, and the losses of the same training without one.
+
+    swell: factor on the weights of the last block's gate and up projections, so that their product grows by its square.
+    """
+    resolved = resolve_manifest(place, stage=stage, folder=folder, tree=FP32)
+    plain = []
+    with engine_of(place, resolved) as engine:
+        _swell(engine.model, swell)
+        stream = Stream(place)
+        for step in range(2):
+            health = engine.health(engine.forward_backward(stream.next_step(), step=step + 1))
+            engine.step(health, 0.01 * (step + 1) / 40)
+            plain.append(health.loss)
+    with engine_of(place, resolved) as engine:
+        _swell(engine.model, swell)
+        result = survey(engine, Stream(place), resolved, plan(**(changes or {})))
+    return {"result": result, "plain": plain}
+
+
+def computes_as_promised(place: Place, *, folder: str, tree: dict[str, Any]) -> dict[str, float]:
+    """FLOP shares of a pass of the small model under a manifest that was verified."""
+    resolved = resolve_manifest(place, stage=2, folder=folder, tree=tree)
+    with engine_of(place, resolved) as engine:
+        with Observation(engine.model) as seen:
+            outcome = engine.forward_backward(batch_of(place, MICRO, seed=1), step=1)
+        assert engine.health(outcome).finite
+        engine.discard_quietly()
+        verify(seen, engine.regions.dtypes, may_idle=engine.regions.may_idle)
+        return seen.flop_share()
+
+
+def _swell(model: torch.nn.Module, factor: float) -> None:
+    for name, parameter in model.named_parameters():
+        if "layers.1.mlp.gate_proj" in name or "layers.1.mlp.up_proj" in name:
+            parameter.data.mul_(factor)
+
+
+def _plain_gradients(resolved: Any, weights: dict, place: Place, folder: Path, tree: dict) -> dict[str, torch.Tensor]:
+    """Gradients under a manifest in plain torch: every rank's micro-batches one after another, summed in FP64."""
+    model = plain_model(resolved, weights)
+    path = folder / f"plain-{place.rank}.json"
+    path.write_text(json.dumps(tree))
+    Regions(model, load_manifest(path))
+    places = [Place(rank, place.world_size, rank, place.device) for rank in range(place.world_size)]
+    batches = [batch_of(other, MICRO, seed=3) for other in places]
+    tokens = sum(batch.label_tokens for batch in batches)
+    named = dict(model.named_parameters())
+    total = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in named.items()}
+    for batch in batches:
+        for ids, labels in zip(batch.input_ids, batch.labels, strict=True):
+            loss = label_loss_sum(model(input_ids=ids, use_cache=False).logits, labels) / tokens
+            gradients = torch.autograd.grad(loss * 2.0**12, list(named.values()))
+            for name, gradient in zip(named, gradients, strict=True):
+                total[name] += gradient.double() / 2.0**12
+    return total
+
+
+def _errors(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Root mean square over values of the parameters' relative errors, and the relative error of all together."""
+    off = torch.stack([(gradients[name] - true).double().square().sum() for name, true in exact.items()])
+    size = torch.stack([true.square().sum() for true in exact.values()])
+    counts = torch.tensor([true.numel() for true in exact.values()])
+    return float((off / size * counts).sum() / counts.sum()) ** 0.5, float(off.sum() / size.sum()) ** 0.5

@@ -1,0 +1,110 @@
+"""The manifest analysis: errors against plain torch at every ZeRO stage, no trace in the training, and the command."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.training.analyze import analyze_cases
+from training.analyze import command as analyze
+from training.analyze.plot import extent
+
+TREES = {
+    "bf16": {"default": "bf16", "rules": []},
+    "fp16": {"default": "fp16", "rules": []},
+    "one": {"default": "fp32", "rules": [{"match": "*.layers.1.*.v_proj", "compute": "bf16", "reason": "a test"}]},
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradient_errors_are_those_of_plain_torch(pair, tmp_path, stage):
+    for result in pair.run(analyze_cases.errors, stage=stage, folder=str(tmp_path), trees=TREES):
+        found = result["found"]
+        assert found["fp32"] == (0.0, 0.0) and result["again"] == 0.0 and result["unchanged"]
+        assert result["reference"] < 1e-5
+        assert found["set by hand"] == pytest.approx(found["one 1"], rel=1e-6)  # the FP32 regions are back and work
+        for name, expected in result["expected"].items():
+            assert expected[0] > 1e-4 and expected[1] > 1e-4 and expected[0] != expected[1]
+            assert found[f"{name} 4096"] == pytest.approx(expected, rel=0.02), name
+        assert found["bf16 1"] == pytest.approx(found["bf16 4096"], rel=1e-6)  # a scale is nothing to BF16
+        assert found["fp16 1"][0] > 1.2 * found["fp16 4096"][0]  # and saves small gradients in FP16
+
+
+def test_dropout_is_the_same_in_every_pass(pair, tmp_path):
+    for result in pair.run(analyze_cases.repeated_with_dropout, folder=str(tmp_path)):
+        assert result["without the random numbers"] > 0.01 and result["repeated"] == 0.0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_survey_measures_every_region_and_leaves_no_trace(pair, tmp_path, stage):
+    results = pair.run(analyze_cases.surveyed, stage=stage, folder=str(tmp_path))
+    for answer in results:
+        result = answer["result"]
+        assert result["losses"] == answer["plain"]
+        assert result == results[0]["result"]
+        names = {name for name, kind in result["kinds"].items() if kind != "norm"}
+        assert set(result["proposal"]["choices"]) == names and len(names) == 2 * 8 + 1
+        for unit in result["units"]:
+            assert 0 < unit["errors"]["fp16"] < unit["errors"]["bf16"] < 0.1, unit
+        for name, kinds in result["spreads"].items():
+            assert {"activations", "gradients"} <= set(kinds), name
+        checked = result["validation"]
+        assert 0 < checked["proposal"]["error"] < checked["uniform bf16"]["error"] / 3
+        assert analyze.objection(result) is None
+        # Both ranks' values, three stops, each counted once: the weight is seen whole at each.
+        weight = result["spreads"]["lm_head"]["weights"]
+        assert sum(weight["counts"]) + weight["zeros"] == 2 * 3 * 64 * 32
+        # Independent roundings: the squares of the parts add up to that of all regions; the ambient dtype adds its own.
+        for dtype, predicted in result["regions_alone"].items():
+            measured = result["tried"][f"uniform {dtype}, FP32 ambient"]
+            assert predicted == pytest.approx(measured, rel=0.35), dtype
+            assert result["tried"][f"uniform {dtype}"] > measured
+
+
+def test_patterns_stand_for_their_layers_when_there_are_too_many_regions(pair, tmp_path):
+    changes = {"most_regions": 10, "steps": 1}
+    result = pair.run(analyze_cases.surveyed, stage=1, folder=str(tmp_path), changes=changes)[0]["result"]
+    assert len(result["units"]) == 8 + 1
+    together = next(unit for unit in result["units"] if unit["names"][0].endswith("v_proj"))
+    assert together["names"] == ("model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.v_proj")
+    assert len(result["proposal"]["choices"]) == 2 * 8 + 1
+
+
+def test_a_module_that_leaves_fp16s_range_gets_bf16(pair, tmp_path):
+    result = pair.run(analyze_cases.surveyed, stage=0, folder=str(tmp_path), swell=3000.0)[0]["result"]
+    choices = result["proposal"]["choices"]
+    assert result["spreads"]["model.layers.1.mlp.down_proj"]["activations"]["maximum"] > 65504 / 16
+    assert choices["model.layers.1.mlp.down_proj"]["compute"] == "bf16"
+    assert "headroom in FP16" in choices["model.layers.1.mlp.down_proj"]["reason"]
+    assert choices["model.layers.0.mlp.down_proj"]["compute"] != "bf16"
+    assert result["proposal"]["manifest"]["default"] in ("bf16", "fp32")
+    assert math.isfinite(result["validation"]["proposal"]["error"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config", "config/recipes/demo.yaml"], "--out"),
+        (["--config", "config/recipes/demo.yaml", "--out", "{folder}/none/m.json"], "no folder"),
+        (["--config", "config/recipes/none.yaml", "--out", "{folder}/m.json"], "none.yaml"),
+        (["--config", "config/recipes/demo.yaml", "--out", "{folder}/m.json", "batch.sise=3"], "batch.sise: no such"),
+        (["--config", "config/recipes/demo.yaml", "--out", "{folder}/m.json", "--floor", "2"], "between 0 and 1"),
+        (["--config", "config/recipes/demo.yaml", "--out", "{folder}/m.json", "--processes", "3"], "batch.global_size"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, words):
+    try:
+        code = analyze.main([part.format(folder=tmp_path) for part in arguments])
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    assert code == 2 and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert words in captured.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_extents_hold_all_but_the_tails():
+    assert extent(-5, [1, 2000, 3000, 1]) == (-5, -4, -3, -2)
+    assert extent(7, [4]) == (7, 7, 7, 7)
+    assert extent(0, [500, 0, 500]) == (0, 0, 2, 2)

@@ -1,0 +1,59 @@
+"""What runs inside the processes of test_benchmark.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from tests.support.small_run import batch_of, engine_of, resolve
+from training.benchmark.split import COLLECTIVES, Stages, watch_deepspeed
+from training.distributed import Place
+
+
+@contextmanager
+def watched(stages: Stages) -> Iterator[None]:
+    """The collectives and DeepSpeed's engines of this process, watched inside and as before outside."""
+    owners = [(dist, name) for name in COLLECTIVES]
+    owners += [(deepspeed.DeepSpeedEngine, name) for name in ("forward", "backward", "step")]
+    before = [(owner, name, getattr(owner, name)) for owner, name in owners]
+    before.append((deepspeed.comm.comm.cdb, "all_gather_function", dist.all_gather_into_tensor))
+    watch_deepspeed(stages)
+    # a process group that is joined later, as in a job, finds this by itself
+    deepspeed.comm.comm.cdb.all_gather_function = dist.all_gather_into_tensor
+    try:
+        yield
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
+
+
+def known_collectives(place: Place) -> dict[str, Any]:
+    """Of one call each, of known sizes."""
+    stages = Stages(place.device, warm_up=0, steps=1)
+    with watched(stages):
+        dist.all_reduce(torch.ones(100))
+        dist.broadcast(torch.ones(10, dtype=torch.float64), src=0)
+        dist.all_gather_into_tensor(torch.empty(40), torch.ones(20))
+        dist.all_gather([torch.empty(5), torch.empty(5)], tensor=torch.ones(5))
+        stages.step_done()
+        dist.all_reduce(torch.ones(1000))
+    return stages.result()
+
+
+def steps_of_an_engine(place: Place, *, warm_up: int, steps: int) -> tuple[dict[str, Any], int]:
+    """Of Mantissa's engine at ZeRO-2 in FP32, and how many parameters it has."""
+    resolved = resolve(place, stage=2, compute="fp32", micro=2)
+    with engine_of(place, resolved) as engine:
+        parameters = sum(parameter.numel() for parameter in engine.model.parameters())
+        stages = Stages(place.device, warm_up=warm_up, steps=steps)
+        with watched(stages):
+            for step in range(1, steps + 1):
+                outcome = engine.forward_backward(batch_of(place, 2, seed=step), step=step)
+                engine.step(engine.health(outcome), 0.01)
+                stages.step_done()
+    return stages.result(), parameters

@@ -1,0 +1,170 @@
+"""Mantissa side by side with other loops: what is measured, what is compared, and real jobs of two contestants."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from config.cli import REPOSITORY
+from tests.training.benchmark import benchmark_cases as cases
+from training.benchmark import command as benchmark
+from training.benchmark.contestants import Run
+from training.benchmark.peak import matmul_rate
+from training.benchmark.report import bound, compare, loss_difference, page
+from training.benchmark.spec import Result, flops_per_token
+from training.benchmark.split import Stages
+
+RECIPE = str(REPOSITORY / "config/recipes/benchmark.yaml")
+
+
+def run_of(name: str, seconds: list[float], *, losses: list[float] | None = None, first: float = 10.0) -> Run:
+    """A run with one untimed step, launched at 0, whose timed steps took so long."""
+    stamps = [first]
+    for each in seconds:
+        stamps.append(stamps[-1] + each)
+    result = Result(losses or [2.0 - step / 10 for step in range(len(stamps))], stamps, 1000, "an engine")
+    return Run(name, 0.0, stamps[-1] + 1.0, 1, result)
+
+
+def compared(runs: dict[str, list[Run]], **options):
+    return compare(runs, **{"tokens": 100, "flops_per_token": 50.0, "peak": 1e5, "tolerance": 1e-3, **options})
+
+
+def test_ratios_are_taken_round_by_round_so_that_a_drifting_machine_disturbs_all_alike() -> None:
+    runs = {
+        "mantissa": [run_of("mantissa", [speed, speed]) for speed in (1.0, 2.0, 40.0)],
+        "bare": [run_of("bare", [speed * 1.1, speed * 1.1]) for speed in (1.0, 2.0, 40.0)],
+    }
+    found = compared(runs)
+    mine = found["contestants"]["mantissa"]
+    assert found["baseline"] == "bare" and found["loss_reference"] == "mantissa"
+    assert mine["ratio"]["tokens_per_second"]["rounds"] == pytest.approx([1.1] * 3)
+    assert mine["ratio"]["median_step_seconds"]["median"] == pytest.approx(1 / 1.1)
+    assert mine["tokens_per_second"]["rounds"] == pytest.approx([100, 50, 2.5])
+    assert [mine["tokens_per_second"][key] for key in ("median", "least", "most")] == pytest.approx([50, 2.5, 100])
+    assert mine["mfu"] == pytest.approx(50 * 50 / 1e5)
+    assert mine["first_step_seconds"]["median"] == 10.0
+
+
+def test_a_step_that_is_rarely_slow_counts_in_the_rate_and_not_in_the_median_step() -> None:
+    found = compared({"bare": [run_of("bare", [1.0] * 9 + [11.0])]})["contestants"]["bare"]
+    assert found["tokens_per_second"]["median"] == pytest.approx(50)
+    assert found["median_step_seconds"]["median"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("losses", [[2.0, 1.9, 1.9], [2.0, 1.9, math.nan], [2.0, 1.9]])
+def test_who_trains_something_else_gets_no_ratio_and_fails_every_bound(losses) -> None:
+    runs = {"mantissa": [run_of("mantissa", [1.0, 1.0])], "bare": [run_of("bare", [9.0, 9.0], losses=losses)]}
+    found = compared(runs)
+    assert not found["contestants"]["bare"]["trains_the_same"]
+    assert found["contestants"]["mantissa"]["ratio"] is None  # there is nobody to compare with
+    assert not bound(found, "mantissa", "bare", 0.5)["holds"]
+    written = {"passed_over": {"torchtitan": "why"}, "bounds": [bound(found, "mantissa", "bare", 0.5)]}
+    conditions = {"model": "m", "parameters": 1, "zero_stage": 2, "compute": "fp32", "processes": 2, "tokens": 100}
+    conditions |= {"rounds": 1, "timed_steps": 2, "warm_up": 1}
+    text = page(found | written | {"conditions": conditions, "peak": {"flops": 1e5, "how": ""}, "flops_per_token": 50})
+    assert "| bare | 11 | trains something else |" in text
+    assert "torchtitan: not measured, why." in text and "they do not train the same" in text
+
+
+def test_the_largest_difference_of_any_step_counts() -> None:
+    assert loss_difference([2.0, 1.1, 1.0], [2.0, 1.0, 1.0]) == pytest.approx(0.1)
+    assert loss_difference([2.0], [2.0, 1.0]) == math.inf
+
+
+@pytest.mark.parametrize(("value", "holds"), [(0.99, True), (1.01, False)])
+def test_a_bound_is_held_against_the_median_of_the_rounds(value, holds) -> None:
+    speeds = (1.0, 1.0, 9.0)
+    runs = {
+        "mantissa": [run_of("mantissa", [speed]) for speed in speeds],
+        "trainer": [run_of("trainer", [1.0]) for _ in speeds],
+    }
+    check = bound(compared(runs), "mantissa", "trainer", value)
+    assert check == {"of": "mantissa/trainer", "least": value, "value": pytest.approx(1.0), "holds": holds}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("key_value_heads", [2, 4])
+def test_flops_per_token_are_those_that_torch_counts(tied, key_value_heads) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 50}
+    shape = AutoConfig.for_model("llama", **sizes, num_key_value_heads=key_value_heads, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(shape, attn_implementation="eager")
+    tokens = torch.randint(50, (2, 24))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    # rotary embeddings multiply their frequencies by positions in a matmul of their own, forward only
+    rotary = 2 * 2 * 24 * (64 // 4) / 2
+    assert counter.get_total_flops() == pytest.approx(flops_per_token(model, 24) * tokens.numel(), abs=2 * rotary)
+
+
+def test_time_inside_a_stage_counts_for_the_inner_one_and_all_of_it_adds_up(monkeypatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    stages = Stages(torch.device("cpu"), warm_up=1, steps=3)
+    for length in (100.0, 1.0, 3.0, 100.0):  # the first is warm-up, and nobody asked for the last
+        with stages.of("backward"):
+            now += 2 * length
+            with stages.of("collectives"):
+                now += 4 * length
+            now += length
+        now += length
+        stages.step_done()
+    assert stages.result()["seconds"] == {"backward": 6.0, "collectives": 8.0, "other": 2.0}
+
+
+def test_bytes_of_collectives_are_those_of_rings(pair) -> None:
+    for found in pair.run(cases.known_collectives):
+        # two ranks: each sends (n - 1) / n of the result, twice in an all-reduce
+        assert found["bytes_sent"] == {
+            "all_reduce": 100 * 4 * 2 / 2,
+            "broadcast": 10 * 8 / 2,
+            "all_gather_into_tensor": 40 * 4 / 2,
+            "all_gather": 10 * 4 / 2,
+        }
+        assert set(found["calls"].values()) == {1}
+        assert set(found["seconds"]) == {"collectives", "other"}
+
+
+def test_a_step_at_zero_2_reduces_the_gradients_of_every_micro_batch_and_gathers_every_parameter_once(pair) -> None:
+    for found, parameters in pair.run(cases.steps_of_an_engine, warm_up=2, steps=5):
+        sent = found["bytes_sent"]
+        assert sent["all_gather_into_tensor"] == pytest.approx(parameters * 4 / 2, rel=0.01)
+        assert sent["all_reduce"] == pytest.approx(2 * parameters * 4 * 2 / 2, rel=0.01)  # two micro-batches
+        assert set(found["seconds"]) == {"forward", "backward", "step", "collectives", "other"}
+
+
+def test_a_matmul_rate_is_a_rate() -> None:
+    rate = matmul_rate(torch.float32, torch.device("cpu"), 256)
+    assert 1e8 < rate < 1e14
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--contestants", "mantissa,bear"], "there is no bear"),
+        (["--contestants", "bare,bare"], "bare is there twice"),
+        (["--contestants", "torchtitan"], "leaves nobody"),
+        (["--at-least", "mantissa=1"], "takes no part"),
+        (["--at-least", "mantissa/bare"], "is not of the form"),
+        (["--contestants", "mantissa", "--at-least", "mantissa/bare=1"], "bare takes no part"),
+        (["--rounds", "0"], "--rounds = 0"),
+        (["--peak-tflops", "-1"], "--peak-tflops"),
+        (["--rounds", "many"], "invalid int value"),
+        (["precision.path=manifest", "precision.manifest=config/manifests/bf16.json"], "manifest"),
+        (["model.activation_checkpointing=selective"], "none and full"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, said, tmp_path, capsys) -> None:
+    try:
+        code = benchmark.main(["--config", RECIPE, "--out", str(tmp_path), *arguments])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1 and said in line

@@ -1,0 +1,118 @@
+"""What runs inside the processes of test_background.py."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from pathlib import Path
+from typing import Any
+
+from tests.support.small_run import batch_of, engine_of, masters_of, resolve, restored, state_of
+from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.manifest import read_state
+from training.checkpoint.outcome import Saved
+from training.checkpoint.retention import Retention
+from training.distributed import Place
+from training.engine import Engine
+from training.progress import Progress
+
+
+class Held(Checkpoints):
+    """Writes nothing before it is let go."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.go = threading.Event()
+
+    def reached(self, phase: str) -> None:
+        if phase == "write":
+            assert self.go.wait(60)
+
+
+def step(place: Place, engine: Engine, progress: Progress, *, save_ended: bool = False) -> tuple[Progress, bool]:
+    """One step on the batch of that number; also whether all ranks say that a save has ended."""
+    outcome = engine.forward_backward(batch_of(place, 4, seed=progress.step), step=progress.step + 1)
+    health = engine.health(outcome, save_ended_here=save_ended)
+    return progress.after(tokens=128, applied=engine.step(health, 0.01).applied), health.save_ended
+
+
+def train_while_it_is_written(
+    place: Place, *, folder: str, stage: int, compute: str, variant: str, overrides: list[str]
+) -> dict[str, Any]:
+    """Save after step 2, make steps 3 and 4 before a byte is written, then go back to what was saved, and forth."""
+    resolved = resolve(place, stage=stage, compute=compute, variant=variant, overrides=overrides)
+    with engine_of(place, resolved) as engine:
+        checkpoints = Held(Path(folder), keep=Retention(2), identity={}, place=place)
+        progress = Progress()
+        for _ in range(2):
+            progress, _ = step(place, engine, progress)
+        then = masters_of(engine), engine.momentum_norm()
+        checkpoints.start_save(engine, state_of(engine, progress, guard=1))
+        for _ in range(2):
+            progress, ended = step(place, engine, progress, save_ended=checkpoints.save_ended)
+            assert not ended
+        later = masters_of(engine), engine.momentum_norm()
+        published = (Path(folder) / "step-2").exists()
+        checkpoints.go.set()
+        saved = checkpoints.outcomes()
+        path = checkpoints.find("auto")
+        progress = restored(checkpoints, path, engine)
+        back = masters_of(engine), engine.momentum_norm()
+        for _ in range(2):
+            progress, _ = step(place, engine, progress)
+        forth = masters_of(engine), engine.momentum_norm()
+        return {
+            "published before a byte was written": published,
+            "steps": [outcome.step for outcome in saved if isinstance(outcome, Saved)],
+            "state": read_state(path)["reactions"],
+            "then": _digest(*then),
+            "back": _digest(*back),
+            "later": _digest(*later),
+            "forth": _digest(*forth),
+        }
+
+
+def save_into_a_save(place: Place, *, folder: str, background: bool) -> dict[str, Any]:
+    """Two saves, the second asked for while the first is held for 0.5 s; and whether each was there at once."""
+    with engine_of(place, resolve(place, stage=1, compute="bf16")) as engine:
+        checkpoints = Held(Path(folder), keep=Retention(2), identity={}, place=place, background=background)
+        threading.Timer(0.5, checkpoints.go.set).start()
+        checkpoints.start_save(engine, state_of(engine, Progress(step=1)))
+        there = [(Path(folder) / "step-1").exists()]
+        checkpoints.start_save(engine, state_of(engine, Progress(step=2)))
+        there.append((Path(folder) / "step-1").exists())
+        first, second = checkpoints.outcomes()
+        assert isinstance(first, Saved) and isinstance(second, Saved)
+        return {"there": there, "stalls": (first.stall_seconds, second.stall_seconds)}
+
+
+def same_bytes(place: Place, *, folder: str, stage: int, compute: str) -> list[dict[str, str]]:
+    """SHA-256 by file of the same state, copied and written behind, and written at once."""
+    with engine_of(place, resolve(place, stage=stage, compute=compute)) as engine:
+        progress, _ = step(place, engine, Progress())
+        found = []
+        for background in (True, False):
+            path = Path(folder) / str(background)
+            Checkpoints(path, keep=Retention(1), identity={}, place=place, background=background).save(
+                engine, state_of(engine, progress)
+            )
+            files = sorted(file for file in path.rglob("*.pt"))
+            found.append({str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files})
+        return found
+
+
+def losses_and_what_stays(place: Place, *, folder: str, losses: dict[int, float | None], keep: Retention) -> list[str]:
+    """A save of each step, with its validation loss; the checkpoints that are left."""
+    with engine_of(place, resolve(place, stage=0, compute="fp32")) as engine:
+        checkpoints = Checkpoints(Path(folder), keep=keep, identity={}, place=place)
+        for number, loss in losses.items():
+            checkpoints.start_save(engine, state_of(engine, Progress(step=number)), loss)
+        checkpoints.outcomes()
+    return sorted(path.name for path in Path(folder).glob("step-*"))
+
+
+def _digest(masters: dict[str, Any], momentum: float) -> tuple[str, float]:
+    digest = hashlib.sha256()
+    for name in sorted(masters):
+        digest.update(masters[name].numpy().tobytes())
+    return digest.hexdigest(), momentum

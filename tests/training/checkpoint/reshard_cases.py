@@ -1,0 +1,141 @@
+"""What runs inside the processes of test_reshard.py. Every function is called on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.integrations import HfDeepSpeedConfig
+
+from config.errors import UserError
+from modeling.build import build_model, model_config
+from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, resolve
+from training.checkpoint.reshard import load_resharded
+from training.distributed import Place
+from training.engine import Engine
+from training.engine.build import _gather_partitioned
+from training.engine.masters import local_masters
+from training.engine.tensors import Checksums, checksums_of, whole_master, whole_moment, whole_weight
+from training.engine.weights import require_fresh_masters
+
+FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")
+SAVED_AFTER = 3
+STEPS = 6
+
+Layout = dict[str, Any]
+"""Arguments of `engine`, but the place and the seed."""
+
+
+@contextmanager
+def engine(
+    place: Place,
+    *,
+    stage: int,
+    compute: str,
+    seed: int,
+    micro: int = 4,
+    variant: str = "",
+    overrides: tuple[str, ...] = (),
+    frozen: tuple[str, ...] = (),
+) -> Iterator[Engine]:
+    """A small engine whose weights, and one persistent buffer, are drawn from `seed`."""
+    resolved = resolve(place, stage=stage, compute=compute, micro=micro, variant=variant, overrides=overrides)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
+    gather = _gather_partitioned(place) if zero3 else lambda parameters: nullcontext(True)
+    model = build_model(resolved.config.model, shape, seed=seed, gather=gather)
+    model.register_buffer("seen", torch.full((3,), float(seed)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    built = Engine(model, resolved, place)
+    try:
+        yield built
+    finally:
+        built.close()
+
+
+def trained_and_saved(
+    place: Place, *, folder: str, layout: Layout, first: int = SAVED_AFTER, spoil: str = ""
+) -> dict[str, Any]:
+    """The first steps, a save, and what the run then held and went through when it was not stopped.
+
+    spoil: master or exp_avg_sq changes one value of the last rank's part of it before the files are written.
+    """
+    with engine(place, seed=0, **layout) as running:
+        _train(running, place, range(1, first + 1), micro=layout.get("micro", 4))
+        held = _held(running)
+        if spoil and place.rank == place.world_size - 1:
+            flat = local_masters(running.deepspeed.optimizer)[0]
+            spoiled = flat if spoil == "master" else running.deepspeed.basic_optimizer.state[flat][spoil]
+            spoiled.data[7] += 1e-6
+        running.save(Path(folder), "deepspeed")
+        losses = _train(running, place, range(first + 1, STEPS + 1), micro=layout.get("micro", 4))
+        return {**held, "losses": losses}
+
+
+def gone_on(
+    place: Place,
+    *,
+    folder: str,
+    layout: Layout,
+    recorded: Checksums | None,
+    first: int = SAVED_AFTER,
+    lived: bool = False,
+) -> dict[str, Any]:
+    """What an engine of another layout and other weights holds after the load, and the steps that follow.
+
+    lived: it has trained a step of its own before, as at a rollback.
+    """
+    with engine(place, seed=7, **layout) as running:
+        if lived:
+            _train(running, place, [1], micro=layout.get("micro", 4))
+        before = torch.get_rng_state()
+        carried = load_resharded(running, Path(folder) / "deepspeed", recorded=recorded)
+        assert torch.equal(before, torch.get_rng_state())
+        require_fresh_masters(running)
+        held = _held(running)
+        losses = _train(running, place, range(first + 1, STEPS + 1), micro=layout.get("micro", 4))
+        return {**held, "carried": carried, "losses": losses}
+
+
+def refused(place: Place, *, folder: str, layout: Layout, recorded: Checksums | None) -> str:
+    """The error of a load."""
+    with engine(place, seed=7, **layout) as running:
+        try:
+            load_resharded(running, Path(folder) / "deepspeed", recorded=recorded)
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def _train(running: Engine, place: Place, steps: Iterable[int], *, micro: int) -> list[tuple[float, float]]:
+    rows = []
+    for step in steps:
+        health = running.health(running.forward_backward(batch_of(place, micro, seed=step), step=step))
+        assert running.step(health, 0.001).applied
+        rows.append((health.loss, health.grad_norm))
+    return rows
+
+
+def _held(running: Engine) -> dict[str, Any]:
+    parameters = dict(running.model.named_parameters())
+    weights = {name: whole_weight(running, parameter).cpu() for name, parameter in parameters.items()}
+    trains = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    return {
+        "weights": weights,
+        "masters": {name: whole_master(running, parameter).cpu() for name, parameter in trains.items()},
+        **{
+            key: {name: whole_moment(running, parameter, key).cpu() for name, parameter in trains.items()}
+            for key in ("exp_avg", "exp_avg_sq")
+            if running.deepspeed.basic_optimizer.state
+        },
+        "adam_steps": {float(state["step"]) for state in running.deepspeed.basic_optimizer.state.values()},
+        "checksums": checksums_of(running),
+        "buffer": running.model.get_buffer("seen").float(),
+        "settings": [(g["weight_decay"], g["betas"]) for g in running.deepspeed.optimizer.param_groups],
+        "groups": len(local_masters(running.deepspeed.optimizer)),
+        "states": len(running.deepspeed.basic_optimizer.state),
+    }

@@ -1,0 +1,125 @@
+"""What runs inside the processes of test_resume.py: a whole job that breaks off."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config.cli import REPOSITORY
+from config.command_line import read_command_line
+from config.resolved import Resolved
+from tests.support.small_run import masters_of
+from tracking.jsonl import read_events
+from training.build import build
+from training.distributed import Place
+from training.loop import train
+from training.session import Session, open_run_dir, session
+
+STEPS = 10
+
+
+class BrokeOff(Exception):
+    """The job stops here, between two micro-batches."""
+
+
+def job(place: Place, *, folder: str, name: str, overrides: list[str], passes: int | None) -> dict[str, Any]:
+    """Resume the job and train it to its end, or until so many forward passes were begun; where it is then."""
+    resolved = resolve(folder, name, overrides)
+    open_run_dir(resolved, place)
+    with session(resolved, place=place) as opened:
+        return _train(opened, passes)
+
+
+def _train(opened: Session, passes: int | None) -> dict[str, Any]:
+    parts, progress = build(opened)
+    begun = 0
+
+    def count(*_: Any) -> None:
+        nonlocal begun
+        begun += 1
+        if passes is not None and begun > passes:
+            raise BrokeOff
+
+    handle = parts.engine.model.register_forward_pre_hook(count)
+    try:
+        ending = train(parts, progress)
+        return {
+            "exit_code": ending.exit_code,
+            "progress": ending.progress,
+            "scaler": parts.engine.scaler_state(),
+            "guard": parts.guard.state_dict(),
+            "promotions": parts.promotions.state_dict(parts.engine.regions),
+            "masters": _checksum(masters_of(parts.engine)),
+            "moments": _checksum(_moments(parts.engine.deepspeed.basic_optimizer)),
+            "random": torch.get_rng_state().numpy().tobytes(),
+        }
+    except BrokeOff:
+        return {"exit_code": None}
+    finally:
+        parts.checkpoints.outcomes()  # a thread of a process that stops would stop with it
+        handle.remove()
+        parts.record.close()
+
+
+def resolve(folder: str, name: str, overrides: list[str]) -> Resolved:
+    """The job's config."""
+    settings = [
+        "--config",
+        str(REPOSITORY / "config/recipes/demo.yaml"),
+        f"run.dir={folder}/runs",
+        f"run.name={name}",
+        f"run.steps={STEPS}",
+        "run.resume=auto",
+        "schedule.warmup_steps=2",
+        "data.source=text",
+        f"data.path={folder}/text",
+        f"data.cache_dir={folder}/cache",
+        "data.tokenizer=bytes",
+        "data.sequence_length=32",
+        "data.validation_fraction=0",
+        "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, "
+        "attention_dropout: 0.1}",
+        "model.activation_checkpointing=none",
+        "batch.global_size=8",
+        "batch.micro_size=2",
+        "evaluate.every_steps=0",
+        "checkpoint.every_steps=2",
+        "tracking.wandb=disabled",
+        "tracking.log_every_steps=1000",
+        "guard.spike_sigmas=50",
+        "guard.spike_window=16",
+    ]
+    return read_command_line([*settings, *overrides])
+
+
+def _moments(optimizer: Any) -> dict[str, torch.Tensor]:
+    return {
+        f"{index}/{key}": value
+        for index, state in enumerate(optimizer.state.values())
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _checksum(tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def sessions_resumed(folder: str, name: str) -> int:
+    """How often the run went on from a checkpoint."""
+    events = read_events(Path(folder) / "runs" / name / "events.jsonl")
+    return sum(event["event"] == "run_start" and event["resumed_from"] is not None for event in events)
+
+
+def last_by_step(folder: str, name: str) -> list[dict[str, Any]]:
+    """What the run's record says of each step, the later line counting."""
+    keys = ("step", "loss", "grad_norm", "lr", "loss_scale", "applied", "skipped_total", "sample_ids_sha256", "tokens")
+    events = read_events(Path(folder) / "runs" / name / "events.jsonl")
+    steps = {event["step"]: {key: event[key] for key in keys} for event in events if event["event"] == "step"}
+    return [steps[step] for step in sorted(steps)]

@@ -1,0 +1,113 @@
+"""Whole jobs whose checkpoints are encrypted and live in an object store: a machine is lost, another one goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.launches import command, events, finish
+from tests.support.store_server import CREDENTIALS, S3Server, s3_server
+
+KEY = "7f" * 32
+KEPT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as running:
+        yield running
+
+
+@pytest.fixture
+def store(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    for name, value in {**CREDENTIALS, "MANTISSA_KEY": KEY}.items():
+        monkeypatch.setenv(name, value)
+    server.proxy.clear()
+    return server
+
+
+def settings(store: S3Server, bucket: str) -> list[str]:
+    return [
+        f"checkpoint.dir=s3://{bucket}/mine",
+        f"checkpoint.storage_options={{endpoint_url: '{store.proxy.url}'}}",
+        "checkpoint.encryption_key=env:MANTISSA_KEY",
+    ]
+
+
+def trace(folder: Path, name: str) -> list[dict]:
+    return [{key: event[key] for key in KEPT} for event in events(folder, name, "step")]
+
+
+def test_a_run_goes_on_from_the_store_alone_as_if_nothing_had_been(store: S3Server, tmp_path: Path) -> None:
+    """Two ranks; requests fail and connections are cut. Then the run folder is gone and the newest checkpoint rots."""
+    store.direct.create_bucket(Bucket="jobs")
+    given = settings(store, "jobs")
+    for pattern, kind in (("PUT", 503), ("PUT", "done, then cut"), ("GET .*step-2", "cut inside"), ("PUT", 500)):
+        store.proxy.fail(pattern, kind)
+    finish(command("torchrun", tmp_path, "lost", *given, "checkpoint.keep=3"))
+    run = tmp_path / "runs" / "lost"
+    whole = trace(tmp_path, "lost")
+    saved = events(tmp_path, "lost", "checkpoint")
+    assert [event["path"] for event in saved] == [f"s3://jobs/mine/lost/step-{step}" for step in (2, 4, 6)]
+    assert all(event["verified"] for event in saved)
+    assert [path.name for path in sorted((run / "checkpoints").glob("step-*"))] == ["step-6"]
+    check_encryption(run / "checkpoints" / "step-6")
+    names = set(store.names("jobs"))
+    assert {"mine/lost/LATEST", "mine/lost/step-2/manifest.json", "mine/lost/step-4/state.json"} <= names
+    shutil.rmtree(run)
+    key = "mine/lost/step-6/state.json"
+    store.direct.put_object(Bucket="jobs", Key=key, Body=store.content("jobs", key).replace(b"1", b"2", 1))
+
+    output = finish(command("torchrun", tmp_path, "lost", *given))
+    assert "passed over checkpoint s3://jobs/mine/lost/step-6: " in output and "has SHA-256" in output
+    assert events(tmp_path, "lost", "run_start")[0]["resumed_from"] == str(run / "checkpoints" / "step-4")
+    assert trace(tmp_path, "lost") == whole[4:]
+    output += finish(command("python", tmp_path, "lost", *given, "run.resume=never"), exit_code=2)
+    assert "holds checkpoints of an earlier run, up to step 6" in output.splitlines()[-1]
+    assert "Traceback" not in output
+    check_no_secret_is_written(tmp_path, output)
+
+
+def test_a_store_that_is_away_fails_saves_and_not_training(store: S3Server, tmp_path: Path) -> None:
+    """It is asked for before training starts; what goes wrong later is a failed save, told, and the run goes on."""
+    store.direct.create_bucket(Bucket="away")
+    given = settings(store, "away")
+    output = finish(command("python", tmp_path, "none", *given, "checkpoint.dir=s3://nowhere/x"), exit_code=2)
+    assert "NoSuchBucket" in output.splitlines()[-1] and "make the bucket" in output
+    store.proxy.fail("PUT .*step-2/state.json", 403, times=100)
+    finish(command("python", tmp_path, "denied", *given))
+    notes = [event["text"] for event in events(tmp_path, "denied", "note")]
+    assert len(notes) == 1 and notes[0].startswith("checkpoint s3://away/mine/denied/step-2 was not saved: ")
+    assert [event["step"] for event in events(tmp_path, "denied", "checkpoint")] == [4, 6]
+
+
+def test_another_key_and_no_key_are_told(store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = ["checkpoint.encryption_key=env:MANTISSA_KEY"]
+    finish(command("python", tmp_path, "sealed", "run.steps=2", *key))
+    output = finish(command("python", tmp_path, "sealed"), exit_code=2)
+    assert "is encrypted with the key" in output.splitlines()[-1]
+    monkeypatch.setenv("MANTISSA_KEY", "11" * 32)
+    output = finish(command("python", tmp_path, "sealed", *key), exit_code=2)
+    assert "is encrypted with the key" in output.splitlines()[-1] and "Traceback" not in output
+
+
+def check_encryption(path: Path) -> None:
+    """Every .pt file begins as an encrypted one, and all are for their owner alone."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert len(manifest["encryption"]["key"]) == 16
+    for name in manifest["files"]:
+        file = path / name
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, name
+        assert file.read_bytes().startswith(b"MNTSENC") is name.endswith(".pt"), name
+
+
+def check_no_secret_is_written(folder: Path, output: str) -> None:
+    """Neither the key nor a credential is in anything that a run leaves or says."""
+    secrets = (KEY, CREDENTIALS["AWS_SECRET_ACCESS_KEY"], CREDENTIALS["AWS_ACCESS_KEY_ID"])
+    texts = [output, *(path.read_bytes().decode("latin-1") for path in folder.rglob("*") if path.is_file())]
+    assert not any(secret in text for secret in secrets for text in texts)

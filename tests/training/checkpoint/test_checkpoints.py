@@ -1,0 +1,39 @@
+"""Checkpoints: exact resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.training.checkpoint import checkpoint_cases
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute"),
+    [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16"), (1, "fp16"), (2, "fp16"), (3, "fp16")],
+)
+def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(pair, tmp_path, stage, compute):
+    """Losses, norms, scale, masters and moments; broken right after an overflow, with dropout."""
+    arguments = {"stage": stage, "compute": compute}
+    whole = pair.run(checkpoint_cases.trajectory, folder=str(tmp_path / "whole"), first=1, last=6, **arguments)
+    folder = str(tmp_path / "broken")
+    head = pair.run(checkpoint_cases.trajectory, folder=folder, first=1, last=3, **arguments)
+    tail = pair.run(checkpoint_cases.trajectory, folder=folder, first=4, last=6, **arguments)
+    for rank in range(2):
+        assert [row[3] for row in whole[rank]["rows"]] == [True, False, True, True, True, True]
+        assert head[rank]["rows"] + tail[rank]["rows"] == whole[rank]["rows"]
+        assert tail[rank]["momentum"] == whole[rank]["momentum"]
+        assert tail[rank]["scaler"] == whole[rank]["scaler"]
+        assert tail[rank]["progress"] == whole[rank]["progress"]
+        for name, master in whole[rank]["masters"].items():
+            assert torch.equal(tail[rank]["masters"][name], master), name
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(1, "fp16"), (2, "bf16"), (3, "bf16")])
+def test_the_clipping_of_the_config_holds_after_a_load(pair, tmp_path, stage, compute):
+    """DeepSpeed takes the saved run's at ZeRO-1 and 2: gradients of norm 1 would not be clipped to 0.01."""
+    for rows in pair.run(checkpoint_cases.clipping_after_load, stage=stage, compute=compute, folder=str(tmp_path)):
+        for row in rows:
+            assert row["applied"]
+            assert row["grad_norm"] > 0.1
+            assert max(row["update_error"].values()) < 1e-3

@@ -1,0 +1,167 @@
+"""Which checkpoint is chosen, which is passed over, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tests.training.checkpoint import checkpoint_cases
+from tests.training.checkpoint.checkpoint_cases import flip
+from training.checkpoint import commit
+from training.checkpoint.manifest import MANIFEST, is_whole, newest, newest_before, read_manifest, sealed
+from training.checkpoint.retention import Retention
+
+
+@pytest.fixture(scope="module")
+def original(pair, tmp_path_factory):
+    """Checkpoints of steps 1, 2 and 3 of a ZeRO-2 BF16 run on two ranks."""
+    folder = tmp_path_factory.mktemp("original") / "checkpoints"
+    pair.run(checkpoint_cases.save_steps, folder=str(folder), stage=2, compute="bf16", steps=3)
+    return folder
+
+
+@pytest.fixture
+def saved(original, tmp_path):
+    """A copy of them to break."""
+    return shutil.copytree(original, tmp_path / "checkpoints")
+
+
+def found(pair, folder, resume="auto", **arguments):
+    """What both ranks choose, and the lines for the record."""
+    here, there = pair.run(checkpoint_cases.find, folder=str(folder), resume=resume, **arguments)
+    assert here == there
+    return here
+
+
+def test_only_whole_checkpoints_are_chosen(saved):
+    assert newest(saved).name == "step-3"
+    shard = next((saved / "step-3" / "deepspeed").glob("*optim_states.pt"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    assert not is_whole(saved / "step-3")
+    assert newest(saved).name == "step-2"
+    shard.unlink()
+    assert newest(saved).name == "step-2"
+    shard.write_bytes(content)
+    assert newest(saved).name == "step-3"
+    (saved / "LATEST").unlink()
+    assert newest(saved).name == "step-3"
+    assert newest_before(saved, 3).name == "step-2"
+    (saved / "step-3" / MANIFEST).write_text("{")
+    assert newest(saved).name == "step-2"
+    (saved / "LATEST").write_text("step-1\n")
+    assert newest(saved).name == "step-1"
+
+
+def test_what_resume_asks_for_is_what_is_loaded(pair, saved, tmp_path):
+    leftover = saved / ".step-4.partial"
+    leftover.mkdir()
+    for resume, expected in [("auto", "step-3"), ("never", ""), (str(saved), "step-3"), (f"{saved}/step-1", "step-1")]:
+        assert found(pair, saved, resume) == (expected, [])
+    assert not leftover.exists()
+    assert found(pair, tmp_path / "empty") == ("", [])
+    text, _ = found(pair, saved, f"{tmp_path}/empty")
+    assert text.startswith(f"error: run.resume = {tmp_path}/empty: no whole checkpoint there; give ")
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_name_and_set_aside(pair, saved):
+    flip(saved / "step-3" / "deepspeed" / "mp_rank_00_model_states.pt")
+    (saved / "step-2" / "rng-rank-1.pt").unlink()
+    name, lines = found(pair, saved)
+    assert name == "step-1"
+    assert lines[0].startswith(
+        f"passed over checkpoint {saved}/step-3: deepspeed/mp_rank_00_model_states.pt has SHA-256 "
+    )
+    assert lines[1] == f"passed over checkpoint {saved}/step-2: rng-rank-1.pt is missing"
+    names = {path.name for path in saved.iterdir()}
+    assert names == {"LATEST", "step-1", "step-2.damaged", "step-3.damaged"}
+    assert found(pair, saved) == ("step-1", [])
+
+
+def test_where_nothing_can_be_used_the_run_does_not_start_anew(pair, saved):
+    for step in (1, 2, 3):
+        flip(saved / f"step-{step}" / "state.json")
+    text, _ = found(pair, saved)
+    assert text.startswith(f"error: {saved}/step-3: state.json has SHA-256 ")
+    assert "2 older ones cannot be used either" in text
+
+
+def test_a_given_checkpoint_has_no_substitute(pair, saved):
+    flip(saved / "step-3" / "state.json")
+    text, _ = found(pair, saved, f"{saved}/step-3")
+    assert text.startswith(f"error: {saved}/step-3: state.json has SHA-256 ")
+    assert (saved / "step-3").is_dir()  # the user's own choice is not renamed
+    assert found(pair, saved, str(saved))[0] == "step-2"
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_name(pair, saved):
+    text, _ = found(pair, saved, identity={"stage": 3})
+    assert text.startswith(
+        f"error: {saved}/step-3: stage is 2 there and 3 in this run; use the same stage, or start anew"
+    )
+    assert len({path.name for path in saved.glob("step-?")}) == 3
+
+
+def test_a_checkpoint_of_another_version_is_passed_over_and_left_as_it_is(pair, saved):
+    state = saved / "step-3" / "state.json"
+    content = json.loads(state.read_text())
+    content["identity"]["stage"] = 1
+    state.write_text(json.dumps(content))
+    reseal(saved / "step-3", "state.json")
+    name, lines = found(pair, saved, identity={"stage": 2})
+    assert name == "step-2" and "step-3: stage is 1 there and 2 in this run" in lines[0]
+    assert (saved / "step-3").is_dir()
+
+
+def test_a_checkpoint_of_another_model_names_the_parameter(pair, saved):
+    for text in pair.run(checkpoint_cases.load_into_another_model, path=str(saved / "step-3")):
+        name = "model.layers.0.mlp.gate_proj.weight"
+        assert text.startswith(f"{saved}/step-3: {name} has shape [48, 32] there and [64, 32] in this run")
+
+
+def test_an_older_format_is_named_and_not_touched(pair, saved):
+    for step in (1, 2, 3):
+        (saved / f"step-{step}" / MANIFEST).unlink()
+        (saved / f"step-{step}" / "state.json").write_text('{"format": 1, "files": {}}')
+    text, _ = found(pair, saved)
+    assert "state.json has format 1, which has no hashes; this version reads format 2" in text
+    assert (saved / "step-3").is_dir()
+
+
+def reseal(path, name):
+    """Write the manifest again for one changed file."""
+    from training.checkpoint.manifest import file_sha256
+
+    manifest = read_manifest(path)
+    manifest["files"][name] |= {"sha256": file_sha256(path / name), "bytes": (path / name).stat().st_size}
+    (path / MANIFEST).write_text(sealed(manifest))
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["new one sealed", "new one not sealed"])
+def test_a_kill_between_the_two_renames_of_a_save_loses_neither(saved, whole):
+    (saved / "step-3").rename(saved / ".step-3.replaced")
+    shutil.copytree(saved / "step-2", saved / ".step-3.partial")
+    if not whole:
+        (saved / ".step-3.partial" / MANIFEST).unlink()
+    commit.tidy(saved)
+    assert {path.name for path in saved.iterdir()} == {"LATEST", "step-1", "step-2", "step-3"}
+    assert read_manifest(saved / "step-3")["step"] == (2 if whole else 3)
+
+
+def test_leftovers_of_a_kill_are_cleaned_away(saved):
+    for name in (".step-4.partial", ".step-1.dropped", ".step-3.replaced"):
+        (saved / name).mkdir()
+        (saved / name / "file").write_text("x")
+    (saved / ".LATEST.partial").write_text("ste")
+    commit.tidy(saved)
+    assert {path.name for path in saved.iterdir()} == {"LATEST", "step-1", "step-2", "step-3"}
+
+
+def test_the_newest_are_kept_and_the_rest_dropped(saved):
+    assert Retention(2).to_delete(saved, saved / "step-3") == [saved / "step-1"]
+    # went back behind step 3, which is of another past
+    assert Retention(1).to_delete(saved, saved / "step-2") == [saved / "step-1"]
+    commit.drop(saved / "step-1")
+    assert {path.name for path in saved.iterdir()} == {"LATEST", "step-2", "step-3"}

@@ -1,0 +1,131 @@
+"""Disks that are full or take nothing: the last good checkpoint stays, every rank hears of it, and later saves work."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.support.launches import command, finish
+from tests.training.checkpoint import checkpoint_cases
+from tracking.jsonl import read_events
+from training.checkpoint.manifest import newest
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB; needs the right to mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_rank_that_may_not_write_more_stops_the_save_on_all(pair, tmp_path):
+    results = pair.run(checkpoint_cases.save_where_it_fails, folder=str(tmp_path / "checkpoints"), limit=20_000)
+    check(results, tmp_path / "checkpoints")
+    assert "rank 1 cannot write deepspeed/" in results[0]["error"] and "File too large" in results[0]["error"]
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_no_half_of_another(pair, small_disk):
+    folder = small_disk / "checkpoints"
+    results = pair.run(checkpoint_cases.save_where_it_fails, folder=str(folder))
+    check(results, folder)
+    assert "No space left on device" in results[0]["error"]
+
+
+def test_a_folder_that_became_read_only_is_named(pair, small_disk):
+    folder = small_disk / "checkpoints"
+    pair.run(checkpoint_cases.save_steps, folder=str(folder), stage=2, compute="bf16", steps=1)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for error in pair.run(checkpoint_cases.failing_save, folder=str(folder)):
+        assert error.startswith(f"checkpoint {folder}/step-2 was not saved: ")
+        assert "Read-only file system" in error
+    assert pair.run(checkpoint_cases.find, folder=str(folder), resume="auto") == [("step-1", [])] * 2
+
+
+def test_everything_is_on_disk_before_a_name_points_at_it(solo, tmp_path):
+    """The order of flushes and renames, as the operating system was asked for them: a power cut keeps that order."""
+    asked = solo.run(checkpoint_cases.flushes_and_renames, folder=str(tmp_path / "checkpoints"))[0]
+    partial = ".step-1.partial"
+    published = asked.index(("rename", partial, "step-1"))
+    flushed = {name for what, name, *_ in asked[:published] if what == "flush"}
+    files = {
+        f"{partial}/{path.relative_to(tmp_path / 'checkpoints' / 'step-1')}" for path in tmp_path.rglob("step-1/**/*")
+    }
+    assert files | {partial} <= flushed
+    assert asked[published + 1 :] == [
+        ("flush", "."),
+        ("flush", ".LATEST.partial"),
+        ("rename", ".LATEST.partial", "LATEST"),
+        ("flush", "."),
+    ]
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_training_goes_on_without_a_save_and_stops_when_they_keep_failing(solo, tmp_path, lasting):
+    """Saves fail at steps 2 and 4, or from step 2 on; the third failure in a row ends the run when it is known."""
+    result = solo.run(checkpoint_cases.loop_with_failures, folder=str(tmp_path), lasting=lasting)[0]
+    ending, notes, saved = result["ending"], result["notes"], result["saved"]
+    assert [f"step-{step} was not saved" in note for step, note in zip((2, 4, 6), notes, strict=False)] == [True] * len(
+        notes
+    )
+    if lasting:
+        assert (ending.exit_code, ending.progress.step, saved) == (74, 7, [])
+        assert ending.reason.startswith("3 saves in a row failed: checkpoint ") and len(notes) == 3
+    else:
+        assert (ending.exit_code, ending.progress.step, saved) == (0, 9, ["step-6", "step-8", "step-9"])
+        assert len(notes) == 2
+
+
+def test_a_last_save_that_fails_is_an_exit_code(solo, tmp_path):
+    result = solo.run(checkpoint_cases.loop_with_failures, folder=str(tmp_path), lasting=False, last=True)[0]
+    assert result["ending"].exit_code == 74 and result["ending"].progress.step == 9
+    assert "step-9 was not saved" in result["ending"].reason
+    assert result["saved"][-1] == "step-8"
+
+
+def test_a_job_on_a_full_disk_goes_on_to_its_end_and_says_what_is_missing(small_disk, tmp_path):
+    """The disk has room for one checkpoint: those of steps 4 and 6 fail."""
+    output = finish(command("python", tmp_path, "full", f"run.dir={small_disk}"), exit_code=74)
+    reason = f"checkpoint {small_disk}/full/checkpoints/step-6 was not saved: rank 0 cannot write "
+    assert output.splitlines()[-1].startswith(f"stopped  after step 6: {reason}")
+    assert "No space left on device" in output.splitlines()[-1]
+    assert "Traceback" not in output
+    assert newest(small_disk / "full" / "checkpoints").name == "step-2"
+    recorded = list(read_events(small_disk / "full" / "events.jsonl"))
+    assert [event["step"] for event in recorded if event["event"] == "checkpoint"] == [2]
+    assert sum(event["event"] == "note" for event in recorded) == 2
+    assert recorded[-1]["exit_code"] == 74
+
+
+def check(results, folder):
+    """Both ranks failed alike, kept step 1, and saved again when they could."""
+    for result in results:
+        assert result["error"] == results[0]["error"]
+        assert result["error"].startswith(f"checkpoint {folder}/")
+        assert "\n" not in result["error"]
+        assert result["names"] == ["LATEST", "step-1"]
+        assert result["failures"] == (1, 0)
+        assert result["found"] == "step-1"
+        assert result["step"] == 3 and result["same"]
+
+
+def test_a_save_is_read_back(pair, tmp_path):
+    for result in pair.run(checkpoint_cases.read_back, folder=str(tmp_path), spoil=False):
+        assert (result["verified"], result["found"], result["failures"]) == ([True, True], "step-2", 0)
+
+
+def test_a_save_that_does_not_read_back_is_set_aside(pair, tmp_path):
+    for result in pair.run(checkpoint_cases.read_back, folder=str(tmp_path), spoil=True):
+        shard = "deepspeed/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        assert f"step-2 is not what was written and is set aside: {shard} was written with" in result["last"]
+        assert (result["verified"], result["found"]) == ([True, False], "step-1")
+        assert (result["any"], result["failures"]) == (True, 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"LATEST", "step-1", "step-2.damaged"}
+    assert (tmp_path / "LATEST").read_text() == "step-1\n"

@@ -1,0 +1,91 @@
+"""A job that breaks off again and again at random ends exactly where one ends that nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from data.prepare import prepare
+from tests.training.checkpoint import resume_cases as cases
+
+FP16_MANIFEST = {
+    "default": "fp16",
+    "rules": [{"match": "*.self_attn", "compute": "fp32", "reason": "torch's attention with dropout, on a CPU"}],
+}
+HIT = "model.layers.0.mlp.up_proj"
+SCALE = ["precision.loss_scale.initial=256", "precision.loss_scale.window=3", "precision.loss_scale.hysteresis=2"]
+OVERFLOWS = ["faults=[{kind: inf_gradient, step: 3, rank: 1}, {kind: inf_gradient, step: 6}]"]
+
+JOBS = {
+    "FP32, ZeRO-1": ["deepspeed.config=ds_configs/zero1_fp32.json", "precision.compute=fp32"],
+    "FP16, ZeRO-2, overflows": [
+        "deepspeed.config=ds_configs/zero2_fp16.json",
+        "precision.compute=fp16",
+        *SCALE,
+        *OVERFLOWS,
+    ],
+    "BF16, ZeRO-3, a cut learning rate": [
+        "deepspeed.config=ds_configs/zero3_bf16.json",
+        "precision.compute=bf16",
+        "faults=[{kind: nan_gradient, step: 4}]",
+        "guard.reactions=[cut_lr, abort]",
+        "guard.cut_lr_steps=4",
+    ],
+    "FP16 manifest, ZeRO-2, a promotion": [
+        "deepspeed.config=ds_configs/zero2_fp32.json",
+        "precision.path=manifest",
+        "precision.compute=fp32",
+        "precision.manifest={folder}/fp16.json",
+        *SCALE,
+        f"faults=[{{kind: inf_gradient, step: 3, module: {HIT}}}, {{kind: inf_gradient, step: 4, module: {HIT}}}]",
+        "guard.reactions=[skip, promote, abort]",
+        "guard.max_consecutive_skips=2",
+        "guard.promote_to=bf16",
+    ],
+    "BF16, ZeRO-2, offloaded": ["deepspeed.config=ds_configs/zero2_bf16_offload.json", "precision.compute=bf16"],
+}  # fmt: skip
+
+UNHEALTHY = {
+    "FP16, ZeRO-2, overflows": [3, 6],
+    "BF16, ZeRO-3, a cut learning rate": [4],
+    "FP16 manifest, ZeRO-2, a promotion": [3, 4],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A text of little more than five global batches, so that jobs go through it twice, and a manifest."""
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "text").mkdir()
+    letters = random.Random(0)
+    for index in range(11):
+        (folder / "text" / f"{index}.txt").write_text("".join(letters.choices("abcdefgh ", k=130)))
+    (folder / "fp16.json").write_text(json.dumps(FP16_MANIFEST))
+    prepare(cases.resolve(str(folder), "prepared", JOBS["FP32, ZeRO-1"]).config.data, progress=False)
+    return folder
+
+
+@pytest.mark.parametrize("what", JOBS)
+def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair, folder, what):
+    """Three breaks in the middle of an accumulation or between two; losses, scale, masters, moments, guard, dice."""
+    overrides = [item.replace("{folder}", str(folder)) for item in JOBS[what]]
+    name, draw = what.replace(" ", "-"), random.Random(what)
+    whole = pair.run(cases.job, folder=str(folder), name=name, overrides=overrides, passes=None)
+    broken, breaks = [{"exit_code": None}], 0
+    while broken[0]["exit_code"] is None:
+        passes = draw.randrange(4, 9) if breaks < 3 else None  # four passes to a checkpoint
+        broken = pair.run(cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=passes)
+        breaks += broken[0]["exit_code"] is None
+    assert breaks >= 2
+    assert cases.sessions_resumed(str(folder), f"{name}-broken") == breaks
+    assert [result["exit_code"] for result in whole] == [0, 0]
+    assert broken == whole
+    record = cases.last_by_step(str(folder), name)
+    assert len(record) == cases.STEPS
+    assert [row["step"] for row in record if not row["applied"]] == UNHEALTHY.get(what, [])
+    assert (record[4]["lr"] < 0.6 * record[2]["lr"]) == ("cut" in what)
+    promoted = [name for _, modules in whole[0]["promotions"]["by_step"] for name in modules]
+    assert promoted == ([HIT] if "promotion" in what else [])
+    assert cases.last_by_step(str(folder), f"{name}-broken") == record

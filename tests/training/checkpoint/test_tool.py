@@ -1,0 +1,181 @@
+"""`python -m training.checkpoint`, and what the files say without being unpickled."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+
+from config.cli import REPOSITORY
+from tests.training.checkpoint import checkpoint_cases
+from tests.training.checkpoint.checkpoint_cases import flip
+from training.checkpoint import commit
+from training.checkpoint import tool as checkpoint_tool
+from training.checkpoint.inventory import tensors_in, tensors_of
+from training.checkpoint.manifest import MANIFEST, Damaged, read_manifest, share
+
+
+@pytest.fixture(scope="module")
+def run(pair, tmp_path_factory):
+    """A run with checkpoints of steps 1, 2 and 3 of a ZeRO-3 BF16 run on two ranks."""
+    folder = tmp_path_factory.mktemp("run")
+    arguments = {"folder": str(folder / "checkpoints"), "stage": 3, "compute": "bf16"}
+    pair.run(checkpoint_cases.save_steps, steps=3, **arguments)
+    return folder
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    """A copy of it to break."""
+    return shutil.copytree(run, tmp_path / "run")
+
+
+def tool(*arguments):
+    """Exit code and lines of one command."""
+    lines = []
+    return checkpoint_tool.main([str(argument) for argument in arguments], lines.append), lines
+
+
+def test_whole_checkpoints_verify_and_are_listed(run):
+    code, lines = tool("verify", run)
+    assert code == 0
+    assert [": whole; " in line for line in lines] == [True] * 3
+    code, lines = tool("list", run)
+    assert [line.split()[0] for line in lines] == ["step-3", "step-2", "step-1"]
+    assert lines[0].endswith("2 ranks, ZeRO-3, bf16  LATEST")
+
+
+def test_the_command_runs_on_its_own(run):
+    """As a user types it; neither DeepSpeed nor a process group is started."""
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "training.checkpoint",
+        "verify",
+        str(run / "checkpoints" / "step-2"),
+    ]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env={**os.environ})
+    assert done.returncode == 0 and ": whole; " in done.stdout
+    assert "deepspeed" not in done.stderr and "transformers" not in done.stderr
+
+
+def test_any_flipped_bit_is_found_in_its_file(copy):
+    """One random bit in every file of a checkpoint, one file after another."""
+    draw, path = random.Random(5), copy / "checkpoints" / "step-2"
+    names = [*read_manifest(path)["files"], MANIFEST]
+    assert len(names) == 8
+    for name in names:
+        content = (path / name).read_bytes()
+        flip(path / name, draw.randrange(len(content)))
+        code, lines = tool("verify", path)
+        assert code == 3 and name in lines[0], name
+        (path / name).write_bytes(content)
+    assert tool("verify", path)[0] == 0
+
+
+def test_a_missing_and_a_truncated_shard_are_named(copy):
+    path = copy / "checkpoints" / "step-2"
+    shard = path / "deepspeed" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-7])
+    size = f"has {len(content) - 7:,} bytes; the manifest says {len(content):,}"
+    assert tool("verify", path) == (3, [f"{path}: deepspeed/{shard.name} {size}"])
+    shard.unlink()
+    assert tool("verify", copy)[1][1] == f"{path}: deepspeed/{shard.name} is missing"
+    assert tool("verify", copy)[0] == 3
+
+
+def test_tensors_are_told_as_torch_loads_them(run):
+    """The reader that executes nothing against torch's own; and against what was in memory when it was written."""
+    for path in sorted((run / "checkpoints" / "step-3").rglob("*.pt")):
+        found = tensors_in(path)
+        assert found == tensors_of(torch.load(path, weights_only=False))
+        name = path.relative_to(run / "checkpoints" / "step-3").as_posix()
+        recorded = read_manifest(run / "checkpoints" / "step-3")["files"][name]["tensors"]
+        assert {tensor: (dtype, shape) for tensor, (dtype, shape) in recorded.items()} == found
+        assert found
+
+
+def test_a_manifest_that_tells_other_tensors_is_found(copy):
+    path = copy / "checkpoints" / "step-2"
+    manifest = read_manifest(path)
+    tensors = manifest["files"]["deepspeed/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]["tensors"]
+    name = next(name for name in tensors if name.endswith("exp_avg"))
+    tensors[name] = ["float16", tensors[name][1]]
+    commit.seal_folder(path, manifest, lambda phase: None)
+    code, lines = tool("verify", path)
+    assert code == 3 and f"{name} holds ('float32', " in lines[0]
+
+
+def test_reading_the_tensors_of_a_file_runs_nothing_of_it(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save(
+        {"weight": torch.ones(2, 3, dtype=torch.bfloat16), "bomb": Bomb(), "nested": [(torch.ones(()),)]},
+        tmp_path / "a.pt",
+    )
+    assert tensors_in(tmp_path / "a.pt") == {"weight": ("bfloat16", [2, 3]), "nested/0/0": ("float32", [])}
+    assert not (tmp_path / "ran").exists()
+    torch.load(tmp_path / "a.pt", weights_only=False)
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int64", "bool", "complex64", "float8_e4m3fn", "uint16"])
+def test_every_dtype_is_known(tmp_path, dtype):
+    torch.save({"value": torch.zeros(3, 5).to(getattr(torch, dtype)), "view": torch.zeros(8)[2:4]}, tmp_path / "a.pt")
+    assert tensors_in(tmp_path / "a.pt") == {"value": (dtype, [3, 5]), "view": ("float32", [2])}
+
+
+def test_what_is_no_file_of_torch_is_said(tmp_path):
+    (tmp_path / "a.pt").write_bytes(b"no archive")
+    with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
+        archive.writestr("b/data.pkl", b"\x80\x02garbage")
+    for name in ("a.pt", "b.pt"):
+        with pytest.raises(Damaged, match=f"{name} is not a file of torch.save"):
+            tensors_in(tmp_path / name)
+
+
+def test_inspect_tells_dtypes_and_ranks(run):
+    code, lines = tool("inspect", run, "--tensors")
+    text = "\n".join(lines)
+    assert code == 0
+    assert lines[0].startswith(f"{run}/checkpoints/step-3: step 3, ")
+    assert "deepspeed 0." in text and "stage = 3" in text
+    sizes = {line.split()[1]: line.split()[2] for line in lines if line.startswith("  rank ")}
+    assert set(sizes) == {"0", "1"}
+    masters = [line for line in lines if "fp32_flat_groups" in line]
+    assert masters and all(line.split()[0] == "float32" for line in masters)
+
+
+def test_prune_keeps_the_newest_whole_ones(copy):
+    folder = copy / "checkpoints"
+    flip(folder / "step-3" / MANIFEST)
+    (folder / "step-7.damaged").mkdir()
+    code, lines = tool("prune", copy, "--keep", "1")
+    assert code == 0 and lines[-1] == "1 stay, the newest is step-2"
+    assert {path.name for path in folder.iterdir()} == {"LATEST", "step-2"}
+    assert (folder / "LATEST").read_text() == "step-2\n"
+    assert tool("prune", copy, "--keep", "0")[0] == 2
+    flip(folder / "step-2" / MANIFEST)
+    assert tool("prune", copy, "--keep", "1")[0] == 2
+    assert (folder / "step-2").is_dir()
+    assert tool("list", copy / "nowhere")[0] == 2
+
+
+def test_ranks_share_the_hashing_and_leave_nothing_out(run):
+    manifest = read_manifest(run / "checkpoints" / "step-3")
+    for world_size in (1, 2, 3, 16):
+        shares = [share(manifest, rank, world_size) for rank in range(world_size)]
+        assert sorted(name for mine in shares for name in mine) == sorted(manifest["files"])
+    loads = [sum(manifest["files"][name]["bytes"] for name in share(manifest, rank, 2)) for rank in range(2)]
+    assert max(loads) < 1.2 * min(loads)

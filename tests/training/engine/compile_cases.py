@@ -1,0 +1,142 @@
+"""What the tests of compiled blocks run in real processes: the same work compiled and not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modeling.activation_checkpointing import blocks_of
+from modeling.compiling import CompiledBlock
+from precision.observe import Observation
+from tests.support.small_run import batch_of, engine_of, masters_of, resolve
+from training.attribution import attribute
+from training.distributed import Place
+from training.engine import Engine
+
+MICRO = 2
+STEPS = 4
+RATE = 0.01
+SICK = "model.layers.1.mlp.up_proj"
+
+
+def parity(place: Place, *, stage: int, compute: str, overrides: Sequence[str] = ()) -> dict[str, float]:
+    """Largest distances between a compiled run and the same run as it is: relative, but of masters absolute.
+
+    kept: elements that its forward pass keeps for the backward pass, as a share of those of the run as it is.
+    """
+    plain, compiled = (_train(place, stage, compute, [*overrides, f"model.compile={word}"]) for word in _WORDS)
+    return {
+        "loss": max(abs(a - b) / a for a, b in zip(plain["losses"], compiled["losses"], strict=True)),
+        "norm": max(abs(a - b) / a for a, b in zip(plain["norms"], compiled["norms"], strict=True)),
+        "masters": max(float((plain["masters"][k] - compiled["masters"][k]).abs().max()) for k in plain["masters"]),
+        "moved": max(float((plain["masters"][k] - plain["first"][k]).abs().max()) for k in plain["masters"]),
+        "compiled_calls": compiled["compiled_calls"],
+        "own_calls": compiled["own_calls"],
+        "kept": compiled["kept"] / plain["kept"],
+    }
+
+
+def resume(place: Place, *, folder: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """A compiled run of four steps, and one that stops after two, loads into a new engine and goes on."""
+    whole = _train(place, 2, "fp32", [*overrides, "model.compile=true"])
+    with _engine(place, 2, "fp32", [*overrides, "model.compile=true"]) as engine:
+        torch.manual_seed(7)
+        for step in range(2):
+            _step(engine, place, step)
+        torch_state = torch.get_rng_state()
+        engine.save(Path(folder), "half")
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    with _engine(place, 2, "fp32", [*overrides, "model.compile=true"]) as engine:
+        engine.load(Path(folder), "half", TorchCheckpointEngine())
+        torch.set_rng_state(torch_state)
+        losses = [_step(engine, place, step)[0] for step in (2, 3)]
+        masters = masters_of(engine)
+    return {
+        "losses": (whole["losses"][2:], losses),
+        "same": all(torch.equal(masters[name], whole["masters"][name]) for name in masters),
+    }
+
+
+def looks(place: Place, *, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What observation, evaluation and attribution find with and without compiled blocks."""
+    found: dict[str, Any] = {}
+    for word in _WORDS:
+        with _engine(place, 2, "bf16", [*overrides, f"model.compile={word}"]) as engine:
+            torch.manual_seed(7)
+            batch = batch_of(place, MICRO, seed=0)
+            with Observation(engine.model) as seen:
+                engine.forward_backward(batch, step=1)
+            engine.discard_quietly()
+            calls = _calls(engine)
+            loss = engine.evaluate([batch])
+            with torch.no_grad():
+                engine.model.get_submodule(SICK).weight[0, 0] = float("inf")
+            outcome = engine.forward_backward(batch, step=1)
+            trained = _calls(engine)
+            health = engine.health(outcome)
+            causes = [
+                (rank, cause.module, cause.tensor, cause.kind)
+                for rank, cause in attribute(engine, batch, outcome, step=1)
+            ]
+            found[word] = {
+                "computed": seen.computed,
+                "flops": dict(seen.flops),
+                "eval": loss,
+                "finite": health.finite,
+                "causes": causes,
+            }
+            if word == "true":
+                found["calls"] = {"observed": calls, "trained": trained, "attributed": _calls(engine)}
+    return found
+
+
+_WORDS = ("false", "true")
+
+
+def _engine(place: Place, stage: int, compute: str, overrides: Sequence[str]) -> Any:
+    return engine_of(place, resolve(place, stage=stage, compute=compute, micro=MICRO, overrides=overrides))
+
+
+def _step(engine: Engine, place: Place, step: int) -> tuple[float, float]:
+    outcome = engine.forward_backward(batch_of(place, MICRO, seed=step), step=step + 1)
+    health = engine.health(outcome)
+    engine.step(health, RATE)
+    return health.loss, health.grad_norm
+
+
+def _train(place: Place, stage: int, compute: str, overrides: Sequence[str]) -> dict[str, Any]:
+    with _engine(place, stage, compute, overrides) as engine:
+        torch.manual_seed(7)
+        before, first = _calls(engine), masters_of(engine)
+        steps = [_step(engine, place, step) for step in range(STEPS)]
+        after = _calls(engine)
+        kept = 0
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += tensor.numel()
+            return tensor
+
+        inputs, labels = next(batch_of(place, MICRO, seed=0).micro_batches(place.device))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            engine.loss_path.loss_sum(inputs, labels, 1.0, inspected=False)
+        return {
+            "losses": [loss for loss, _ in steps],
+            "norms": [norm for _, norm in steps],
+            "first": first,
+            "masters": masters_of(engine),
+            "kept": kept,
+            "compiled_calls": after[0] - before[0],
+            "own_calls": after[1] - before[1],
+        }
+
+
+def _calls(engine: Engine) -> tuple[int, int]:
+    """Calls of blocks so far: compiled, and not."""
+    found = [block.forward for block in blocks_of(engine.model)]
+    mine = [forward for forward in found if isinstance(forward, CompiledBlock)]
+    return sum(item.compiled_calls for item in mine), sum(item.own_calls for item in mine)

@@ -1,0 +1,92 @@
+"""Packed documents through the engine; run on real ranks by test_document_masking.py."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from config.errors import UserError
+from data.documents import document_positions
+from data.loader import IGNORED_LABEL, Batch
+from tests.support.flex_on_cpu import flex_on_cpu
+from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, plain_model, resolve
+from training.distributed import Place
+
+END = 1
+
+
+def packed(place: Place, *, rank: int | None = None) -> Batch:
+    """A rank's part of the global batch of `batch_of`, cut into documents wherever END happens to stand, or every 5."""
+    there = place if rank is None else replace(place, rank=rank)
+    batch = batch_of(there, 4, seed=3)
+    ids, labels = batch.input_ids.clone(), batch.labels.clone()
+    ids[..., 4::5] = END
+    labels[ids == END] = IGNORED_LABEL
+    positions = document_positions(ids.reshape(-1, SEQUENCE).numpy(), END)
+    return replace(
+        batch,
+        input_ids=ids,
+        labels=labels,
+        label_tokens=int((labels != IGNORED_LABEL).sum()),
+        position_ids=torch.from_numpy(positions).reshape(ids.shape),
+    )
+
+
+def against_separate_documents(
+    place: Place, *, stage: int, compute: str, loss: str = "full", attention: str = "sdpa"
+) -> dict[str, float]:
+    """Loss and norm of the engine on packed documents, and of plain FP32 torch on each document alone."""
+    overrides = ["data.document_masking=true", f"model.loss={loss}", f"model.attention={attention}"]
+    resolved = resolve(place, stage=stage, compute=compute, overrides=overrides)
+    flex = flex_on_cpu() if attention == "flex_attention" else nullcontext()
+    with flex, engine_of(place, resolved) as engine:
+        plain = plain_model(resolved, masters_of(engine))
+        batch = packed(place)
+        health = engine.health(engine.forward_backward(batch, step=1))
+        evaluated = engine.evaluate([batch])
+    total, tokens = torch.zeros(()), 0
+    for rank in range(place.world_size):
+        whole = packed(place, rank=rank)
+        rows = zip(whole.input_ids.reshape(-1, SEQUENCE), whole.labels.reshape(-1, SEQUENCE), strict=True)
+        for ids, labels in rows:
+            for at in range(0, SEQUENCE, 5):  # the definition, not what is tested
+                ends = [at + i for i in range(len(ids[at : at + 5])) if ids[at + i] == END]
+                start = at
+                for end in [*ends, at + len(ids[at : at + 5]) - 1]:
+                    if end < start:
+                        continue
+                    logits = plain(input_ids=ids[start : end + 1].unsqueeze(0), use_cache=False).logits[0]
+                    wanted = labels[start : end + 1]
+                    total = total + functional.cross_entropy(
+                        logits, wanted, ignore_index=IGNORED_LABEL, reduction="sum"
+                    )
+                    start = end + 1
+        tokens += whole.label_tokens
+    mean = total / tokens
+    mean.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    return {
+        "loss": health.loss,
+        "norm": health.grad_norm,
+        "evaluated": evaluated,
+        "alone": float(mean.detach()),
+        "norm_alone": float(norm),
+    }
+
+
+def of_an_architecture(place: Place, *, name: str, config: dict[str, Any]) -> str:
+    """What building an engine of this architecture with document masking is refused for; empty when it is not."""
+    given = ", ".join(f"{key}: {value}" for key, value in config.items())
+    overrides = ["data.document_masking=true", f"model.architecture={name}", f"model.config={{{given}}}"]
+    try:
+        with engine_of(place, resolve(place, stage=3, compute="bf16", overrides=overrides)):
+            return ""
+    except UserError as error:
+        return str(error)
+
+
+assert END < VOCABULARY

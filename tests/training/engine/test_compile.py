@@ -1,0 +1,71 @@
+"""Compiled blocks train as the blocks themselves do, and step aside for whoever looks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PretrainedConfig
+
+from config.cli import REPOSITORY
+from config.command_line import read_command_line
+from config.errors import UserError
+from tests.support.process_group import ProcessGroup
+from tests.support.small_run import resolve
+from tests.training.engine import compile_cases as cases
+from training.engine import build_engine
+
+HARD = ["model.activation_checkpointing=full", "model.config.attention_dropout=0.3"]
+CALLS = 2 * 2 * cases.STEPS
+"""Two blocks, two micro-batches a step."""
+
+
+@pytest.mark.parametrize(("stage", "compute", "tolerance"), [(2, "fp32", 1e-6), (1, "bf16", 1e-6)])
+def test_compiled_blocks_train_as_the_blocks_do(pair: ProcessGroup, stage: int, compute: str, tolerance: float) -> None:
+    overrides = HARD if compute == "fp32" else ["model.activation_checkpointing=selective"]
+    for found in pair.run(cases.parity, stage=stage, compute=compute, overrides=overrides):
+        assert found["compiled_calls"] == CALLS and found["own_calls"] == 0
+        assert found["loss"] < tolerance and found["norm"] < 10 * tolerance
+        assert found["masters"] < 1e-3 * found["moved"]
+        assert found["kept"] <= 1.0
+
+
+def test_whoever_looks_sees_what_the_blocks_themselves_compute(pair: ProcessGroup) -> None:
+    for found in pair.run(cases.looks, overrides=["model.activation_checkpointing=selective"]):
+        plain, compiled, calls = found["false"], found["true"], found["calls"]
+        assert plain == compiled
+        assert {"bf16"} == compiled["computed"][cases.SICK] and not compiled["finite"]
+        assert [name for _, name, tensor, _ in compiled["causes"] if tensor == "activation"] == [cases.SICK] * 2
+        started = 2  # the pass that compiles
+        assert calls["observed"][0] == started and calls["observed"][1] > 0
+        assert calls["trained"][0] == started + 4  # the step that went wrong ran compiled
+        assert calls["attributed"][0] == calls["trained"][0] and calls["attributed"][1] > calls["trained"][1]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.activation_checkpointing=ops", "activation_checkpointing = ops"),
+        ("model.activation_checkpointing=attention", "activation_checkpointing = attention"),
+        ("model.checkpointing_reentrant=true", "checkpointing_reentrant"),
+        ("model.attention=flex_attention", "flex_attention"),
+        ("profile.steps=2", "profile.steps=0"),
+        ("data.document_masking=true", "data.document_masking"),
+        ("precision.path=manifest", "precision.path = manifest"),
+    ],
+)
+def test_what_is_not_verified_is_refused(override: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--config", str(REPOSITORY / "config/recipes/demo.yaml"), "model.compile=true", override]
+    if override == "precision.path=manifest":
+        given += ["precision.manifest=config/manifests/bf16.json", "precision.compute=fp32"]
+    with pytest.raises(SystemExit) as stopped:
+        read_command_line(given)
+    assert stopped.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_zero_3_is_refused_before_anything_is_built() -> None:
+    place: Any = None
+    resolved = resolve(place, stage=3, compute="fp32", overrides=["model.compile=true"])
+    with pytest.raises(UserError, match="use ZeRO-2"):
+        build_engine(resolved, PretrainedConfig(), place)

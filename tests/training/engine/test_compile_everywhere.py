@@ -1,0 +1,52 @@
+"""Compiled blocks at every stage and dtype, resumed and replayed. Takes minutes: `make test-long` runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.launches import command, events, finish, replay
+from tests.support.process_group import ProcessGroup
+from tests.training.engine import compile_cases as cases
+
+pytestmark = pytest.mark.slow
+
+# Relative, of losses and gradient norms; of masters, a share of how far they moved.
+# BF16 itself is 4e-4 away from FP32 in the loss of this model: what the compiler adds is to be far below that.
+FP32, BF16, FP16 = (1e-6, 1e-5, 1e-3), (5e-5, 5e-4, 0.02), (5e-5, 5e-4, 0.02)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    ("stage", "compute", "bounds"),
+    [
+        (0, "fp32", FP32),
+        (1, "fp32", FP32),
+        (2, "fp32", FP32),
+        (1, "bf16", BF16),
+        (2, "bf16", BF16),
+        (1, "fp16", FP16),
+        (2, "fp16", FP16),
+    ],
+)
+def test_parity(pair: ProcessGroup, stage: int, compute: str, bounds: tuple[float, float, float], mode: str) -> None:
+    overrides = [f"model.activation_checkpointing={mode}", "model.config.attention_dropout=0.2"]
+    for found in pair.run(cases.parity, seconds=300, stage=stage, compute=compute, overrides=overrides):
+        print(stage, compute, mode, found)
+        assert found["compiled_calls"] and not found["own_calls"]
+        assert found["loss"] < bounds[0] and found["norm"] < bounds[1]
+        assert found["masters"] < bounds[2] * found["moved"]
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(pair: ProcessGroup, tmp_path: Path) -> None:
+    for found in pair.run(cases.resume, seconds=300, folder=str(tmp_path), overrides=[]):
+        assert found["losses"][0] == found["losses"][1] and found["same"]
+
+
+def test_a_compiled_bf16_job_replays_to_the_bit(tmp_path: Path) -> None:
+    half = ["deepspeed.config=ds_configs/zero2_bf16.json", "precision.compute=bf16"]
+    settings = ["model.compile=true", "model.activation_checkpointing=none", *half]
+    finish(command("torchrun", tmp_path, "job", *settings), seconds=400)
+    assert len(events(tmp_path, "job", "step")) == 6
+    assert "as recorded" in replay(tmp_path, "job", 6)

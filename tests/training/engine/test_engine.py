@@ -1,0 +1,134 @@
+"""The engine against plain torch, at every ZeRO stage and precision, on one and on two real processes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.training.engine import engine_cases
+
+STAGES = [0, 1, 2, 3]
+SHARDED = [(stage, compute) for stage in (1, 2, 3) for compute in ("fp32", "bf16", "fp16")]
+
+
+def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """Largest absolute difference over all tensors."""
+    assert left.keys() == right.keys()
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+@pytest.fixture(scope="module")
+def references(solo):
+    """Plain torch FP32 steps by mask."""
+    return {mask: solo.run(engine_cases.reference_step, mask=mask, clipping=1.0)[0] for mask in ("uneven", "sequences")}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("mask", ["uneven", "sequences"])
+def test_loss_norm_and_masters_do_not_depend_on_the_layout(pair, solo, references, stage, mask):
+    """(micro 8, accumulation 1) and (micro 2, accumulation 4 or 2), one rank or two: the step of plain torch."""
+    expected = references[mask]
+    for group, micro in ((solo, 8), (solo, 2), (pair, 4), (pair, 2)):
+        for result in group.run(engine_cases.one_step, stage=stage, compute="fp32", micro=micro, mask=mask):
+            assert result["applied"]
+            assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+            assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+            assert result["clip"] == pytest.approx(min(1.0, 1.0 / expected["grad_norm"]), rel=1e-4)
+            assert difference(result["after"], expected["after"]) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("micro", [2, 4])
+def test_offload_changes_nothing(pair, references, stage, micro):
+    options = {"compute": "fp32", "micro": micro, "mask": "uneven", "variant": "_offload"}
+    for result in pair.run(engine_cases.one_step, stage=stage, **options):
+        assert result["grad_norm"] == pytest.approx(references["uneven"]["grad_norm"], rel=1e-5)
+        assert difference(result["after"], references["uneven"]["after"]) < 1e-5
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_batch_without_labels_neither_hangs_nor_makes_nan(pair, stage):
+    for result in pair.run(engine_cases.one_step, stage=stage, compute="fp32", micro=2, mask="all"):
+        assert result["loss"] == 0.0
+        assert result["grad_norm"] == 0.0
+        assert all(torch.isfinite(value).all() for value in result["after"].values())
+
+
+def test_weights_drawn_from_a_seed_are_the_same_at_every_stage_and_world_size(pair, solo):
+    expected = solo.run(engine_cases.one_step, stage=0, compute="fp32", micro=8, mask="uneven")[0]["before"]
+    for stage in (1, 2, 3):
+        for result in pair.run(engine_cases.one_step, stage=stage, compute="fp32", micro=4, mask="uneven"):
+            assert difference(result["before"], expected) == 0.0
+
+
+def test_zero_3_builds_the_model_partitioned(pair):
+    for result in pair.run(engine_cases.partitioned_build):
+        assert result["held"] <= result["whole"] // 2 + 64
+        assert result["resident"] == 0
+
+
+@pytest.mark.parametrize(("stage", "compute"), SHARDED)
+def test_half_precision_follows_fp32(pair, stage, compute):
+    """Norm and loss stay near FP32's over steps in which the FP16 scale grows; unclipped, so that scaling shows."""
+    options = {"steps": 6, "overrides": ["optimizer.gradient_clipping=0", "precision.loss_scale.window=2"]}
+    options["overrides"].append("precision.loss_scale.initial=256")
+    expected = pair.run(engine_cases.norms_over_steps, stage=2, compute="fp32", **options)[0]
+    for rows in pair.run(engine_cases.norms_over_steps, stage=stage, compute=compute, **options):
+        if compute == "fp16":
+            assert [row["change"] for row in rows].count("growth") >= 2
+        for row, reference in zip(rows, expected, strict=True):
+            assert row["applied"]
+            assert row["loss"] == pytest.approx(reference["loss"], rel=2e-2)
+            assert row["grad_norm"] == pytest.approx(reference["grad_norm"], rel=3e-2)
+            assert row["momentum"] == pytest.approx(reference["momentum"], rel=3e-2)
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), *SHARDED])
+@pytest.mark.parametrize(("kind", "rank"), [("inf_gradient", 1), ("nan_gradient", 0)])
+def test_a_step_with_a_non_finite_gradient_changes_nothing(pair, stage, compute, kind, rank):
+    for result in pair.run(engine_cases.struck_step, stage=stage, compute=compute, kind=kind, rank=rank):
+        assert result["applied"] == [True, True, False, True]
+        assert difference(result["masters"][1], result["masters"][2]) == 0.0
+        assert difference(result["masters"][2], result["masters"][3]) > 0.0
+        assert result["momenta"][1] == result["momenta"][2]
+        assert all(math.isfinite(norm) for norm in result["momenta"])
+        if compute == "fp16":
+            assert result["changes"][2] == "overflow"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("reentrant", ["true", "false"])
+def test_recomputed_activations_change_nothing(pair, references, stage, mode, reentrant):
+    overrides = [f"model.activation_checkpointing={mode}", f"model.checkpointing_reentrant={reentrant}"]
+    options = {"compute": "fp32", "micro": 2, "mask": "uneven", "overrides": overrides}
+    for result in pair.run(engine_cases.one_step, stage=stage, **options):
+        assert result["grad_norm"] == pytest.approx(references["uneven"]["grad_norm"], rel=1e-5)
+        assert difference(result["after"], references["uneven"]["after"]) < 1e-5
+
+
+def test_saved_weights_become_the_masters_at_every_stage(pair, solo, tmp_path):
+    expected = solo.run(engine_cases.save_weights, folder=str(tmp_path))[0]
+    for stage in STAGES:
+        for masters in pair.run(engine_cases.load_weights, stage=stage, folder=str(tmp_path)):
+            assert difference(masters, expected) == 0.0
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), *SHARDED])
+def test_the_ledger_is_what_the_config_promises(pair, stage, compute):
+    name = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[compute]
+    for reduce, promise in (("fp32", "compute"), ("compute", "fp32")):
+        arguments = {"stage": stage, "compute": compute, "reduce": reduce, "promise": promise}
+        for rows, error in pair.run(engine_cases.ledger, **arguments):
+            assert rows["parameters"] == rows["gradients of a micro-batch"] == name
+            assert rows["masters"] == rows["moments"] == rows["gradients accumulated"] == "float32"
+            assert rows["gradients reduced"] == ("float32" if reduce == "fp32" else name)
+            assert ("gradients are reduced" in error) is (compute != "fp32")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_master_that_is_not_fp32_stops_the_run(pair, stage):
+    for error in pair.run(engine_cases.broken_master, stage=stage):
+        assert error == "masters are in bfloat16, the config promises float32"

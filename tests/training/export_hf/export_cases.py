@@ -1,0 +1,113 @@
+"""What runs inside the processes of test_export.py. Every function is called on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from transformers.integrations import HfDeepSpeedConfig
+
+from modeling.build import build_model, model_config
+from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
+from training.distributed import Place
+from training.engine import Engine
+from training.engine.build import _gather_partitioned
+from training.engine.masters import local_masters
+from training.engine.tensors import whole_master, whole_weight
+from training.engine.weights import StaleMaster, refresh_masters, require_fresh_masters, start_from_weights
+
+FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")
+ODD = ["model.config.hidden_size=28", "model.config.intermediate_size=47", "model.config.mlp_bias=true"]
+"""Sizes that two ranks do not divide, so that partitions are padded and cut across parameters."""
+
+
+def save(
+    place: Place,
+    *,
+    folder: str,
+    stage: int,
+    compute: str,
+    variant: str = "",
+    overrides: list[str] = [],  # noqa: B006  # sent to the processes, never changed
+    frozen: bool = False,
+) -> dict[str, Any]:
+    """Two steps, a checkpoint in DeepSpeed's files, and what the engine had: masters and computing weights, whole."""
+    resolved = resolve(place, stage=stage, compute=compute, variant=variant, overrides=overrides)
+    with _engine(place, resolved, freeze=FROZEN if frozen else ()) as engine:
+        for step in (1, 2):
+            health = engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
+            engine.step(health, 0.001)
+        engine.save(Path(folder), "deepspeed")
+        parameters = dict(engine.model.named_parameters())
+        weights = {name: whole_weight(engine, parameter).cpu() for name, parameter in parameters.items()}
+        masters = {
+            name: whole_master(engine, parameter).cpu() if parameter.requires_grad else weights[name]
+            for name, parameter in parameters.items()
+        }
+        return {"masters": masters, "weights": weights, "groups": len(local_masters(engine.deepspeed.optimizer))}
+
+
+@contextmanager
+def _engine(place: Place, resolved: Any, *, freeze: tuple[str, ...]) -> Iterator[Engine]:
+    if not freeze:
+        with engine_of(place, resolved) as engine:
+            yield engine
+        return
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
+    gather = _gather_partitioned(place) if zero3 else lambda parameters: nullcontext(True)
+    model = build_model(resolved.config.model, shape, seed=0, gather=gather)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in freeze)
+    engine = Engine(model, resolved, place)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _from_folder(place: Place, folder: str, stage: int, compute: str, variant: str = "") -> Any:
+    overrides = [f"model.name_or_path={folder}", "model.architecture=null", "model.config={}"]
+    return resolve(place, stage=stage, compute=compute, variant=variant, overrides=overrides)
+
+
+def start(place: Place, *, folder: str, stage: int, compute: str, variant: str = "") -> dict[str, Any]:
+    """A run from a folder: its masters, and its weights after a step at learning rate 0."""
+    with engine_of(place, _from_folder(place, folder, stage, compute, variant)) as engine:
+        parameters = dict(engine.model.named_parameters())
+        refreshed = start_from_weights(engine, folder)
+        after = {name: whole_master(engine, parameter).cpu() for name, parameter in parameters.items()}
+        health = engine.health(engine.forward_backward(batch_of(place, 4, seed=1), step=1))
+        applied = engine.step(health, 0.0).applied
+        stepped = {name: whole_weight(engine, parameter).cpu() for name, parameter in parameters.items()}
+        return {"after": after, "stepped": stepped, "refreshed": refreshed, "applied": applied}
+
+
+def stale(place: Place, *, folder: str, stage: int, compute: str, how: str) -> str:
+    """The error of a start whose masters, or whose weights, are not those of the folder on one rank.
+
+    how: master changes one value of rank 1's partition; weight overwrites a module's weight after DeepSpeed has made
+    the masters, as a load into the module does.
+    """
+    with engine_of(place, _from_folder(place, folder, stage, compute)) as engine:
+        start_from_weights(engine, folder)
+        if how == "master" and place.rank == 1:
+            local_masters(engine.deepspeed.optimizer)[0].data[5] += 0.5
+        parameter = engine.model.get_parameter("model.layers.1.self_attn.o_proj.weight")
+        if how != "master":
+            getattr(parameter, "ds_tensor", parameter).data.mul_(1.5)
+        try:
+            require_fresh_masters(engine)
+        except StaleMaster as error:
+            text = str(error)
+        else:
+            return ""
+        if how == "master":
+            return text
+        try:
+            refresh_masters(engine, Path(folder))
+        except StaleMaster as error:
+            return f"{text}\n{error}"
+    return ""

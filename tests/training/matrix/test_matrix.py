@@ -1,0 +1,120 @@
+"""The precision matrix: a pairwise-covering part of it comes out as the table says, and broken engines do not pass."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+
+from config.cli import REPOSITORY
+from config.deepspeed.combinations import SETTINGS, UPSTREAM, combinations, refusal
+from tests.training.matrix import matrix_cases
+from training.matrix.cells import ACCUMULATIONS, CHECKPOINTINGS, all_cells, covering, pairs
+from training.matrix.command import main
+from training.matrix.page import page, surprises
+
+PAGE = REPOSITORY / "docs" / "precision-matrix.md"
+CELLS = list(all_cells())
+PLAIN = [cell for cell in CELLS if cell.setting is None]
+COVERING = covering(PLAIN)
+
+
+def test_the_matrix_is_the_product_of_its_dimensions_and_the_settings() -> None:
+    assert len(CELLS) == len({cell.name for cell in CELLS})
+    assert len(PLAIN) == len(list(combinations())) * len(ACCUMULATIONS) * 2 * len(CHECKPOINTINGS)
+    assert {cell.setting for cell in CELLS if cell.setting} == {row for row in SETTINGS if not row.refused}
+
+
+def test_the_part_that_is_tested_has_every_pair_of_values() -> None:
+    assert set().union(*map(pairs, COVERING)) == set().union(*map(pairs, PLAIN))
+    assert len(COVERING) < len(PLAIN) / 8
+
+
+def test_it_comes_out_as_the_table_says(pair) -> None:
+    cells = sorted(COVERING, key=lambda cell: cell.name)
+    for results in pair.run(matrix_cases.measure, cells=cells, upstream=False):
+        assert surprises(cells, results) == []
+
+
+@pytest.mark.parametrize("row", [row for row in UPSTREAM if row.path == "cast"], ids=lambda row: row.problem[:60])
+def test_bare_deepspeed_is_wrong_where_the_table_says(pair, row) -> None:
+    cell = next(cell for cell in PLAIN if row.covers(cell.combination, clipping=cell.clipping))
+    for results in pair.run(matrix_cases.measure, cells=[cell], upstream=True):
+        assert results[cell.name]["upstream"]["verdict"] == "wrong"
+        assert surprises([cell], results) == []
+
+
+def test_a_setting_comes_out_as_the_table_says(pair) -> None:
+    first = {}
+    for cell in CELLS:
+        if cell.setting and cell.combination.compute == cell.setting.computes[-2:][0]:
+            first.setdefault(cell.setting, cell)
+    cells = list(first.values())
+    assert first.keys() == {row for row in SETTINGS if not row.refused}
+    for results in pair.run(matrix_cases.measure, cells=cells, upstream=False):
+        assert surprises(cells, results) == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_scale_that_grows_in_the_middle_of_the_step_is_found(pair, stage) -> None:
+    for result in pair.run(matrix_cases.scale_grows_at_once, stage=stage):
+        assert result["verdict"] == "wrong"
+        assert result["errors"]["masters"] > 0.1
+
+
+@pytest.mark.parametrize(("path", "compute"), [("cast", "fp32"), ("cast", "bf16"), ("manifest", "mixed")])
+def test_a_lost_micro_batch_is_found(pair, path, compute) -> None:
+    for result in pair.run(matrix_cases.loses_a_micro_batch, path=path, compute=compute):
+        assert result["verdict"] == "wrong"
+        assert "masters" in result["reason"]
+
+
+def test_a_rank_that_raises_is_a_result(pair) -> None:
+    for result in pair.run(matrix_cases.raises):
+        assert (result["verdict"], result["reason"]) == ("raised", "ValueError: only here")
+
+
+def test_a_cell_that_is_not_named_is_one_line(capsys, tmp_path) -> None:
+    assert main(["--only", "ZeRO-4", "--folder", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: --only ZeRO-4: no cell has this in its name")
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of every table row of a page."""
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("|")]
+
+
+def made_up(**changes: Any) -> dict[str, dict[str, Any]]:
+    """A result for every cell: as the table says, but for `changes` (name to verdict)."""
+    good = {"verdict": "verified", "reason": "", "errors": {"start": 0.0, "loss": 1e-9, "norm": 1e-9, "masters": 1e-9}}
+    return {cell.name: {**good, "upstream": good, "seconds": 1.0, **changes.get(cell.name, {})} for cell in CELLS}
+
+
+def test_the_committed_page_and_the_table_agree() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    rows = rows_of(text)
+    for combination in combinations():
+        corners = [row for row in rows if row[0] == str(combination)]
+        wanted = itertools.product(("off", "on"), map(str, ACCUMULATIONS))
+        assert [tuple(row[1:3]) for row in corners] == list(wanted), combination
+    refused = {combination for combination in combinations() if refusal(combination)}
+    on_page = {row[0] for row in rows if len(row) > 3 and row[1] in ("on", "off") and row[3] == "refused"}
+    assert on_page == {str(combination) for combination in refused}
+    assert {row[1] for row in rows} >= {row.problem for row in UPSTREAM}
+    assert len([row for row in rows if row[3:] and re.match("refused: |repaired: ", row[3])]) == len(UPSTREAM)
+    refused_settings = {f"`{row}`": row.refused for row in SETTINGS if row.refused}
+    measured = {f"`{row}`, {compute.upper()}" for row in SETTINGS if not row.refused for compute in row.computes}
+    assert {row[0] for row in rows if row[0].startswith("`")} == refused_settings.keys() | measured
+    assert {row[0]: row[2] for row in rows if row[0] in refused_settings} == refused_settings
+    assert "WRONG" not in text
+    assert "RAISED" not in text
+
+
+def test_what_is_not_as_the_table_says_stands_out() -> None:
+    conditions = {"processes": 2, "steps": 6, "deepspeed": "d", "torch": "t", "transformers": "f", "machine": "m"}
+    cell = next(cell for cell in PLAIN if str(cell.combination) == "BF16, ZeRO-2" and cell.clipping)
+    results = made_up(**{cell.name: {"verdict": "wrong", "reason": "masters 3.0e-01"}})
+    assert "**WRONG**" in page(CELLS, results, conditions)
+    assert f"{cell.name}: wrong, not verified: masters 3.0e-01" in surprises(CELLS, results)

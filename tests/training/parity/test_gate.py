@@ -1,0 +1,134 @@
+"""The parity gate as a user runs it: real launched jobs, a report, an exit code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from config.cli import REPOSITORY
+from config.errors import UserError
+from tests.support import launches
+from training.jobs import last_words, launch
+from training.parity import gate as parity
+from training.parity import jobs as parity_jobs
+
+DEMO = str(REPOSITORY / "config/recipes/demo.yaml")
+NORM = "model.layers.1.post_attention_layernorm"
+SMALL = [
+    *launches.SMALL,
+    "batch.micro_size=2",
+    "evaluate.every_steps=0",
+    "evaluate.batches=4",
+    "parity.points=2",
+    "parity.price_per_device_hour=3",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.fixture(scope="module")
+def judged(folder):
+    """A gate that passes, and its FP32 twin."""
+    chosen = parity.plan(
+        DEMO, [*SMALL, f"data.cache_dir={folder}/cache"], folder=folder / "good", steps=12, processes=2
+    )
+    twin = parity.train_twin(chosen, 0, print)
+    return parity.gate(chosen, twins=[twin]), twin
+
+
+def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
+    found, _ = judged
+    assert found == json.loads((folder / "good/parity.json").read_text())
+    assert found["verdict"] == "parity"
+    assert not found["failed"]
+    assert {check["name"] for check in found["checks"]} >= {
+        "validation_delta",
+        "nonfinite_events",
+        "restored_share",
+        "module_error",
+        "gradient_cosine",
+        "update_error",
+    }
+    assert [walk["point"] for walk in found["walks"]] == [0, 6]
+    assert all(len(walk["steps"]) == 2 and walk["recorded_loss"] == walk["steps"][0]["loss"] for walk in found["walks"])
+    runs = found["trajectories"]
+    assert runs["candidate"][0]["steps"] == runs["fp32"][0]["steps"] == list(range(1, 13))
+    assert 0 < abs(runs["candidate"][0]["losses"][-1] - runs["fp32"][0]["losses"][-1]) < 0.02
+    for quantity in ("step_seconds", "memory_bytes", "tokens_per_second", "cost_per_million_tokens"):
+        assert found["bought"][quantity]["ratio"] > 0
+    conditions = found["conditions"]
+    assert conditions["steps"] == 12
+    assert conditions["data"]
+    assert conditions["environment"]["versions"]["deepspeed"]
+    page = (folder / "good/parity.md").read_text()
+    assert page.startswith("# Parity of bf16 with FP32: parity\n")
+    assert "held." in page
+    for name in ("trajectories.png", "steps.png"):
+        assert name in page
+        assert (folder / "good" / name).stat().st_size > 10_000
+
+
+def test_a_sabotaged_norm_fails_by_name(folder, judged):
+    """The same job with a norm that squares in FP16, held against the same twin."""
+    defect = f"defects=[{{kind: fp16_norm, module: {NORM}, factor: 30000}}]"
+    overrides = [*SMALL, f"data.cache_dir={folder}/cache", defect]
+    chosen = parity.plan(DEMO, overrides, folder=folder / "bad", steps=12, processes=2)
+    found = parity.gate(chosen, twins=[judged[1]])
+    assert found["verdict"] == "no parity"
+    assert "module_error" in found["failed"]
+    assert found["first_parting"]["module"] == NORM
+    assert NORM in (folder / "bad/parity.md").read_text().split("## Checks")[0]
+
+
+def test_the_warm_up_shrinks_with_the_steps_and_points_fit(folder):
+    chosen = parity.plan(DEMO, [], folder=folder, steps=45, processes=2)
+    assert chosen.resolved.config.schedule.warmup_steps == 4
+    assert chosen.points == [0, 15, 30]
+    assert parity.plan(DEMO, ["parity.points=4"], folder=folder, steps=10, processes=2).points == [0, 2, 4, 6]
+    assert parity.plan(DEMO, [], folder=folder, steps=2, processes=2).points == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config", DEMO, "parity.validation_delta=0"], "parity.validation_delta"),
+        (["--config", DEMO, "--steps", "0"], "--steps = 0"),
+        (["--config", DEMO, "parity.point=3"], "did you mean"),
+        (["--config", DEMO, "--processes", "3"], "batch.global_size"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_bad_input_is_one_line_and_starts_nothing(tmp_path, capsys, arguments, words):
+    try:
+        code = parity.main([*arguments, "--report", str(tmp_path / "report")])
+    except SystemExit as stop:
+        code = stop.code
+    text = capsys.readouterr().err
+    assert code == 2
+    assert words in text
+    assert len(text.strip().splitlines()) == 1
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_twin_that_does_not_run_is_told_with_its_last_words(tmp_path):
+    overrides = [*SMALL, f"data.cache_dir={tmp_path}/cache", "model.attention=nonsense"]
+    chosen = parity.plan(DEMO, overrides, folder=tmp_path / "report", steps=12, processes=1)
+    with pytest.raises(UserError, match=r"FP32 twin did not reach its end: error: .*model.attention = nonsense.*; see"):
+        parity_jobs.train_twin(chosen, 0, print)
+
+
+def test_a_launcher_that_does_not_exist_is_told(tmp_path):
+    with pytest.raises(UserError, match="there is no program nolauncher"):
+        launch(["-m", "this"], processes=2, log=tmp_path / "log", launcher=["nolauncher"])
+
+
+def test_a_job_does_not_inherit_what_a_launcher_told_this_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    program = ["-c", "import os, sys; print({k for k in os.environ if k in ('RANK', 'WORLD_SIZE')}); sys.exit(7)"]
+    assert launch(program, processes=1, log=tmp_path / "log") == 7
+    assert last_words(tmp_path / "log") == "set()"

@@ -1,0 +1,117 @@
+"""Single steps against FP32: what is healthy passes, and every planted defect is found in the module that has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from config.schema import ParitySection
+from precision.parity import Check, Walk, first_parting, judge_steps
+from tests.training.parity import step_cases as parity_cases
+from training.parity.defects import PLANTED
+
+BOUNDS = ParitySection()
+CLIPPED = "optimizer.gradient_clipping=0.5"
+NORM, LINEAR = "model.layers.1.input_layernorm", "model.layers.0.mlp.down_proj"
+
+
+def manifest(name: str) -> list[str]:
+    return ["precision.path=manifest", f"precision.manifest=config/manifests/{name}.json"]
+
+
+def judged(steps: list[dict]) -> dict[str, Check]:
+    """The checks of one walk by name."""
+    numbered = [{"step": index, **step} for index, step in enumerate(steps, start=1)]
+    return {check.name: check for check in judge_steps([Walk(0, True, numbered, numbered[0]["loss"])], BOUNDS)}
+
+
+def failed(checks: dict[str, Check]) -> set[str]:
+    return {name for name, check in checks.items() if not check.passed}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp32_is_its_own_parity(pair, stage):
+    for steps in pair.run(parity_cases.measured_steps, stage=stage, compute="fp32", steps=3, overrides=[CLIPPED]):
+        checks = judged(steps)
+        assert not failed(checks)
+        assert checks["module_error"].measured == 0.0
+        assert checks["gradient_error"].measured < 1e-6
+        assert checks["update_error"].measured < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute", "overrides"),
+    [
+        *((stage, compute, []) for stage in (1, 2, 3) for compute in ("bf16", "fp16")),
+        (2, "fp32", manifest("bf16")),
+        (3, "fp32", manifest("llama_mixed")),
+        (2, "bf16", ["model.activation_checkpointing=full"]),
+    ],
+)
+def test_half_precision_agrees_and_every_module_is_measured(pair, stage, compute, overrides):
+    """Errors are those of the format: none is hidden, and none is larger than a few roundings make it."""
+    overrides = [CLIPPED, "precision.loss_scale.initial=1024", "precision.loss_scale.window=2", *overrides]
+    for steps in pair.run(parity_cases.measured_steps, stage=stage, compute=compute, steps=3, overrides=overrides):
+        checks = judged(steps)
+        assert not failed(checks)
+        least = 1e-4 if compute == "fp16" else 1e-3
+        assert least < checks["module_error"].measured < 10 * least
+        assert least < checks["gradient_error"].measured
+        names = set(steps[0]["order"])
+        assert {"model.embed_tokens", NORM, LINEAR, "model.layers.1.self_attn", "model.norm", "lm_head"} <= names
+        assert not steps[0]["not_measured"]
+
+
+def module_of(defect: str) -> str:
+    """The module that has to be named; none where the defect is one of the whole step."""
+    return NORM if NORM in defect else LINEAR if LINEAR in defect else ""
+
+
+PLANTS = [(planted.defect.format(norm=NORM, linear=LINEAR), planted.caught_by) for planted in PLANTED]
+KINDS = [defect[7:].rstrip("}").partition(",")[0] for defect, _ in PLANTS]
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(1, "bf16"), (2, "fp16"), (3, "bf16")])
+@pytest.mark.parametrize(("defect", "check"), PLANTS, ids=KINDS)
+def test_a_planted_defect_is_found_and_named(pair, stage, compute, defect, check):
+    """A defect of a module is named, first and alone in its check; one of the whole step blames every module."""
+    overrides = [CLIPPED, "precision.loss_scale.initial=1024", f"defects=[{defect}]"]
+    for steps in pair.run(parity_cases.measured_steps, stage=stage, compute=compute, steps=3, overrides=overrides):
+        found = judged(steps)[check]
+        assert not found.passed
+        if module_of(defect):
+            assert found.modules == (module_of(defect),)
+        else:
+            assert found.note.startswith("all ")
+
+
+@pytest.mark.parametrize("defect", [defect for defect, _ in PLANTS if module_of(defect)])
+def test_a_planted_defect_is_found_on_the_manifest_path(pair, defect):
+    """There the parameters are the masters: weights that do not follow show in the update."""
+    overrides = [*manifest("bf16"), CLIPPED, f"defects=[{defect}]"]
+    for steps in pair.run(parity_cases.measured_steps, stage=2, compute="fp32", steps=3, overrides=overrides):
+        assert failed(judged(steps))
+
+
+def test_the_first_module_to_part_is_the_one_that_was_sabotaged(pair):
+    """Later modules inherit the error and are not blamed for it."""
+    overrides = [f"defects=[{{kind: fp16_norm, module: {NORM}, factor: 30000}}]"]
+    steps = pair.run(parity_cases.measured_steps, stage=2, compute="bf16", steps=1, overrides=overrides)[0]
+    parting = first_parting([Walk(0, True, [{"step": 1, **steps[0]}])], BOUNDS)
+    assert parting is not None
+    assert parting["module"] == NORM
+    order, built_up = steps[0]["order"], steps[0]["output_error"]
+    later = [name for name in order[order.index(NORM) :] if name.startswith("model.layers.1.self_attn.")]
+    assert all(built_up[name] > BOUNDS.module_error for name in later)
+
+
+@pytest.mark.parametrize("kind", ["coarse_output", "fp16_norm"])
+def test_a_defect_without_its_module_is_refused(solo, kind):
+    overrides = [f"defects=[{{kind: {kind}}}]"]
+    with pytest.raises(AssertionError, match="it needs a module"):
+        solo.run(parity_cases.measured_steps, stage=0, compute="fp32", steps=1, overrides=overrides)
+
+
+def test_a_defect_of_no_module_is_refused(solo):
+    overrides = ["defects=[{kind: stale_weight, module: model.layers.9}]"]
+    with pytest.raises(AssertionError, match="the model has no such module"):
+        solo.run(parity_cases.measured_steps, stage=0, compute="fp32", steps=1, overrides=overrides)

@@ -1,0 +1,131 @@
+"""Spans of real steps on real processes, taken by a collector that parses OTLP, and by some that take none."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from config.cli import REPOSITORY
+from tests.support.otlp_collector import collector
+from tests.training.tracing import tracing_cases
+
+STAGES = ("data", "forward_backward", "health", "optimizer")
+
+
+def test_every_step_is_one_trace_of_all_ranks(pair, tmp_path):
+    overrides = ["precision.loss_scale.initial=256", "faults=[{kind: inf_gradient, step: 2, rank: 1}]"]
+    arguments = {"folder": str(tmp_path), "compute": "fp16", "overrides": overrides, "wait": 0.05}
+    plain = pair.run(tracing_cases.traced, endpoint=None, **arguments)
+    with collector() as taken:
+        results = pair.run(tracing_cases.traced, endpoint=taken.url, save=True, **arguments)
+    assert set(taken.paths) == {"/v1/traces"}
+    roots = {rank: taken.named("step", rank=rank) for rank in (0, 1)}
+    for rank, result in enumerate(results):
+        assert result["masters"] == plain[rank]["masters"] and result["python_random"] == plain[rank]["python_random"]
+        assert result["notes"] == [] and result["left"] == []
+        told = [[root["attributes"][name] for name in ("loss", "applied", "loss_scale")] for root in roots[rank]]
+        assert told == result["rows"] and [row[1] for row in told] == [True, False, True]
+        assert [root["attributes"]["step"] for root in roots[rank]] == [1, 2, 3]
+        assert [root["attributes"]["tokens"] for root in roots[rank]] == [128, 256, 384]
+        assert [root["trace"] for root in roots[rank]] == [root["trace"] for root in roots[0]]
+        assert [root["parent"] for root in roots[rank]] == ([""] * 3 if rank == 0 else [r["id"] for r in roots[0]])
+        for name in STAGES:
+            for span, root in zip(taken.named(name, rank=rank), roots[rank], strict=True):
+                assert (span["trace"], span["parent"], span["failed"]) == (root["trace"], root["id"], None)
+                assert root["start"] <= span["start"] <= span["end"] <= root["end"]
+        for span in taken.named("data", rank=rank):
+            assert (span["end"] - span["start"]) / 1e9 >= 0.05
+        for root, seconds in zip(roots[rank], result["seconds"], strict=True):
+            assert (root["end"] - root["start"]) / 1e9 == pytest.approx(seconds, abs=0.2)
+        [evaluation] = taken.named("evaluation", rank=rank)
+        [save], [stall] = taken.named("checkpoint", rank=rank), taken.named("stall", rank=rank)
+        assert evaluation["parent"] == save["parent"] == roots[rank][-1]["id"] and stall["parent"] == save["id"]
+        assert (save["end"] - save["start"]) / 1e9 == pytest.approx(result["save_seconds"][0], abs=0.2)
+        assert save["attributes"]["step"] == 3 and save["attributes"]["bytes"] > 0
+    assert len({root["trace"] for root in roots[0]}) == 3
+    assert len({span["id"] for span in taken.spans}) == len(taken.spans) == 2 * (3 * 5 + 3)
+    assert taken.spans[0]["resource"]["run"] == "a test"
+
+
+def test_a_failed_save_and_a_failed_step_are_told_without_their_words(pair, tmp_path):
+    with collector() as taken:
+        results = pair.run(tracing_cases.full_disk, endpoint=taken.url, folder=str(tmp_path))
+    assert all(result["saves"] == ["SaveFailed"] for result in results)
+    assert [span["failed"] for span in taken.named("checkpoint")] == ["SaveFailed", "SaveFailed"]
+    with collector() as taken:
+        pair.run(tracing_cases.traced, endpoint=taken.url, folder=str(tmp_path / "f"), steps=1, fail=True)
+    for name in ("step", "forward_backward"):
+        assert [span["failed"] for span in taken.named(name, rank=0)] == [None, "Spoiled"]
+    assert "must not leave" not in repr(taken.spans)
+
+
+def test_the_standard_variables_are_heard(pair, tmp_path):
+    environment = {
+        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20secret",
+        "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
+        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": "0.5",
+        "OTEL_RESOURCE_ATTRIBUTES": "team=numerics",
+    }
+    with collector() as taken:
+        arguments = {"endpoint": taken.url, "folder": str(tmp_path), "steps": 24}
+        pair.run(tracing_cases.traced, environment=environment, **arguments)
+    assert all(headers["authorization"] == "Bearer secret" for headers in taken.headers)
+    assert all(headers["content-encoding"] == "gzip" for headers in taken.headers)
+    kept = {rank: [span["attributes"]["step"] for span in taken.named("step", rank=rank)] for rank in (0, 1)}
+    assert kept[0] == kept[1] and 3 <= len(kept[0]) <= 21  # outside once in 30,000 runs
+    assert {span["trace"] for span in taken.spans} == {span["trace"] for span in taken.named("step", rank=0)}
+    assert {span["resource"]["team"] for span in taken.spans} == {"numerics"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "reason"),
+    [("nobody", 2, "Connection refused"), ("silent", 1, "nobody answers"), ("refusing", 1, "401")],
+)
+def test_a_collector_that_takes_nothing_costs_one_note(pair, tmp_path, kind, seconds, reason):
+    """nobody listens; somebody accepts and never answers; somebody answers 401."""
+    quick = {"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "8"}
+    # a full queue is told, too: before the time-out of who never answers it would be the first trouble
+    quick |= {"OTEL_BSP_MAX_QUEUE_SIZE": "512" if kind == "silent" else "32"}
+    quick |= {"OTEL_EXPORTER_OTLP_TIMEOUT": str(seconds)}
+    arguments = {"folder": str(tmp_path), "steps": 30, "environment": quick}
+    plain = pair.run(tracing_cases.traced, endpoint=None, **arguments)
+    with socket.socket() as deaf, collector(status=401) as refusing:
+        deaf.bind(("127.0.0.1", 0))
+        if kind == "silent":
+            deaf.listen(64)
+        address = refusing.url if kind == "refusing" else f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        results = pair.run(tracing_cases.traced, endpoint=address, **arguments)
+        refused = len(refusing.paths)
+    for result, without in zip(results, plain, strict=True):
+        [note] = result["notes"]
+        lead = f"spans are lost, training goes on: tracking.otlp_endpoint = {address}: "
+        assert note.startswith(lead) and reason in note.removeprefix(lead) and len(note) < 250
+        assert result["close_seconds"] < 15 and result["left"] == []
+        assert result["masters"] == without["masters"] and result["python_random"] == without["python_random"]
+        assert max(result["seconds"][1:]) < 3 + 2 * max(without["seconds"][1:])
+    assert (refused > 0) is (kind == "refusing")
+
+
+def test_spans_cost_little(solo):
+    with collector() as taken:
+        [seconds] = solo.run(tracing_cases.cost, endpoint=taken.url, steps=80)
+    assert seconds < 1e-2
+    assert len(taken.named("step")) == 5 * 80
+
+
+def test_more_spans_than_the_queue_holds_cost_a_note_and_the_oldest(solo):
+    with collector(seconds=0.2) as taken:
+        [notes] = solo.run(tracing_cases.burst, endpoint=taken.url, steps=500)
+    assert len(notes) == 1 and notes[0].endswith(": more spans than the queue holds (OTEL_BSP_MAX_QUEUE_SIZE)")
+    assert 64 <= len(taken.spans) < 5 * 500
+    assert taken.named("step")[-1]["attributes"]["step"] == 500
+
+
+def test_without_an_endpoint_nothing_of_opentelemetry_is_imported():
+    program = "import sys, training.tracing.spans; print([name for name in sys.modules if 'opentelemetry' in name])"
+    found = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

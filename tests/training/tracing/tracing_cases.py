@@ -1,0 +1,146 @@
+"""What runs inside the processes of test_tracing.py."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.support.small_run import batch_of, engine_of, masters_of, resolve, state_of
+from tests.training.profile.profiler_cases import Repeated
+from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.retention import Retention
+from training.distributed import Place
+from training.progress import Progress
+from training.tracing.spans import Tracing
+
+TOKENS = 128
+
+
+class Spoiled(RuntimeError):
+    """What a broken step raises in these tests."""
+
+
+def traced(place: Place, *, environment: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
+    """`steps_of` under environment variables that are gone afterwards."""
+    with _variables(environment or {}):
+        return steps_of(place, **arguments)
+
+
+def steps_of(
+    place: Place,
+    *,
+    endpoint: str | None,
+    folder: str,
+    steps: int = 3,
+    compute: str = "fp32",
+    overrides: Sequence[str] = (),
+    wait: float = 0.0,
+    save: bool = False,
+    fail: bool = False,
+) -> dict[str, Any]:
+    """Steps with or without spans, then an evaluation, and a save if asked for: what happened, seen from outside.
+
+    fail: the last step raises before its forward pass.
+    """
+    notes: list[str] = []
+    random.seed(7)
+    resolved = resolve(place, stage=2, compute=compute, micro=2, overrides=overrides)
+    with engine_of(place, resolved) as engine:
+        batches, progress, rows, seconds = Repeated(place, wait), Progress(), [], []
+        checkpoints = Checkpoints(Path(folder), keep=Retention(1), identity={}, place=place)
+        tracing = None
+        if endpoint is not None:
+            facts = {"run": "a test", "rank": place.rank}
+            session = place.from_main(os.urandom(8).hex())
+            tracing = Tracing(endpoint, facts, session=session, rank=place.rank, tokens=TOKENS, note=notes.append)
+            tracing.follow(engine, batches, checkpoints)
+        for step in range(1, steps + 1):
+            started = time.perf_counter()
+            with tracing.step(progress) if tracing else nullcontext():
+                batch = batches.next_step()
+                health = engine.health(engine.forward_backward(batch, step=step))
+                update = engine.step(health, 0.001)
+            seconds.append(time.perf_counter() - started)
+            progress = progress.after(tokens=TOKENS, applied=update.applied)
+            rows.append([health.loss, update.applied, update.loss_scale])
+        engine.evaluate([batch_of(place, 2, seed=99)])
+        outcomes = []
+        if save:
+            checkpoints.start_save(engine, state_of(engine, progress))
+            outcomes = checkpoints.outcomes()
+        if fail and tracing is not None:
+            _fail(tracing, progress)
+        closed = time.perf_counter()
+        if tracing is not None:
+            tracing.close()
+        return {
+            "rows": rows,
+            "seconds": seconds,
+            "close_seconds": time.perf_counter() - closed,
+            "notes": notes,
+            "saves": [str(type(outcome).__name__) for outcome in outcomes],
+            "save_seconds": [getattr(outcome, "seconds", None) for outcome in outcomes],
+            "left": [name for target in (engine, batches, checkpoints) for name in vars(target) if name in _METHODS],
+            "masters": {name: tensor.double().sum().item() for name, tensor in masters_of(engine).items()},
+            "python_random": random.random(),
+        }
+
+
+_METHODS = ("forward_backward", "health", "step", "evaluate", "next_step", "start_save", "outcomes")
+
+
+def full_disk(place: Place, *, endpoint: str, folder: str) -> dict[str, Any]:
+    """A traced save that cannot be written: a file is where the checkpoints' folder has to be."""
+    (Path(folder) / "checkpoints").write_text("in the way")
+    return traced(place, endpoint=endpoint, folder=f"{folder}/checkpoints", steps=1, save=True)
+
+
+def cost(place: Place, *, endpoint: str, steps: int) -> float:
+    """Seconds that the spans of one step cost the training thread: best of five rounds."""
+    tracing = Tracing(endpoint, {}, session="cost", rank=0, tokens=TOKENS, note=print)
+    best = min(_empty_steps(tracing, steps) for _ in range(5))
+    tracing.close()
+    return best
+
+
+def burst(place: Place, *, endpoint: str, steps: int) -> list[str]:
+    """Spans faster than any training makes them; the notes."""
+    notes: list[str] = []
+    with _variables({"OTEL_BSP_MAX_QUEUE_SIZE": "64", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "16"}):
+        tracing = Tracing(endpoint, {}, session="burst", rank=0, tokens=TOKENS, note=notes.append)
+    _empty_steps(tracing, steps)
+    tracing.close()
+    return notes
+
+
+def _empty_steps(tracing: Tracing, steps: int) -> float:
+    """Seconds of one step in which nothing is done."""
+    started = time.perf_counter()
+    for step in range(steps):
+        with tracing.step(Progress(step=step)):
+            for name in ("data", "forward_backward", "health", "optimizer"):
+                with tracing.span(name):
+                    pass
+    return (time.perf_counter() - started) / steps
+
+
+def _fail(tracing: Tracing, progress: Progress) -> None:
+    with suppress(Spoiled), tracing.step(progress), tracing.span("forward_backward"):
+        raise Spoiled("what must not leave this machine")
+
+
+@contextmanager
+def _variables(environment: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name in environment:
+            del os.environ[name]
+        os.environ.update(before)

@@ -1,0 +1,158 @@
+"""A lost rank is named by the others within a bounded time; a bug of our own keeps its traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.training.watchdog.watch_cases import Ranks
+from training.watchdog.process import Member, MemoryKills, exit_status, how_it_ended
+from training.watchdog.watch import LOST
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Runs scenarios of two ranks."""
+    return Ranks(tmp_path_factory.mktemp("ranks"))
+
+
+@contextmanager
+def process_that(code):
+    """A process that waits for a line and then runs `code`, and what another process knows of it."""
+    process = subprocess.Popen([sys.executable, "-c", f"input()\n{code}"], stdin=subprocess.PIPE, text=True)
+    here = Member.here(0)
+    started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    try:
+        yield process, Member(rank=3, host=here.host, pid=process.pid, started=started, machine=here.machine)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "words"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", -9, "was killed by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 11)", -11, "was killed by SIGSEGV"),
+        ("raise SystemExit(74)", 74, "ended with exit code 74"),
+        ("pass", 0, "ended with exit code 0"),
+    ],
+)
+def test_the_kernel_tells_how_a_process_ended_until_its_parent_asks(code, status, words):
+    with process_that(code) as (process, member):
+        assert member.alive and exit_status(member) is None
+        handle = os.pidfd_open(process.pid)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not member.alive
+        assert exit_status(member) == status
+        assert how_it_ended(status) == words
+        process.wait()
+        assert exit_status(member) is None and not member.alive
+        if tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (6, 15):
+            assert exit_status(member, handle) == status
+        os.close(handle)
+
+
+def test_a_process_that_stands_still_says_why_and_another_of_its_number_is_not_it():
+    with process_that("pass") as (process, member):
+        assert member.standstill is None
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while member.standstill is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert member.standstill == "stopped by a signal"
+        stranger = Member(3, member.host, member.pid, member.started - 1, member.machine)
+        assert not stranger.alive and stranger.standstill is None and exit_status(stranger) is None
+
+
+def test_memory_is_blamed_when_the_kernel_counted_a_kill():
+    now = MemoryKills.now()
+    assert now.machine is not None and now.machine >= 0
+    assert "most likely a person" in MemoryKills.now().since(now)
+    assert "this cgroup's count of out-of-memory kills rose from 1 to 2" in MemoryKills(2, 9).since(MemoryKills(1, 8))
+    assert "this machine's count of out-of-memory kills rose from 8 to 9" in MemoryKills(1, 9).since(MemoryKills(1, 8))
+    assert MemoryKills(None, None).since(now) == "most often the machine ran out of memory"
+
+
+def test_a_killed_rank_is_named_with_its_signal(ranks):
+    codes, logs, seconds = ranks.run("killed")
+    assert codes == [LOST, -signal.SIGKILL]
+    line, *more = logs[0].splitlines()
+    assert not more, "one line, and no traceback"
+    assert line.startswith("error: rank 1 (pid ") and " was killed by SIGKILL, seen at " in line
+    assert "rank 0 stops, exit code 69; start the run again" in line
+
+
+def test_a_rank_killed_on_another_machine_is_named_with_its_signal(ranks):
+    """Nobody else is there: what the small process beside it says is all that tells."""
+    codes, logs, seconds = ranks.run("killed_beside_its_witness", elsewhere=True)
+    assert codes == [LOST, -signal.SIGKILL]
+    (line,) = logs[0].splitlines()
+    assert line.startswith("error: rank 1 (pid ") and " was killed by SIGKILL, seen at " in line
+    assert "person or the batch system); rank 0 stops, exit code 69" in line
+
+
+def test_a_rank_that_stands_still_on_another_machine_is_spoken_of_and_waited_for(ranks):
+    codes, logs, _ = ranks.run("stopped", elsewhere=True, timeout=10)
+    assert codes == [LOST, -signal.SIGKILL]  # stopped until the test killed it
+    told, named = logs[0].splitlines()
+    assert "has been silent for 1 s, stopped or too busy to run Python; rank 0 waits for it" in told
+    assert named.startswith("error: rank 1 (pid ") and "has been silent for " in named
+
+
+def test_a_rank_may_leave_another_machine_when_all_are_done(ranks):
+    codes, logs, _ = ranks.run("fine", elsewhere=True)
+    assert codes == [0, 0]
+    assert logs == ["", ""]
+
+
+def test_a_rank_that_comes_to_no_collective_is_ended_all_the_same(ranks):
+    """As in NCCL, where a collective whose partner is gone does not return before its time-out."""
+    codes, logs, seconds = ranks.run("killed_while_the_other_computes")
+    assert codes == [LOST, -signal.SIGSEGV]
+    assert "rank 1 (pid " in logs[0] and "was killed by SIGSEGV" in logs[0]
+    assert seconds < 30
+
+
+def test_a_bug_keeps_its_traceback_and_is_told_to_ranks_of_other_machines(ranks):
+    codes, logs, _ = ranks.run("failed", elsewhere=True)
+    assert codes == [LOST, 1]
+    assert "Traceback" in logs[1] and "ValueError: a bug of our own" in logs[1]
+    assert "error: rank 1 (pid " in logs[0] and "stopped: ValueError: a bug of our own; rank 0 stops" in logs[0]
+    assert "Traceback" not in logs[0]
+
+
+def test_a_bug_of_every_rank_is_nobody_elses_fault(ranks):
+    codes, logs, _ = ranks.run("failed_both")
+    assert codes == [1, 1]
+    assert all("Traceback" in log and "RuntimeError: Connection of layers is wrong" in log for log in logs)
+
+
+def test_a_rank_that_stands_still_is_spoken_of_and_named_at_the_time_out(ranks):
+    codes, logs, seconds = ranks.run("stopped", timeout=6)
+    assert codes == [LOST, -signal.SIGKILL]  # stopped until the test killed it
+    told, named = logs[0].splitlines()
+    assert "has been stopped by a signal for 1 s; rank 0 waits for it" in told
+    assert named.startswith("error: rank 1 (pid ") and "has been stopped by a signal for " in named
+
+
+def test_a_rank_that_did_not_come_is_named_with_the_place_where_it_is(ranks):
+    codes, logs, _ = ranks.run("absent", timeout=6)
+    assert codes[0] == LOST
+    assert "error: rank 1 (pid " in logs[0] and " is in tests/training/watchdog/watch_cases.py:" in logs[0]
+    assert " absent for " in logs[0]
+
+
+def test_a_rank_may_leave_when_all_are_done(ranks):
+    codes, logs, _ = ranks.run("fine")
+    assert codes == [0, 0]
+    assert logs == ["", ""]
