@@ -1,12 +1,20 @@
-"""What every command line shares: exit codes, Mantissa's own folder, and a parser whose mistakes are UserErrors."""
+"""What every command line shares: exit codes, Mantissa's own folder, a parser whose mistakes are UserErrors, and how a
+UserError ends a tool."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import select
+import sys
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, ParamSpec
 
 from config.errors import UserError
+
+P = ParamSpec("P")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 """Mantissa's own folder."""
@@ -19,3 +27,49 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"command line: {message}; see {self.prog} --help")
+
+
+def is_rank_0(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is the one of a launched job that prints; so is one whose RANK is missing or no number."""
+    rank = environment.get("RANK", "0")
+    return not rank.isdecimal() or int(rank) == 0
+
+
+def entry_point(*, launched: bool = False, closed_pipe: int = 1) -> Callable[[Callable[P, int]], Callable[P, int]]:
+    """For the `main` of a `python -m` tool: a UserError becomes one line on stderr and exit code 2.
+
+    When the reader of stdout has left (`| head`), the rest of the output is dropped without a traceback. The exit code
+    stays if main was through by then.
+
+    Args:
+        launched: the tool runs once per rank; only rank 0 prints the error.
+        closed_pipe: exit code where main was cut short by a closed pipe, and so may not know its verdict.
+    """
+
+    def decorate(main: Callable[P, int]) -> Callable[P, int]:
+        @wraps(main)
+        def run(*args: P.args, **kwargs: P.kwargs) -> int:
+            code = closed_pipe
+            try:
+                code = main(*args, **kwargs)
+                sys.stdout.flush()
+            except UserError as error:
+                if not launched or is_rank_0():
+                    print(f"error: {error}", file=sys.stderr)
+                return CONFIG_ERROR
+            except BrokenPipeError:
+                if not _reader_left():
+                    raise  # another pipe than stdout
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return code
+
+        return run
+
+    return decorate
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads stdout any more."""
+    stdout = select.poll()
+    stdout.register(sys.stdout, 0)  # POLLERR is reported unasked
+    return bool(stdout.poll(0))

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from config import help_text
-from config.cli import CONFIG_ERROR, Arguments
+from config.cli import CONFIG_ERROR, Arguments, is_rank_0
 from config.errors import UserError
 from config.load import to_yaml
 from config.resolved import Resolved, resolve_run
@@ -28,8 +28,7 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
         SystemExit: 2 after one line on stderr (rank 0 only) when the user must fix something;
             0 after `--help` and `--show-config`.
     """
-    rank = environment.get("RANK", "0")
-    speaks = not rank.isdecimal() or int(rank) == 0
+    speaks = is_rank_0(environment)
     try:
         if "--help" in argv or "-h" in argv:
             if speaks:

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from config.cli import CONFIG_ERROR, Arguments
+from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.schema import DataSection
 
@@ -213,18 +213,15 @@ def _numbers(name: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     return numbers
 
 
+@entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    try:
-        options = read_options(arguments)
-        print(HEADER, flush=True)
-        rows = benchmark(options, lambda row: print(line(row), flush=True))
-        if options.json:
-            found = [{**asdict(row), "megabytes_per_second": row.rate} for row in rows]
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    options = read_options(arguments)
+    print(HEADER, flush=True)
+    rows = benchmark(options, lambda row: print(line(row), flush=True))
+    if options.json:
+        found = [{**asdict(row), "megabytes_per_second": row.rate} for row in rows]
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from config.cli import Arguments
+from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.load import load_config
 from launch.hosts import Choice, Hosts
@@ -253,6 +253,7 @@ class Supervisor:
             say(f"{name}: the run saves and ends; once more kills it")
 
 
+@entry_point()
 def main(arguments: Sequence[str]) -> int:
     """Supervise the command behind `--`; returns the exit code."""
     parser = Arguments(prog="python -m launch.supervise", description=__doc__)
@@ -271,16 +272,12 @@ def main(arguments: Sequence[str]) -> int:
         "--wait-nodes", type=float, default=Nodes.wait_minutes, help="minutes to wait for that many (%(default)g)"
     )
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    try:
-        options = parser.parse_args(arguments[:split])
-        command = list(arguments[split + 1 :])
-        run = Run.of_command(command)
-        limits = Limits(options.restarts, options.within, options.wait)
-        with tempfile.TemporaryDirectory(prefix="supervise-") as folder:
-            return Supervisor(command, run, limits, Nodes(options.min_nodes, options.wait_nodes), Path(folder)).run()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    options = parser.parse_args(arguments[:split])
+    command = list(arguments[split + 1 :])
+    run = Run.of_command(command)
+    limits = Limits(options.restarts, options.within, options.wait)
+    with tempfile.TemporaryDirectory(prefix="supervise-") as folder:
+        return Supervisor(command, run, limits, Nodes(options.min_nodes, options.wait_nodes), Path(folder)).run()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from config.cli import CONFIG_ERROR
+from config.cli import Arguments, entry_point, is_rank_0
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import without_accelerate
@@ -138,31 +138,26 @@ def _last_step(events: list[dict[str, Any]]) -> int:
     return max((event["step"] for event in events if event["event"] == "step"), default=0)
 
 
+@entry_point(launched=True)
 def main(arguments: list[str] | None = None) -> int:
     """Start the run's number of processes where this is none of them, and replay."""
-    parser = argparse.ArgumentParser(prog="python -m training.replay", description=__doc__)
+    parser = Arguments(prog="python -m training.replay", description=__doc__)
     parser.add_argument("run", type=Path, help="run folder, such as runs/demo")
     parser.add_argument("--step", type=int, required=True, help="attempted step, counted from 1")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     options = parser.parse_args(arguments)
-    speaks = os.environ.get("RANK", "0") == "0"
-    try:
-        run_dir = RunDir(options.run)
-        events = list(read_events(run_dir.events))
-        recorded = attempt_to_replay(events, options.step)
-        session = session_of(events, recorded[-1])
-        processes = session["world_size"]
-        if "RANK" not in os.environ and processes > 1:
-            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-            again = ["-m", "training.replay", str(options.run), "--step", str(options.step)]
-            os.execv(sys.executable, [sys.executable, *launch, *again])
-        resolved = read_command_line(["--config", str(run_dir.config)], without_accelerate(os.environ))
-        require_layout(session, resolved)
-        return replay(run_dir, resolved, recorded, print if speaks else _silent)
-    except UserError as error:
-        if speaks:
-            print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    run_dir = RunDir(options.run)
+    events = list(read_events(run_dir.events))
+    recorded = attempt_to_replay(events, options.step)
+    session = session_of(events, recorded[-1])
+    processes = session["world_size"]
+    if "RANK" not in os.environ and processes > 1:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        again = ["-m", "training.replay", str(options.run), "--step", str(options.step)]
+        os.execv(sys.executable, [sys.executable, *launch, *again])
+    resolved = read_command_line(["--config", str(run_dir.config)], without_accelerate(os.environ))
+    require_layout(session, resolved)
+    return replay(run_dir, resolved, recorded, print if is_rank_0() else _silent)
 
 
 def _silent(text: str) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments
+from config.cli import Arguments, entry_point
 from config.deepspeed import document as deepspeed_document
 from config.deepspeed import resolve as deepspeed_json
 from config.errors import UserError
@@ -29,7 +29,7 @@ from launch.doctor.hosts import HERE, Host, hosts_of
 from launch.doctor.report import AMBER, GREEN, as_json, show, worst
 from launch.hostfile import read_hostfile
 
-FOUND, CONFIG_ERROR = 1, 2
+FOUND = 1
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@entry_point()
 def main(arguments: Sequence[str]) -> int:
     """Examine, print, and return the exit code."""
     began = time.monotonic()
@@ -109,9 +110,6 @@ def main(arguments: Sequence[str]) -> int:
         options = _parser().parse_intermixed_args(arguments)
         plan = make_plan(options)
         findings = examine(plan)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     seconds = time.monotonic() - began

@@ -17,6 +17,8 @@ import time
 import urllib.error
 import urllib.request
 
+from config.cli import Arguments, entry_point
+
 METRIC = "mantissa_last_event_timestamp_seconds"
 ANSWER_SECONDS = 10.0
 
@@ -38,9 +40,10 @@ def last_event(port: int) -> float | None:
     return float(values[0]) if values else None
 
 
+@entry_point()
 def main(arguments: list[str]) -> int:
     """0: alive, or nothing to judge by; 1: not."""
-    parser = argparse.ArgumentParser(prog="python -m launch.kubernetes.alive", description=__doc__)
+    parser = Arguments(prog="python -m launch.kubernetes.alive", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--port", type=int, required=True, help="tracking.prometheus_port")
     parser.add_argument("--silent-minutes", type=float, required=True, help="how long nothing may be recorded")

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from config.cli import CONFIG_ERROR, Arguments
-from config.errors import UserError
+from config.cli import Arguments, entry_point
 from launch.plan.devices import DEVICES
 from launch.plan.plan import Plan, make_plan
 from launch.plan.search import Option, dominated_from
@@ -53,14 +51,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+@entry_point()
 def main(argv: Sequence[str]) -> int:
     """The command line; its exit code."""
-    try:
-        options, arguments = _parse(argv)
-        plan = make_plan(options, arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    options, arguments = _parse(argv)
+    plan = make_plan(options, arguments)
     if options.json:
         print(json.dumps(as_json(plan), indent=2))
     else:

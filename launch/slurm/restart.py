@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from config.errors import UserError
+from config.cli import Arguments, entry_point
 from launch.job import ended_how
 from launch.supervise import CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Run, Session
 
@@ -47,9 +47,10 @@ def verdict(session: Session, code: int) -> tuple[int, bool, str]:
     return code, True, f"the job {how} after it saved step {session.saved}"
 
 
+@entry_point()
 def main(arguments: Sequence[str]) -> int:
     """Answer one question; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m launch.slurm.restart", description=__doc__)
+    parser = Arguments(prog="python -m launch.slurm.restart", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("question", choices=("begin", "end"))
     parser.add_argument("--restarts", type=int, default=0, help="how often Slurm has requeued the job")
@@ -57,11 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--code", type=int, default=0, help="srun's exit code")
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:split])
-    try:
-        run = Run.of_command(["train.py", *arguments[split + 1 :]])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    run = Run.of_command(["train.py", *arguments[split + 1 :]])
     if options.question == "begin":
         saved = (run.events.parent / "checkpoints" / "LATEST").is_file()
         print(":".join(map(str, run.mark())), *(["run.resume=auto"] if options.restarts and saved else []))

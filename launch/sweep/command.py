@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from config.cli import CONFIG_ERROR, REPOSITORY, Arguments
+from config.cli import REPOSITORY, Arguments, entry_point
 from config.errors import UserError
 from launch.supervise import PREEMPTED
 from launch.sweep.file import read_sweep
@@ -31,20 +31,17 @@ from launch.sweep.trial import run_trial, say
 _SBATCH = REPOSITORY / "launch/slurm/sweep.sbatch"
 
 
+@entry_point()
 def main(arguments: Sequence[str]) -> int:
     """Run, submit, list or rank a sweep; returns the exit code."""
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
-    try:
-        options = _parser().parse_args(arguments[:split])
-        if options.trial is not None:
-            return _trial(options.path, options.trial)
-        if options.report:
-            report(read_plan(options.path))
-            return 0
-        return _sweep(options, list(arguments[split + 1 :]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    options = _parser().parse_args(arguments[:split])
+    if options.trial is not None:
+        return _trial(options.path, options.trial)
+    if options.report:
+        report(read_plan(options.path))
+        return 0
+    return _sweep(options, list(arguments[split + 1 :]))
 
 
 def _sweep(options: argparse.Namespace, sbatch_options: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from config.cli import Arguments, entry_point
 from config.errors import UserError
 from tracking.compare.divergence import Tolerance
 from tracking.compare.result import Comparison, compare
@@ -21,10 +22,11 @@ from tracking.compare.text import show
 from tracking.jsonl import encode
 from tracking.run_dir import write_atomically
 
-CONFIG_ERROR, PARTED = 2, 3
+PARTED = 3
 _WIDTH = 120  # columns of tables that go to a file or a pipe
 
 
+@entry_point(closed_pipe=0)
 def main(arguments: list[str] | None = None) -> int:
     """Compare and show; 0, or 2 when a run cannot be read, or 3 when --tolerance was given and a run is beyond it."""
     options = _parser().parse_args(arguments)
@@ -33,18 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
         absolute=options.absolute or 0.0,
     )
     gated = options.tolerance is not None or options.absolute is not None
-    try:
-        runs = read_runs(options.runs)
-        if gated and len(runs) < 2:
-            raise UserError(
-                f"--tolerance takes two runs or more, and only {runs[0].source} was named; name another one"
-            )
-        comparison = compare(runs, tolerance=tolerance, price=options.price)
-        if options.html is not None:
-            _write_html(comparison, options.html)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    runs = read_runs(options.runs)
+    if gated and len(runs) < 2:
+        raise UserError(f"--tolerance takes two runs or more, and only {runs[0].source} was named; name another one")
+    comparison = compare(runs, tolerance=tolerance, price=options.price)
+    if options.html is not None:
+        _write_html(comparison, options.html)
     if options.json:
         sys.stdout.write(encode(comparison.as_dict()).decode())
     else:
@@ -57,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="python -m tracking.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="runs/demo, 'runs/*' or wandb:entity/project/run")

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from config.cli import entry_point
 from config.errors import UserError
 from tracking.environment import redact
 from tracking.jsonl import encode
@@ -34,21 +35,18 @@ from tracking.summary import summarise
 
 __all__ = ["main", "summary_table", "write_report"]
 
-CONFIG_ERROR, FAILED = 2, 3
+FAILED = 3
 _DAY = 86400.0
 _WIDTH = 140  # columns of tables that go to a file or a pipe
 
 
+@entry_point()
 def main(arguments: list[str] | None = None) -> int:
     """Report on one run or on many; returns the exit code."""
-    try:
-        options = _parser().parse_args(arguments)
-        if (options.run is None) == (options.runs is None):
-            raise UserError("command line: give a run folder, or --runs with folders or globs, and not both")
-        failed = _one(options) if options.run is not None else _many(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    options = _parser().parse_args(arguments)
+    if (options.run is None) == (options.runs is None):
+        raise UserError("command line: give a run folder, or --runs with folders or globs, and not both")
+    failed = _one(options) if options.run is not None else _many(options)
     return FAILED if options.gate and failed else 0
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.cli import CONFIG_ERROR
+from config.cli import Arguments, entry_point
 from config.errors import UserError
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
@@ -46,6 +46,7 @@ def deliver(run_dir: RunDir, *, online: bool, models: Sequence[dict[str, Any]]) 
     sink.close()
 
 
+@entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     options = _parser().parse_args(arguments)
@@ -58,9 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         models = [named_checkpoint_facts(path, config, parity) for path in options.checkpoint]
         models += [export_facts(path) for path in options.export]
         deliver(run_dir, online=options.online, models=models)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
@@ -68,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="python -m tracking.wandb.deliver",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

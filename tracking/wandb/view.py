@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from config import yaml_text
-from config.cli import CONFIG_ERROR, REPOSITORY
+from config.cli import REPOSITORY, Arguments, entry_point
 from config.errors import UserError
 
 DEFINITION = REPOSITORY / "docs" / "wandb" / "saved_view.yaml"
@@ -66,20 +66,17 @@ def _panel(panel: dict[str, Any]) -> Any:
     raise ValueError(f"panel: {kind} is none of line, table, run_comparer")
 
 
+@entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="python -m tracking.wandb.view", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("project", metavar="ENTITY/PROJECT", help="a wandb project")
     parser.add_argument("--definition", type=Path, default=DEFINITION, metavar="FILE", help="the panels, in YAML")
     parser.add_argument("--show", action="store_true", help="print the view as JSON and send nothing")
     options = parser.parse_args(arguments)
-    try:
-        print(_make(options.project, options.definition, show=options.show))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    print(_make(options.project, options.definition, show=options.show))
     return 0
 
 

@@ -6,7 +6,6 @@ leaves, x puts the steps on a logarithmic axis. With --once, or when the output 
 
 from __future__ import annotations
 
-import argparse
 import os
 import select
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
+from config.cli import Arguments, entry_point
 from config.errors import UserError
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
@@ -136,9 +136,10 @@ def _keys() -> Iterator[Any]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
+@entry_point()
 def main(arguments: list[str] | None = None) -> int:
     """Watch one run; 2 when the folder does not exist."""
-    parser = argparse.ArgumentParser(prog="python -m tracking.watch", description=__doc__)
+    parser = Arguments(prog="python -m tracking.watch", description=__doc__)
     parser.add_argument("run", type=Path, help="run folder, such as runs/demo; it may still be empty")
     parser.add_argument("--once", action="store_true", help="print one frame and leave")
     parser.add_argument("--log-steps", action="store_true", help="steps on a logarithmic axis")
@@ -157,9 +158,6 @@ def main(arguments: list[str] | None = None) -> int:
             repeat(watch, console)
         else:
             live(watch, console)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 0
     return 0

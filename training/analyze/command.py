@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from config.cli import CONFIG_ERROR, Arguments
+from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
 from config.deepspeed.document import in_fp32, read_document
 from config.errors import UserError
@@ -245,12 +245,9 @@ def _options() -> Arguments:
     return parser
 
 
+@entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    try:
-        options, overrides = _options().parse_known_args(arguments)
-        options.processes = options.processes or default_processes()
-        return analyze(options, overrides)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    options, overrides = _options().parse_known_args(arguments)
+    options.processes = options.processes or default_processes()
+    return analyze(options, overrides)

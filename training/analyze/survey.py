@@ -8,7 +8,6 @@ measured on. Everything goes through DeepSpeed's own backward pass and reduction
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from config.cli import CONFIG_ERROR
+from config.cli import CONFIG_ERROR, Arguments, entry_point
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.resolved import Resolved
@@ -148,9 +147,10 @@ def _say(engine: Engine, text: str) -> None:
         print(text, flush=True)
 
 
+@entry_point(launched=True)
 def main(arguments: Sequence[str] | None = None) -> int:
     """One process of the job that `training.analyze` starts; the main one writes the result."""
-    parser = argparse.ArgumentParser(prog="python -m training.analyze.survey", description=__doc__)
+    parser = Arguments(prog="python -m training.analyze.survey", description=__doc__)
     parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--plan", type=json.loads, required=True, help="JSON of the plan")
     options, rest = parser.parse_known_args(arguments)

@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from config.cli import CONFIG_ERROR, Arguments
+from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
@@ -172,14 +172,11 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+@entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    try:
-        options = read_options(arguments)
-        result = benchmark(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    options = read_options(arguments)
+    result = benchmark(options)
     print(page(result))
     return 3 if result["part"] else 0
 

@@ -26,14 +26,13 @@ import json
 import math
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from config.cli import CONFIG_ERROR, Arguments
+from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
@@ -208,14 +207,11 @@ def _device() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
+@entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    try:
-        options = read_options(arguments)
-        found = benchmark(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    options = read_options(arguments)
+    found = benchmark(options)
     print(f"\n{page(found)}\nreport   {options.out / 'benchmark.md'}")
     same = all(mine["trains_the_same"] for mine in found["contestants"].values())
     return ALL_HOLD if same and all(check["holds"] for check in found["bounds"]) else FAILED

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from config.cli import CONFIG_ERROR, Arguments
+from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.resolved import Resolved
@@ -243,13 +243,10 @@ def read_options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, l
     return options, rest
 
 
+@entry_point(launched=True)
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    try:
-        options, rest = read_options(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    options, rest = read_options(arguments)
     runs = [resolve(rest, parameters, blocks=options.blocks) for parameters in options.parameters]
     place = distributed.join(runs[0])
     rows = []

@@ -11,7 +11,6 @@ alternate, bare and guarded; the ratio is taken pair by pair, so that a machine 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
+from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
 from tracking.run_dir import RunDir
 from training.build import assemble
@@ -81,9 +81,10 @@ def open_parts(opened: Session) -> Iterator[Parts]:
         record.close()
 
 
+@entry_point(launched=True)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison and print medians and the spread of the ratio."""
-    parser = argparse.ArgumentParser(prog="python -m training.benchmark.guard", description=__doc__)
+    parser = Arguments(prog="python -m training.benchmark.guard", description=__doc__)
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks")
     parser.add_argument("--steps", type=int, default=5, help="steps in a block")
     options, rest = parser.parse_known_args(arguments)

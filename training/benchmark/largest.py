@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from config.cli import CONFIG_ERROR, Arguments
+from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
@@ -212,13 +212,10 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+@entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    try:
-        result = benchmark(read_options(arguments))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    result = benchmark(read_options(arguments))
     print(f"\n{page(result)}")
     return 0 if result["largest"] is not None else 3
 

@@ -28,6 +28,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from config.batch import loss_chunk
+from config.cli import Arguments, entry_point
 from config.schema import ModelSection
 from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
 
@@ -137,9 +138,10 @@ def _peak(device: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
+@entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; one JSON line a row with --json, else a table."""
-    parser = argparse.ArgumentParser(prog="python -m training.benchmark.loss", description=__doc__)
+    parser = Arguments(prog="python -m training.benchmark.loss", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[4096, 32768, 131072])
     parser.add_argument("--hidden", type=int, default=1024)

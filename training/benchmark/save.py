@@ -8,7 +8,6 @@ beside the run folders, which is removed again. With checkpoint.dir the uploads 
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
 from config.resolved import Resolved
 from training.build import open_checkpoints
@@ -50,9 +50,10 @@ def measure(resolved: Resolved, engine: Engine, folder: Path, place: Place, *, s
     return found
 
 
+@entry_point(launched=True)
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m training.benchmark.save", description=__doc__)
+    parser = Arguments(prog="python -m training.benchmark.save", description=__doc__)
     parser.add_argument("--saves", type=int, default=5, help="saves of each kind")
     options, rest = parser.parse_known_args(arguments)
     resolved = read_command_line(rest)

@@ -29,7 +29,7 @@ import deepspeed
 import numpy as np
 import torch
 
-from config.cli import CONFIG_ERROR
+from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.resolved import Resolved
@@ -174,26 +174,23 @@ def report(measured: Measured, *, steps: int, compute: str, at_least: float | No
     return 0
 
 
+@entry_point(launched=True)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison."""
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="training.benchmark.steps", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", type=int, default=300, help="pairs of blocks")
     parser.add_argument("--steps", type=int, default=1, help="steps in a block")
     parser.add_argument("--at-least", type=float, help="exit code 3 where tokens/s over bare is surely below")
     options, rest = parser.parse_known_args(arguments)
-    try:
-        total = WARM_UP_STEPS + options.pairs * options.steps
-        resolved = read_command_line([*rest, f"run.steps={total}"])
-        require_comparable(resolved)
-        with session(resolved) as opened, open_parts(opened) as parts:
-            bare = BareLoop(resolved, opened.corpus, opened.place)
-            measured = measure(parts, bare, pairs=options.pairs, steps=options.steps)
-            bare.batches.close()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    total = WARM_UP_STEPS + options.pairs * options.steps
+    resolved = read_command_line([*rest, f"run.steps={total}"])
+    require_comparable(resolved)
+    with session(resolved) as opened, open_parts(opened) as parts:
+        bare = BareLoop(resolved, opened.corpus, opened.place)
+        measured = measure(parts, bare, pairs=options.pairs, steps=options.steps)
+        bare.batches.close()
     if resolved.rank != 0:
         return 0
     return report(measured, steps=options.steps, compute=resolved.compute, at_least=options.at_least)

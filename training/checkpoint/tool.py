@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from config.cli import Arguments, entry_point
 from config.errors import UserError
 from training.checkpoint.commit import drop, name_latest
 from training.checkpoint.inventory import item_bytes, tensors_in
@@ -37,14 +36,15 @@ from training.checkpoint.manifest import (
 )
 from training.checkpoint.retention import being_read, validation_loss
 
-WHOLE, WRONG_USE, DAMAGED = 0, 2, 3
+WHOLE, DAMAGED = 0, 3
 
 Say = Callable[[str], None]
 
 
+@entry_point(closed_pipe=0)
 def main(arguments: Sequence[str], say: Say = print) -> int:
     """Run one of the commands; the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="python -m training.checkpoint", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -59,16 +59,8 @@ def main(arguments: Sequence[str], say: Say = print) -> int:
         if name == "prune":
             command.add_argument("--keep", type=int, required=True, metavar="N", help="how many stay")
     given = parser.parse_args(arguments)
-    try:
-        code = given.act(given, say)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # such as `| head`, which has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return WHOLE
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_USE
+    code: int = given.act(given, say)
+    return code
 
 
 def verify(given: argparse.Namespace, say: Say) -> int:

@@ -23,7 +23,7 @@ from typing import Any, get_args, get_type_hints
 
 from filelock import FileLock, Timeout
 
-from config.cli import CONFIG_ERROR, REPOSITORY, Arguments
+from config.cli import REPOSITORY, Arguments, entry_point
 from config.deepspeed.document import in_fp32, read_document, zero_stage
 from config.errors import UserError
 from config.launcher import as_launched
@@ -241,6 +241,7 @@ def _follow(log: Path, done: threading.Event) -> None:
                 print(line.removeprefix(SPOKEN).strip(), flush=True)
 
 
+@entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the study and write its results."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -256,10 +257,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = write_results(study, options.processes, command=["python", "-m", "training.envelope", *given])
     except Timeout:
         problem = "another envelope writes there; wait for it or choose another folder"
-        print(f"error: --out {options.out}: {problem}", file=sys.stderr)
-        return CONFIG_ERROR
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+        raise UserError(f"--out {options.out}: {problem}") from None
     print(f"{options.out}/envelope.md")
     return 0 if any(row["fp32"] for row in rows) else NOTHING_STABLE

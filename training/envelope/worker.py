@@ -20,8 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config.cli import CONFIG_ERROR
-from config.errors import UserError
+from config.cli import Arguments, entry_point
 from config.load import to_dict
 from config.resolved import Resolved, resolve_run
 from precision.envelope import CONTROL, Bounds, Setting, Trial, Watch, explore, window_of
@@ -202,27 +201,23 @@ def describe(setting: Setting, rate: float, trial: Trial) -> str:
     return f"{setting.depth} layers, batch {setting.batch}, {setting.label}, rate {rate:g}: {ending}{skips}"
 
 
+@entry_point(launched=True)
 def main(arguments: Sequence[str] | None = None) -> int:
     """One process of the job."""
-    parser = argparse.ArgumentParser(prog="python -m training.envelope.worker", description=__doc__)
+    parser = Arguments(prog="python -m training.envelope.worker", description=__doc__)
     parser.add_argument("study", type=Path)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     study = Study.read(parser.parse_args(arguments).study)
     from data.prepare import prepare
     from training import distributed
 
+    first = study.resolve(study.settings[0], study.rates[0], os.environ)
+    corpus = prepare(first.config.data, progress=False)
+    place = distributed.start(rank=first.rank, world_size=first.world_size, local_rank=first.local_rank)
     try:
-        first = study.resolve(study.settings[0], study.rates[0], os.environ)
-        corpus = prepare(first.config.data, progress=False)
-        place = distributed.start(rank=first.rank, world_size=first.world_size, local_rank=first.local_rank)
-        try:
-            work(study, corpus, place, say=lambda text: print(text, flush=True))
-        finally:
-            distributed.stop()
-    except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+        work(study, corpus, place, say=lambda text: print(text, flush=True))
+    finally:
+        distributed.stop()
     return 0
 
 

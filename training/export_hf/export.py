@@ -26,7 +26,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from config.cli import CONFIG_ERROR
+from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.load import load_config
 from config.schema import Config, ModelSection
@@ -248,9 +248,10 @@ def _require_whole(checkpoint: Path) -> None:
         raise UserError(f"{checkpoint}: {wrong}; give a whole checkpoints/step-N folder")
 
 
+@entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="python -m training.export_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", type=Path, help="a checkpoints/step-N folder")
@@ -268,9 +269,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         source = find_source(options.checkpoint, run=options.run, tokenizer=options.tokenizer, parity=options.parity)
         with being_read(options.checkpoint):
             export(source, options.out, dtype=options.dtype, shard_size=options.shard_size, force=options.force)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
     except TensorsDiffer as error:
         print(f"error: {error}; nothing was exported", file=sys.stderr)
         return TENSORS_DIFFER

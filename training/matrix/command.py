@@ -13,14 +13,13 @@ import argparse
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from config.cli import CONFIG_ERROR, REPOSITORY
+from config.cli import REPOSITORY, Arguments, entry_point
 from config.errors import UserError
 from tracking.environment import environment
 from training.jobs import default_processes, last_words, launch
@@ -126,9 +125,10 @@ def _append(folder: Path, result: dict[str, Any]) -> None:
         file.write(json.dumps(result) + "\n")
 
 
+@entry_point(launched=True)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Lead the processes, or be one of them."""
-    parser = argparse.ArgumentParser(prog="python -m training.matrix", description=__doc__)
+    parser = Arguments(prog="python -m training.matrix", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/matrix/precision-matrix.md"), help="the page")
     parser.add_argument("--only", default="", help="only cells whose name has this text; writes no page")
     parser.add_argument("--processes", type=int, default=None, help="one a GPU, or 2, when left out")
@@ -138,12 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.worker:
         return work(options)
-    try:
-        options.processes = options.processes or default_processes()
-        if not any(options.only in cell.name for cell in all_cells()):
-            raise UserError(f"--only {options.only}: no cell has this in its name, such as {next(all_cells()).name}")
-        options.folder.mkdir(parents=True, exist_ok=True)
-        return lead(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    options.processes = options.processes or default_processes()
+    if not any(options.only in cell.name for cell in all_cells()):
+        raise UserError(f"--only {options.only}: no cell has this in its name, such as {next(all_cells()).name}")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    return lead(options)

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.cli import CONFIG_ERROR, REPOSITORY
-from config.errors import UserError
+from config.cli import REPOSITORY, Arguments, entry_point
 from tracking.run_dir import write_atomically
 from training.parity.gate import NO_PARITY, PARITY, gate
 from training.parity.jobs import plan, train_twin
@@ -44,9 +43,10 @@ PLANTED = (
 HEAD = ("planted", "found by", "modules named", "validation loss against FP32")
 
 
+@entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m training.parity.defects", description=__doc__)
+    parser = Arguments(prog="python -m training.parity.defects", description=__doc__)
     parser.add_argument("--config", default=str(REPOSITORY / "config/recipes/demo.yaml"))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--report", type=Path, default=Path("runs/parity-defects"))
@@ -55,11 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--linear", default="model.layers.2.mlp.down_proj", help="a linear module of the model")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        rows, good = run_all(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    rows, good = run_all(options)
     lines = [f"| {' | '.join(row)} |" for row in (HEAD, ("---",) * len(HEAD), *rows)]
     write_atomically(options.report / "defects.md", ("\n".join(lines) + "\n").encode())
     print("\n".join(lines))

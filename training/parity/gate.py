@@ -10,18 +10,15 @@ plots. Exit code 0: parity; 3: no parity; 2: it cannot be done.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.cli import CONFIG_ERROR
-from config.errors import UserError
+from config.cli import Arguments, entry_point
 from precision.parity import Check, first_parting, judge_steps
 from precision.trajectories import Trajectory, first_departure, judge_trajectories
 from tracking.jsonl import encode
@@ -124,9 +121,10 @@ def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
     }
 
 
+@entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m training.parity", description=__doc__)
+    parser = Arguments(prog="python -m training.parity", description=__doc__)
     parser.add_argument("--config", required=True, help="run config to judge")
     parser.add_argument("--steps", type=int, help="run this many steps; the warm-up shrinks with them")
     parser.add_argument("--report", type=Path, help="folder of the report (default: runs/parity-<config's name>)")
@@ -137,19 +135,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_intermixed_args(arguments)
     folder = options.report or Path("runs") / f"parity-{Path(options.config).stem}"
-    try:
-        chosen = plan(
-            options.config,
-            options.overrides,
-            folder=folder,
-            steps=options.steps,
-            processes=options.processes,
-            launcher=shlex.split(options.launch),
-        )
-        found = gate(chosen)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    chosen = plan(
+        options.config,
+        options.overrides,
+        folder=folder,
+        steps=options.steps,
+        processes=options.processes,
+        launcher=shlex.split(options.launch),
+    )
+    found = gate(chosen)
     print("\n".join(verdict_lines(found)))
     print(f"report   {folder / 'parity.md'}")
     return NO_PARITY if found["failed"] else PARITY

@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 
-from config.cli import CONFIG_ERROR
+from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
-from config.errors import UserError
 from config.launcher import without_accelerate
 from config.resolved import Resolved
 from data.loader import Batch, Batches
@@ -191,23 +190,19 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+@entry_point(launched=True)
 def main(arguments: list[str] | None = None) -> int:
     """Measure and write; rank 0 writes FILE."""
-    parser = argparse.ArgumentParser(prog="python -m training.parity.steps", description=__doc__)
+    parser = Arguments(prog="python -m training.parity.steps", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--points", required=True, help="attempted steps after which to compare, such as 0,150,300")
     parser.add_argument("--walk", type=int, default=2, help="applied steps to compare at each point")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    try:
-        resolved = read_command_line(["--config", str(RunDir(options.run).config)], without_accelerate(os.environ))
-        points = [int(point) for point in options.points.split(",")]
-        found = measure(RunDir(options.run), resolved, points, length=options.walk)
-    except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR
+    resolved = read_command_line(["--config", str(RunDir(options.run).config)], without_accelerate(os.environ))
+    points = [int(point) for point in options.points.split(",")]
+    found = measure(RunDir(options.run), resolved, points, length=options.walk)
     if resolved.rank == 0:
         options.out.write_text(json.dumps(found))
     return 0

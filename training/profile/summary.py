@@ -9,14 +9,13 @@ between operators. On a GPU the same is made of the kernels' time, and what is l
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from config.cli import Arguments, entry_point
 from config.errors import UserError
 from training.profile.matmul import NAMES, Matmul, fallbacks, matmul_of, misfits, table
 from training.profile.page import page, which_steps
@@ -199,9 +198,10 @@ def _seconds(found: dict[str, float]) -> dict[str, float]:
     return {name: value / 1e6 for name, value in sorted(found.items(), key=lambda item: -item[1])}
 
 
+@entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the summary of a trace again; prints the page. 2 when there is no such trace."""
-    parser = argparse.ArgumentParser(prog="python -m training.profile", description=__doc__)
+    parser = Arguments(prog="python -m training.profile", description=__doc__)
     parser.add_argument("trace", type=Path, help="RUN/profile/step-A-B/rank-R.pt.trace.json.gz")
     trace = parser.parse_args(arguments).trace
     known = trace.parent / f"{trace.name.partition('.')[0]}.json"
@@ -210,8 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"{trace}: no such trace")
         facts = json.loads(known.read_text()) if known.is_file() else {"steps": [0], "rank": 0, "compute": "fp32"}
         write_summary(trace, facts)
-    except (UserError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except ValueError as error:
+        raise UserError(str(error)) from error
     print(known.with_suffix(".md").read_text())
     return 0
