@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from config.files import write_flushed
 from data.shards import TokenShards, damaged, open_shard
 
 INDEX = "index.json"
@@ -61,10 +61,7 @@ def is_prepared(folder: Path) -> bool:
 def write_index(folder: Path, content: dict[str, Any]) -> None:
     """Write index.json to stable storage, with a checksum of its content."""
     document = {"sha256": _content_sha256(content), "content": content}
-    with (folder / INDEX).open("w", encoding="utf-8") as file:
-        json.dump(document, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_flushed(folder / INDEX, json.dumps(document, indent=1).encode())
 
 
 def tokenizer_sha256(folder: Path) -> str:

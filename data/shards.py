@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +25,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from config.errors import UserError
+from config.files import flush
 
 FORMAT_VERSION = "1"
 _DTYPE_NAMES = {"U16": "uint16", "U32": "uint32"}
@@ -52,8 +52,7 @@ def write_shard(path: Path, tokens: np.ndarray, header: dict[str, str]) -> dict[
         "sha256": hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest(),
     }
     save_file({"tokens": tokens}, path, metadata=full)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    flush(path)
     return {"file": path.name, "bytes": path.stat().st_size, "tokens": len(tokens), "header": full}
 
 

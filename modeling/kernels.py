@@ -34,7 +34,6 @@ from transformers import PreTrainedModel
 
 from config.errors import UserError
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ROTATION = "apply_rotary_pos_emb"
 _ROWS = 8
 """Tokens that a kernel is tried on."""
@@ -112,15 +111,15 @@ class Plan:
         return f"Liger {version('liger-kernel')} computes {kinds}"
 
 
-def plan_liger(model: PreTrainedModel, *, compute: str, device: torch.device) -> Plan:
+def plan_liger(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> Plan:
     """What Liger's kernels can compute of a model, which stays as it is.
 
-    compute: fp32, bf16 or fp16, in which the model is going to train. device: where. Each kernel is first tried there,
+    dtype: in which the model is going to compute. device: where. Each kernel is first tried there,
     forward and backward, on random numbers of the model's widths.
 
     Raises UserError where Liger cannot be had, or where a kernel fails or is further from FP32 than torch's own code.
     """
-    architecture, dtype = model.config.model_type, _DTYPES[compute]
+    architecture = model.config.model_type
     require_liger(architecture, device)
     made: dict[type, type] = {}
     modules: list[tuple[nn.Module, type, str]] = []
@@ -136,9 +135,9 @@ def plan_liger(model: PreTrainedModel, *, compute: str, device: torch.device) ->
     return Plan(tuple(modules))
 
 
-def use_liger(model: PreTrainedModel, *, compute: str, device: torch.device) -> str:
+def use_liger(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> str:
     """`plan_liger`, and apply it."""
-    return plan_liger(model, compute=compute, device=device).apply()
+    return plan_liger(model, dtype=dtype, device=device).apply()
 
 
 def _replacement(module: nn.Module, config: Any, dtype: torch.dtype) -> _Replacement | None:

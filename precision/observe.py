@@ -29,10 +29,10 @@ from torch.utils.flop_counter import flop_registry
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config.errors import UserError
+from precision.dtypes import NAMES
 
 ROOT = "(model)"
 """Name under which matmuls in the model's own forward are booked."""
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 # Operator to the positions of its matrix operands.
 _MATMULS = {
     "aten::mm": (0, 1),
@@ -198,7 +198,7 @@ class _Watch(TorchDispatchMode):
 
 def _dtypes(args: tuple, positions: tuple[int, ...]) -> list[str]:
     seen = [args[index].dtype for index in positions]
-    return [_NAMES.get(dtype, str(dtype).removeprefix("torch.")) for dtype in seen]
+    return [NAMES.get(dtype, str(dtype).removeprefix("torch.")) for dtype in seen]
 
 
 def _flops(func: Any, name: str, args: tuple, output: Any) -> int:

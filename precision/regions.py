@@ -39,10 +39,10 @@ from typing import Any
 import torch
 
 from config.errors import UserError
+from precision.dtypes import DTYPES
 from precision.manifest import COMPUTES, Assignment, Compute, Manifest, RegionKind, assign, find_regions, nearest
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_FLOATS = tuple(DTYPES.values())
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Regions:
             if compute == "fp32":
                 args, kwargs = _cast((args, kwargs), (torch.bfloat16, torch.float16), dtype)
             elif kind == "functional":  # autocast does not know the grouped matmuls of fused experts
-                args, kwargs = _cast((args, kwargs), tuple(NAMES), dtype)
+                args, kwargs = _cast((args, kwargs), _FLOATS, dtype)
             elif (
                 kind == "attention"
             ):  # operators that promote must not see the other 16 bits: widen, which loses nothing
@@ -212,12 +212,12 @@ def _run_norm(
     module: torch.nn.Module, original: Callable[..., Any], dtype: torch.dtype, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     """A norm on inputs and weights in `dtype`, with autocast off, handed back in the dtype of its first input."""
-    given = next((item.dtype for item in _tensors((args, kwargs)) if item.dtype in NAMES), dtype)
+    given = next((item.dtype for item in _tensors((args, kwargs)) if item.dtype in _FLOATS), dtype)
     device_type = _device_type(args, kwargs)
-    args, kwargs = _cast((args, kwargs), tuple(NAMES), dtype)
+    args, kwargs = _cast((args, kwargs), _FLOATS, dtype)
     with _own_parameters_in(module, dtype), _autocast(device_type, "fp32"):
         output = original(*args, **kwargs)
-    return _cast(output, tuple(NAMES), given)
+    return _cast(output, _FLOATS, given)
 
 
 @contextmanager
@@ -228,7 +228,7 @@ def _own_parameters_in(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[
     state_dict and ZeRO go on seeing the parameter.
     """
     held = module.named_parameters(recurse=False)
-    shadows = {name: item.to(dtype) for name, item in held if item.dtype in NAMES and item.dtype != dtype}
+    shadows = {name: item.to(dtype) for name, item in held if item.dtype in _FLOATS and item.dtype != dtype}
     module.__dict__.update(shadows)
     try:
         yield

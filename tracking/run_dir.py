@@ -19,6 +19,7 @@ from typing import Any
 
 from config import yaml_text
 from config.errors import UserError
+from config.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -113,24 +114,6 @@ class RunDir:
         _publish(self.config, yaml_text.dump(config))
         _publish(self.deepspeed_config, json.dumps(deepspeed, indent=2) + "\n")
         _publish(self.environment, json.dumps(environment, indent=2) + "\n")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Put `content` at `path` so that a reader, or a crash, only ever sees the old file or the whole new one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself has to survive a power cut
-    finally:
-        os.close(folder)
 
 
 def _publish(path: Path, text: str) -> None:

@@ -19,7 +19,7 @@ import torch
 from config.errors import UserError
 from data.loader import Batch
 from modeling.linear_cross_entropy import label_loss_sum
-from precision.regions import DTYPES
+from precision.dtypes import DTYPES
 from precision.statistics import (
     LOWEST_EXPONENT,
     ActivationMeter,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from config.errors import UserError
+from config.files import write_atomically
 from config.load import show
 from launch.sweep.file import Sweep
 from launch.sweep.rule import Hopeless
@@ -176,12 +176,7 @@ def read_plan(folder: Path) -> Plan:
 
 def write_whole(path: Path, value: Any) -> None:
     """Put JSON at `path` so that a reader, or a crash, sees the old file or the whole new one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with aside.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False).encode())
 
 
 @contextmanager

@@ -22,9 +22,10 @@ from transformers import (
 
 from config.errors import UserError
 from modeling.activation_checkpointing import apply_activation_checkpointing
+from precision.dtypes import DTYPES
 from precision.manifest import Manifest, Rule
 from precision.observe import ROOT, Observation, verify
-from precision.regions import DTYPES, Regions
+from precision.regions import Regions
 
 VOCABULARY = 61
 SCALE = 1024.0

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from config.errors import UserError
-from tracking.run_dir import RunDir, write_atomically
+from config.files import write_atomically
+from tracking.run_dir import RunDir
 
 
 def test_a_fresh_run_renames_the_earlier_ones(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from rich.console import Console
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
+from config.files import write_atomically
 from tracking.compare.divergence import Tolerance
 from tracking.compare.result import Comparison, compare
 from tracking.compare.sources import read_runs
 from tracking.compare.text import show
 from tracking.jsonl import encode
-from tracking.run_dir import write_atomically
 
 PARTED = 3
 _WIDTH = 120  # columns of tables that go to a file or a pipe

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from config.cli import entry_point
 from config.errors import UserError
+from config.files import write_atomically
 from tracking.environment import redact
 from tracking.jsonl import encode
 from tracking.report.context import Question
@@ -30,7 +31,7 @@ from tracking.report.measures import caveats, counted, read_run, twelve
 from tracking.report.page import resume_command_of, summary_table, write_report
 from tracking.report.service_levels import objectives_from, run_folders, service_levels
 from tracking.report.text import show_findings, show_levels
-from tracking.run_dir import RunDir, write_atomically
+from tracking.run_dir import RunDir
 from tracking.summary import summarise
 
 __all__ = ["main", "summary_table", "write_report"]

@@ -10,13 +10,14 @@ from typing import Any
 
 from rich.table import Table
 
+from config.files import write_atomically
 from tracking.console import duration, human
 from tracking.plots import plot_run
 from tracking.report.context import Question
 from tracking.report.finding import LIMITS, Finding
 from tracking.report.measures import counted, read_run, twelve
 from tracking.report.text import markdown
-from tracking.run_dir import RunDir, write_atomically
+from tracking.run_dir import RunDir
 from tracking.summary import Summary, read_inputs, summarise
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from tracking.run_dir import write_atomically
+from config.files import write_atomically
 
 NOTE_EVERY_S = 5.0
 

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from config.cli import REPOSITORY
+from config.files import write_atomically
 from config.machine import binding as core_binding
 from tracking.environment import redact
 from tracking.events import Event
-from tracking.run_dir import RunDir, write_atomically
+from tracking.run_dir import RunDir
 from tracking.wandb.secrets import hide, known_secrets
 
 INIT_TIMEOUT_S = 20.0

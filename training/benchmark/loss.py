@@ -31,8 +31,8 @@ from config.batch import loss_chunk
 from config.cli import Arguments, entry_point
 from config.schema import ModelSection
 from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
+from precision.dtypes import DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MOST_LOGITS_IN_FP64 = 2**28
 Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from precision.dtypes import DTYPES
+
 SIZES = {"cpu": 1024, "cuda": 8192}
 LEAST, SECONDS = 20, 1.0
 

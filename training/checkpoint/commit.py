@@ -11,12 +11,12 @@ After a kill `tidy` finishes or takes back what was under way. Only the main pro
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from config.files import flush, write_flushed
 from training.checkpoint.manifest import MANIFEST, Written, file_sha256, is_whole, sealed
 from training.checkpoint.retention import is_being_read
 
@@ -52,7 +52,7 @@ def seal_folder(partial: Path, manifest: dict[str, Any], reached: Reached = lamb
     """Write the manifest of files that are on disk already, and flush the folders; the manifest's bytes."""
     reached("manifest")
     text = sealed(manifest)
-    write_flushed(partial / MANIFEST, text)
+    write_flushed(partial / MANIFEST, text.encode())
     for folder in [*(path for path in partial.rglob("*") if path.is_dir()), partial]:
         flush(folder)
     reached("sealed")
@@ -80,7 +80,7 @@ def publish(partial: Path, final: Path, reached: Reached = lambda phase: None) -
 def name_latest(final: Path, reached: Reached = lambda phase: None) -> None:
     """Let LATEST name `final`, in one replacement. Raises OSError."""
     aside = final.with_name(".LATEST.partial")
-    write_flushed(aside, final.name + "\n")
+    write_flushed(aside, f"{final.name}\n".encode())
     reached("latest")
     aside.replace(final.with_name("LATEST"))
     flush(final.parent)
@@ -127,20 +127,3 @@ def tidy(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
     with contextlib.suppress(OSError):
         (folder / ".LATEST.partial").unlink(missing_ok=True)
-
-
-def write_flushed(path: Path, text: str) -> None:
-    """Write a small file and have it on disk before returning. Raises OSError."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def flush(path: Path) -> None:
-    """Have a file's content or a folder's entries on disk before returning. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -8,6 +8,7 @@ from config.errors import UserError
 from config.resolved import Resolved
 from config.rules import liger_conflicts
 from modeling.kernels import Plan, cannot_run_on, plan_liger, use_liger
+from precision.dtypes import DTYPES
 from training.distributed import Place
 
 
@@ -21,14 +22,14 @@ def choose_kernels(model: PreTrainedModel, resolved: Resolved, place: Place) -> 
     if wanted == "torch" or (wanted == "auto" and cannot_run_on(device)):
         return []
     if wanted == "liger":
-        return [use_liger(model, compute=resolved.compute, device=device)]
+        return [use_liger(model, dtype=DTYPES[resolved.compute], device=device)]
     problem = next((f"liger {problem}" for problem, _ in liger_conflicts(resolved.config)), None)
     if resolved.offload != "none":
         problem = problem or f"liger is not verified with offload of the {resolved.offload}"
     plan: Plan | None = None
     if problem is None:
         try:
-            plan = plan_liger(model, compute=resolved.compute, device=device)
+            plan = plan_liger(model, dtype=DTYPES[resolved.compute], device=device)
         except UserError as error:
             problem = str(error)
     # one node may lack what the others have; kernels round differently, and ranks are to do the same

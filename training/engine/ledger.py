@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from config.errors import UserError
+from precision.dtypes import DTYPES
 from training.engine.engine import Engine
 from training.engine.masters import local_masters
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PrecisionError(UserError):

@@ -28,11 +28,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
+from config.files import flush
 from config.load import load_config
 from config.schema import Config, ModelSection
 from data.corpus import TOKENIZER
 from data.tokenizer import load_tokenizer, vocabulary_size
 from modeling.build import model_config
+from precision.dtypes import DTYPES
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
@@ -46,12 +48,10 @@ from training.export_hf.tensors import (
     Tensors,
     TensorsDiffer,
     compare_with_second_reading,
-    flush,
     parameter_count,
     write_shards,
 )
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TENSORS_DIFFER = 3
 DEEPSPEED = "deepspeed"
 """Folder of a checkpoint that holds DeepSpeed's files."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from config.errors import UserError
+from config.files import flush
 from modeling.disk_names import converts_alone, on_disk
 from training.checkpoint.partitions import SavedModel
 
@@ -129,15 +129,6 @@ def _read_back(tensors: Tensors, path: Path, keys: list[str]) -> None:
         for key, expected in tensors.read(keys):
             if not _same(file.get_tensor(key), expected):
                 raise TensorsDiffer(f"{key} in {path.name} is not what was written")
-
-
-def flush(path: Path) -> None:
-    """Onto the disk, a file or a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _require_same_model(saved: SavedModel, skeleton: PreTrainedModel) -> None:

@@ -23,12 +23,13 @@ from config.deepspeed.document import read_document
 from config.deepspeed.resolve import complete
 from config.load import load_config
 from config.resolved import Resolved, resolve_run
+from precision.dtypes import DTYPES
 from precision.tolerance import tolerance
 
 VOCABULARY, SEQUENCE = 64, 16
 """[tokens]"""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "mixed": torch.bfloat16}
-"""The coarsest dtype of a run."""
+COARSEST = DTYPES | {"mixed": torch.bfloat16}
+"""The coarsest dtype of a run, by what it computes in."""
 ROUNDINGS = 16
 """Roundings in a row between a batch and its loss: in each of two blocks norm, projection, scores, attention, output,
 norm, MLP in, MLP out."""
@@ -89,7 +90,7 @@ class Cell:
     @property
     def bound(self) -> float:
         """Largest relative error of the loss, the gradient norm and the masters with which it is verified."""
-        return tolerance(ROUNDINGS, DTYPES[self.combination.compute])
+        return tolerance(ROUNDINGS, COARSEST[self.combination.compute])
 
     @property
     def name(self) -> str:

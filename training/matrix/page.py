@@ -7,7 +7,7 @@ from typing import Any
 
 from config.deepspeed.combinations import COMPUTES, SETTINGS, STAGES, UPSTREAM, Combination, combinations, refusal
 from precision.tolerance import tolerance
-from training.matrix.cells import DTYPES, ROUNDINGS, Cell
+from training.matrix.cells import COARSEST, ROUNDINGS, Cell
 
 Results = dict[str, dict[str, Any]]
 """Cell's name to what `training.matrix.run.measure` found."""
@@ -52,7 +52,7 @@ def _opening(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]
     counts = {sign: sum(results[cell.name]["verdict"] == sign for cell in cells) for sign in _SIGNS}
     wrong = sum(results[cell.name].get("upstream", {}).get("verdict") == "wrong" for cell in cells)
     compared = sum("upstream" in results[cell.name] for cell in cells)
-    bounds = ", ".join(f"{tolerance(ROUNDINGS, DTYPES[name]):.1e} in {name.upper()}" for name in COMPUTES["cast"])
+    bounds = ", ".join(f"{tolerance(ROUNDINGS, COARSEST[name]):.1e} in {name.upper()}" for name in COMPUTES["cast"])
     told = ", ".join(f"{count} {sign}" for sign, count in counts.items() if count)
     return f"""# The precision matrix
 

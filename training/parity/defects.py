@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config.cli import REPOSITORY, Arguments, entry_point
-from tracking.run_dir import write_atomically
+from config.files import write_atomically
 from training.parity.gate import NO_PARITY, PARITY, gate
 from training.parity.jobs import plan, train_twin
 

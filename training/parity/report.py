@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from config.files import write_atomically
 from tracking.plots import STYLE
-from tracking.run_dir import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

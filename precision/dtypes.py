@@ -1,0 +1,9 @@
+"""The names that configs, manifests and events have for torch's floating-point dtypes."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What a model can compute in."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
