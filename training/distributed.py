@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 import warnings
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
+from config.child_jobs import free_port
 from config.machine import binding as core_binding
 from config.machine import op_builds
 from config.resolved import Resolved
@@ -111,7 +111,7 @@ def start(
     if "MASTER_PORT" not in os.environ:
         if world_size > 1:
             raise RuntimeError("MASTER_PORT is not set: start several processes with a launcher")
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ["MASTER_PORT"] = str(free_port())
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
     # DeepSpeed's start-up notes would bury ours, and it calls every step that is discarded an overflow.
     logger.setLevel(logging.ERROR)
@@ -234,9 +234,3 @@ def _forget_the_name_of_shared_memory(rank: int) -> None:
     dist.barrier()  # all have it
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -11,23 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from config.child_jobs import LAUNCHER_VARIABLES, error_line
 from config.cli import REPOSITORY
 from config.errors import UserError
 
 TRAIN = (str(REPOSITORY / "train.py"),)
 """The program of a training job."""
 
-# What a launcher tells its processes; a job started from inside another one must not inherit it.
-_OF_A_LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 _MODULE_OPTION = {"deepspeed": "--module", "accelerate": "--module"}
 
 
@@ -50,7 +40,7 @@ def launch(program: Sequence[str], *, processes: int, log: Path, launcher: Seque
         module = _MODULE_OPTION.get(Path(launcher[0]).name, "-m")
         command = [*launcher, *([module, *program[1:]] if program[0] == "-m" else program)]
     programs = str(Path(sys.executable).parent)
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", "")])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -66,11 +56,7 @@ def launch(program: Sequence[str], *, processes: int, log: Path, launcher: Seque
 
 def last_words(log: Path) -> str:
     """The line of a failed job's log that says why: our own error line, else the last that names one, else the last."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    ours = [line for line in lines if line.startswith("error:")]
-    # torchrun's own error comes last and says nothing
-    raised = [line for line in lines if "Error:" in line and "ChildFailedError" not in line]
-    return (ours or raised or lines or ["it printed nothing"])[-1][:400]
+    return error_line(log.read_text(errors="replace"))[:400]
 
 
 def _torchrun(program: Sequence[str], processes: int) -> list[str]:

@@ -10,7 +10,6 @@ import ctypes
 import dataclasses
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from config.child_jobs import LAUNCHER_VARIABLES, error_line, free_port
 from config.cli import REPOSITORY
 from config.errors import UserError
 from launch.job import KILL_AFTER_SECONDS, Job, ended_how
@@ -35,7 +35,6 @@ POLL_SECONDS = 0.3
 RECORD_SECONDS = 20.0
 """How often the time that a trial took is put down while it runs."""
 _PR_SET_PDEATHSIG = 1
-_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
 _EXIT_CODES: dict[Status, int] = {"done": 0, "hopeless": 0, "diverged": DIVERGED, "refused": CONFIG_ERROR}
 
 
@@ -68,11 +67,11 @@ def command_of(plan: Plan, entry: Entry, *, on_gpus: bool) -> list[str]:
             # With --num_gpus it leaves CUDA_VISIBLE_DEVICES aside, and every slot would take the first GPUs.
             words = _without(words, "--num-gpus")
         if "--master-port" not in given:
-            words[1:1] = ["--master_port", str(_free_port())]
+            words[1:1] = ["--master_port", str(free_port())]
     elif program == "torchrun" and not given & {"--standalone", "--master-port", "--rdzv-endpoint"}:
         words.insert(1, "--standalone")
     elif program == "accelerate" and words[1:2] == ["launch"] and "--main-process-port" not in given:
-        words[2:2] = ["--main_process_port", str(_free_port())]
+        words[2:2] = ["--main_process_port", str(free_port())]
     own = {"run.dir": str(plan.folder), "run.name": entry.name}
     if entry.resolved["run"]["resume"] in ("auto", "never") or any(plan.run_folder(entry).glob("checkpoints/step-*")):
         own["run.resume"] = "auto"  # one that starts from a given checkpoint goes on from its own
@@ -114,16 +113,16 @@ class _Running:
                 sys.stdout = says
         with log.open("rb") as file:
             file.seek(began_at)
-            words = _last_words(file.read().decode(errors="replace"))
+            words = error_line(file.read().decode(errors="replace"))[:300]
         return self._outcome(code, time.monotonic() - began, words)
 
     def _until_the_end(self, began: float) -> int:
         entry, starts = self._entry, self._before.starts + 1
         command = command_of(self._plan, entry, on_gpus=bool(os.environ.get("CUDA_VISIBLE_DEVICES")))
-        for name in _OF_A_LAUNCHER:
+        for name in LAUNCHER_VARIABLES:
             os.environ.pop(name, None)
         os.environ[MARK] = str(self._plan.run_folder(entry))
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ["MASTER_PORT"] = str(free_port())
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         print(f"$ {' '.join(command)}", flush=True)
         self._plan.record(entry, dataclasses.replace(self._before, status="running", starts=starts))
@@ -232,21 +231,7 @@ def _end_with_the_sweep() -> None:
         raise UserError("the sweep that started this trial is gone; start the sweep again")
 
 
-def _last_words(text: str) -> str:
-    """The line of a job's output that says why it failed: its own error line, else the last that names one."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    ours = [line for line in lines if line.startswith("error:")]
-    raised = [line for line in lines if "Error:" in line and "ChildFailedError" not in line]
-    return (ours or raised or lines or ["it printed nothing"])[-1][:300]
-
-
 def _without(words: list[str], option: str) -> list[str]:
     """A command line without an option that takes a value, however it is spelled."""
     at = next(index for index, word in enumerate(words) if word.partition("=")[0].replace("_", "-") == option)
     return words[:at] + words[at + (1 if "=" in words[at] else 2) :]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

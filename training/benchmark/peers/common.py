@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from config.child_jobs import free_port
 from config.schema import OptimizerSection
 from training.benchmark.spec import Result, Spec
 from training.benchmark.split import Stages, watch_deepspeed
@@ -40,7 +40,7 @@ class Job:
         self.spec, self._result, self.compiled = Spec.read(options.spec), options.result, options.compile
         for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, value)
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.on_cuda = torch.cuda.is_available()
         self.device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if self.on_cuda else "cpu")
@@ -184,9 +184,3 @@ class Windows(torch.utils.data.Dataset):
         window = torch.from_numpy(self._windows[index].astype(np.int64))
         # Hugging Face models shift labels themselves, unless they are told that it is done.
         return {"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

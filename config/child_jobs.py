@@ -1,0 +1,33 @@
+"""What starting train.py as a job of its own takes, for launch/ and training/ alike."""
+
+from __future__ import annotations
+
+import socket
+
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""What a launcher tells its processes; a job started from inside another one must not inherit it."""
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def error_line(output: str) -> str:
+    """The line of a job's output that says why it failed: its `error:` line, else the last with an Error, else the last."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("error:")]
+    # torchrun's own error comes last and says nothing
+    raised = [line for line in lines if "Error:" in line and "ChildFailedError" not in line]
+    return (ours or raised or lines or ["it printed nothing"])[-1]
