@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from config.cli import CONFIG_ERROR
+from config.cli import CONFIG_ERROR, LOST
 from config.command_line import read_command_line
 from config.errors import UserError, tell
 from config.resolved import Resolved
@@ -33,7 +33,7 @@ def run(resolved: Resolved) -> int:
     from training.finish import finish
     from training.loop import train
     from training.session import session
-    from training.watchdog.watch import LOST, LostRank
+    from training.watchdog.watch import LostRank
 
     try:
         with session(resolved, trains=True) as opened:

@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 def error_line(output: str) -> str:
-    """The line of a job's output that says why it failed: its `error:` line, else the last with an Error, else the last."""
+    """Why a job failed: the last `error:` line of its output, else the last that names an Error, else the last."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("error:")]
     # torchrun's own error comes last and says nothing

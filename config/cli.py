@@ -18,8 +18,10 @@ P = ParamSpec("P")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 """Mantissa's own folder."""
-CONFIG_ERROR = 2
-"""Exit code: the config or the command line is wrong; nothing was started."""
+DONE, CONFIG_ERROR, DIVERGED, LOST, UNSAVED, PREEMPTED = 0, 2, 3, 69, 74, 75
+"""Exit codes: all steps done; the config or the command line is wrong, and nothing was started; stopped on numerics
+with a usable checkpoint; this rank stops because another one is lost; checkpoints cannot be written; stopped on
+request, saved. docs/run-folder.md has them."""
 
 
 class Arguments(argparse.ArgumentParser):

@@ -26,14 +26,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from config.cli import Arguments, entry_point
+from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
 from config.errors import UserError
 from config.load import load_config
 from launch.hosts import Choice, Hosts
 from launch.job import Job, ended_how, say
 
-CONFIG_ERROR, DIVERGED, UNSAVED, PREEMPTED = 2, 3, 74, 75
-"""Exit codes of train.py beside 0 that say how a run ended, as docs/run-folder.md has them."""
 FRUITLESS = 2
 """Starts in a row that got no further than those before them, after which the job is given up."""
 LONGEST_WAIT_SECONDS = 300.0

@@ -6,11 +6,12 @@ import os
 
 from rich.console import Console
 
+from config.cli import DIVERGED, DONE, PREEMPTED, UNSAVED
 from data.prepare import Corpus
 from data.tokenizer import load_tokenizer
 from modeling.generate import sample_text
 from tracking.report.command import summary_table, write_report
-from training.loop import DIVERGED, DONE, PREEMPTED, UNSAVED, Ending
+from training.loop import Ending
 from training.parts import Parts
 from training.session import run_dir_of
 

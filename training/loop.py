@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from config.cli import DIVERGED, DONE, PREEMPTED, UNSAVED
 from precision.guard import Verdict
 from training.checkpoint.outcome import SaveFailed
 from training.parts import Parts
 from training.progress import Progress
 from training.record import record_checkpoint, record_evaluation
 from training.step import train_step
-
-DONE, DIVERGED, UNSAVED, PREEMPTED = 0, 3, 74, 75
-"""Exit codes: all steps done; stopped on numerics with a usable checkpoint; checkpoints cannot be written; stopped on
-request, saved."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 
+from config.cli import CONFIG_ERROR, DIVERGED, DONE, UNSAVED
 from launch import supervise
 
-FINAL = (0, supervise.CONFIG_ERROR, supervise.DIVERGED, supervise.UNSAVED)
+FINAL = (DONE, CONFIG_ERROR, DIVERGED, UNSAVED)
 TRY_AGAIN = 143
 
 

@@ -13,9 +13,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from config.cli import Arguments, entry_point
+from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
 from launch.job import ended_how
-from launch.supervise import CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Run, Session
+from launch.supervise import Run, Session
 
 _FINAL = {
     0: "done",

@@ -19,9 +19,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from config.cli import REPOSITORY, Arguments, entry_point
+from config.cli import PREEMPTED, REPOSITORY, Arguments, entry_point
 from config.errors import UserError
-from launch.supervise import PREEMPTED
 from launch.sweep.file import read_sweep
 from launch.sweep.folder import ENDED, Plan, held, prepare, read_plan, write_whole
 from launch.sweep.slots import Slots, gpus, slot_environments

@@ -11,10 +11,9 @@ from collections import deque
 from contextlib import suppress
 from types import FrameType
 
-from config.cli import REPOSITORY
+from config.cli import DIVERGED, PREEMPTED, REPOSITORY
 from config.errors import UserError
 from launch.job import ended_how
-from launch.supervise import DIVERGED, PREEMPTED
 from launch.sweep.events import read_history
 from launch.sweep.folder import ENDED, Entry, Outcome, Plan
 from launch.sweep.trial import PARENT, end_strays, say

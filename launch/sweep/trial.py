@@ -18,10 +18,9 @@ from pathlib import Path
 from types import FrameType
 
 from config.child_jobs import LAUNCHER_VARIABLES, error_line, free_port
-from config.cli import REPOSITORY
+from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED, REPOSITORY
 from config.errors import UserError
 from launch.job import KILL_AFTER_SECONDS, Job, ended_how
-from launch.supervise import CONFIG_ERROR, DIVERGED, PREEMPTED
 from launch.sweep.events import History, refreshed
 from launch.sweep.file import as_setting
 from launch.sweep.folder import ENDED, Entry, Outcome, Plan, Status, held

@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
+from config import cli
 from config.command_line import _parse
 from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved, resolve_run
-from launch import supervise
 from launch.kubernetes import alive
 from tests.support.kubernetes_manifests import Document
 from tracking.prometheus.metrics import METRICS
@@ -240,8 +240,8 @@ def _failures(pod: Pod) -> Iterator[str]:
         if "launch.kubernetes.retryable" not in arguments(pod)[0]:
             yield "the operator would take 75 for final"
         return
-    final = [supervise.CONFIG_ERROR, supervise.DIVERGED, supervise.UNSAVED]
-    again = [supervise.PREEMPTED]
+    final = [cli.CONFIG_ERROR, cli.DIVERGED, cli.UNSAVED]
+    again = [cli.PREEMPTED]
     codes = {action: {"containerName": pod.container["name"], "operator": "In", "values": values}
              for action, values in (("FailJob", final), ("Ignore", again))}  # fmt: skip
     rules = [

@@ -18,6 +18,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
+from config.cli import DIVERGED
 from config.errors import UserError
 from tracking.report.absolute import GOOD_ENDINGS, SILENT_SECONDS
 from tracking.report.finding import Verdict, percent
@@ -33,7 +34,6 @@ TITLES = {
     "restore_success": "restores that succeeded",
 }
 _MOST_TROUBLES = 20
-_NUMERICS = 3  # train.py's exit code for a run that its guard stopped
 
 
 @dataclass
@@ -225,7 +225,7 @@ def _events(key: str, story: Story) -> tuple[int, int]:
 
 def _diverged(story: Story) -> bool:
     return story.diverged is not None or any(
-        session.end is not None and session.end["exit_code"] == _NUMERICS for session in story.sessions
+        session.end is not None and session.end["exit_code"] == DIVERGED for session in story.sessions
     )
 
 
@@ -238,7 +238,7 @@ def _troubles(story: Story) -> list[str]:
     elif story.end["status"] not in GOOD_ENDINGS:
         why = f": {story.end['reason']}" if story.end.get("reason") else ""
         told.append(f"{story.end['status']}, exit code {story.end['exit_code']}{why}")
-    if _diverged(story) and not (story.end and story.end["exit_code"] == _NUMERICS):
+    if _diverged(story) and not (story.end and story.end["exit_code"] == DIVERGED):
         told.append(f"stopped on numerics in an earlier session: {story.diverged or 'no reason recorded'}")
     if restored < due:
         told.append(f"{due - restored} of {due} restores failed")

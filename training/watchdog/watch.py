@@ -22,13 +22,11 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from config.cli import REPOSITORY
+from config.cli import CONFIG_ERROR, DIVERGED, DONE, LOST, PREEMPTED, REPOSITORY, UNSAVED
 from training.distributed import Place
 from training.watchdog.links import Links
 from training.watchdog.process import Member, MemoryKills, exit_status, obituary
 
-LOST = 69
-"""Exit code of a rank that stops because another one is lost."""
 GRACE_SECONDS = 10.0
 """How long the main thread has to stop by itself once a rank is lost; then the process ends where it stands."""
 BEAT_SECONDS = 5.0
@@ -37,7 +35,8 @@ SILENCE_SECONDS = 60.0
 """After how long a rank that stands still is spoken of. It may wake up, so nobody ends before a collective does."""
 _LEFT = "left"  # in place of the number of a beat: it is done, and waits for the others to be
 
-_SHARED = (None, 0, 2, 3, LOST, 74, 75)  # exit codes that may be about to be ours as well; None is not known
+# exit codes that may be about to be ours as well; None is not known
+_SHARED = (None, DONE, CONFIG_ERROR, DIVERGED, LOST, UNSAVED, PREEMPTED)
 _SIGNS_OF_A_FAILED_COLLECTIVE = ("gloo", "NCCL", "Connection", "TCPStore", "Broken pipe", "Timed out waiting")
 
 

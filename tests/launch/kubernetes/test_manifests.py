@@ -24,8 +24,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from config import cli
 from config.cli import REPOSITORY
-from launch import supervise
 from launch.kubernetes import alive, retryable
 from tests.support import kubernetes_image as image
 from tests.support.kubernetes_checks import Manifests, Pod, arguments, pods, problems
@@ -298,13 +298,13 @@ def saved(machine: Path) -> bool:
     events = (machine / "runs/llama_8b/events.jsonl").read_text()
     last = [json.loads(text) for text in events.splitlines()][-1]
     latest = machine / "runs/llama_8b/checkpoints/LATEST"
-    return (last["event"], last["exit_code"]) == ("run_end", supervise.PREEMPTED) and latest.is_file()
+    return (last["event"], last["exit_code"]) == ("run_end", cli.PREEMPTED) and latest.is_file()
 
 
 def test_the_pod_of_the_job_trains_as_the_images_user_and_saves_when_asked_to_stop(machine):
     """On a root that it may not write; both probes ask meanwhile."""
     job = next(pod for pod in pods(manifests()) if pod.name == "job")
-    assert train_and_ask_to_stop(machine, [job]) == [supervise.PREEMPTED]
+    assert train_and_ask_to_stop(machine, [job]) == [cli.PREEMPTED]
     assert saved(machine)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from config.cli import LOST
 from tests.training.watchdog.watch_cases import Ranks
 from training.watchdog.process import Member, MemoryKills, exit_status, how_it_ended
-from training.watchdog.watch import LOST
 
 
 @pytest.fixture(scope="module")
