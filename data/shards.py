@@ -7,7 +7,7 @@ on in the next shard.
 
 Windows: sequence i of a shard is tokens[i*L : i*L + L + 1], inputs and the token after each. Windows step by L, so
 every token of a shard but its first is a label once; they never cross shards. The tokens after the last whole window
-of a shard are not trained on, at most L of them: `dropped_tokens` counts them. A window may hold several documents;
+of a shard are not trained on, at most L of them. A window may hold several documents;
 attention and labels run across their ends, which the end-of-document token marks.
 """
 
@@ -128,14 +128,6 @@ class TokenShards:
     def sequences(self, sequence_length: int) -> int:
         """Number of windows of `sequence_length` tokens plus the next one."""
         return int(self._window_ends(sequence_length)[-1])
-
-    def dropped_tokens(self, sequence_length: int) -> int:
-        """Tokens that are in no window: the tails of the shards, or a whole shard shorter than a window."""
-        dropped = 0
-        for shard in self.shards:
-            windows = shard.windows(sequence_length)
-            dropped += shard.tokens - (windows * sequence_length + 1 if windows else 0)
-        return dropped
 
     def read(self, ids: np.ndarray, sequence_length: int) -> np.ndarray:
         """Windows number `ids`, (n,) int64 -> (n, sequence_length + 1) int64. Raises IndexError outside the range."""

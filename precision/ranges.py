@@ -23,10 +23,10 @@ import torch
 from precision.findings import tensors_of
 from precision.manifest import RegionKind
 from precision.observe import Observation
-from precision.statistics import LOWEST_EXPONENT, exponent_histogram
+from precision.statistics import HIGHEST_EXPONENT, LOWEST_EXPONENT, exponent_histogram
 
 KINDS = ("activations", "gradients", "weights", "weight_gradients")
-_BINS = 128 - LOWEST_EXPONENT + 1
+_BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 _ZEROS, _NONFINITE = _BINS, _BINS + 1
 _PIECE = 1 << 20
 """Values looked at in one go, because the histogram works in FP64: 8 MiB a copy."""

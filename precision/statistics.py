@@ -142,18 +142,20 @@ class Exponents(NamedTuple):
 
 LOWEST_EXPONENT = -150
 """Below the smallest FP32 subnormal: no FP32 value lies under it."""
+HIGHEST_EXPONENT = 128
+"""Above the largest FP32 number."""
 
 
-def exponent_histogram(values: torch.Tensor, *, lowest: int = LOWEST_EXPONENT, highest: int = 128) -> Exponents:
-    """Counts per power of two, from torch.frexp. The defaults span every number of FP32, BF16 and FP16."""
+def exponent_histogram(values: torch.Tensor) -> Exponents:
+    """Counts per power of two, from torch.frexp, over those of every number of FP32, BF16 and FP16."""
     flat = values.detach().double().reshape(-1)
     usable = flat.isfinite() & (flat != 0)
     # frexp gives x = m 2^e with 1/2 <= |m| < 1, so 2^(e-1) <= |x| < 2^e.
     exponent = torch.frexp(torch.where(usable, flat, 1.0)).exponent.long() - 1
-    index = (exponent - lowest).clamp(0, highest - lowest)
-    counts = torch.zeros(highest - lowest + 1, dtype=torch.int64, device=flat.device)
+    index = (exponent - LOWEST_EXPONENT).clamp(0, HIGHEST_EXPONENT - LOWEST_EXPONENT)
+    counts = torch.zeros(HIGHEST_EXPONENT - LOWEST_EXPONENT + 1, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, index, usable.long())
-    return Exponents(lowest, counts, (flat == 0).sum(), (~flat.isfinite()).sum())
+    return Exponents(LOWEST_EXPONENT, counts, (flat == 0).sum(), (~flat.isfinite()).sum())
 
 
 class ActivationMeter:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config.errors import UserError
+from config.files import write_atomically
 from tracking.events import Event
 from tracking.jsonl import read_events, surviving
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _INK, _FAINT, _ACCENT, _ALARM = "#1f4e79", "#a9c1d9", "#d1660f", "#c00000"
 _SMOOTH_FROM = 100  # steps from which on a running median is drawn over the raw curve
@@ -58,11 +60,16 @@ def plot_run(events: Path, png: Path) -> Path:
             _draw_speed(axes[1][1], steps)
         for axis in axes[1]:
             axis.set_xlabel("optimizer step")
-        png.parent.mkdir(parents=True, exist_ok=True)
-        aside = png.with_name(f".{png.name}.{os.getpid()}.partial")
-        figure.savefig(aside, format="png")
-        aside.replace(png)
+        save_png(figure, png)
     return png
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a figure whole or not at all, and the folders above it where they are missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    write_atomically(path, drawn.getvalue())
 
 
 def _title(name: str, start: Event, steps: list[Event]) -> str:

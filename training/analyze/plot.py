@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tracking.plots import save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,10 +55,7 @@ def plot_ranges(result: dict[str, Any], png: Path) -> Path:
             f"(2^{BF16_NORMAL} to 2^{BF16_END}: dashed where in sight)",
             fontsize=12,
         )
-        png.parent.mkdir(parents=True, exist_ok=True)
-        aside = png.with_name(f".{png.name}.{os.getpid()}.partial")
-        figure.savefig(aside, format="png")
-        aside.replace(png)
+        save_png(figure, png)
     return png
 
 

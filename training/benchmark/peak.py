@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from config.cli import is_rank_0
 from precision.dtypes import DTYPES
 
 SIZES = {"cpu": 1024, "cuda": 8192}
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
     total = torch.tensor([rate], dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(total)
-    if os.environ.get("RANK", "0") == "0":
+    if is_rank_0():
         how = f"measured: {compute} matmuls of {size} x {size} in all processes at once"
         Path(target).write_text(json.dumps({"flops": float(total), "how": how}) + "\n")
     if dist.is_initialized():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import runpy
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from config.cli import is_rank_0
 from training.jobs import TRAIN
 
 # Collective to what its result weighs: index of the tensor (or list) whose bytes count, and the share of them that a
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         runpy.run_path(TRAIN[0], run_name="__main__")
     finally:
-        if os.environ.get("RANK", "0") == "0":
+        if is_rank_0():
             Path(target).write_text(json.dumps(stages.result()) + "\n")
 
 

@@ -10,10 +10,11 @@ envelope.json:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tracking.plots import save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,10 +51,7 @@ def draw_envelope(rows: Sequence[Row], rates: Sequence[float], png: Path, *, tit
         panels[0].set_ylabel("depth (layers)")
         figure.suptitle(title, fontsize=14)
         figure.colorbar(ScalarMappable(norm, colours), ax=list(panels), label="largest learning rate", shrink=0.9)
-        png.parent.mkdir(parents=True, exist_ok=True)
-        aside = png.with_name(f".{png.name}.{os.getpid()}.partial")
-        figure.savefig(aside, format="png")
-        aside.replace(png)
+        save_png(figure, png)
     return png
 
 

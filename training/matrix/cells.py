@@ -7,10 +7,9 @@ several buckets, matrices are partitioned and norms are not.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,28 +169,3 @@ def all_cells() -> Iterator[Cell]:
     for setting in SETTINGS:
         for combination in setting.combinations:
             yield Cell(combination, accumulation=4, setting=setting)
-
-
-def covering(cells: Sequence[Cell]) -> list[Cell]:
-    """A small part of `cells` in which every pair of values that occurs in any cell occurs too: greedily chosen."""
-    left = set().union(*(pairs(cell) for cell in cells))
-    chosen = []
-    while left:
-        best = max(cells, key=lambda cell: len(pairs(cell) & left))
-        chosen.append(best)
-        left -= pairs(best)
-    return chosen
-
-
-def pairs(cell: Cell) -> frozenset[tuple[tuple[str, Any], tuple[str, Any]]]:
-    """Every pair of (dimension, value) of a cell without a setting."""
-    combination = cell.combination
-    values = {
-        "precision": (combination.path, combination.compute),
-        "stage": combination.stage,
-        "offload": combination.offload,
-        "accumulation": cell.accumulation,
-        "clipping": cell.clipping,
-        "checkpointing": cell.checkpointing,
-    }
-    return frozenset(itertools.combinations(values.items(), 2))

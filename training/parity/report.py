@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config.files import write_atomically
-from tracking.plots import STYLE
+from tracking.plots import STYLE, save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -163,9 +163,7 @@ def _draw(path: Path, draw: Any) -> None:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12, 4.6), dpi=120, layout="constrained")
         draw(figure.subplots(1, 2))
-        aside = path.with_name(f".{path.name}.partial")
-        figure.savefig(aside, format="png")
-        aside.replace(path)
+        save_png(figure, path)
 
 
 def _draw_trajectories(axes: Sequence[Axes], found: dict[str, Any]) -> None:

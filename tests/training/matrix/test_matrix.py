@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,13 +12,40 @@ import pytest
 from config.cli import REPOSITORY
 from config.deepspeed.combinations import SETTINGS, UPSTREAM, combinations, refusal
 from tests.training.matrix import matrix_cases
-from training.matrix.cells import ACCUMULATIONS, CHECKPOINTINGS, all_cells, covering, pairs
+from training.matrix.cells import ACCUMULATIONS, CHECKPOINTINGS, Cell, all_cells
 from training.matrix.command import main
 from training.matrix.page import page, surprises
 
 PAGE = REPOSITORY / "docs" / "precision-matrix.md"
 CELLS = list(all_cells())
 PLAIN = [cell for cell in CELLS if cell.setting is None]
+
+
+def covering(cells: Sequence[Cell]) -> list[Cell]:
+    """A small part of `cells` in which every pair of values that occurs in any cell occurs too: greedily chosen."""
+    left = set().union(*(pairs(cell) for cell in cells))
+    chosen = []
+    while left:
+        best = max(cells, key=lambda cell: len(pairs(cell) & left))
+        chosen.append(best)
+        left -= pairs(best)
+    return chosen
+
+
+def pairs(cell: Cell) -> frozenset[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Every pair of (dimension, value) of a cell without a setting."""
+    combination = cell.combination
+    values = {
+        "precision": (combination.path, combination.compute),
+        "stage": combination.stage,
+        "offload": combination.offload,
+        "accumulation": cell.accumulation,
+        "clipping": cell.clipping,
+        "checkpointing": cell.checkpointing,
+    }
+    return frozenset(itertools.combinations(values.items(), 2))
+
+
 COVERING = covering(PLAIN)
 
 
