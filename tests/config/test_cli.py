@@ -31,7 +31,6 @@ LOAD_DEEPSPEED = {
     "training.benchmark.guard",
     "training.benchmark.save",
     "training.benchmark.steps",
-    "training.export_hf",
     "training.parity.steps",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from training.export_hf.export import main
+from training.export_hf.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

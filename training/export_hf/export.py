@@ -1,32 +1,19 @@
-"""Turn a checkpoint into a Hugging Face model folder: safetensors, config, tokenizer, model card, hashes.
-
-    python -m training.export_hf CHECKPOINT OUT --dtype bf16 [--parity parity.json] [--force]
-
-CHECKPOINT is a `checkpoints/step-N` folder of a run at any ZeRO stage and of any number of ranks; one process, no GPU.
-The masters are rounded to --dtype, once, to nearest even. Every tensor is compared with what else the checkpoint has of
-it before it is written, and read back after. OUT appears whole, by one rename. docs/export.md says more.
-
-Exit code 0: exported. 2: it cannot be done, and why. 3: a tensor differs or is not finite; nothing was exported.
-"""
+"""Turn a checkpoint into a Hugging Face model folder: safetensors, config, tokenizer, model card, hashes."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import shutil
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.files import flush
 from config.load import load_config
@@ -41,7 +28,6 @@ from tracking.summary import read_inputs
 from training.checkpoint.manifest import check_hashes, file_sha256, flaw
 from training.checkpoint.partitions import SavedModel, open_saved_model
 from training.checkpoint.reader import Opener
-from training.checkpoint.retention import being_read
 from training.export_hf import facts as export_facts
 from training.export_hf.card import model_card
 from training.export_hf.tensors import (
@@ -52,7 +38,6 @@ from training.export_hf.tensors import (
     write_shards,
 )
 
-TENSORS_DIFFER = 3
 DEEPSPEED = "deepspeed"
 """Folder of a checkpoint that holds DeepSpeed's files."""
 FACTS, SUMS, CARD = "mantissa.json", "SHA256SUMS", "README.md"
@@ -246,30 +231,3 @@ def _require_whole(checkpoint: Path) -> None:
     wrong = flaw(checkpoint, lambda manifest: check_hashes(checkpoint, manifest, manifest["files"]))
     if wrong:
         raise UserError(f"{checkpoint}: {wrong}; give a whole checkpoints/step-N folder")
-
-
-@entry_point()
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
-    parser = Arguments(
-        prog="python -m training.export_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("checkpoint", type=Path, help="a checkpoints/step-N folder")
-    parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--dtype", required=True, choices=sorted(DTYPES), help="dtype of the exported weights")
-    parser.add_argument("--parity", type=Path, help="parity.json whose verdict the model card is to give")
-    parser.add_argument("--run", type=Path, help="the run folder, where the checkpoint does not lie in it")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder, where the prepared data are gone")
-    parser.add_argument("--shard-size", default="5GB", help="largest file; one is in memory at a time (default 5GB)")
-    parser.add_argument("--force", action="store_true", help="replace an exported model that is at OUT")
-    options = parser.parse_args(arguments)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        source = find_source(options.checkpoint, run=options.run, tokenizer=options.tokenizer, parity=options.parity)
-        with being_read(options.checkpoint):
-            export(source, options.out, dtype=options.dtype, shard_size=options.shard_size, force=options.force)
-    except TensorsDiffer as error:
-        print(f"error: {error}; nothing was exported", file=sys.stderr)
-        return TENSORS_DIFFER
-    return 0

@@ -20,7 +20,8 @@ from tests.support import launches
 from tests.training.export_hf import export_cases
 from training.checkpoint.partitions import SavedTensor, open_saved_model
 from training.export_hf import tensors as export_write
-from training.export_hf.export import export, find_source, main
+from training.export_hf.command import main
+from training.export_hf.export import export, find_source
 from training.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_reading, rounded, write_shards
 
 UNTIED = ["model.config.tie_word_embeddings=false"]

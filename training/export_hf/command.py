@@ -1,0 +1,57 @@
+"""Turn a checkpoint into a Hugging Face model folder: safetensors, config, tokenizer, model card, hashes.
+
+    python -m training.export_hf CHECKPOINT OUT --dtype bf16 [--parity parity.json] [--force]
+
+CHECKPOINT is a `checkpoints/step-N` folder of a run at any ZeRO stage and of any number of ranks; one process, no GPU.
+The masters are rounded to --dtype, once, to nearest even. Every tensor is compared with what else the checkpoint has of
+it before it is written, and read back after. OUT appears whole, by one rename. docs/export.md says more.
+
+Exit code 0: exported. 2: it cannot be done, and why. 3: a tensor differs or is not finite; nothing was exported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from config.cli import Arguments, entry_point
+from config.deepspeed.resolve import Dtype
+
+TENSORS_DIFFER = 3
+
+
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = Arguments(
+        prog="python -m training.export_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, help="a checkpoints/step-N folder")
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--dtype", required=True, choices=sorted(get_args(Dtype)), help="dtype of the exported weights")
+    parser.add_argument("--parity", type=Path, help="parity.json whose verdict the model card is to give")
+    parser.add_argument("--run", type=Path, help="the run folder, where the checkpoint does not lie in it")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder, where the prepared data are gone")
+    parser.add_argument("--shard-size", default="5GB", help="largest file; one is in memory at a time (default 5GB)")
+    parser.add_argument("--force", action="store_true", help="replace an exported model that is at OUT")
+    options = parser.parse_args(arguments)
+    # Imported here so that --help and a mistyped option answer at once.
+    import transformers
+
+    from training.checkpoint.retention import being_read
+    from training.export_hf.export import export, find_source
+    from training.export_hf.tensors import TensorsDiffer
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        source = find_source(options.checkpoint, run=options.run, tokenizer=options.tokenizer, parity=options.parity)
+        with being_read(options.checkpoint):
+            export(source, options.out, dtype=options.dtype, shard_size=options.shard_size, force=options.force)
+    except TensorsDiffer as error:
+        print(f"error: {error}; nothing was exported", file=sys.stderr)
+        return TENSORS_DIFFER
+    return 0
