@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from config.child_jobs import free_port
 from config.cli import REPOSITORY
 from tests.support.small_run import batch_of, engine_of, masters_of, resolve, restored, state_of
 from training import distributed
@@ -83,9 +83,7 @@ def run_job(folder: Path, *, stage: int, compute: str, steps: int = 1, kill: Kil
     Raises AssertionError with the traceback when it fails before that.
     """
     context, started = multiprocessing.get_context("forkserver"), time.perf_counter()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     workers: list[tuple[Any, Connection]] = []
     for rank in range(2):
         mine, theirs = context.Pipe()

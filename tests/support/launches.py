@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from config.child_jobs import free_port
 from config.cli import REPOSITORY
 from tracking.jsonl import read_events
 
@@ -35,9 +35,7 @@ LAUNCHERS = {
 
 def command(launcher: str, folder: Path, name: str, *overrides: str) -> list[str]:
     """The command line of a small job: six FP32 ZeRO-2 steps on Mantissa's own source."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     return [
         *(part.format(port=port) for part in LAUNCHERS[launcher]),
         str(REPOSITORY / "train.py"),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
+
+from config.child_jobs import free_port
 
 START_SECONDS = 240.0
 """The first start on a machine builds DeepSpeed's shared-memory op, which takes about a minute."""
@@ -55,9 +56,7 @@ class ProcessGroup:
         return results
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from config.child_jobs import free_port
 from config.cli import REPOSITORY
 
 MONITORING = REPOSITORY / "docs/monitoring"
@@ -27,13 +27,6 @@ def needs(program: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
         shutil.which(program) is None, reason=f"{program} is not installed: apt-get install prometheus"
     )
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class PrometheusServer:

@@ -18,6 +18,8 @@ from typing import Any
 
 import boto3
 
+from config.child_jobs import free_port
+
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "AKIALOOPBACKONLY0000",
     "AWS_SECRET_ACCESS_KEY": "loopback-secret-loopback-secret-loopback",
@@ -168,9 +170,7 @@ def s3_server() -> Iterator[S3Server]:
     """Start the server and the proxy; stops them at the end. The environment gets dummy credentials."""
     before = dict(os.environ)
     os.environ.update(CREDENTIALS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     environment = {**os.environ, "S3_UPLOAD_PART_MIN_SIZE": str(SMALLEST_PART)}
     server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

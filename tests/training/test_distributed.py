@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from config.child_jobs import free_port
 from config.machine import op_builds
 from config.machine.cores import cpus_text, plan, read_cores
 
@@ -54,9 +54,7 @@ def outputs(tmp_path_factory) -> list[str]:
     build.mkdir(exist_ok=True)
     (build / "lock").touch()
     (extensions / ".deepspeed_shm_comm.mantissa").write_text("builds\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     name = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_"
     ranks = [begin(rank, port, f"{name}{rank}", TORCH_EXTENSIONS_DIR=str(extensions)) for rank in (0, 1)]
     texts = []

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import kubernetes_validate
 import pytest
 
 from config import cli
+from config.child_jobs import free_port
 from config.cli import REPOSITORY
 from launch.kubernetes import alive, retryable
 from tests.support import kubernetes_image as image
@@ -178,12 +178,6 @@ def scrapes(sink: PrometheusSink) -> int:
     """How many it has counted before this one."""
     text = urllib.request.urlopen(str(sink.url), timeout=10).read().decode()
     return int(float(text.split("\nmantissa_exporter_scrapes ")[1].split()[0]))
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
+from config.child_jobs import free_port
 from config.cli import REPOSITORY
-from tests.support.prometheus_server import MONITORING, free_port, needs, prometheus_server, wait_for
+from tests.support.prometheus_server import MONITORING, needs, prometheus_server, wait_for
 from tests.support.synthetic_events import start_fields, step_fields
 from tracking.jsonl import read_events
 from tracking.prometheus.metrics import METRICS, VERDICTS

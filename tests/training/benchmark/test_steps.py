@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import socket
 import subprocess
 
 import numpy as np
 import pytest
 
+from config.child_jobs import free_port
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.errors import UserError
@@ -72,9 +72,7 @@ def test_what_the_plain_loop_does_not_have_is_refused(override, said) -> None:
 
 
 def test_two_ranks_train_both_to_the_same_losses(tmp_path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     launch = [part.format(port=port) for part in LAUNCHERS["torchrun"]]
     overrides = [*SMALL, f"data.cache_dir={tmp_path}", "schedule.warmup_steps=2", "tracking.wandb=disabled"]
     arguments = ["-m", "training.benchmark.steps", "--config", RECIPE, "--pairs", "3", "--steps", "2", *overrides]

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from config.child_jobs import free_port
 from training import distributed
 from training.distributed import Place
 from training.watchdog import watch as lost_rank
@@ -126,9 +126,7 @@ class Ranks:
         self, scenario: str, *, elsewhere: bool = False, timeout: float = 30.0
     ) -> tuple[list[Any], list[str], float]:
         """Exit codes and error output by rank, and the seconds until rank 0 ended. Whoever is left then is killed."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         logs = [self._folder / f"{scenario}-{rank}.log" for rank in range(WORLD)]
         ranks = [
             self._context.Process(target=_rank, args=(scenario, rank, port, str(logs[rank]), elsewhere, timeout))
