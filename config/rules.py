@@ -1,4 +1,4 @@
-"""What must hold between the keys of a run config, beyond each key's own type and range."""
+"""Rules between the keys of a run config, beyond each key's own type and range."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from config.errors import UserError
 from config.schema import Config, Fault, ModelSection
 from config.secrets import WITH_PASSWORD
 
-# Arguments of a Hugging Face config that a key of the run config decides: two owners would disagree in silence.
+# Arguments of a Hugging Face config that a key of the run config decides.
 _OWNED_MODEL_ARGUMENTS = {
     "dtype": "precision.compute",
     "torch_dtype": "precision.compute",
@@ -20,15 +20,15 @@ _OWNED_MODEL_ARGUMENTS = {
     "_attn_implementation": "model.attention",
 }
 
-# A dotted key, and what is wrong with it in words that follow its name.
 Problem = tuple[str, str]
+"""A dotted key, and the text that follows it in the error."""
 
 
 def check(config: Config, origin: Callable[[str], str]) -> None:
-    """Hold the rules; `origin(key)` is where the user wrote a key.
+    """Check all rules; `origin(key)` is where the user wrote a key.
 
     Raises:
-        UserError: the first rule that is broken: the keys that do not fit together and what to change.
+        UserError: the first broken rule: the keys that conflict and what to change.
     """
     for rule in (
         _run,
@@ -110,7 +110,7 @@ def _compile(config: Config) -> Iterator[Problem]:
 
 
 def liger_conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    """Settings that Liger's kernels do not go with, each with what to do."""
+    """Settings that Liger's kernels do not support, each with what to do."""
     key = "model.kernels"
     if config.model.activation_checkpointing == "ops":
         other = "model.activation_checkpointing = ops, which keeps what these kernels write over"

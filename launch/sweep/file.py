@@ -20,7 +20,7 @@ from config.cli import REPOSITORY
 from config.errors import UserError
 from config.launcher import as_launched
 from config.load import read_file, show, suggest, to_dict
-from config.resolved import resolve_run
+from config.resolved import first_file, resolve_run
 from launch.sweep.rule import Hopeless
 
 _SWEEP_KEYS = ("run.name", "run.dir")
@@ -103,9 +103,15 @@ def read_sweep(path: Path) -> Sweep:
     name = path.stem if raw.name is None else raw.name
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         raise UserError(f"{path}: name = {show(name)} cannot be a folder name; use letters, digits, '-', '_' and '.'")
-    config = _find(path, raw.config)
+    found = first_file(Path(raw.config).expanduser(), [path.parent, Path(), REPOSITORY])
+    if found is None:
+        places = f"beside the sweep file, here or in {REPOSITORY}"
+        raise UserError(f"{path}: config = '{raw.config}' does not exist, {places}")
+    config = found.absolute()
     launcher, processes = _launcher(path, raw)
-    trials = _resolved(path, config, processes, _mapping(path, "fixed", raw.fixed), list(_combinations(path, raw)))
+    trials = _resolved(
+        path, config.absolute(), processes, _mapping(path, "fixed", raw.fixed), list(_combinations(path, raw))
+    )
     folder = Path(trials[0].resolved["run"]["dir"]).expanduser().absolute()
     return Sweep(
         path=path,
@@ -237,13 +243,6 @@ def _hopeless(path: Path, stop: Any) -> Hopeless | None:
     if rule.get("loss", "training") not in ("training", "validation"):
         raise UserError(f"{path}: stop.hopeless.loss = {show(rule['loss'])} is not one of training, validation")
     return Hopeless(**rule)
-
-
-def _find(path: Path, given: str) -> Path:
-    for folder in (path.parent, Path(), REPOSITORY):
-        if (folder / Path(given).expanduser()).is_file():
-            return (folder / Path(given).expanduser()).absolute()
-    raise UserError(f"{path}: config = '{given}' does not exist, beside the sweep file, here or in {REPOSITORY}")
 
 
 def _mapping(path: Path, key: str, value: Any) -> dict[str, Any]:
