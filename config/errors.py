@@ -13,6 +13,11 @@ class UserError(Exception):
     """
 
 
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """An exception's text on one line, at most `limit` characters; its class name when it has no text."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
 WAIT_SECONDS = 3.0
 """Longer than a launcher takes to end the other ranks when rank 0 has ended."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.schema import Config
 
 _BYTES_VOCABULARY = 257  # data.tokenizer = bytes: 256 bytes and the end of a document
@@ -80,7 +80,7 @@ def shape_of(hugging_face: Any, *, trust_remote_code: bool = False) -> Shape:
         model.tie_weights()
     except (ImportError, ValueError, OSError) as error:
         raise UserError(
-            f"model.architecture = {hugging_face.model_type}: cannot be built: {_one_line(error)}"
+            f"model.architecture = {hugging_face.model_type}: cannot be built: {one_line(error)}"
         ) from error
     text = hugging_face.get_text_config()
     block = _block(model, text.num_hidden_layers)
@@ -146,7 +146,7 @@ def _hugging_face_config(config: Config) -> Any:
             found = AutoConfig.for_model(str(model.architecture), **{**given, **model.config})
     except (OSError, ValueError, TypeError, ZeroDivisionError) as error:
         source = model.name_or_path or model.architecture
-        raise UserError(f"model {source}: its config cannot be read: {_one_line(error)}") from error
+        raise UserError(f"model {source}: its config cannot be read: {one_line(error)}") from error
     found.use_cache = False
     return found
 
@@ -171,7 +171,3 @@ def vocabulary_size(tokenizer: str) -> int:
             f"add model.config.vocab_size=N to the command line ({type(error).__name__})"
         ) from error
     return max(len(found), max(found.get_vocab().values()) + 1)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

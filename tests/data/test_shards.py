@@ -43,7 +43,7 @@ def test_tokens_come_back_and_any_safetensors_reader_sees_them(tmp_path: Path, d
 
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4), sequence_length=st.integers(1, 25))
-def test_every_token_is_a_label_at_most_once_and_the_rest_is_counted(
+def test_every_token_is_a_label_at_most_once_and_only_tails_are_left_out(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], sequence_length: int
 ) -> None:
     shards = make(tmp_path_factory.mktemp("shards"), *lengths)
@@ -53,7 +53,8 @@ def test_every_token_is_a_label_at_most_once_and_the_rest_is_counted(
     # The tokens count up, so a window that crossed into another shard or started elsewhere would show here.
     assert (np.diff(windows, axis=1) == 1).all()
     used = set(windows.reshape(-1).tolist())
-    assert shards.dropped_tokens(sequence_length) == sum(lengths) - len(used) == shards.tokens - len(used)
+    tails = [n - (windows * sequence_length + 1 if (windows := (n - 1) // sequence_length) else 0) for n in lengths]
+    assert shards.tokens - len(used) == sum(tails)
     assert shards.sequences(sequence_length) == sum(max(0, (n - 1) // sequence_length) for n in lengths)
 
 
@@ -66,7 +67,6 @@ def test_windows_stop_at_the_shard_and_step_by_the_length(tmp_path: Path) -> Non
         [17, 18, 19, 20, 21],
     ]
     assert shards.sequences(4) == 4
-    assert shards.dropped_tokens(4) == 1 + 3 + 0
 
 
 @pytest.mark.parametrize("ids", [[-1], [4], [0, 99]])
@@ -77,7 +77,7 @@ def test_windows_that_do_not_exist(tmp_path: Path, ids: list[int]) -> None:
 
 def test_no_shards_is_no_sequence() -> None:
     nothing = TokenShards([])
-    assert (nothing.tokens, nothing.sequences(8), nothing.dropped_tokens(8)) == (0, 0, 0)
+    assert (nothing.tokens, nothing.sequences(8)) == (0, 0)
     assert nothing.read(np.empty(0, dtype=np.int64), 8).shape == (0, 9)
 
 
