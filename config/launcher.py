@@ -1,8 +1,7 @@
 """The environment that a launcher sets: rank and world size, and the settings of `accelerate launch`.
 
 Accelerate passes its config to the processes in ACCELERATE_* variables (utils/launch.py of Accelerate 1.15), for an
-`Accelerator` object to act on. There is none here, so each setting is either used or checked: a run must not silently
-contradict it.
+`Accelerator` object to act on. There is none here, so each setting is either used or checked.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ class RankEnv:
 def read_rank_env(environment: Mapping[str, str], local_rank_option: int | None) -> RankEnv:
     """The variables that `deepspeed`, `torchrun` and `accelerate launch` all set.
 
-    Without any of them this is a single process. `--local_rank`, which older launchers pass, may replace LOCAL_RANK and
-    must agree with it.
+    Without any of them this is a single process. `--local_rank` of older launchers may replace LOCAL_RANK, or equal it.
 
     Raises:
         UserError: some are set and some are not, one is not a number, or they contradict each other.

@@ -16,7 +16,7 @@ from config.cli import REPOSITORY
 from config.deepspeed.document import offload, read_document, zero_stage
 from config.deepspeed.resolve import Dtype, compute_dtype, resolve_json
 from config.errors import UserError
-from config.launcher import RankEnv, check_agreement, deepspeed_config_file, launch_command, read_rank_env
+from config.launcher import check_agreement, deepspeed_config_file, launch_command, read_rank_env
 from config.load import load_config
 from config.schema import CheckpointSection, Config
 from config.secrets import parse_key_setting, refuse_secrets
@@ -88,6 +88,7 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
         )
     precision = "manifest" if config.precision.path == "manifest" else compute
     check_agreement(environment, f"{path} with {json_path}", resolved_json, precision)
+    arguments = ["--config", options.config, *([] if given is None else ["--deepspeed_config", given])]
     return Resolved(
         config=_with_resolved_values(config, compute, path, json_path),
         config_path=path,
@@ -101,7 +102,7 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
         world_size=env.world_size,
         local_rank=env.local_rank,
         overrides=tuple(options.overrides),
-        command=_command(options, given, env, environment),
+        command=launch_command(env, environment, [*arguments, *options.overrides]),
     )
 
 
@@ -181,12 +182,3 @@ def _check_fault_ranks(config: Config, where: str, world_size: int) -> None:
         if fault.rank >= world_size:
             problem = f"is not one of the {world_size} processes; ranks count from 0"
             raise UserError(f"{where}: faults[{index}].rank = {fault.rank} {problem}")
-
-
-def _command(
-    options: argparse.Namespace, deepspeed_config: str | None, env: RankEnv, environment: Mapping[str, str]
-) -> str:
-    arguments = ["--config", options.config]
-    if deepspeed_config is not None:
-        arguments += ["--deepspeed_config", deepspeed_config]
-    return launch_command(env, environment, [*arguments, *options.overrides])

@@ -51,8 +51,7 @@ class RunSection:
     """[text] What this run is meant to show; kept with the run folder, the report and wandb."""
     bind_cores: Literal["auto", "always", "never"] = "auto"
     """[choice] Whether each rank is bound to cores of its own, near its GPU if it has one. auto: on machines with
-    several NUMA nodes. always: on every machine, unless a launcher has bound the ranks. never: the kernel schedules
-    them."""
+    several NUMA nodes. always: on every machine, unless a launcher has bound the ranks. never: no binding."""
 
 
 @dataclass(frozen=True)
@@ -264,16 +263,14 @@ class CheckpointSection:
 
     dir: str | None = None
     """[URL] s3://bucket/folder, or any other that fsspec knows: every checkpoint is also uploaded to URL/run.name, in
-    the background, and the run resumes from there. The run folder then keeps the newest one. null: the run folder
-    only."""
+    the background, and the run resumes from there. The run folder then keeps the newest one. null: none."""
     storage_options: dict[str, Any] = field(default_factory=dict)
     """[mapping] Given to fsspec's file system, such as endpoint_url or s3_additional_kwargs; never credentials."""
     encryption_key: str | None = None
     """[env:NAME or file:PATH] Where a 256-bit key is: weights, masters, moments and random states are then encrypted
     with AES-256-GCM before they are written. null: not encrypted."""
     accept_plain: bool = False
-    """[true or false] Resume from an unencrypted checkpoint although a key is set, for the start that turns encryption
-    on."""
+    """[true or false] Resume from an unencrypted checkpoint although a key is set, when turning encryption on."""
     every_steps: int = limit(0, at_least=0)
     """[steps] Save after every so many steps and at the end; 0 only at the end."""
     keep: int = limit(2, at_least=1)
@@ -385,8 +382,7 @@ class Fault:
     """[choice] inf_gradient, nan_gradient: one gradient value is overwritten on the last micro-batch. nan_activation:
     one value of the module's output. nan_loss: the loss. loss_spike, gradient_spike: multiplied by `factor`."""
     step: int = limit(at_least=1)
-    """[step] Step at which it strikes, from 1 in the order of the data; not again if a rollback leaves that batch
-    out."""
+    """[step] Step at which it strikes, from 1 in the order of the data; a rollback may leave it out."""
     rank: int = limit(0, at_least=0)
     """[rank] Rank on which it strikes."""
     module: str | None = None

@@ -202,10 +202,7 @@ def climb(rates: Sequence[float], failure_at: Callable[[float], Tried]) -> tuple
 
 
 def explore(
-    settings: Sequence[Setting],
-    rates: Sequence[float],
-    bounds: Bounds,
-    run: Callable[[Setting, float], Trial],
+    settings: Sequence[Setting], rates: Sequence[float], bounds: Bounds, run: Callable[[Setting, float], Trial]
 ) -> Iterator[Cell]:
     """The cells of every setting, each FP32 cell before those compared with it; `run` runs a trial or recalls it.
 

@@ -162,11 +162,7 @@ class Setting:
         return self.other is None or value == self.other
 
     def __str__(self) -> str:
-        return (
-            f"{self.key} = {_as_json(self.other)}"
-            if self.other is not None
-            else f"{self.key} not {_as_json(self.base)}"
-        )
+        return f"{self.key} not {_json(self.base)}" if self.other is None else f"{self.key} = {_json(self.other)}"
 
 
 _ZERO = "zero_optimization."
@@ -275,10 +271,10 @@ def refuse_settings(where: str, values: dict[str, Any], stage: int) -> None:
     """
     for row in SETTINGS:
         if row.in_json and row.key in values and row.refuses(values[row.key], stage):
-            setting = f"{row.key} = {_as_json(values[row.key])}"
+            setting = f"{row.key} = {_json(values[row.key])}"
             raise UserError(f"{where}: {setting} is refused at ZeRO-{stage}: {row.refused}")
 
 
-def _as_json(value: Any) -> str:
+def _json(value: Any) -> str:
     """A scalar as YAML and JSON write it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

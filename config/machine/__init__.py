@@ -1,5 +1,4 @@
 """CPU cores and builds of DeepSpeed's ops. Standard library only: op_builds.py is sent to other machines.
 
-Read cores.py (the cores by NUMA node), binding.py (each rank on cores of its own), then op_builds.py (locks of builds
-that were killed).
+Read cores.py (the cores by NUMA node), binding.py (each rank on cores of its own), then op_builds.py (build locks).
 """

@@ -121,9 +121,8 @@ def _memory(host: str, facts: Facts) -> Iterator[Finding]:
     memory, shm = facts["memory"], facts["shm"]
     limit = memory["cgroup_limit"]
     what = f"{format_bytes(memory['available'])} available of {format_bytes(memory['total'])}"
-    yield green(
-        "memory", what + (f"; this cgroup may use {format_bytes(limit)}" if limit else "; no cgroup limit"), host
-    )
+    what += f"; this cgroup may use {format_bytes(limit)}" if limit else "; no cgroup limit"
+    yield green("memory", what, host)
     if shm is None:
         yield red("/dev/shm", "there is none", "mount a tmpfs at /dev/shm", host)
         return

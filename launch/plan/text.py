@@ -187,26 +187,12 @@ def _conclusions(plan: Plan) -> list[Text]:
 
 
 def _figures(option: Option) -> list[str]:
-    return [
-        f"{option.memory.total / GIB:.1f}",
-        f"{option.speed.tokens_per_second:,.0f}",
-        f"{option.speed.share:.0%}",
-    ]
+    return [f"{option.memory.total / GIB:.1f}", f"{option.speed.tokens_per_second:,.0f}", f"{option.speed.share:.0%}"]
 
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
-    numbers = {
-        "GiB",
-        "share",
-        "accum.",
-        "tokens/s",
-        "waiting",
-        "devices",
-        "batch",
-        "micro",
-        "cost",
-    }
+    numbers = {"GiB", "share", "accum.", "tokens/s", "waiting", "devices", "batch", "micro", "cost"}
     for name in columns:
         table.add_column(name, justify="right" if name in numbers or name == "time" else "left")
     return table

@@ -106,9 +106,7 @@ class Slots:
         no_step = failed and not read_history(self._plan.run_folder(entry)).steps
         self._failures_without_step = self._failures_without_step + 1 if no_step else 0
         if self._failures_without_step >= MAX_FAILURES_WITHOUT_STEP and self._stop_reason is None:
-            self._stop_reason = (
-                f"{MAX_FAILURES_WITHOUT_STEP} trials in a row failed before their first step, the others would as well"
-            )
+            self._stop_reason = f"{MAX_FAILURES_WITHOUT_STEP} trials in a row failed before their first step"
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
@@ -116,12 +114,8 @@ class Slots:
 
     def _signal_all(self) -> None:
         """The first time every run saves and ends; the second time they are killed."""
-        what = (
-            "running trials save and end; a second signal kills them"
-            if self._signals < 2
-            else "running trials are killed"
-        )
-        log(f"{self._stop_reason}: {what}")
+        what = "save and end; a second signal kills them" if self._signals < 2 else "are killed"
+        log(f"{self._stop_reason}: running trials {what}")
         for _, process in self._running.values():
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
@@ -129,7 +123,7 @@ class Slots:
     def _exit_code(self) -> int:
         found = {self._plan.outcome(entry).status for entry in self._plan.current}
         if found & {"waiting", "running", "stopped"}:
-            return PREEMPTED if not self._failures_without_step >= MAX_FAILURES_WITHOUT_STEP else 1
+            return PREEMPTED if self._failures_without_step < MAX_FAILURES_WITHOUT_STEP else 1
         if found & {"crashed", "refused"}:
             return 1
         return DIVERGED if found == {"diverged"} else 0

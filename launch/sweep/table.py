@@ -106,12 +106,8 @@ def results_of(plan: Plan) -> Results:
 
 
 def _rank(row: Row) -> tuple[int, float, int]:
-    known = row.loss is not None and not math.isnan(row.loss)
-    return (
-        _STATUS_ORDER.index(row.outcome.status),
-        row.loss if known and row.loss is not None else math.inf,
-        row.entry.index,
-    )
+    loss = math.inf if row.loss is None or math.isnan(row.loss) else row.loss
+    return _STATUS_ORDER.index(row.outcome.status), loss, row.entry.index
 
 
 def as_markdown(results: Results) -> str:
