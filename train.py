@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from config.cli import CONFIG_ERROR, LOST
 from config.command_line import read_command_line
-from config.errors import UserError, tell
+from config.errors import UserError, report_error
 from config.resolved import Resolved
 
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return run(resolved)
     except UserError as error:
-        tell(error, resolved.rank)
+        report_error(error, resolved.rank)
         return CONFIG_ERROR
 
 

@@ -1,4 +1,4 @@
-"""How the global batch is cut into micro-batches over ranks and accumulation, and a micro-batch's loss into chunks."""
+"""How the global batch is divided among ranks and accumulation steps, and a micro-batch's loss into chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BatchPlan:
 
 
 def plan_batch(global_size: int, micro_size: int, world_size: int, *, where: str) -> BatchPlan:
-    """The plan for `world_size` ranks; `where` is the file that errors name.
+    """Divide the batch among `world_size` ranks; `where` is the file that errors name.
 
     Raises:
         UserError: micro_size x world_size does not divide global_size; says which sizes would.
@@ -63,12 +63,12 @@ CHUNK_LOGITS = 2**26
 
 
 AUTO_FROM_LOGITS = 2**22
-"""[logits] Of a micro-batch, from which on model.loss = auto is chunked, be it one chunk. In FP32 the softmax over so
-many and its gradients take 48 MiB, and more time than gradients made in place (docs/loss.md); below, as much."""
+"""[logits] In a micro-batch from which on model.loss = auto is chunked, even into one chunk. In FP32 the softmax over
+so many and its gradients take 48 MiB and more time than gradients computed in place; below, as much (docs/loss.md)."""
 
 
 _MULTIPLE = 64
-"""[tokens] Chunks are cut to what tensor cores like."""
+"""[tokens] Chunks are multiples of this, for tensor cores."""
 
 
 def loss_chunk(model: ModelSection, *, tokens: int, vocabulary: int) -> int:

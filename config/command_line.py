@@ -1,6 +1,6 @@
 """`train.py`'s command line: options, `key.sub=value` overrides, the resolved run, and `--show-config` and `--help`.
 
-Everything that a user can get wrong is found here, before a process group, a model or a file exists.
+Every mistake in the config is found here, before a process group, a model or a file exists.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
         SystemExit: 2 after one line on stderr (rank 0 only) when the user must fix something;
             0 after `--help` and `--show-config`.
     """
-    speaks = is_rank_0(environment)
+    prints = is_rank_0(environment)
     try:
         if "--help" in argv or "-h" in argv:
-            if speaks:
+            if prints:
                 sys.stdout.write(help_text.render())
             raise SystemExit(0)
         options = _parse(argv)
         resolved = resolve_run(options, environment)
     except UserError as error:
-        if speaks:
+        if prints:
             sys.stderr.write(f"error: {error}\n")
         raise SystemExit(CONFIG_ERROR) from None
     if options.show_config:
-        if speaks:
+        if prints:
             sys.stdout.write(render_config(resolved))
         raise SystemExit(0)
     return resolved
@@ -66,7 +66,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--deepspeed_config", "--deepspeed-config")
     parser.add_argument("--local_rank", "--local-rank", type=int)
     parser.add_argument("--show-config", "--show_config", action="store_true")
-    # The deepspeed launcher needs no such flag; scripts written for other trainers pass it.
+    # Accepted and ignored: scripts written for other DeepSpeed trainers pass it.
     parser.add_argument("--deepspeed", action="store_true")
     parser.add_argument("overrides", nargs="*")
     options, unknown = parser.parse_known_intermixed_args(list(argv))

@@ -7,18 +7,23 @@ import time
 
 
 class UserError(Exception):
-    """A mistake in a config, a command line or an input file, told in one line without a traceback.
+    """A mistake in a config, a command line or an input file, reported in one line without a traceback.
 
     The message names the file, the key, the value and what to do. `train.py` prints it and ends with exit code 2.
     """
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """An exception's text on one line, at most `limit` characters; its class name when it has no text."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
 WAIT_SECONDS = 3.0
 """Longer than a launcher takes to end the other ranks when rank 0 has ended."""
 
 
-def tell(error: UserError, rank: int) -> None:
-    """Print a user's mistake once, whichever ranks met it: rank 0 speaks at once, another if it still runs then."""
+def report_error(error: UserError, rank: int) -> None:
+    """Print the error once, whichever ranks raised it: rank 0 at once, another one if it still runs then."""
     if rank:
         time.sleep(WAIT_SECONDS)
     print(f"error: {error}" + (f" (rank {rank})" if rank else ""), file=sys.stderr, flush=True)

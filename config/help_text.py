@@ -46,11 +46,11 @@ keys of the run config, as `key: type = default [unit]`:
 
 @dataclasses.dataclass(frozen=True)
 class KeyHelp:
-    """What `--help` says about one key."""
+    """The help of one key."""
 
     key: str
     kind: str
-    """Its type in words, with the allowed words or range."""
+    """Its type in words, with the allowed values or range."""
     default: str
     unit: str
     meaning: str
@@ -73,7 +73,7 @@ def render() -> str:
 
 def keys(section: type = Config, prefix: str = "") -> Iterator[KeyHelp]:
     """Help for every key below `section`, in the order of the schema; sections themselves have none."""
-    hints, documents = field_types(section), _documents()[section.__name__]
+    hints, documents = field_types(section), _field_docstrings()[section.__name__]
     for item in dataclasses.fields(section):
         hint, key = hints[item.name], prefix + item.name
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -81,24 +81,24 @@ def keys(section: type = Config, prefix: str = "") -> Iterator[KeyHelp]:
             continue
         unit, meaning = _split_unit(documents[item.name])
         bounds = describe_bounds(item.metadata)
-        yield KeyHelp(key, _words(hint) + (f", {bounds}" if bounds else ""), _default(item), unit, meaning)
+        yield KeyHelp(key, _describe_type(hint) + (f", {bounds}" if bounds else ""), _default(item), unit, meaning)
         for element in typing.get_args(hint):
             if dataclasses.is_dataclass(element) and isinstance(element, type):
                 yield from keys(element, f"{key}[].")
 
 
-def _words(hint: Any) -> str:
-    """A type annotation in a user's words."""
+def _describe_type(hint: Any) -> str:
+    """A type annotation in words."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(_words(argument) for argument in arguments)
+        return " or ".join(_describe_type(argument) for argument in arguments)
     if origin is typing.Literal:
         return " | ".join(arguments)
     if origin is tuple:
         if arguments[-1] is Ellipsis:
-            element = _words(arguments[0])
+            element = _describe_type(arguments[0])
             return f"list of {element}" if " | " in element else f"list of {element}s"
-        return f"list of {len(arguments)} {_words(arguments[0])}s"
+        return f"list of {len(arguments)} {_describe_type(arguments[0])}s"
     if origin is dict:
         return "mapping"
     names = {str: "text", int: "integer", float: "number", bool: "true | false", type(None): "null"}
@@ -116,7 +116,7 @@ def _default(item: dataclasses.Field[Any]) -> str:
 
 
 def _split_unit(document: str) -> tuple[str, str]:
-    """`[unit] meaning` in its two parts."""
+    """`[unit] meaning` as two parts."""
     text = " ".join(document.split())
     if not text.startswith("["):
         return "", text
@@ -126,16 +126,16 @@ def _split_unit(document: str) -> tuple[str, str]:
 
 
 @cache
-def _documents() -> dict[str, dict[str, str]]:
+def _field_docstrings() -> dict[str, dict[str, str]]:
     """Class name to field name to the docstring under the field; Python keeps no such docstrings at run time."""
     documents: dict[str, dict[str, str]] = {}
     for node in ast.parse(Path(inspect.getfile(schema)).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):
-            documents[node.name] = dict(_field_documents(node))
+            documents[node.name] = dict(_docstrings_of(node))
     return documents
 
 
-def _field_documents(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+def _docstrings_of(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for statement, following in zip(node.body, node.body[1:], strict=False):
         match statement, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):

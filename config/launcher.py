@@ -1,8 +1,7 @@
-"""What the launcher told this process: rank and world size, and what `accelerate launch` was told about training.
+"""The environment that a launcher sets: rank and world size, and the settings of `accelerate launch`.
 
-Accelerate hands its config to the processes in ACCELERATE_* variables (utils/launch.py of Accelerate 1.15), for an
-`Accelerator` object to act upon. There is none here, so what such a variable says is taken or checked: a run must not
-contradict it without a word.
+Accelerate passes its config to the processes in ACCELERATE_* variables (utils/launch.py of Accelerate 1.15), for an
+`Accelerator` object to act on. There is none here, so each setting is either used or checked.
 """
 
 from __future__ import annotations
@@ -16,19 +15,18 @@ from config.errors import UserError
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which process this is."""
+class RankEnv:
+    """RANK, WORLD_SIZE and LOCAL_RANK of this process."""
 
     rank: int
     world_size: int
     local_rank: int
 
 
-def read_place(environment: Mapping[str, str], local_rank_option: int | None) -> Place:
-    """RANK, WORLD_SIZE and LOCAL_RANK, which `deepspeed`, `torchrun` and `accelerate launch` all set.
+def read_rank_env(environment: Mapping[str, str], local_rank_option: int | None) -> RankEnv:
+    """The variables that `deepspeed`, `torchrun` and `accelerate launch` all set.
 
-    Without any of them this is one process on its own. `--local_rank`, which older launchers pass, may stand in for
-    LOCAL_RANK and must agree with it.
+    Without any of them this is a single process. `--local_rank` of older launchers may replace LOCAL_RANK, or equal it.
 
     Raises:
         UserError: some are set and some are not, one is not a number, or they contradict each other.
@@ -36,9 +34,9 @@ def read_place(environment: Mapping[str, str], local_rank_option: int | None) ->
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     values = {name: _number(name, environment[name]) for name in names if name in environment}
     if local_rank_option is not None:
-        told = values.setdefault("LOCAL_RANK", local_rank_option)
-        if told != local_rank_option:
-            problem = f"disagrees with LOCAL_RANK = {told} in the environment; remove one of them"
+        local_rank = values.setdefault("LOCAL_RANK", local_rank_option)
+        if local_rank != local_rank_option:
+            problem = f"disagrees with LOCAL_RANK = {local_rank} in the environment; remove one of them"
             raise UserError(f"command line: --local_rank = {local_rank_option} {problem}")
     if not {"RANK", "WORLD_SIZE"} & values.keys() and values.get("LOCAL_RANK", 0) == 0:
         tasks = environment.get("SLURM_STEP_NUM_TASKS") or "1"
@@ -47,7 +45,7 @@ def read_place(environment: Mapping[str, str], local_rank_option: int | None) ->
                 f"environment: Slurm started {tasks} tasks and RANK is not set, so each would train alone in one run "
                 "folder; submit launch/slurm/train.sbatch, or start with torchrun"
             )
-        return Place(rank=0, world_size=1, local_rank=0)
+        return RankEnv(rank=0, world_size=1, local_rank=0)
     missing = [name for name in names if name not in values]
     if missing:
         given = ", ".join(f"{name} = {value}" for name, value in values.items())
@@ -55,30 +53,30 @@ def read_place(environment: Mapping[str, str], local_rank_option: int | None) ->
             f"environment: {' and '.join(missing)} not set while {given}; "
             "start with deepspeed, torchrun or accelerate launch, or unset all three"
         )
-    place = Place(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"])
-    if not (place.rank < place.world_size and place.local_rank <= place.rank):
+    env = RankEnv(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"])
+    if not (env.rank < env.world_size and env.local_rank <= env.rank):
         raise UserError(
-            f"environment: RANK = {place.rank}, WORLD_SIZE = {place.world_size} and LOCAL_RANK = {place.local_rank} "
+            f"environment: RANK = {env.rank}, WORLD_SIZE = {env.world_size} and LOCAL_RANK = {env.local_rank} "
             "contradict each other; the rank must be below the world size and the local rank at most the rank"
         )
-    return place
+    return env
 
 
 def as_launched(processes: int) -> dict[str, str]:
-    """What a launcher of so many processes on one machine tells the first of them."""
+    """The variables that a launcher of so many processes on one machine sets for rank 0."""
     return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
 
 
-def launch_command(place: Place, environment: Mapping[str, str], arguments: Sequence[str]) -> str:
+def launch_command(env: RankEnv, environment: Mapping[str, str], arguments: Sequence[str]) -> str:
     """The command line that starts this run again, by the launcher that started it.
 
-    Of several machines it is this one's, and takes the hostfile to be where launch/deepspeed/ wants it: the deepspeed
-    launcher does not tell its processes, and given --num_nodes it refuses a hostfile that is not there. Who starts
-    train.py by other means, such as launch/slurm/train.sbatch, says in MANTISSA_START what comes before the arguments.
+    On several machines it is this machine's command, and assumes the hostfile that launch/deepspeed/ describes: the
+    deepspeed launcher does not pass its path on, and with --num_nodes it refuses a missing hostfile. Other ways to
+    start train.py, such as launch/slurm/train.sbatch, set MANTISSA_START to what comes before the arguments.
     """
     if environment.get("MANTISSA_START"):
         return f"{environment['MANTISSA_START']} {shlex.join(arguments)}"
-    world = place.world_size
+    world = env.world_size
     local = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world)
     nodes = max(1, world // local)
     node = environment.get("GROUP_RANK", "0")
@@ -110,7 +108,7 @@ def _number(name: str, text: str) -> int:
     raise UserError(f"environment: {name} = '{text}' is not {expected}; set it right or unset it")
 
 
-_OTHERS = {
+_OTHER_BACKENDS = {
     "ACCELERATE_USE_FSDP": "distributed_type = FSDP",
     "ACCELERATE_USE_MEGATRON_LM": "distributed_type = MEGATRON_LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
@@ -123,54 +121,54 @@ def deepspeed_config_file(environment: Mapping[str, str]) -> str | None:
 
 
 def without_accelerate(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a run whose config was resolved earlier: what Accelerate says was heeded then."""
+    """The environment for a run whose config was resolved earlier, when Accelerate's settings were applied."""
     return {name: value for name, value in environment.items() if not name.startswith("ACCELERATE_")}
 
 
 def check_agreement(environment: Mapping[str, str], source: str, deepspeed: Mapping[str, Any], precision: str) -> None:
-    """Refuse a run that does not do what Accelerate was told; what says `auto` or nothing contradicts nothing.
+    """Refuse a run that contradicts Accelerate's config; `auto` and missing settings never do.
 
     Args:
         environment: of this process.
-        source: what decided how the run trains, for the message.
+        source: the files that decided the run's settings, for the message.
         deepspeed: the resolved DeepSpeed JSON.
         precision: fp32, bf16, fp16, or `manifest` when a manifest decides module by module.
 
     Raises:
-        UserError: the first contradiction, with both sides of it.
+        UserError: the first contradiction, with both values.
     """
-    for name, what in _OTHERS.items():
+    for name, what in _OTHER_BACKENDS.items():
         if environment.get(name) == "true":
             problem = "is not what train.py does: it trains with DeepSpeed's ZeRO"
             raise UserError(f"accelerate: {what} {problem}; use a file of launch/accelerate/")
-    for key, told, truth in _said(environment, deepspeed, precision):
-        if told != truth and not _same_number(told, truth):
+    for key, given, resolved in _accelerate_settings(environment, deepspeed, precision):
+        if given != resolved and not _same_number(given, resolved):
             raise UserError(
-                f"accelerate: {key} = {told}, but by {source} it is {truth}; remove {key} from Accelerate's config, "
+                f"accelerate: {key} = {given}, but by {source} it is {resolved}; remove {key} from Accelerate's config "
                 "or make them agree"
             )
 
 
-def _said(
+def _accelerate_settings(
     environment: Mapping[str, str], deepspeed: Mapping[str, Any], precision: str
 ) -> Iterator[tuple[str, str, str]]:
-    """Key, Accelerate's value and the run's value, of all that Accelerate was told."""
-    told = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    # `no` also stands for nothing said; a config file's own `no` is told apart by its name among the fields.
-    if told != "no" or "mixed_precision" in environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","):
-        yield "mixed_precision", told, "no" if precision == "fp32" else precision
+    """Key, Accelerate's value and the run's value of every setting in Accelerate's config."""
+    given = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    # `no` is also the default; one from a config file is listed among the file's fields.
+    if given != "no" or "mixed_precision" in environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","):
+        yield "mixed_precision", given, "no" if precision == "fp32" else precision
     zero = deepspeed.get("zero_optimization", {})
-    truths = {
+    resolved = {
         "DEEPSPEED_ZERO_STAGE": zero.get("stage", 0),
         "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": zero.get("offload_optimizer", {}).get("device", "none"),
         "DEEPSPEED_OFFLOAD_PARAM_DEVICE": zero.get("offload_param", {}).get("device", "none"),
         "GRADIENT_ACCUMULATION_STEPS": deepspeed["gradient_accumulation_steps"],
         "GRADIENT_CLIPPING": deepspeed["gradient_clipping"],
     }
-    for name, truth in truths.items():
-        told = environment.get(f"ACCELERATE_{name}", "auto")
-        if told != "auto":
-            yield name.removeprefix("DEEPSPEED_").lower(), told, str(truth)
+    for name, value in resolved.items():
+        given = environment.get(f"ACCELERATE_{name}", "auto")
+        if given != "auto":
+            yield name.removeprefix("DEEPSPEED_").lower(), given, str(value)
 
 
 def _same_number(one: str, other: str) -> bool:

@@ -1,7 +1,6 @@
-"""From a YAML (or JSON) file and `key.sub=value` overrides to a checked, frozen `Config`.
+"""Loads a YAML or JSON file and `key.sub=value` overrides into a checked, frozen `Config`.
 
-Every mistake is one line that names where it was written (the file or the command line), the key, the value
-and what to do about it.
+Every mistake is one line that names the file or the command line, the key, the value and what to do.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le
 
 
 def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | None) -> Config:
-    """The run config in `path`, with `overrides` (`key.sub=value`, values in YAML) laid over it.
+    """The run config in `path`, with `overrides` (`key.sub=value`, values in YAML) applied.
 
     Args:
         path: YAML or JSON file.
@@ -40,9 +39,9 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
     origins: dict[str, str] = {"": str(path)}
     for text in overrides:
         key, value = _parse_override(text)
-        _lay_over(tree, key.split("."), value, origins, key)
+        _apply_override(tree, key.split("."), value, origins, key)
     if deepspeed_config is not None:
-        _lay_over(tree, ["deepspeed", "config"], deepspeed_config, origins, "deepspeed.config")
+        _apply_override(tree, ["deepspeed", "config"], deepspeed_config, origins, "deepspeed.config")
     builder = _Builder(origins)
     config = builder.section(Config, tree, "")
     rules.check(config, builder.origin)
@@ -79,7 +78,7 @@ def all_keys(section: type = Config, prefix: str = "") -> Iterator[str]:
 
 
 def describe_bounds(limits: Mapping[str, float]) -> str:
-    """A field's range in words, such as `at least 0 and below 1`; empty without one."""
+    """A field's range, such as `at least 0 and below 1`; empty without one."""
     return " and ".join(f"{name.replace('_', ' ')} {limits[name]:g}" for name in _BOUNDS if name in limits)
 
 
@@ -109,14 +108,14 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def show(value: Any) -> str:
-    """`value` on one line, as a user would write it, and cut when long."""
+    """`value` on one line, as a user would write it, shortened to 80 characters."""
     text = f"'{value}'" if isinstance(value, str) else json.dumps(value, default=str)
     text = " ".join(text.split())
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def suggest(key: str, known: Sequence[str]) -> str:
-    """`; did you mean ...?` for a dotted `key` that is not among the `known` ones, or a list of what there is."""
+    """`; did you mean ...?` for a dotted `key` that is not among the `known` ones, or a list of its siblings."""
     prefix, _, name = key.rpartition(".")
     siblings = {item.rpartition(".")[2]: item for item in known if item.rpartition(".")[0] == prefix}
     near = [siblings[match] for match in difflib.get_close_matches(name, siblings, n=1)]
@@ -142,8 +141,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
         raise UserError(f"command line: {key} = {show(value)} is not valid YAML ({error}); quote it") from error
 
 
-def _lay_over(tree: dict[str, Any], parts: list[str], value: Any, origins: dict[str, str], key: str) -> None:
-    """Set the key `parts` of `tree`; a mapping laid over a section is merged key by key."""
+def _apply_override(tree: dict[str, Any], parts: list[str], value: Any, origins: dict[str, str], key: str) -> None:
+    """Set the key `parts` of `tree`; a mapping given to a section is merged key by key."""
     node: Any = tree
     owner: Any = Config
     for depth, part in enumerate(parts[:-1]):
@@ -160,14 +159,14 @@ def _lay_over(tree: dict[str, Any], parts: list[str], value: Any, origins: dict[
     hint = field_types(owner).get(parts[-1]) if isinstance(owner, type) else None
     if isinstance(value, dict) and isinstance(hint, type) and dataclasses.is_dataclass(hint):
         for name, item in value.items():
-            _lay_over(tree, [*parts, str(name)], item, origins, f"{key}.{name}")
+            _apply_override(tree, [*parts, str(name)], item, origins, f"{key}.{name}")
         return
     node[parts[-1]] = value
     origins[key] = "command line"
 
 
 class _Builder:
-    """Turns plain trees into the schema's dataclasses and knows where each value was written."""
+    """Builds the schema's dataclasses from plain mappings; knows where each value was written."""
 
     def __init__(self, origins: Mapping[str, str]) -> None:
         self._origins = origins

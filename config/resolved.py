@@ -1,4 +1,4 @@
-"""One run, completely decided: the config, the DeepSpeed JSON and the launcher's environment brought together."""
+"""One fully resolved run, from the config, the DeepSpeed JSON and the launcher's environment."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from typing import Any
 
 from config.batch import BatchPlan, plan_batch
 from config.cli import REPOSITORY
-from config.deepspeed import document as deepspeed_document
-from config.deepspeed import resolve as deepspeed_json
-from config.deepspeed.resolve import Dtype
+from config.deepspeed.document import offload, read_document, zero_stage
+from config.deepspeed.resolve import Dtype, compute_dtype, resolve_json
 from config.errors import UserError
-from config.launcher import Place, check_agreement, deepspeed_config_file, launch_command, read_place
+from config.launcher import check_agreement, deepspeed_config_file, launch_command, read_rank_env
 from config.load import load_config
 from config.schema import CheckpointSection, Config
-from config.secrets import place_of_key, refuse_secrets
+from config.secrets import parse_key_setting, refuse_secrets
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """One run, completely decided: nothing is `auto` any more."""
+    """One fully resolved run: nothing is `auto` any more."""
 
     config: Config
     config_path: Path
@@ -53,7 +52,7 @@ class Resolved:
 
     @property
     def resume_command(self) -> str:
-        """Goes on with this run from its newest checkpoint."""
+        """Resumes this run from its newest checkpoint."""
         return self.command if self.config.run.resume == "auto" else f"{self.command} run.resume=auto"
 
 
@@ -63,66 +62,69 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     Raises:
         UserError: the first thing that is wrong.
     """
-    place = read_place(environment, options.local_rank)
+    env = read_rank_env(environment, options.local_rank)
     path = Path(options.config)
-    told = deepspeed_config_file(environment)
-    # Accelerate's file wins over the run config, and what is typed wins over both.
-    overrides = [*([] if told is None else [f"deepspeed.config={json.dumps(told)}"]), *options.overrides]
+    accelerate_file = deepspeed_config_file(environment)
+    # Accelerate's file wins over the run config, and the command line over both.
+    overrides = [] if accelerate_file is None else [f"deepspeed.config={json.dumps(accelerate_file)}"]
+    overrides += options.overrides
     config = load_config(path, overrides, options.deepspeed_config)
     _check_store(config.checkpoint, _where(path, options.overrides, "checkpoint"))
-    told = told if options.deepspeed_config is None and config.deepspeed.config == told else None
-    given = told or options.deepspeed_config
-    origin = "accelerate's deepspeed_config_file" if told else str(path)
+    if options.deepspeed_config is not None or config.deepspeed.config != accelerate_file:
+        accelerate_file = None
+    given = accelerate_file or options.deepspeed_config
+    origin = "accelerate's deepspeed_config_file" if accelerate_file else str(path)
     json_path = find_deepspeed_json(config.deepspeed.config, path, first=given is not None, origin=origin)
-    document = deepspeed_document.read_document(json_path)
+    document = read_document(json_path)
     where = _where(path, options.overrides, "batch")
-    batch = plan_batch(config.batch.global_size, config.batch.micro_size, place.world_size, where=where)
-    resolved_json = deepspeed_json.resolve(config, json_path, document, world_size=place.world_size)
-    _check_fault_ranks(config, _where(path, options.overrides, "faults"), place.world_size)
-    compute = deepspeed_json.compute_dtype(config, json_path, document)
+    batch = plan_batch(config.batch.global_size, config.batch.micro_size, env.world_size, where=where)
+    resolved_json = resolve_json(config, json_path, document, world_size=env.world_size)
+    _check_fault_ranks(config, _where(path, options.overrides, "faults"), env.world_size)
+    compute = compute_dtype(config, json_path, document)
     if config.precision.path == "manifest" and compute != "fp32":
         raise UserError(
             f"{json_path}: enables {compute}, but precision.path = manifest keeps parameters in FP32; use "
-            f"ds_configs/zero{deepspeed_document.zero_stage(document)}_fp32.json"
+            f"ds_configs/zero{zero_stage(document)}_fp32.json"
         )
     precision = "manifest" if config.precision.path == "manifest" else compute
     check_agreement(environment, f"{path} with {json_path}", resolved_json, precision)
+    arguments = ["--config", options.config, *([] if given is None else ["--deepspeed_config", given])]
     return Resolved(
-        config=_with_decisions(config, compute, path, json_path),
+        config=_with_resolved_values(config, compute, path, json_path),
         config_path=path,
         deepspeed=resolved_json,
         deepspeed_path=json_path,
         compute=compute,
-        zero_stage=deepspeed_document.zero_stage(resolved_json),
-        offload=deepspeed_document.offload(resolved_json),
+        zero_stage=zero_stage(resolved_json),
+        offload=offload(resolved_json),
         batch=batch,
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
+        rank=env.rank,
+        world_size=env.world_size,
+        local_rank=env.local_rank,
         overrides=tuple(options.overrides),
-        command=_command(options, given, place, environment),
+        command=launch_command(env, environment, [*arguments, *options.overrides]),
     )
 
 
 def _check_store(section: CheckpointSection, where: str) -> None:
-    """Before anything of the config is shown or written down."""
+    """Refuse secrets before any part of the config is printed or saved."""
     refuse_secrets(section.dir or "", section.storage_options)
     if section.encryption_key is not None:
-        place_of_key(section.encryption_key)
+        parse_key_setting(section.encryption_key)
     if section.dir is not None and "://" not in section.dir:
-        raise UserError(f"{where}: checkpoint.dir = {section.dir}: is no URL; a folder is set with run.dir")
+        raise UserError(f"{where}: checkpoint.dir = {section.dir}: is not a URL; set a folder with run.dir")
     if section.storage_options and section.dir is None:
-        raise UserError(f"{where}: checkpoint.storage_options are of no use without checkpoint.dir; name a URL there")
+        raise UserError(f"{where}: checkpoint.storage_options have no effect without checkpoint.dir; set it to a URL")
     if section.accept_plain and section.encryption_key is None:
-        raise UserError(f"{where}: checkpoint.accept_plain is of no use without checkpoint.encryption_key; set both")
+        raise UserError(f"{where}: checkpoint.accept_plain has no effect without checkpoint.encryption_key; set both")
 
 
 def find_deepspeed_json(name: str, config_path: Path, *, first: bool = False, origin: str | None = None) -> Path:
     """The DeepSpeed JSON `name`: beside the run config, then in the working folder, then in Mantissa's own folder.
 
     Args:
-        name: path as given; an absolute one or one with ~ is taken as it is.
-        first: look in the working folder first, as for any path typed on a command line.
+        name: path as given; may be absolute or begin with ~.
+        first: look in the working folder first, as for any path on a command line.
         origin: where it was named, for the error; the run config unless given.
 
     Raises:
@@ -132,7 +134,7 @@ def find_deepspeed_json(name: str, config_path: Path, *, first: bool = False, or
     folders = [config_path.parent, Path(), REPOSITORY]
     if first:
         folders[:2] = reversed(folders[:2])
-    found = _find(given, folders)
+    found = first_file(given, folders)
     if found is not None:
         return found
     there = sorted(item.name for item in (REPOSITORY / "ds_configs").glob("*.json"))
@@ -141,25 +143,25 @@ def find_deepspeed_json(name: str, config_path: Path, *, first: bool = False, or
     raise UserError(f"{origin or config_path}: deepspeed.config = '{name}' does not exist; {hint}")
 
 
-def _with_decisions(config: Config, compute: Dtype, path: Path, json_path: Path) -> Config:
-    """`config` with what was open decided, so that the run folder's config.yaml starts the same run again."""
+def _with_resolved_values(config: Config, compute: Dtype, path: Path, json_path: Path) -> Config:
+    """`config` with its open values filled in, so that the run folder's config.yaml starts the same run again."""
     manifest = config.precision.manifest
     if manifest is not None:
-        found = _find(Path(manifest).expanduser(), [path.parent, Path(), REPOSITORY])
+        found = first_file(Path(manifest).expanduser(), [path.parent, Path(), REPOSITORY])
         if found is None:
             raise UserError(f"{path}: precision.manifest = '{manifest}' does not exist; see config/manifests/")
         manifest = _portable(found)
     return dataclasses.replace(
         config,
         precision=dataclasses.replace(
-            config.precision, compute=compute, manifest=manifest, loss_scale=config.precision.loss_scale.decided()
+            config.precision, compute=compute, manifest=manifest, loss_scale=config.precision.loss_scale.resolved()
         ),
         deepspeed=dataclasses.replace(config.deepspeed, config=_portable(json_path)),
     )
 
 
-def _find(given: Path, folders: Sequence[Path]) -> Path | None:
-    """The first of `folders` / given that is a file; an absolute path stays as it is."""
+def first_file(given: Path, folders: Sequence[Path]) -> Path | None:
+    """The first of `folders` / given that is a file; an absolute path is its own only candidate."""
     return next((folder / given for folder in folders if (folder / given).is_file()), None)
 
 
@@ -170,9 +172,9 @@ def _portable(path: Path) -> str:
 
 
 def _where(path: Path, overrides: Sequence[str], section: str) -> str:
-    """The run config's name, and the overrides of one section with it."""
-    mine = [text for text in overrides if text.partition("=")[0].partition(".")[0] == section]
-    return f"{path} with {' '.join(mine)}" if mine else str(path)
+    """The run config's path, with the overrides of one section."""
+    given = [text for text in overrides if text.partition("=")[0].partition(".")[0] == section]
+    return f"{path} with {' '.join(given)}" if given else str(path)
 
 
 def _check_fault_ranks(config: Config, where: str, world_size: int) -> None:
@@ -180,12 +182,3 @@ def _check_fault_ranks(config: Config, where: str, world_size: int) -> None:
         if fault.rank >= world_size:
             problem = f"is not one of the {world_size} processes; ranks count from 0"
             raise UserError(f"{where}: faults[{index}].rank = {fault.rank} {problem}")
-
-
-def _command(
-    options: argparse.Namespace, deepspeed_config: str | None, place: Place, environment: Mapping[str, str]
-) -> str:
-    arguments = ["--config", options.config]
-    if deepspeed_config is not None:
-        arguments += ["--deepspeed_config", deepspeed_config]
-    return launch_command(place, environment, [*arguments, *options.overrides])

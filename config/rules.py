@@ -1,4 +1,4 @@
-"""What must hold between the keys of a run config, beyond each key's own type and range."""
+"""Rules between the keys of a run config, beyond each key's own type and range."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from config.errors import UserError
 from config.schema import Config, Fault, ModelSection
 from config.secrets import WITH_PASSWORD
 
-# Arguments of a Hugging Face config that a key of the run config decides: two owners would disagree in silence.
+# Arguments of a Hugging Face config that a key of the run config decides.
 _OWNED_MODEL_ARGUMENTS = {
     "dtype": "precision.compute",
     "torch_dtype": "precision.compute",
@@ -20,15 +20,15 @@ _OWNED_MODEL_ARGUMENTS = {
     "_attn_implementation": "model.attention",
 }
 
-# A dotted key, and what is wrong with it in words that follow its name.
 Problem = tuple[str, str]
+"""A dotted key, and the text that follows it in the error."""
 
 
 def check(config: Config, origin: Callable[[str], str]) -> None:
-    """Hold the rules; `origin(key)` is where the user wrote a key.
+    """Check all rules; `origin(key)` is where the user wrote a key.
 
     Raises:
-        UserError: the first rule that is broken: the keys that do not fit together and what to change.
+        UserError: the first broken rule: the keys that conflict and what to change.
     """
     for rule in (
         _run,
@@ -85,7 +85,7 @@ def _activation_checkpointing(config: Config) -> Iterator[Problem]:
     if mode != "budget" and budget is not None:
         yield "model.activation_memory_gib", f"= {budget:g} is only read by {key} = budget; remove it"
     if mode in ("attention", "ops") and model.checkpointing_reentrant:
-        yield "model.checkpointing_reentrant", f"= true does not go with {key} = {mode}; remove it"
+        yield "model.checkpointing_reentrant", f"= true cannot be combined with {key} = {mode}; remove it"
 
 
 def _compile(config: Config) -> Iterator[Problem]:
@@ -94,14 +94,14 @@ def _compile(config: Config) -> Iterator[Problem]:
         return
     if model.activation_checkpointing not in ("none", "full", "selective"):
         mode = f"model.activation_checkpointing = {model.activation_checkpointing}"
-        yield key, f"= true does not go with {mode}; set that to selective, full or none, or remove {key}"
+        yield key, f"= true cannot be combined with {mode}; set that to selective, full or none, or remove {key}"
     if model.checkpointing_reentrant:
-        yield key, "= true does not go with model.checkpointing_reentrant = true; remove one of them"
+        yield key, "= true cannot be combined with model.checkpointing_reentrant = true; remove one of them"
     if model.attention not in ("sdpa", "eager"):
         fix = f"set that to sdpa, or remove {key}"
         yield key, f"= true is not verified with model.attention = {model.attention}; {fix}"
     if config.precision.path == "manifest":
-        yield key, f"= true does not go with precision.path = manifest; use the cast path, or remove {key}"
+        yield key, f"= true cannot be combined with precision.path = manifest; use the cast path, or remove {key}"
     if config.data.document_masking:
         yield key, "= true is not verified with data.document_masking = true; remove one of them"
     if config.profile.steps:
@@ -110,15 +110,15 @@ def _compile(config: Config) -> Iterator[Problem]:
 
 
 def liger_conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    """Settings that Liger's kernels do not go with, each with what to do."""
+    """Settings that Liger's kernels do not support, each with what to do."""
     key = "model.kernels"
     if config.model.activation_checkpointing == "ops":
         other = "model.activation_checkpointing = ops, which keeps what these kernels write over"
-        yield f"does not go with {other}", "set that to attention, selective, full or none"
+        yield f"cannot be combined with {other}", "set that to attention, selective, full or none"
     if config.model.compile:
         yield "is not verified with model.compile = true", "remove one of them"
     if config.precision.path == "manifest":
-        yield "does not go with precision.path = manifest", f"use the cast path, or remove {key}"
+        yield "cannot be combined with precision.path = manifest", f"use the cast path, or remove {key}"
 
 
 def _kernels(config: Config) -> Iterator[Problem]:
@@ -163,7 +163,7 @@ def _precision(config: Config) -> Iterator[Problem]:
         if precision.manifest is None:
             yield "precision.manifest", "is missing for precision.path = manifest; name a JSON precision manifest"
         if precision.compute not in ("auto", "fp32"):
-            problem = f"= {precision.compute} does not go with precision.path = manifest, which names the dtypes itself"
+            problem = f"= {precision.compute} cannot be combined with precision.path = manifest"
             yield "precision.compute", f"{problem}; remove it"
     elif precision.manifest is not None:
         yield "precision.manifest", "is only read by precision.path = manifest; remove it"

@@ -1,10 +1,9 @@
 """The run config: every key a user may set, with its type, unit, default and range.
 
-Each section is a frozen dataclass. The string under a field is its documentation: it opens with the
-unit in square brackets, and `train.py --help` prints it, so the help can never lag behind the schema.
-Ranges and other machine-checked limits are `limit(...)` metadata, enforced by `config.load`.
+Each section is a frozen dataclass. The string under a field is its documentation: it opens with the unit in square
+brackets, and `train.py --help` prints it. Ranges are `limit(...)` metadata, enforced by `config.load`.
 
-Nothing here imports more than the standard library: `--help` has to answer at once.
+Standard library only, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ class RunSection:
     steps: int = limit(100, at_least=1)
     """[steps] Optimizer steps to attempt in all, those of earlier sessions of a resumed run included."""
     max_minutes: float | None = limit(None, above=0.0)
-    """[minutes] Time from the first step of a session after which the run saves and ends with exit code 75, to be gone
-    on with, as on SIGTERM. null: no limit."""
+    """[minutes] Time from the first step of a session after which the run saves and ends with exit code 75, to be
+    resumed, as on SIGTERM. null: no limit."""
     timeout_minutes: float = limit(30.0, above=0.0)
     """[minutes] How long a collective waits for a rank before the run ends, naming it."""
     seed: int = limit(0, at_least=0)
     """[integer] Seed of the initial weights, of the data order and of dropout."""
     resume: str = "auto"
-    """[auto | never | path] auto: go on from the newest complete checkpoint of this run, if there is one.
-    never: start anew; an earlier folder of that name is renamed, not deleted. A path: go on from that checkpoint."""
+    """[auto | never | path] auto: resume from the newest complete checkpoint of this run, if there is one.
+    never: start anew; an earlier folder of that name is renamed, not deleted. A path: resume from that checkpoint."""
     hypothesis: str = ""
     """[text] What this run is meant to show; kept with the run folder, the report and wandb."""
     bind_cores: Literal["auto", "always", "never"] = "auto"
-    """[choice] Whether each rank stays on cores of its own, near its GPU where it has one. auto: on machines of several
-    NUMA nodes. always: there and elsewhere, unless a launcher has bound the ranks. never: the kernel moves them."""
+    """[choice] Whether each rank is bound to cores of its own, near its GPU if it has one. auto: on machines with
+    several NUMA nodes. always: on every machine, unless a launcher has bound the ranks. never: no binding."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,12 @@ class ModelSection:
     attention: str = "sdpa"
     """[implementation] Hugging Face attention implementation: sdpa, eager, flash_attention_2, flex_attention."""
     activation_checkpointing: Literal["none", "full", "selective", "attention", "ops", "budget"] = "none"
-    """[choice] What the backward pass computes again instead of keeping it: full every transformer block, selective
+    """[choice] What the backward pass recomputes instead of keeping it: full every transformer block, selective
     every model.checkpointing_every-th, attention the attention of every block, ops all but the results of matmuls and
     fused attention, budget as few blocks as model.activation_memory_gib allows."""
     checkpointing_every: int = limit(2, at_least=1)
-    """[blocks] Of so many, selective recomputes one: 2 is every second block, for about half the saving of full at half
-    its recomputation."""
+    """[blocks] selective recomputes one block in so many: 2 is every second one, with about half the saving and half
+    the recomputation of full."""
     activation_memory_gib: float | None = limit(None, above=0.0)
     """[GiB per rank] For budget: what the activations of one micro-batch may take, logits included. Counted in forward
     passes at the start."""
@@ -86,7 +85,7 @@ class ModelSection:
     """[true or false] Compile the transformer blocks with torch.compile, at ZeRO 0 to 2 (docs/compile.md)."""
     kernels: Literal["auto", "torch", "liger"] = "auto"
     """[choice] What computes norms, rotary embeddings and gated activations: torch, or the Triton kernels of
-    liger-kernel, which must be installed, on a GPU; auto is liger where it can be had (docs/kernels.md)."""
+    liger-kernel, which must be installed, on a GPU; auto is liger where it is available (docs/kernels.md)."""
     loss: Literal["auto", "full", "chunked"] = "auto"
     """[choice] full computes all logits of a micro-batch at once; chunked computes them and their gradients for some
     tokens at a time, so that they are never all in memory; auto is chunked where a micro-batch has many logits and the
@@ -198,21 +197,21 @@ class LossScaleSection:
 
     @property
     def initial_scale(self) -> float:
-        """First loss scale, decided."""
+        """First loss scale, with the default of the policy."""
         return self.initial if self.initial is not None else 4096.0 if self.policy == "adaptive" else 65536.0
 
     @property
     def largest_scale(self) -> float:
-        """Largest loss scale, decided; inf where there is none."""
+        """Largest loss scale, with the default of the policy; inf: none."""
         return self.maximum if self.maximum is not None else 2.0**24 if self.policy == "adaptive" else math.inf
 
     @property
     def tolerated_overflows(self) -> int:
-        """Hysteresis, decided."""
+        """Hysteresis, with the default of the policy."""
         return self.hysteresis if self.hysteresis is not None else 1 if self.policy == "adaptive" else 2
 
-    def decided(self) -> LossScaleSection:
-        """The same section with every null that a default replaces written out."""
+    def resolved(self) -> LossScaleSection:
+        """The same section with defaults in place of every null."""
         largest = self.largest_scale if math.isfinite(self.largest_scale) else None
         return replace(self, initial=self.initial_scale, maximum=largest, hysteresis=self.tolerated_overflows)
 
@@ -263,15 +262,15 @@ class CheckpointSection:
     """Checkpoints under run.dir/run.name/checkpoints, and in an object store where one is named."""
 
     dir: str | None = None
-    """[URL] s3://bucket/folder, or any other that fsspec knows: every checkpoint goes to URL/run.name as well, behind
-    training, and the run goes on from there. The run folder then keeps the newest one. null: the run folder only."""
+    """[URL] s3://bucket/folder, or any other that fsspec knows: every checkpoint is also uploaded to URL/run.name, in
+    the background, and the run resumes from there. The run folder then keeps the newest one. null: none."""
     storage_options: dict[str, Any] = field(default_factory=dict)
     """[mapping] Given to fsspec's file system, such as endpoint_url or s3_additional_kwargs; never credentials."""
     encryption_key: str | None = None
-    """[env:NAME or file:PATH] Where a 256-bit key is: weights, masters, moments and generators are then encrypted with
-    AES-256-GCM before they are written. null: plain."""
+    """[env:NAME or file:PATH] Where a 256-bit key is: weights, masters, moments and random states are then encrypted
+    with AES-256-GCM before they are written. null: not encrypted."""
     accept_plain: bool = False
-    """[true or false] Go on from a plain checkpoint although a key is set, for the start that turns encryption on."""
+    """[true or false] Resume from an unencrypted checkpoint although a key is set, when turning encryption on."""
     every_steps: int = limit(0, at_least=0)
     """[steps] Save after every so many steps and at the end; 0 only at the end."""
     keep: int = limit(2, at_least=1)
@@ -279,23 +278,23 @@ class CheckpointSection:
     keep_every: int = limit(0, at_least=0)
     """[steps] Checkpoints whose step is a multiple of this stay as well; 0: none for that reason."""
     keep_best: int = limit(0, at_least=0)
-    """[checkpoints] How many of those with the lowest validation loss stay as well; of those that were saved at a step
-    at which evaluate.every_steps was due."""
+    """[checkpoints] How many of those with the lowest validation loss stay as well, among those saved at a step at
+    which evaluate.every_steps was due."""
     background: Literal["auto", "always", "never"] = "auto"
-    """[choice] always: training waits for a copy to host memory, of the size of the rank's files, and the writing goes
-    on behind. never: it waits until the checkpoint is on disk. auto: never where offload fills host memory already,
-    else always."""
+    """[choice] always: training waits only for a copy to host memory, of the size of the rank's files, which is written
+    in the background. never: it waits until the checkpoint is on disk. auto: never with offload, which fills host
+    memory already, else always."""
     max_failures: int = limit(3, at_least=1)
-    """[saves] Failed saves in a row (a full disk, say) after which training stops with exit code 74; until then it goes
-    on and tries again when the next save is due. When the last save of a run fails it ends with that code too."""
+    """[saves] Failed saves in a row (a full disk, say) after which training stops with exit code 74; until then it
+    continues and tries again at the next save. When the last save of a run fails it ends with that code too."""
     verify_after_save: bool = False
-    """[true or false] Read each checkpoint back from disk and compare hashes before it counts as saved; one that is not
-    what was written is set aside. In the background as well."""
+    """[true or false] Read each checkpoint back from disk and compare hashes before it counts as saved; one that
+    differs is set aside. In the background as well."""
 
 
 @dataclass(frozen=True)
 class TrackingSection:
-    """Where the record of the run goes beside events.jsonl."""
+    """Where the record of the run goes besides events.jsonl."""
 
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """[choice] wandb mode. Trouble inside wandb never stops training."""
@@ -304,9 +303,9 @@ class TrackingSection:
     log_every_steps: int = limit(1, at_least=1)
     """[steps] How often wandb and the plain console get a step; events.jsonl has every step."""
     prometheus_port: int | None = limit(None, at_least=0, at_most=65535)
-    """[port] Where rank 0 answers `GET /metrics` for Prometheus; 0: any free one, told at the start; null: nowhere."""
+    """[port] Where rank 0 answers `GET /metrics` for Prometheus; 0: any free one, logged at the start; null: none."""
     prometheus_address: str = "127.0.0.1"
-    """[address] Interface to listen on. Nobody is asked for a password: open it to a network you trust only."""
+    """[address] Interface to listen on. There is no authentication: open it to trusted networks only."""
     otlp_endpoint: str | None = None
     """[URL] OpenTelemetry collector, such as http://localhost:4318, that every rank sends spans of its steps to by OTLP
     over HTTP. Headers and certificates come from the OTEL_EXPORTER_OTLP_* variables. null: none."""
@@ -314,19 +313,19 @@ class TrackingSection:
 
 @dataclass(frozen=True)
 class ProfileSection:
-    """A torch.profiler trace of a few steps, and what it says, in run.dir/run.name/profile."""
+    """A torch.profiler trace of a few steps, and a summary of it, in run.dir/run.name/profile."""
 
     start: int = limit(5, at_least=1)
     """[step] First step profiled, from 1. The first steps of a session are slower than those that follow."""
     steps: int = limit(0, at_least=0)
-    """[steps] How many steps are profiled; one or two say it all. 0: none."""
+    """[steps] How many steps are profiled; one or two are enough. 0: none."""
     ranks: tuple[int, ...] = limit((0,), at_least=0)
     """[ranks] Ranks that profile; those the run does not have are left out."""
 
 
 @dataclass(frozen=True)
 class TelemetrySection:
-    """What the numbers of each module look like, measured now and then into events.jsonl and wandb."""
+    """Statistics of each module's gradients and activations, measured now and then into events.jsonl and wandb."""
 
     every_steps: int = limit(0, at_least=0)
     """[steps] Gradient norm, maximum and underflow and largest activation of each module, distance of parameters from
@@ -341,11 +340,11 @@ class GuardSection:
     """When a step is not healthy, and what is done about it. The defaults change nothing about a healthy run."""
 
     max_consecutive_skips: int = limit(20, at_least=1)
-    """[steps] Skipped steps in a row, of any dtype, after which skipping is over and guard.reactions goes on."""
+    """[steps] Skipped steps in a row, of any dtype, after which guard.reactions moves on to the next reaction."""
     spike_window: int = limit(128, at_least=16)
-    """[healthy steps] History a spike is measured by; nothing is judged before half of it is there."""
+    """[healthy steps] History that a spike is compared with; nothing is judged before half of it is there."""
     spike_sigmas: float = limit(0.0, at_least=0.0)
-    """[robust standard deviations] Loss or log gradient norm this far above its median is a spike; 0 judges none.
+    """[robust standard deviations] Loss or log gradient norm this far above its median is a spike; 0: none is.
     6 is what OLMo 2 skips at. Off by default: skipping a finite step changes what the model learns from."""
     min_update_ratio: float | None = limit(None, above=0.0)
     """[fraction] Smallest healthy norm of an update over the norm of the weights, 1e-3 in good runs; null: any."""
@@ -371,19 +370,19 @@ class GuardSection:
     rollback_budget: int = limit(2, at_least=0)
     """[times a run] How often the run may go back to its last good checkpoint."""
     attribute_overflows: bool = True
-    """[true or false] Name the module behind routine FP16 overflows too, which costs one more forward and backward of
-    the micro-batch each time; incidents are always attributed."""
+    """[true or false] Name the module that caused a routine FP16 overflow too, which costs one more forward and
+    backward of the micro-batch each time; incidents are always attributed."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault injected on purpose, for tests and game days."""
+    """One injected fault, for tests and drills."""
 
     kind: Literal["inf_gradient", "nan_gradient", "nan_activation", "nan_loss", "loss_spike", "gradient_spike"]
     """[choice] inf_gradient, nan_gradient: one gradient value is overwritten on the last micro-batch. nan_activation:
     one value of the module's output. nan_loss: the loss. loss_spike, gradient_spike: multiplied by `factor`."""
     step: int = limit(at_least=1)
-    """[step] Step on which it strikes, from 1 in the order of the data: what a rollback leaves out strikes no more."""
+    """[step] Step at which it strikes, from 1 in the order of the data; a rollback may leave it out."""
     rank: int = limit(0, at_least=0)
     """[rank] Rank on which it strikes."""
     module: str | None = None
@@ -394,14 +393,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class ParitySection:
-    """What counts as agreeing with the FP32 twin; read by `python -m training.parity`."""
+    """What counts as agreeing with the FP32 twin run; read by `python -m training.parity`."""
 
     seeds: int = limit(1, at_least=1)
     """[runs] Pairs of runs, at run.seed, run.seed + 1 and so on. From 2 on a validation delta that FP32 runs also show
     among each other, from seed to seed, is no failure."""
     controls: int = limit(0, at_least=0)
-    """[runs] FP32 runs at a learning rate 2^-8 larger, 2^-8 smaller, 2^-7 larger and so on. As far as these part from
-    the twin, runs part whatever they are computed in: twice their root mean square distance is no failure."""
+    """[runs] FP32 runs at a learning rate 2^-8 larger, 2^-8 smaller, 2^-7 larger and so on. They
+    diverge from the twin by chaos alone, so twice their root mean square distance is no failure."""
     points: int = limit(3, at_least=1)
     """[points] Places of the trajectory at which single steps are compared: the start, then evenly spaced."""
     validation_delta: float = limit(0.005, above=0.0)
@@ -434,7 +433,7 @@ class ParitySection:
 
 @dataclass(frozen=True)
 class Defect:
-    """One lasting defect planted on purpose, to see that the parity gate finds it."""
+    """One persistent defect, injected to test that the parity gate finds it."""
 
     kind: Literal[
         "fp16_norm",
@@ -510,4 +509,4 @@ class Config:
     faults: tuple[Fault, ...] = ()
     """[list] Faults to inject, each {kind, step, rank, module}. For tests; empty in real runs."""
     defects: tuple[Defect, ...] = ()
-    """[list] Defects to plant, each {kind, module, factor}. For tests of the parity gate; empty in real runs."""
+    """[list] Defects to inject, each {kind, module, factor}. For tests of the parity gate; empty in real runs."""

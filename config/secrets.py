@@ -1,4 +1,4 @@
-"""What must never be written down. Credentials and keys stay out of the config: run folders and trackers get it."""
+"""Refuses credentials and keys in the config, which run folders and trackers record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECRET_NAMES = re.compile(
 )
 _NO_SECRETS = {"ssekmskeyid", "bucketkeyenabled", "ssecustomerkeymd5"}
 # What gcsfs takes as `token` beside credentials: the name of a method, or of a file.
-_METHODS = re.compile(r"google_default|cache|anon|browser|cloud|.*\.json")
+_NO_TOKENS = re.compile(r"google_default|cache|anon|browser|cloud|.*\.json")
 
 
 def refuse_secrets(url: str, options: Mapping[str, Any]) -> None:
@@ -32,21 +32,21 @@ def refuse_secrets(url: str, options: Mapping[str, Any]) -> None:
         raise UserError(f"checkpoint.dir: holds a user or password before the @; take it out and {ADVICE}")
     for path, value in _leaves(options, "checkpoint.storage_options"):
         name = re.sub(r"[^a-z0-9]", "", path.rpartition(".")[2].lower())
-        looks_secret = _SECRET_NAMES.search(name) and name not in _NO_SECRETS and not _METHODS.fullmatch(str(value))
+        looks_secret = _SECRET_NAMES.search(name) and name not in _NO_SECRETS and not _NO_TOKENS.fullmatch(str(value))
         if (looks_secret and value not in (None, "", False)) or WITH_PASSWORD.search(str(value)):
-            raise UserError(f"{path}: looks like a credential and would be written down; take it out and {ADVICE}")
+            raise UserError(f"{path}: looks like a credential and would be recorded; take it out and {ADVICE}")
 
 
-def place_of_key(setting: str, name: str = "checkpoint.encryption_key") -> tuple[str, str]:
-    """("env", NAME) or ("file", PATH). Raises UserError, which does not show what may be the key itself."""
-    kind, _, place = setting.partition(":")
-    if kind not in ("env", "file") or not place or decoded_key(place) is not None:
+def parse_key_setting(setting: str, name: str = "checkpoint.encryption_key") -> tuple[str, str]:
+    """("env", NAME) or ("file", PATH). Raises UserError, whose message does not show what may be the key itself."""
+    kind, _, source = setting.partition(":")
+    if kind not in ("env", "file") or not source or decode_key(source) is not None:
         raise UserError(f"{name}: give env:NAME or file:PATH, never the key itself")
-    return kind, place
+    return kind, source
 
 
-def decoded_key(text: str) -> bytes | None:
-    """The 32 bytes that 64 hexadecimal digits, or base64 of either alphabet, stand for; None for anything else."""
+def decode_key(text: str) -> bytes | None:
+    """The 32 bytes that 64 hexadecimal digits, or base64 of either alphabet, encode; None for anything else."""
     try:
         if len(text) == 64:
             return bytes.fromhex(text)

@@ -1,7 +1,7 @@
 """YAML as the run config reads and writes it: YAML 1.2 scalars, and no mapping that names a key twice.
 
 PyYAML follows YAML 1.1, in which `3e-4` is text, `off` is false and `1:30` is ninety. A learning rate that
-silently becomes text, or a value that silently becomes a boolean, is what a run config must never have.
+silently becomes text, or a value that silently becomes a boolean, must never occur in a run config.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As in PyYAML, which would keep the last of two equal keys without a word."""
+        """As in PyYAML, which silently keeps the last of two equal keys."""
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
             name, line = str(key_node.value), key_node.start_mark.line + 1

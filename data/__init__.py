@@ -9,9 +9,9 @@ The stages, each in its own module and each usable alone:
 5. `sampler`     which windows make global batch number n. A pure function: nothing to save, nothing to restore.
 6. `loader`      the windows of this rank as tensors, read one step ahead.
 
-How this grows to a trillion tokens
------------------------------------
-What holds already at that size:
+At a trillion tokens
+--------------------
+What holds at that size:
 
 - Sources are streams: neither a corpus nor a download has to fit in memory or on the preparing disk. One document has
   to fit in memory.
@@ -23,7 +23,7 @@ What holds already at that size:
 - The sampler's memory does not depend on the corpus (`sampler` has the reason and the source), so the shuffle is over
   the whole corpus and resuming at any position costs nothing.
 
-What is not built, and would be needed:
+What is missing for it:
 
 - Preparation on many machines. One process reads the stream and writes the shards, its workers tokenize. A worker
   does 2 to 3 MB of text a second with a BPE of 4096 (standard library, 2-core virtual machine), so 4 TB of text is 15

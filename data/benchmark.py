@@ -6,8 +6,8 @@
 FILES is a text file, a folder or a glob, as in data.path; without it the running Python's standard library is read. Of
 its documents the first so many megabytes are prepared, each amount in a process of its own with an empty cache. A BPE
 is trained first and counted apart, because its sample stops growing at 32 MiB; the MB/s are those of the rest: reading,
-tokenizing, writing, checking. CPU seconds hardly mind what else runs on the machine, and their ratio is the number of
-workers that one reader keeps busy. Memory is the peak resident set, of the process that reads and writes and of the
+tokenizing, writing, checking. CPU seconds hardly depend on what else runs on the machine, and their ratio is the number
+of workers that one reader keeps busy. Memory is the peak resident set, of the process that reads and writes and of the
 largest of the workers that tokenize.
 """
 
@@ -44,13 +44,13 @@ class Row:
     megabytes: float
     """[10^6 bytes] of text."""
     processes: int
-    """That tokenize."""
+    """Worker processes that tokenize."""
     train_seconds: float
     """Drawing the sample and training the tokenizer; 0 where there is nothing to train."""
     seconds: float
     """The rest, the start of the processes included."""
     reader_cpu_seconds: float
-    """Of the rest, what the process that reads and writes computed."""
+    """Of the rest, CPU time of the process that reads and writes."""
     worker_cpu_seconds: float
     """The same of all workers."""
     reader_bytes: int
@@ -64,7 +64,7 @@ class Row:
         return self.megabytes / self.seconds
 
 
-def lay_out(source: DataSection, megabytes: float, folder: Path) -> None:
+def write_documents(source: DataSection, megabytes: float, folder: Path) -> None:
     """Write the first documents of the source into `folder`, a file each.
 
     The last one is cut to size. Raises UserError when the source has less text.
@@ -86,7 +86,7 @@ def lay_out(source: DataSection, megabytes: float, folder: Path) -> None:
 
 
 def measure(path: str, tokenizer: str, megabytes: float, processes: int, scratch: str) -> Row:
-    """Prepare the text in `path` into an empty cache. Runs in a process of its own, whose memory it reports."""
+    """Prepare the text in `path` into an empty cache. Runs in a process of its own, whose peak memory it reports."""
     from data.prepare import prepare
     from data.sources import open_source
     from data.tokenizer import make_tokenizer
@@ -100,7 +100,7 @@ def measure(path: str, tokenizer: str, megabytes: float, processes: int, scratch
         started = time.perf_counter()
         make_tokenizer(tokenizer, open_source(section), section.validation_fraction).save_pretrained(f"{scratch}/bpe")
         trained, section = time.perf_counter() - started, replace(section, tokenizer=f"{scratch}/bpe")
-    with _Workers() as workers:
+    with _WorkerMemory() as workers:
         started, computed = time.perf_counter(), _cpu_seconds()
         prepare(section, progress=False)
         seconds = time.perf_counter() - started
@@ -115,15 +115,15 @@ def _cpu_seconds() -> list[float]:
     return [usage.ru_utime + usage.ru_stime for usage in used]
 
 
-class _Workers:
-    """Watches the peak memory of this process's children while they live."""
+class _WorkerMemory:
+    """Polls the peak memory of this process's children while they run."""
 
     def __init__(self) -> None:
         self.most_bytes = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> _Workers:
+    def __enter__(self) -> _WorkerMemory:
         self._thread.start()
         return self
 
@@ -138,7 +138,7 @@ class _Workers:
 
 
 def peak_bytes(process: str) -> int:
-    """Peak resident set of a process by id, or of this one as "self"; 0 where Linux does not say."""
+    """Peak resident set of a process by id, or of this one as "self"; 0 when it has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -146,27 +146,27 @@ def peak_bytes(process: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
-def benchmark(options: argparse.Namespace, tell: Callable[[Row], None]) -> list[Row]:
+def benchmark(options: argparse.Namespace, report: Callable[[Row], None]) -> list[Row]:
     """Every tokenizer, amount and number of processes in turn. Raises UserError."""
     source = DataSection(source="text", path=options.path) if options.path else DataSection(source="stdlib")
     rows = []
     for megabytes in options.megabytes:
         with tempfile.TemporaryDirectory() as texts:
-            lay_out(source, megabytes, Path(texts))
+            write_documents(source, megabytes, Path(texts))
             for tokenizer in options.tokenizers:
                 for processes in options.processes:
                     with tempfile.TemporaryDirectory() as scratch:
-                        rows.append(_apart(texts, tokenizer, megabytes, processes, scratch))
-                    tell(rows[-1])
+                        rows.append(_measure_in_process(texts, tokenizer, megabytes, processes, scratch))
+                    report(rows[-1])
     return rows
 
 
-def _apart(*arguments: Any) -> Row:
+def _measure_in_process(*arguments: Any) -> Row:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, *arguments).result()
 
 
-def line(row: Row) -> str:
+def format_row(row: Row) -> str:
     """A row of the table."""
     trained = f"{row.train_seconds:8.1f}" if row.train_seconds else "       -"
     return (
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     options = read_options(arguments)
     print(HEADER, flush=True)
-    rows = benchmark(options, lambda row: print(line(row), flush=True))
+    rows = benchmark(options, lambda row: print(format_row(row), flush=True))
     if options.json:
         found = [{**asdict(row), "megabytes_per_second": row.rate} for row in rows]
         options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -38,7 +38,7 @@ class Corpus:
     """[id] Token after every document."""
     train: TokenShards
     validation: TokenShards
-    """May hold no token at all."""
+    """May be empty."""
     train_documents: int
     validation_documents: int
     train_bytes: int
@@ -54,7 +54,7 @@ class Corpus:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a finished corpus lies there. Says nothing about damage; `open_corpus` does."""
+    """Whether a finished corpus is there. Does not check for damage; `open_corpus` does."""
     return (folder / INDEX).is_file()
 
 
@@ -109,7 +109,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(path, f"it cannot be read: {type(error).__name__}") from error
     if not intact:
-        raise damaged(path, "it does not have its own sha256")
+        raise damaged(path, "its content does not match its sha256")
     return content
 
 

@@ -1,8 +1,8 @@
-"""Where documents begin inside a sequence of packed tokens, in the form that models take it.
+"""Where documents begin inside a sequence of packed tokens, in the forms that models expect.
 
-A document that is packed behind another one must not see it: its position ids start at 0 again, and attention stops
-where they do. Hugging Face models read that off `position_ids` (transformers.masking_utils); attention over rows of
-different lengths (flash attention's varlen kernels) takes cumulative lengths of one long row instead.
+A packed document must not attend to the one before it: its position ids start at 0 again, and attention stops there.
+Hugging Face models derive that from `position_ids` (transformers.masking_utils); flash attention's varlen kernels take
+cumulative lengths of one long row instead.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class _Encoder:
     dtype: str
     validation_fraction: float
     byte_ids: np.ndarray | None
-    """(256,) token of each byte under the tokenizer `bytes`, which needs no tokenizer to be applied; else None."""
+    """(256,) token of each byte for the tokenizer `bytes`, which is applied by this table alone; else None."""
 
 
 def is_validation(text: str, fraction: float) -> bool:
@@ -54,7 +54,7 @@ def is_validation(text: str, fraction: float) -> bool:
 
 
 def end_with_parent() -> None:
-    """Initialise a worker process: Ctrl-C is its parent's to handle, and it ends when its parent is gone.
+    """Initialise a worker process: it leaves Ctrl-C to its parent, and ends when its parent has ended.
 
     A pool's worker holds both ends of its own queue, so after a `kill -9` of the parent it would wait for ever.
     """
@@ -70,13 +70,13 @@ def start_worker(
     bytewise: the tokenizer is that of `bytes`.
     """
     global _worker
-    # Parallelism comes from the processes; threads in each of them would only fight over the cores.
+    # Parallelism comes from the processes; threads in each of them would only compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     end_with_parent()
     tokenizer = Tokenizer.from_str(tokenizer_json)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # Text that spells a special token is text: only the end of a document may become an end-of-document token.
+    # Text that spells a special token stays text: only the end of a document becomes an end-of-document token.
     tokenizer.encode_special_tokens = True
     _worker = _Encoder(
         tokenizer, end_of_document, dtype, validation_fraction, byte_ids().astype(dtype) if bytewise else None

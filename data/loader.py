@@ -17,13 +17,13 @@ import torch
 
 from config.errors import UserError
 from data.documents import Documents, cumulative_lengths, document_positions
-from data.sampler import rank_sample_ids, sample_ids, split_for_rank
+from data.sampler import sample_ids, split_for_rank
 from data.shards import TokenShards
 
 IGNORED_LABEL = -100
 """Label of a position that takes no part in the loss; the default of torch's cross_entropy."""
 NO_SAMPLE = -1
-"""Sample id of a row that only fills up a validation batch."""
+"""Sample id of a padding row in a validation batch."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Batch:
     labels: torch.Tensor
     """Same shape, int64: labels[..., t] is the token after input_ids[..., t], or IGNORED_LABEL. Already shifted."""
     sample_ids: np.ndarray
-    """(global_size,) int64, the whole global batch over all ranks; NO_SAMPLE for rows that only fill up."""
+    """(global_size,) int64, the whole global batch over all ranks; NO_SAMPLE for padding rows."""
     label_tokens: int
     """[tokens] Labels on this rank that count."""
     label_tokens_of_all: int | None = None
-    """[tokens] The same of all ranks together; None where a rank would have to ask the others: labels are masked."""
+    """[tokens] The same over all ranks; None where labels are masked and a rank knows only its own."""
     position_ids: torch.Tensor | None = None
     """Same shape as input_ids, int64, from 0 in every document; None where sequences are attended to as a whole."""
     one_row: bool = False
-    """`micro_batches` lays the sequences of a micro-batch end to end."""
+    """`micro_batches` concatenates the sequences of a micro-batch into one row."""
 
     def micro_batches(self, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-        """What the model is called with for each micro-batch, and its labels, on `device`.
+        """The model's arguments and the labels of each micro-batch, on `device`.
 
         input_ids, labels and position_ids: (micro, sequence_length), or (1, micro x sequence_length) with one_row.
         """
@@ -107,16 +107,8 @@ class Batches:
                 f"data.sequence_length={sequence_length}: the training data has {shards.tokens} tokens, not one "
                 "sequence. Use more text or a smaller data.sequence_length."
             )
-        # Sizes that do not divide are told here, not by the first step.
-        rank_sample_ids(
-            0,
-            samples=self._samples,
-            seed=seed,
-            global_size=global_size,
-            micro_size=micro_size,
-            rank=rank,
-            world_size=world_size,
-        )
+        # Raises here, and not at the first step, when the sizes do not divide.
+        split_for_rank(np.empty(global_size), micro_size=micro_size, rank=rank, world_size=world_size)
         self._position = 0
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._ahead = self._read_ahead(0)
@@ -126,13 +118,8 @@ class Batches:
         """[global batches] Consumed so far."""
         return self._position
 
-    @property
-    def samples(self) -> int:
-        """[sequences] In one epoch."""
-        return self._samples
-
     def next_step(self) -> Batch:
-        """The batch at `position`, which then moves on by one."""
+        """The batch at `position`, which is then incremented."""
         batch = self._ahead.result()
         self._position += 1
         self._ahead = self._read_ahead(self._position)
@@ -169,9 +156,8 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The same validation batches at every call: min(all, batches * global_size) sequences, evenly spaced over the set.
 
-    The first so many would come from a handful of documents and say little about the rest.
-    The last global batch is filled up with rows that are masked throughout, so that every rank has the same shapes and
-    takes part in the same collectives. Yields nothing when there is no sequence.
+    The first so many would come from a handful of documents. The last global batch is padded with fully masked rows, so
+    that every rank has the same shapes and takes part in the same collectives. Yields nothing without a sequence.
     """
     held_out = shards.sequences(sequence_length)
     available = min(held_out, batches * global_size)
@@ -202,7 +188,7 @@ def _make_batch(
     labels[~real] = IGNORED_LABEL
     shape, positions, label_tokens = (*mine.shape, sequence_length), None, int(real.sum()) * sequence_length
     if documents is not None:
-        # What a document begins with does not follow from the one before, which is all its last token sees.
+        # The first token of a document does not follow from the document before it.
         labels[inputs == documents.end_of_document] = IGNORED_LABEL
         label_tokens = int((labels != IGNORED_LABEL).sum())
         positions = _on_host(document_positions(inputs, documents.end_of_document)).reshape(shape)
@@ -219,13 +205,13 @@ def _make_batch(
 
 
 def _on_host(values: np.ndarray) -> torch.Tensor:
-    """In pinned memory where there is a GPU: from any other a copy waits until the device has done all before it."""
+    """In pinned memory where there is a GPU: a copy from pageable memory waits for all earlier work of the device."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
 
 def _lengths(positions: torch.Tensor) -> dict[str, Any]:
-    """Arguments of varlen attention, made here on the host: left out, each layer works them out and waits for it."""
+    """Arguments of varlen attention, computed on the host: without them each layer computes them and synchronises."""
     starts = cumulative_lengths(positions.numpy())
     lengths, longest = _on_host(starts), int(np.diff(starts).max())
     return {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": longest, "max_length_k": longest}

@@ -1,7 +1,7 @@
-"""How far a preparation is: shown by the process that prepares, and by those that wait for it.
+"""Progress of a preparation, displayed by the process that prepares or by one that waits for it.
 
-Only one rank may draw, and it need not be the one that got the lock. So the preparing process leaves its state in a
-small file in its partial folder, and a waiting process that is asked to show progress reads it from there.
+Only one rank may draw, which need not be the one that holds the lock. So the preparing process writes its state to a
+small file in its partial folder, and a waiting process that displays progress reads it there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Display:
             self._bar.stop()
 
     def show(self, progress: Progress | None) -> None:
-        """Draw a state; None (nothing known yet) draws nothing."""
+        """Draw a state; None (unknown yet) draws nothing."""
         if not self._shown or progress is None:
             return
         what = "making the tokenizer for" if progress.stage == "tokenizer" else "tokenizing"
@@ -74,14 +74,14 @@ class Display:
             print(f"data: {what} {self._label}{done}", file=sys.stderr, flush=True)
 
     def finish(self) -> None:
-        """Say that the corpus is there, and after how long."""
+        """Log that the corpus is prepared, and after how long."""
         if self._shown:
             seconds = time.monotonic() - self._start
             self._console.print(f"data: prepared {self._label} in {seconds:.1f} s", highlight=False, soft_wrap=True)
 
 
 class ProgressFile:
-    """Passes a preparation's state to its own display and, through a file, to waiting processes."""
+    """Sends a preparation's state to its own display and, through a file, to waiting processes."""
 
     def __init__(self, folder: Path, display: Display) -> None:
         self._path, self._display = folder / _FILE, display
@@ -103,11 +103,11 @@ class ProgressFile:
 
 
 def read_progress(corpus_folder: Path) -> Progress | None:
-    """State of the process that prepares this corpus; None when there is none yet, or not any more."""
+    """State of the process that prepares this corpus; None without one."""
     for path in corpus_folder.parent.glob(f"{corpus_folder.name}.partial-*/{_FILE}"):
         try:
             return Progress(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
-            # It finished between the look at the folder and the look at the file.
+            # It finished between listing the folder and reading the file.
             return None
     return None

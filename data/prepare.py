@@ -3,8 +3,8 @@
 Every rank calls `prepare` before any process group exists. Whichever takes the file lock first prepares; the others
 wait and then find the corpus finished, as does every later run with the same fingerprint of source, tokenizer and
 split. Everything is written into `<fingerprint>.partial-<pid>` and renamed at the end, so a killed preparation leaves
-nothing that looks finished; what it left is removed by the next preparation of the same corpus, which holds the lock
-and therefore knows that no one is writing there.
+nothing that looks finished; the next preparation of the same corpus removes the partial folder, since it holds the
+lock.
 
 The tokens do not depend on the number of workers: one process reads the stream into batches, the workers tokenize
 them, and results are taken in the order of the batches. Memory is bounded by one shard for each split and
@@ -47,10 +47,10 @@ _POLL_SECONDS = 0.5
 
 
 def prepare(data: DataSection, *, progress: bool) -> Corpus:
-    """Open the corpus that a config names, preparing it first when no one has.
+    """Open the corpus that a config names, preparing it first if need be.
 
     progress: show a progress bar (plain lines when there is no terminal), also while another process prepares.
-    The run's seed has no part in it: runs that differ by seed share one preparation and one validation set.
+    It does not depend on the run's seed: runs that differ by seed share one preparation and one validation set.
 
     Raises UserError for a source or tokenizer that cannot be read, an empty source, a wait of more than
     data.wait_minutes for another process, damaged prepared data, and a cache folder that cannot be written.
@@ -79,7 +79,7 @@ def prepare(data: DataSection, *, progress: bool) -> Corpus:
 
 
 def corpus_fingerprint(data: DataSection, source: Source) -> str:
-    """Name of the corpus: 20 hex digits over everything that decides its tokens."""
+    """Name of the corpus: 20 hex digits of a hash over everything that decides its tokens."""
     parts = [
         FORMAT_VERSION,
         data.source,
@@ -94,7 +94,7 @@ def corpus_fingerprint(data: DataSection, source: Source) -> str:
 
 @contextmanager
 def _lock(folder: Path, wait_minutes: float, display: Display) -> Iterator[None]:
-    """Hold the corpus's lock; while another process holds it, show how far that one is."""
+    """Hold the corpus's lock; while another process holds it, display that one's progress."""
     lock = FileLock(f"{folder}.lock")
     deadline = time.monotonic() + wait_minutes * 60
     while True:
@@ -118,7 +118,7 @@ def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Di
     for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
         shutil.rmtree(leftover)
     if folder.exists():
-        # Without an index nothing was published here: someone's deletion was interrupted.
+        # A folder without an index is the rest of an interrupted deletion.
         shutil.rmtree(folder)
     partial = folder.parent / f"{folder.name}.partial-{os.getpid()}"
     partial.mkdir()
@@ -179,7 +179,7 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
 def _in_order(
     pool: ProcessPoolExecutor, source: Source, skipped: Counter[str], most_in_flight: int
 ) -> Iterator[tuple[Encoded, Encoded]]:
-    """Encode the source's batches in the pool; results come in the order of the batches, whoever made them."""
+    """Encode the source's batches in the pool; results come in the order of the batches."""
     running: deque[Future[tuple[Encoded, Encoded]]] = deque()
     try:
         for batch in _batches(source.documents(skipped)):
@@ -217,7 +217,7 @@ def _no_training_text(data: DataSection, source: Source, held_out: int, skipped:
 
 
 class _SplitWriter:
-    """Collects the tokens of one split and writes a shard whenever SHARD_TOKENS are together."""
+    """Collects the tokens of one split and writes a shard of every SHARD_TOKENS."""
 
     def __init__(self, folder: Path, split: str, dtype: str, header: dict[str, str], end_of_document: int) -> None:
         self._folder, self._split = folder, split
@@ -229,7 +229,7 @@ class _SplitWriter:
         self.text_bytes = 0
 
     def add(self, part: Encoded) -> None:
-        """Append encoded documents; a document may be cut at the end of a shard and goes on in the next."""
+        """Append encoded documents; a document may be split between two shards."""
         self.documents += part.documents
         self.text_bytes += part.text_bytes
         start = 0

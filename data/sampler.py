@@ -10,7 +10,7 @@ cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"):
 encrypted again until it is back, at most four times on average. The rounds use an integer mixer, not a cryptographic
 function: the shuffle has to look random to a loss curve, not to an adversary.
 
-Samples are numbered on through the epochs: global batch `position` holds samples position * global_size onwards, so a
+Samples are numbered through all epochs: global batch `position` holds samples position * global_size onwards, so a
 batch may straddle the end of an epoch, and within an epoch each sample is seen exactly once.
 """
 
@@ -25,7 +25,7 @@ from config.errors import UserError
 
 _ROUNDS = 8
 _SMALLEST_HALF_BITS = 3
-"""Tiny networks reach few permutations; walking in 64 values instead costs microseconds."""
+"""Tiny networks reach few permutations; cycle walking within 64 values costs microseconds."""
 
 
 def sample_ids(position: int, *, samples: int, seed: int, global_size: int) -> np.ndarray:
@@ -41,20 +41,12 @@ def sample_ids(position: int, *, samples: int, seed: int, global_size: int) -> n
     return permute(within, samples=samples, seed=seed, epoch=epoch)
 
 
-def rank_sample_ids(
-    position: int, *, samples: int, seed: int, global_size: int, micro_size: int, rank: int, world_size: int
-) -> np.ndarray:
-    """One rank's part of the global batch, (accumulation, micro_size) int64.
-
-    The ranks' micro-batches number a together are the a-th stretch of the global batch. Raises UserError when
-    global_size is not a multiple of micro_size * world_size.
-    """
-    ids = sample_ids(position, samples=samples, seed=seed, global_size=global_size)
-    return split_for_rank(ids, micro_size=micro_size, rank=rank, world_size=world_size)
-
-
 def split_for_rank(ids: np.ndarray, *, micro_size: int, rank: int, world_size: int) -> np.ndarray:
-    """(global_size,) -> this rank's (accumulation, micro_size)."""
+    """One rank's part of a global batch: (global_size,) -> (accumulation, micro_size).
+
+    The ranks' micro-batches number a together are the a-th stretch of the global batch. Raises UserError when the size
+    is not a multiple of micro_size * world_size.
+    """
     if len(ids) % (micro_size * world_size):
         raise UserError(
             f"batch.global_size={len(ids)}: not a multiple of batch.micro_size x processes = "

@@ -2,13 +2,13 @@
 
 A shard is a safetensors file with one tensor, `tokens` (n,) of uint16 (vocabularies up to 65536) or uint32, and a text
 header beside it: format version, dtype, vocabulary size, tokenizer sha256, source fingerprint, split, documents that
-end in it, sha256 of the token bytes. Documents follow each other, each ended by the end-of-document token; one may go
-on in the next shard.
+end in it, sha256 of the token bytes. Documents follow each other, each ended by the end-of-document token; one may
+continue in the next shard.
 
 Windows: sequence i of a shard is tokens[i*L : i*L + L + 1], inputs and the token after each. Windows step by L, so
 every token of a shard but its first is a label once; they never cross shards. The tokens after the last whole window
-of a shard are not trained on, at most L of them. A window may hold several documents;
-attention and labels run across their ends, which the end-of-document token marks.
+of a shard, at most L, are not trained on. A window may hold several documents; attention and labels run across their
+ends, which the end-of-document token marks, unless data.document_masking is set.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Shard:
 
 
 def open_shard(path: Path, expected: dict[str, Any], *, verify: bool) -> Shard:
-    """Open a shard and hold it against its entry in the index: size, header, and with `verify` the sha256.
+    """Open a shard and compare it with its entry in the index: size, header, and with `verify` the sha256.
 
     Raises UserError that names the file when any of them differs.
     """
@@ -101,14 +101,14 @@ def open_shard(path: Path, expected: dict[str, Any], *, verify: bool) -> Shard:
 
 
 def _sha256_from(path: Path, offset: int) -> str:
-    """Of the bytes from `offset` on. Read and not mapped: what is read of a mapping counts as memory of the process."""
+    """Of the bytes from `offset` on. Read and not mapped, since mapped pages count as memory of the process."""
     with path.open("rb") as file:
         file.seek(offset)
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def damaged(path: Path, reason: str) -> UserError:
-    """The error for prepared data that is not what was written."""
+    """The error for prepared data that differs from what was written."""
     return UserError(f"{path}: damaged, {reason}. Delete the folder {path.parent} and start again to prepare it anew.")
 
 

@@ -1,4 +1,4 @@
-"""Where documents come from: each source as a Hugging Face `datasets` stream, and what identifies it.
+"""Sources of documents, each a Hugging Face `datasets` stream with an identity.
 
 A `Source` is cheap to make and reads nothing of a hub until its documents are asked for, so that a corpus that was
 prepared earlier opens on a machine without a network.
@@ -6,8 +6,8 @@ prepared earlier opens on a machine without a network.
 Identity, the part of the corpus's fingerprint that stands for the text:
 
 - Local files: names (relative to data.path) and sizes, and the sha256 of the contents while these are at most
-  `HASHED_BYTES` in all. Content is the truth: copies of a corpus on two nodes are the same corpus whatever their times
-  say. Above that size hashing would hold up every start for minutes, so modification times take its place.
+  `HASHED_BYTES` in all, so that copies of a corpus on two nodes are the same corpus whatever their times. Above that
+  size hashing would delay every start by minutes, so modification times take its place.
 - Hub: id, name, split, and the revision when data.path pins one (`owner/name@revision`). Without a pin, what was
   prepared stays in use when the hub changes; the revision that was read is recorded in the corpus (`revision`).
 """
@@ -50,7 +50,7 @@ class Source:
     null_means: str = "no text"
     """Reason under which a document that is null is counted as left out."""
     deduplicate: bool = False
-    """Leave out documents with the text of an earlier one. Keeps 16 bytes in memory for each document."""
+    """Leave out repeated documents. Keeps 16 bytes in memory for each document."""
     revision: Callable[[], str | None] = field(default=lambda: None)
     """Revision of a hub dataset, once it was opened."""
 
@@ -169,7 +169,7 @@ def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
 
 
 def _hidden(file: Path, root: Path) -> bool:
-    # Python writes __pycache__ when it pleases, and a corpus would become another one.
+    # Python writes __pycache__ at any time, which would change the identity of the corpus.
     return any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(root).parts)
 
 

@@ -1,7 +1,7 @@
 """The tokenizer of a corpus: raw bytes, a byte-level BPE trained on the corpus, or a Hugging Face fast tokenizer.
 
-Whatever its origin it is saved with the corpus as a Hugging Face tokenizer folder, so that a corpus and a checkpoint
-stay readable when the origin has changed or is out of reach. `bytes` and `bpe` decode to exactly the text that was
+It is always saved with the corpus as a Hugging Face tokenizer folder, so that a corpus and a checkpoint stay readable
+when its origin has changed or is unreachable. `bytes` and `bpe` decode to exactly the text that was
 encoded. No beginning-of-document token is added; a document ends with the tokenizer's end-of-document (eos) token.
 """
 
@@ -25,13 +25,13 @@ from data.sources import Source
 SAMPLE_BYTES = 32 << 20
 """[bytes] Text that a BPE is trained on, at most (one longer document excepted)."""
 SCANNED_BYTES = 1 << 30
-"""[bytes] Text at the start of the source that the sample is drawn from; drawing it has to end on any stream."""
+"""[bytes] Text at the start of the source that the sample is drawn from; so that drawing it ends on any stream."""
 SMALLEST_BPE = 257
 """[tokens] 256 bytes and the end of a document."""
 
 
 def tokenizer_identity(spec: str) -> str:
-    """What stands for the tokenizer in a corpus's fingerprint: its name, or for a local folder its files' contents."""
+    """The tokenizer's part of a corpus's fingerprint: its name, or for a local folder its files' contents."""
     folder = Path(spec).expanduser()
     if _bpe_vocabulary(spec) is not None or spec == "bytes" or not folder.is_dir():
         return spec

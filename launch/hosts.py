@@ -1,7 +1,7 @@
-"""The machines of a supervised `deepspeed --hostfile` job: which of them answer, and the job's processes on them.
+"""The machines of a supervised `deepspeed --hostfile` job: which of them are reachable, and the job's processes there.
 
-A launcher that dies leaves its ranks on the other machines running; only ssh reaches them. They carry a mark in their
-environment, so that nobody else's process is touched.
+A launcher that dies leaves its ranks on the other machines running, where only ssh can end them. An environment
+variable with the job's id identifies them, so that no other process is touched.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from pathlib import Path
 from config.errors import UserError
 from launch.hostfile import read_hostfile
 
-MARK = "PYTHON_SUPERVISED_BY"
-"""Variable with the job's mark. The deepspeed launcher passes on what begins with PYTHON; Python does not know it."""
+JOB_ID_VARIABLE = "PYTHON_SUPERVISED_BY"
+"""The deepspeed launcher exports variables that begin with PYTHON; Python itself does not read this one."""
 CONNECT_SECONDS = 10
-ASK_AGAIN_SECONDS = 10.0
+POLL_SECONDS = 10.0
 KILL_AFTER_SECONDS = 15
-"""How long the job's processes on a machine have to end after SIGTERM; then SIGKILL."""
-_OPTIONS = ("--hostfile", "-H")
-_CHOOSING = (
+"""How long the job's processes on a machine have to end after SIGTERM before SIGKILL."""
+_HOSTFILE_OPTIONS = ("--hostfile", "-H")
+_SELECTION_OPTIONS = (
     *("--include", "-i", "--exclude", "-e", "--num_nodes", "--num_gpus", "--num_accelerators"),
     *("--master_addr", "--no_ssh"),
 )
-# `p`: the job's processes there, and nobody else's; of these, those with a variable that is $1.
-_FIND = (
-    "p() { grep -lsxzF MARKED /proc/[0-9]*/environ"
+# Defines p: pids of this job's processes, optionally only those with the environment entry $1.
+_FIND_PROCESSES = (
+    "p() { grep -lsxzF JOB_ID /proc/[0-9]*/environ"
     """ | xargs -r grep -lsxzE "${1:-.*}" | tr -dc '0-9\\n' | sort -n; }; """
 )
-_END = (
+_END_PROCESSES = (
     'p | xargs -r kill -TERM; for i in $(seq TENTHS); do [ -z "$(p)" ] && exit; sleep 0.1; done; '
     "p | xargs -r kill -KILL"
 )
-_TELL = 'rank=$(p RANK=0 | head -n 1); [ -n "$rank" ] && kill -USR1 $rank'  # what a rank starts has a higher number
+_SIGNAL_RANK_0 = 'rank=$(p RANK=0 | head -n 1); [ -n "$rank" ] && kill -USR1 $rank'  # its children have higher pids
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The machines that a command line names, and how to reach them."""
+    """The machines that a `deepspeed` command line names, and how to reach them."""
 
     slots: dict[str, int]
     """Processes of each machine, in the order of the hostfile."""
@@ -53,14 +53,14 @@ class Hosts:
     rest: tuple[str, ...]
     """From train.py on."""
     ssh: tuple[str, ...]
-    mark: str = field(default_factory=lambda: secrets.token_hex(8))
+    job_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Hosts | None:
         """None when it is not `deepspeed` with a hostfile. Raises UserError: the hostfile cannot be read."""
         script = next((index for index, word in enumerate(command) if word.endswith(".py")), len(command))
         launcher = list(command[:script])
-        path = _value(launcher, _OPTIONS)
+        path = _value(launcher, _HOSTFILE_OPTIONS)
         if not launcher or Path(launcher[0]).name != "deepspeed" or path is None:
             return None
         port = _value(launcher, ("--ssh_port",))
@@ -68,22 +68,22 @@ class Hosts:
         slots = read_hostfile(Path(path).expanduser())
         return cls(slots, tuple(launcher), tuple(command[script:]), ssh)
 
-    def refuse_what_chooses(self) -> None:
-        """Raises UserError: the command line itself says which machines, so that no others can be left out."""
+    def require_no_selection(self) -> None:
+        """Raises UserError when the command line itself selects machines, which --min-nodes has to do."""
         for word in self.launcher:
-            if word.partition("=")[0] in _CHOOSING:
-                raise UserError(f"--min-nodes: {word} chooses the machines already; leave one of the two out")
+            if word.partition("=")[0] in _SELECTION_OPTIONS:
+                raise UserError(f"--min-nodes: {word} selects the machines already; use only one of the two")
 
-    def answering(self) -> list[str]:
+    def reachable(self) -> list[str]:
         """Names of the machines on which ssh runs a command, in the hostfile's order. Takes up to 20 s."""
-        answers = self._on_all(list(self.slots), "true")
-        return [name for name, code in answers.items() if code == 0]
+        codes = self._run_on(list(self.slots), "true")
+        return [name for name, code in codes.items() if code == 0]
 
     def environment(self) -> dict[str, str]:
-        """The launcher's: with the mark, and with an ssh that ends when a machine is out of reach for 60 s."""
+        """The launcher's environment: the job's id, and an ssh that gives up on a machine silent for 60 s."""
         append = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
         alive = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4"
-        return {**os.environ, MARK: self.mark, "PDSH_SSH_ARGS_APPEND": f"{append} {alive}".strip()}
+        return {**os.environ, JOB_ID_VARIABLE: self.job_id, "PDSH_SSH_ARGS_APPEND": f"{append} {alive}".strip()}
 
     def command(self, names: Sequence[str], folder: Path) -> list[str]:
         """The command line that starts the job on these machines only; its hostfile is written into `folder`."""
@@ -91,8 +91,8 @@ class Hosts:
             return [*self.launcher, *self.rest]
         file = folder / "hostfile"
         file.write_text("".join(f"{name} slots={self.slots[name]}\n" for name in names))
-        words = _without(self.launcher, (*_OPTIONS, "--force_multi"))
-        # deepspeed starts a job of a single machine where it is itself, whatever that machine's name
+        words = _without(self.launcher, (*_HOSTFILE_OPTIONS, "--force_multi"))
+        # Without --force_multi deepspeed starts a single machine's job locally, whatever that machine's name.
         return [
             words[0],
             "--hostfile",
@@ -102,20 +102,20 @@ class Hosts:
             *self.rest,
         ]
 
-    def end(self, names: Sequence[str]) -> None:
-        """End what there is of the job on these machines. Those that do not answer are left as they are."""
-        script = _END.replace("TENTHS", str(10 * KILL_AFTER_SECONDS))
-        self._on_all(names, self._found(script), CONNECT_SECONDS + KILL_AFTER_SECONDS + 10)
+    def end_processes(self, names: Sequence[str]) -> None:
+        """End the job's processes on these machines. Unreachable machines are skipped."""
+        script = _END_PROCESSES.replace("TENTHS", str(10 * KILL_AFTER_SECONDS))
+        self._run_on(names, self._with_find(script), CONNECT_SECONDS + KILL_AFTER_SECONDS + 10)
 
-    def tell(self, names: Sequence[str]) -> bool:
-        """SIGUSR1 to rank 0, wherever it is. False when it is nowhere."""
-        return 0 in self._on_all(names, self._found(_TELL)).values()
+    def signal_rank_0(self, names: Sequence[str]) -> bool:
+        """Send SIGUSR1 to rank 0, on whichever machine it runs. False when it is on none."""
+        return 0 in self._run_on(names, self._with_find(_SIGNAL_RANK_0)).values()
 
-    def _found(self, script: str) -> str:
-        return _FIND.replace("MARKED", f"{MARK}={self.mark}") + script
+    def _with_find(self, script: str) -> str:
+        return _FIND_PROCESSES.replace("JOB_ID", f"{JOB_ID_VARIABLE}={self.job_id}") + script
 
-    def _on_all(self, names: Sequence[str], script: str, seconds: float = 2 * CONNECT_SECONDS) -> dict[str, int]:
-        """The exit code of `script` on each of the machines; 255 where it did not run."""
+    def _run_on(self, names: Sequence[str], script: str, seconds: float = 2 * CONNECT_SECONDS) -> dict[str, int]:
+        """The exit code of `script` on each machine; 255 where it did not run."""
 
         def one(name: str) -> int:
             with suppress(subprocess.TimeoutExpired, OSError):
@@ -135,70 +135,79 @@ class Hosts:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Which machines a start gets: as many of those that answer as make a number of processes that fits the batch."""
+class HostSelection:
+    """Which machines each start runs on: as many of the reachable ones as make a number of processes that fits."""
 
     hosts: Hosts
     fits: Callable[[int], bool]
-    """Whether the global batch can be cut up for that many processes."""
-    least: int | None
-    """Machines that a start needs; None: all of the hostfile, and the first start does not look."""
+    """Whether the global batch divides among that many processes."""
+    min_nodes: int | None
+    """Machines that a start needs; None: all of the hostfile, and the first start does not probe them."""
     wait_minutes: float
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     stopped: Callable[[], bool]
 
-    def first(self) -> list[str]:
-        """For the first start. Raises UserError: too few answer."""
-        if self.least is None:
+    def __post_init__(self) -> None:
+        """Raises UserError: --min-nodes does not fit the hostfile or the command."""
+        if self.min_nodes is not None:
+            count = len(self.hosts.slots)
+            if not 1 <= self.min_nodes <= count:
+                raise UserError(f"--min-nodes {self.min_nodes}: the hostfile has {count} machines; give 1 to that")
+            self.hosts.require_no_selection()
+
+    def for_first_start(self) -> list[str]:
+        """Raises UserError: too few machines are reachable."""
+        if self.min_nodes is None:
             return list(self.hosts.slots)
-        names, answering = self._look()
-        if len(names) < self.least:
-            raise UserError(f"--min-nodes {self.least}: {self._shortage(names, answering)}")
-        self._tell(names, answering)
+        names, reachable = self._probe()
+        if len(names) < self.min_nodes:
+            raise UserError(f"--min-nodes {self.min_nodes}: {self._shortage(names, reachable)}")
+        self._log_shortage(names, reachable)
         return names
 
-    def next(self) -> list[str] | None:
-        """For a restart: waits until enough machines answer. None when that took too long, or the wait was stopped."""
-        least, ends, told = self.least or len(self.hosts.slots), time.monotonic() + 60 * self.wait_minutes, False
+    def for_restart(self) -> list[str] | None:
+        """Waits until enough machines are reachable. None when that took too long, or the wait was stopped."""
+        needed, ends = self.min_nodes or len(self.hosts.slots), time.monotonic() + 60 * self.wait_minutes
+        logged = False
         while not self.stopped():
-            names, answering = self._look()
-            if len(names) >= least:
-                self._tell(names, answering)
+            names, reachable = self._probe()
+            if len(names) >= needed:
+                self._log_shortage(names, reachable)
                 return names
-            short = f"{self._shortage(names, answering)}; {least} are needed (--min-nodes)"
+            short = f"{self._shortage(names, reachable)}; {needed} are needed (--min-nodes)"
             if time.monotonic() > ends:
-                self.say(f"{short}: given up after {self.wait_minutes:g} minutes (--wait-nodes)")
+                self.log(f"{short}: given up after {self.wait_minutes:g} minutes (--wait-nodes)")
                 return None
-            if not told:
-                self.say(f"{short}: waiting for up to {self.wait_minutes:g} minutes (--wait-nodes)")
-                told = True
-            pause = time.monotonic() + ASK_AGAIN_SECONDS
+            if not logged:
+                self.log(f"{short}: waiting for up to {self.wait_minutes:g} minutes (--wait-nodes)")
+                logged = True
+            pause = time.monotonic() + POLL_SECONDS
             while not self.stopped() and time.monotonic() < min(pause, ends):
                 time.sleep(0.2)
         return None
 
-    def _look(self) -> tuple[list[str], list[str]]:
-        answering = self.hosts.answering()
-        return largest(answering, self.hosts.slots, self.fits), answering
+    def _probe(self) -> tuple[list[str], list[str]]:
+        reachable = self.hosts.reachable()
+        return most_that_fit(reachable, self.hosts.slots, self.fits), reachable
 
-    def _tell(self, names: Sequence[str], answering: Sequence[str]) -> None:
+    def _log_shortage(self, names: Sequence[str], reachable: Sequence[str]) -> None:
         if len(names) < len(self.hosts.slots):
             processes = sum(self.hosts.slots[name] for name in names)
             count = f"{processes} process{'es' * (processes > 1)}"
-            self.say(f"{self._shortage(names, answering)}; goes on with {count}, same global batch")
+            self.log(f"{self._shortage(names, reachable)}; continues with {count}, same global batch")
 
-    def _shortage(self, names: Sequence[str], answering: Sequence[str]) -> str:
+    def _shortage(self, names: Sequence[str], reachable: Sequence[str]) -> str:
         slots = self.hosts.slots
-        silent = [name for name in slots if name not in answering]
-        spare = [name for name in answering if name not in names]
+        silent = [name for name in slots if name not in reachable]
+        spare = [name for name in reachable if name not in names]
         parts = [f"no answer over ssh from {', '.join(silent)}"] if silent else []
         if spare:
-            parts.append(f"{', '.join(spare)} left out, since batch.global_size cannot be cut up for more processes")
+            parts.append(f"{', '.join(spare)} left out, since batch.global_size does not divide among more processes")
         return f"{len(names)} of {len(slots)} machines: {'; '.join(parts)}"
 
 
-def largest(names: Sequence[str], slots: dict[str, int], fits: Callable[[int], bool]) -> list[str]:
-    """The first machines of `names`, as many as give a number of processes that `fits`; none when no number does."""
+def most_that_fit(names: Sequence[str], slots: dict[str, int], fits: Callable[[int], bool]) -> list[str]:
+    """The longest prefix of `names` whose number of processes `fits`; empty when none does."""
     for count in range(len(names), 0, -1):
         if fits(sum(slots[name] for name in names[:count])):
             return list(names[:count])

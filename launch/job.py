@@ -1,7 +1,7 @@
 """One start of a training job through its launcher: its output, its processes, and an end that leaves none behind.
 
-A launcher can die and leave its ranks running: the deepspeed launcher does on SIGTERM. So every process that comes of
-it is kept within reach (PR_SET_CHILD_SUBREAPER in prctl(2)), also those that moved to a session of their own.
+A launcher can die and leave its ranks running, as the deepspeed launcher does on SIGTERM. So this process adopts every
+orphaned descendant (PR_SET_CHILD_SUBREAPER in prctl(2)), also those in a session of their own.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from config.errors import UserError
 from launch.hosts import Hosts
 
 KILL_AFTER_SECONDS = 15.0
-"""How long processes that outlive their launcher have to end after SIGTERM; then SIGKILL."""
+"""How long processes that outlive their launcher have to end after SIGTERM before SIGKILL."""
 LINGER_SECONDS = 60.0
-"""How long a launcher may stand after a rank was lost and none runs here. pdsh waits for ever for a machine that is cut
-off; the deepspeed launcher and torchrun end within 30 s."""
+"""How long a launcher may keep running after a rank was lost and none runs here. pdsh waits for ever for a machine that
+is cut off; the deepspeed launcher and torchrun end within 30 s."""
 _PR_SET_CHILD_SUBREAPER = 36
 _KEPT_LINES = 400
 _LOST_LINE = re.compile(r"error: (rank \d+ .*?); rank \d+ stops, exit code")
@@ -34,10 +34,10 @@ _TORCHRUN_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-
 
 
 class Job:
-    """A launcher and the processes that come of it."""
+    """A launcher and its descendants."""
 
     def __init__(self, command: Sequence[str], hosts: Hosts | None = None, names: Sequence[str] = ()) -> None:
-        """Start it in a session of its own: what the terminal sends comes to us alone.
+        """Start it in a session of its own, so that the terminal's signals reach only this process.
 
         names: the machines of `hosts` that it runs on, when it does not run here. Raises UserError when there is no
         such program.
@@ -60,27 +60,27 @@ class Job:
         self._reader.start()
 
     def wait(self) -> int:
-        """Wait for the launcher, end what it left behind, and return its exit code; minus a signal's number."""
+        """Wait for the launcher, end what it left running, and return its exit code, negative for a signal."""
         while self._launcher.poll() is None:
             time.sleep(0.1)
             lost = self._lost_at
             if lost is not None and time.monotonic() - lost > LINGER_SECONDS:
                 self._lost_at = None
                 if not dict(self._ranks()):  # else torchrun has started them again
-                    say(f"the launcher still waits {LINGER_SECONDS:.0f} s after a rank was lost: ended")
+                    log(f"the launcher still waits {LINGER_SECONDS:.0f} s after a rank was lost: ended")
                     self.kill()
-        self._end_the_rest()
+        self._end_remaining()
         self._reader.join(timeout=5)
         return self._launcher.returncode
 
-    def ask_to_stop(self) -> bool:
-        """Have the run save and end: SIGUSR1 to one rank, and all ranks agree. False when no rank runs here (yet).
+    def request_stop(self) -> bool:
+        """Have the run save and end: SIGUSR1 to one rank, which all ranks follow. False when no rank runs here (yet).
 
-        The launcher is not asked: torchrun and the deepspeed launcher kill a rank 30 s after they were told to stop.
+        The launcher gets no signal: torchrun and the deepspeed launcher kill their ranks 30 s after one.
         """
         if self._hosts is not None:
-            return self._hosts.tell(self._names)
-        ranks = dict(self._ranks()) or self._without_launcher()
+            return self._hosts.signal_rank_0(self._names)
+        ranks = dict(self._ranks()) or self._single_process()
         for rank in sorted(ranks):
             with suppress(ProcessLookupError):
                 os.kill(ranks[rank], signal.SIGUSR1)
@@ -93,21 +93,22 @@ class Job:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def cause(self) -> str | None:
-        """What the output says about the rank that was lost: our own line, else the launcher's report."""
+    def failure_cause(self) -> str | None:
+        """What the output says about the rank that was lost: train.py's own line, else torchrun's report."""
         text = "".join(self._lines)
         ours = _LOST_LINE.findall(text)
         if ours:
             return str(ours[0])
-        reported = self._reported()
-        return f"rank {reported[0]} {ended_how(reported[1])}" if reported else None
+        reported = self._torchrun_report()
+        return f"rank {reported[0]} {describe_exit(reported[1])}" if reported else None
 
     def failed_code(self) -> int | None:
-        """The exit code of the rank that failed first, where the launcher's report has it."""
-        reported = self._reported()
+        """The exit code of the rank that failed first, where torchrun reports it."""
+        reported = self._torchrun_report()
         return reported[1] if reported else None
 
-    def _reported(self) -> tuple[int, int] | None:
+    def _torchrun_report(self) -> tuple[int, int] | None:
+        """Rank and exit code of the first failure."""
         found = _TORCHRUN_CAUSE.findall("".join(self._lines))
         return (int(found[-1][0]), int(found[-1][1])) if found else None
 
@@ -123,7 +124,7 @@ class Job:
                 sys.stdout.flush()
 
     def _ranks(self) -> Iterator[tuple[int, int]]:
-        """Rank and process of every rank here. What a rank starts inherits its RANK, so the first in a line counts."""
+        """Rank and pid of every rank here. Its children inherit RANK, so the first in a line of descent counts."""
         seen: set[int] = set()
         for pid in _descendants(os.getpid()):  # parents first
             environment = _environment(pid)
@@ -131,13 +132,13 @@ class Job:
                 seen.add(int(environment["RANK"]))
                 yield int(environment["RANK"]), pid
 
-    def _without_launcher(self) -> dict[int, int]:
-        """`python train.py` is itself the one rank."""
+    def _single_process(self) -> dict[int, int]:
+        """Rank 0 when the command is `python train.py`, without a launcher; else empty."""
         program, script = self._command[0], self._command[1]
         alone = Path(program).name.startswith("python") and script.endswith(".py")
         return {0: self._launcher.pid} if alone and self._launcher.returncode is None else {}
 
-    def _end_the_rest(self) -> None:
+    def _end_remaining(self) -> None:
         ends = time.monotonic() + KILL_AFTER_SECONDS
         if _descendants(os.getpid()):
             self.kill(signal.SIGTERM)
@@ -149,16 +150,16 @@ class Job:
                 self.kill()
             time.sleep(0.05)
         if self._hosts is not None:
-            self._hosts.end(self._names)
+            self._hosts.end_processes(self._names)
 
 
-def say(line: str) -> None:
-    """One line of the supervisor's own, among those of the job."""
+def log(line: str) -> None:
+    """Write one line of the supervisor's own to stderr."""
     os.write(2, f"supervise: {line}\n".encode())  # a signal handler may be in the middle of another line
 
 
-def ended_how(code: int) -> str:
-    """An exit code, or minus a signal's number, in words."""
+def describe_exit(code: int) -> str:
+    """An exit code in words; negative for a signal, as in subprocess."""
     if code >= 0:
         return f"ended with exit code {code}"
     with suppress(ValueError):
@@ -167,14 +168,14 @@ def ended_how(code: int) -> str:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Every process that comes of `pid`, parents before their children."""
-    found, next_ones = [], [pid]
-    while next_ones:
-        one = next_ones.pop(0)
-        for path in Path(f"/proc/{one}/task").glob("*/children"):
+    """Every descendant of `pid`, parents before their children."""
+    found, queue = [], [pid]
+    while queue:
+        parent = queue.pop(0)
+        for path in Path(f"/proc/{parent}/task").glob("*/children"):
             with suppress(OSError):
-                next_ones += [int(child) for child in path.read_text().split()]
-        found.append(one)
+                queue += [int(child) for child in path.read_text().split()]
+        found.append(parent)
     return found[1:]
 
 

@@ -2,11 +2,11 @@
 
     python -m launch.supervise [options] -- deepspeed --num_gpus 8 train.py --config config/recipes/demo.yaml
 
-Restarts what died: a rank that was killed or crashed, a launcher that went. Does not restart what ended: done, a wrong
-config, numerics, checkpoints that cannot be written, run.max_minutes, or a stop that was asked for here. What the job
-itself said is read from its events.jsonl, since torchrun and accelerate turn every exit code into 1.
+Restarts a job of which a rank was killed or crashed, or whose launcher died. Does not restart one that ended: done, a
+wrong config, numerics, checkpoints that cannot be written, run.max_minutes, or a stop requested here. How the run ended
+is read from its events.jsonl, since torchrun and accelerate turn every exit code into 1.
 
-Behind `deepspeed --hostfile FILE` a restart can go on without the machines that were lost: --min-nodes.
+With `deepspeed --hostfile FILE` a restart can continue without the machines that were lost: --min-nodes.
 
 SIGTERM, SIGUSR1 or Ctrl-C: the run saves and ends with exit code 75. A second one kills it.
 """
@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -29,53 +29,36 @@ from typing import Any
 from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
 from config.errors import UserError
 from config.load import load_config
-from launch.hosts import Choice, Hosts
-from launch.job import Job, ended_how, say
+from launch.hosts import Hosts, HostSelection
+from launch.job import Job, describe_exit, log
 
-FRUITLESS = 2
-"""Starts in a row that got no further than those before them, after which the job is given up."""
+MAX_STARTS_WITHOUT_PROGRESS = 2
+"""Starts in a row without a new step or checkpoint after which the supervisor gives up."""
 LONGEST_WAIT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How often to restart."""
+    """How often to restart, and with how many machines."""
 
     restarts: int = 5
     within_minutes: float = 60.0
     wait_seconds: float = 5.0
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """With how many machines of the hostfile to go on."""
-
-    least: int | None = None
-    wait_minutes: float = 30.0
-
-    def choice(self, hosts: Hosts | None, run: Run, stopped: Callable[[], bool]) -> Choice | None:
-        """None for a job without a hostfile. Raises UserError: --min-nodes does not fit the command."""
-        if self.least is not None:
-            if hosts is None:
-                raise UserError("--min-nodes: needs deepspeed --hostfile FILE behind --; other launchers start nothing")
-            if not 1 <= self.least <= len(hosts.slots):
-                raise UserError(
-                    f"--min-nodes {self.least}: the hostfile has {len(hosts.slots)} machines; give 1 to that"
-                )
-            hosts.refuse_what_chooses()
-        return Choice(hosts, run.fits, self.least, self.wait_minutes, say, stopped) if hosts else None
+    min_nodes: int | None = None
+    """Machines of the hostfile that a start needs; None: all."""
+    node_wait_minutes: float = 30.0
 
 
 @dataclass(frozen=True)
 class Session:
-    """What one start of the job wrote into events.jsonl."""
+    """What one start of the job wrote to events.jsonl."""
 
     furthest: int = -1
-    """Highest step attempted; -1 when it made none."""
+    """Highest step attempted; -1: none."""
     saved: int = -1
-    """Step of its newest checkpoint; -1 when it saved none."""
+    """Step of its newest checkpoint; -1: none."""
     exit_code: int | None = None
-    """What the run itself says about its end; None when it did not come to say it."""
+    """The one in the run_end event; None without such an event."""
     reason: str = ""
     seconds: float = 0.0
     """From its first event to its last."""
@@ -92,18 +75,18 @@ class Run:
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Run:
-        """Raises UserError: no train.py with a --config in it, or a mistake in the config."""
+        """Raises UserError: the command has no train.py with a --config, or the config is wrong."""
         script = next((index for index, word in enumerate(command) if word.endswith(".py")), None)
         if script is None:
             raise UserError(
-                "command line: no train.py behind --; example: python -m launch.supervise -- torchrun train.py"
+                "command line: no train.py after --; example: python -m launch.supervise -- torchrun train.py"
             )
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--config")
         parser.add_argument("--deepspeed_config", "--deepspeed-config")
         options, rest = parser.parse_known_args(list(command[script + 1 :]))
         if options.config is None:
-            raise UserError(f"command line: --config FILE is missing behind {command[script]}")
+            raise UserError(f"command line: --config FILE is missing after {command[script]}")
         overrides = [word for word in rest if "=" in word and not word.startswith("-")]
         config = load_config(Path(options.config), overrides, options.deepspeed_config)
         run, batch = config.run, config.batch
@@ -111,22 +94,22 @@ class Run:
         return cls(events, run.max_minutes, batch.global_size, batch.micro_size)
 
     def fits(self, processes: int) -> bool:
-        """Whether so many processes can make the global batch."""
+        """Whether the global batch divides among so many processes."""
         return self.global_size % (self.micro_size * processes) == 0
 
-    def mark(self) -> tuple[int, int]:
-        """Where the events end now: what comes behind is the next session's."""
+    def events_end(self) -> tuple[int, int]:
+        """Inode and size of events.jsonl now: what is written after it is the next session's."""
         if not self.events.is_file():
             return (0, 0)
         file = self.events.stat()
         return (file.st_ino, file.st_size)
 
-    def session_since(self, mark: tuple[int, int]) -> Session:
-        """What was written since `mark`. A torn last line is left out; run.resume=never begins a file of its own."""
+    def session_since(self, position: tuple[int, int]) -> Session:
+        """What was written since `events_end`. A partial last line is skipped; run.resume=never starts a new file."""
         if not self.events.is_file():
             return Session()
         with self.events.open("rb") as file:
-            file.seek(mark[1] if os.fstat(file.fileno()).st_ino == mark[0] else 0)
+            file.seek(position[1] if os.fstat(file.fileno()).st_ino == position[0] else 0)
             lines = [line for line in file.read().splitlines() if line.startswith(b"{") and line.endswith(b"}")]
         events = [json.loads(line) for line in lines]
         last_start = max((index for index, event in enumerate(events) if event["event"] == "run_start"), default=0)
@@ -140,120 +123,128 @@ class Run:
         )
 
 
-def ending(session: Session, codes: Sequence[int], *, asked: bool, max_minutes: float | None = None) -> int | None:
+def final_exit_code(
+    session: Session, codes: Sequence[int], *, stop_requested: bool, max_minutes: float | None = None
+) -> int | None:
     """The exit code to end with; None when a restart may help.
 
-    codes: the launcher's exit code, and that of the rank which failed first where the launcher tells it.
+    codes: the launcher's exit code, and that of the rank that failed first where the launcher reports it.
     """
     if session.exit_code == PREEMPTED:
         time_is_up = max_minutes is not None and session.seconds > 0.95 * 60 * max_minutes
-        return PREEMPTED if asked or time_is_up or "max_minutes" in session.reason else None
+        return PREEMPTED if stop_requested or time_is_up or "max_minutes" in session.reason else None
     if session.exit_code is not None:
-        return session.exit_code or abs(codes[0])  # done, but the report may have failed after that
+        return session.exit_code or abs(codes[0])  # after 0 the launcher may still have failed, such as in the report
     final = next((code for code in codes if code in (CONFIG_ERROR, DIVERGED, UNSAVED)), None)
-    if final is None and asked:
+    if final is None and stop_requested:
         return codes[0] if codes[0] > 0 else 1
     return final
 
 
 class Supervisor:
-    """Starts one job until it has ended, may not be restarted any more, or comes to nothing."""
+    """Starts one job again until it has ended, its restarts are used up, or it makes no progress."""
 
-    def __init__(self, command: Sequence[str], run: Run, limits: Limits, nodes: Nodes, folder: Path) -> None:
+    def __init__(self, command: Sequence[str], run: Run, limits: Limits, folder: Path) -> None:
         """folder: for the hostfile of a restart.
 
-        Raises UserError: `nodes` does not fit the command, or its hostfile cannot be read.
+        Raises UserError: `limits` does not fit the command, or its hostfile cannot be read.
         """
         self._command, self._run, self._limits, self._folder = command, run, limits, folder
-        self._hosts = Hosts.of_command(command)
-        self._choice = nodes.choice(self._hosts, run, lambda: self._asked)
         self._job: Job | None = None
-        self._asked = False
+        self._stop_requested = False
+        hosts, least = Hosts.of_command(command), limits.min_nodes
+        if hosts is None and least is not None:
+            raise UserError("--min-nodes: needs deepspeed --hostfile FILE after --; other launchers start nothing")
+        wait, stopped = limits.node_wait_minutes, lambda: self._stop_requested
+        self._selection = HostSelection(hosts, run.fits, least, wait, log, stopped) if hosts else None
         self._restarted_at: list[float] = []
 
     def run(self) -> int:
         """The exit code of the job's last start."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._stop)
-        furthest, saved, fruitless = -1, -1, 0
+        furthest, saved, without_progress = -1, -1, 0
         while True:
-            mark = self._run.mark()
+            position = self._run.events_end()
             job = self._start(saved)
             if job is None:
-                return PREEMPTED if self._asked else 1
-            if self._asked:  # just while it was started
+                return PREEMPTED if self._stop_requested else 1
+            if self._stop_requested:  # while it was being started
                 job.kill()
             code = job.wait()
-            session = self._run.session_since(mark)
+            session = self._run.session_since(position)
             codes = [code, *filter(None, [job.failed_code()])]
-            final = ending(session, codes, asked=self._asked, max_minutes=self._run.max_minutes)
+            final = final_exit_code(
+                session, codes, stop_requested=self._stop_requested, max_minutes=self._run.max_minutes
+            )
             if final is not None:
                 return final
-            why = job.cause() or session.reason or f"the launcher {ended_how(code)}"
-            gained = session.furthest > furthest or session.saved > saved
+            why = job.failure_cause() or session.reason or f"the launcher {describe_exit(code)}"
+            progress = session.furthest > furthest or session.saved > saved
             furthest, saved = max(furthest, session.furthest), max(saved, session.saved)
-            fruitless = 0 if gained else fruitless + 1
-            problem = self._exhausted(fruitless, furthest)
+            without_progress = 0 if progress else without_progress + 1
+            problem = self._reason_to_give_up(without_progress, furthest)
             if problem is not None:
-                say(f"{why}; {problem}")
+                log(f"{why}; {problem}")
                 return code if code > 0 else 1
-            self._pause(why, saved, fruitless)
-            if self._asked:
+            self._wait_before_restart(why, saved, without_progress)
+            if self._stop_requested:
                 return PREEMPTED
 
     def _start(self, saved: int) -> Job | None:
-        """None when there are too few machines for it, or a stop was asked for while it waited for more."""
-        # What started anew or from a given checkpoint goes on from its own, once it has saved one.
+        """None when too few machines are reachable, or a stop was requested while it waited for more."""
+        # A run started anew or from a given checkpoint resumes from its own, once it has saved one.
         resume = ["run.resume=auto"] if saved >= 0 else []
-        if self._hosts is None or self._choice is None:
+        if self._selection is None:
             self._job = Job([*self._command, *resume])
             return self._job
-        names = self._choice.first() if self._job is None else self._choice.next()
+        hosts = self._selection.hosts
+        names = self._selection.for_first_start() if self._job is None else self._selection.for_restart()
         if names is None:
             return None
         if self._job is not None:
-            self._hosts.end(names)  # what is left on a machine that was out of reach and has come back
-        self._job = Job([*self._hosts.command(names, self._folder), *resume], self._hosts, names)
+            hosts.end_processes(names)  # left on a machine that was unreachable and has come back
+        self._job = Job([*hosts.command(names, self._folder), *resume], hosts, names)
         return self._job
 
-    def _exhausted(self, fruitless: int, furthest: int) -> str | None:
-        """Why there is no further restart; None when there is one."""
-        if fruitless >= FRUITLESS:
+    def _reason_to_give_up(self, without_progress: int, furthest: int) -> str | None:
+        """None when the job may be restarted."""
+        if without_progress >= MAX_STARTS_WITHOUT_PROGRESS:
             where = f"beyond step {furthest}" if furthest >= 0 else "to a first step"
-            return f"{fruitless} starts in a row did not get {where}: given up, since another one would not either"
+            return f"{without_progress} starts in a row did not get {where}: given up"
         now, within = time.monotonic(), self._limits.within_minutes
         self._restarted_at = [moment for moment in self._restarted_at if now - moment < 60 * within]
         if len(self._restarted_at) >= self._limits.restarts:
             return f"given up after {len(self._restarted_at)} restarts within {within:g} minutes (--restarts, --within)"
         return None
 
-    def _pause(self, why: str, saved: int, fruitless: int) -> None:
-        seconds = min(LONGEST_WAIT_SECONDS, self._limits.wait_seconds * 2**fruitless)
+    def _wait_before_restart(self, why: str, saved: int, without_progress: int) -> None:
+        seconds = min(LONGEST_WAIT_SECONDS, self._limits.wait_seconds * 2**without_progress)
         self._restarted_at.append(time.monotonic())
         count = f"restart {len(self._restarted_at)} of {self._limits.restarts}"
         where = (
             f"from the newest checkpoint, step {saved}" if saved >= 0 else "from the newest checkpoint, if there is one"
         )
-        say(f"{why}; {count} in {seconds:g} s, {where}")
+        log(f"{why}; {count} in {seconds:g} s, {where}")
         ends = time.monotonic() + seconds
-        while not self._asked and time.monotonic() < ends:
+        while not self._stop_requested and time.monotonic() < ends:
             time.sleep(min(0.2, seconds))
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        name, again = signal.Signals(number).name, self._asked
-        self._asked = True
+        name, again = signal.Signals(number).name, self._stop_requested
+        self._stop_requested = True
         if self._job is None:
             return
-        if again or not self._job.ask_to_stop():
-            say(f"{name}: the job is killed")
+        if again or not self._job.request_stop():
+            log(f"{name}: the job is killed")
             self._job.kill()
         else:
-            say(f"{name}: the run saves and ends; once more kills it")
+            log(f"{name}: the run saves and ends; a second signal kills it")
 
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """Supervise the command behind `--`; returns the exit code."""
+    """Supervise the command after `--`; returns the exit code."""
     parser = Arguments(prog="python -m launch.supervise", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--restarts", type=int, default=Limits.restarts, help="at most so many (%(default)s) ...")
@@ -264,18 +255,18 @@ def main(arguments: Sequence[str]) -> int:
         "--wait", type=float, default=Limits.wait_seconds, help="seconds before a restart (%(default)g)"
     )
     parser.add_argument(
-        "--min-nodes", type=int, help="go on with so many machines of the hostfile when others are lost (all)"
+        "--min-nodes", type=int, help="continue with so many machines of the hostfile when others are lost (all)"
     )
     parser.add_argument(
-        "--wait-nodes", type=float, default=Nodes.wait_minutes, help="minutes to wait for that many (%(default)g)"
+        "--wait-nodes", type=float, default=Limits.node_wait_minutes, help="minutes to wait for that many (%(default)g)"
     )
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:split])
     command = list(arguments[split + 1 :])
     run = Run.of_command(command)
-    limits = Limits(options.restarts, options.within, options.wait)
+    limits = Limits(options.restarts, options.within, options.wait, options.min_nodes, options.wait_nodes)
     with tempfile.TemporaryDirectory(prefix="supervise-") as folder:
-        return Supervisor(command, run, limits, Nodes(options.min_nodes, options.wait_nodes), Path(folder)).run()
+        return Supervisor(command, run, limits, Path(folder)).run()
 
 
 if __name__ == "__main__":

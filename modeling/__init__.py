@@ -1,1 +1,1 @@
-"""A Hugging Face causal language model made ready for DeepSpeed."""
+"""Hugging Face causal language models, prepared for DeepSpeed."""

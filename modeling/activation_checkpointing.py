@@ -6,7 +6,7 @@ backward per block, the other one (the default) saves and restores through hooks
 pass. Two modes recompute less than a block, with the second implementation only:
 
 - *attention* (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5): the
-  attention module, its projections with it. Each block keeps what enters it and its MLP's activations.
+  attention module, its projections included. Each block keeps its input and its MLP's activations.
 - *ops*: torch's selective checkpointing, as torchtitan's `op`. The results of matmuls and of fused attention are kept,
   all else (norms, activation functions, rotations, residuals, the softmax of eager attention) is computed again from
   them.
@@ -39,12 +39,12 @@ _KEPT_OPERATORS = frozenset(
         *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward"),
     )
 )
-"""What takes the time of a block. Not `bmm`: in eager attention it makes the matrix that is not to be kept."""
+"""The expensive operators of a block. Not `bmm`: in eager attention it computes the matrix that must not be kept."""
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def apply_activation_checkpointing(model: PreTrainedModel, mode: Mode, *, reentrant: bool, every: int = 2) -> int:
-    """Switch it on and return how many transformer blocks are recomputed, in part at least.
+    """Switch it on and return how many transformer blocks are recomputed, at least in part.
 
     full: every block. selective: every `every`-th block, counted from the first. attention, ops: see above, of every
     block. budget: every block, until `modeling.activation_checkpointing_budget` has measured how many have to be.
@@ -78,12 +78,12 @@ def apply_activation_checkpointing(model: PreTrainedModel, mode: Mode, *, reentr
 
 
 def blocks_of(model: torch.nn.Module) -> list[GradientCheckpointingLayer]:
-    """The modules that can be recomputed one by one, in the order in which the model holds them."""
+    """The modules that can be recomputed one by one, in the order of the model."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def recompute_blocks(blocks: Sequence[GradientCheckpointingLayer], chosen: Collection[int]) -> None:
-    """Let exactly these blocks, by index, be recomputed from the next forward pass on, where it is switched on."""
+    """Recompute exactly these blocks, by index, from the next forward pass on. Checkpointing must be switched on."""
     for index, block in enumerate(blocks):
         block.gradient_checkpointing = index in chosen
 
@@ -91,7 +91,7 @@ def recompute_blocks(blocks: Sequence[GradientCheckpointingLayer], chosen: Colle
 def _recompute_attention(model: PreTrainedModel, blocks: Sequence[GradientCheckpointingLayer]) -> int:
     found = [[module for module in block.modules() if _is_attention(module)] for block in blocks]
     for module in (module for modules in found for module in modules):
-        # a method, so that a copy of the model recomputes its own attention and not that of the original
+        # A method, so that a copy of the model recomputes its own attention and not the original's.
         module.forward = types.MethodType(_recomputed_forward, module)
     count = sum(bool(modules) for modules in found)
     if not count:
@@ -114,7 +114,7 @@ def _is_attention(module: torch.nn.Module) -> bool:
 
 def _recomputed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     forward = functools.partial(type(self).forward, self)
-    caching = any(kwargs.get(name) is not None for name in _CACHES)  # would be written a second time
+    caching = any(kwargs.get(name) is not None for name in _CACHES)  # recomputation would write it a second time
     if caching or not (self.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -124,7 +124,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     schema = getattr(operator, "_schema", None)
     if schema is None or schema.name not in _KEPT_OPERATORS:
         return CheckpointPolicy.PREFER_RECOMPUTE
-    # What draws random numbers must draw them again: those after it would be others.
+    # What draws random numbers must be recomputed, or later draws would differ.
     for index, argument in enumerate(schema.arguments):
         if argument.name == "dropout_p" and (args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)):
             return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,13 +1,13 @@
 """Recompute as few blocks as a memory budget allows: `model.activation_checkpointing = budget`.
 
 What autograd saves is counted, not computed by a formula: a forward pass of one micro-batch runs under
-`torch.autograd.graph.saved_tensors_hooks`, once with no block recomputed and once with all. What is saved inside of a
-block is counted and let go, so that the count needs no more memory than a forward pass without gradients. A storage
-counts once, however many views of it are saved; parameters and buffers, which stay anyway, do not count, wherever
-ZeRO-3 has gathered them. On the manifest path the 16-bit copies of weights do: they are made for each micro-batch.
+`torch.autograd.graph.saved_tensors_hooks`, once with no block recomputed and once with all. What is saved inside a
+block is counted and released, so that counting needs no more memory than a forward pass without gradients. A storage
+counts once, however many views of it are saved; parameters and buffers do not count, wherever ZeRO-3 has gathered
+them. On the manifest path the 16-bit copies of weights do: they are made for each micro-batch.
 
-The peak of a choice is the larger of what is kept when the backward pass begins, and of what is there while a
-recomputed block is at work: all that was kept up to it, and all that this block keeps when it is not recomputed.
+The peak of a choice is the larger of what is kept when the backward pass begins, and of what is there while a block is
+recomputed: all that was kept up to it, and all that this block keeps when it is not recomputed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Saved:
     before: int
     """[bytes] Until the first block begins."""
     blocks: tuple[int, ...]
-    """[bytes] In each block, what enters it included unless the block before has saved it."""
+    """[bytes] In each block, its input included unless the block before has saved it."""
     after: int
     """[bytes] Elsewhere: the final norm, logits and the loss."""
 
@@ -47,17 +47,17 @@ class Saved:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which blocks are recomputed, and what that needs."""
+    """Which blocks are recomputed, and the memory that takes."""
 
     recomputed: tuple[int, ...]
     """Indices of blocks."""
     peak: int
     """[bytes] Of activations, parameters aside, counted with these blocks recomputed."""
     text: str
-    """The same in words."""
+    """One line to log."""
 
 
-def keep_within(
+def recompute_within_budget(
     model: PreTrainedModel,
     gib: float,
     *,
@@ -67,10 +67,10 @@ def keep_within(
     """Recompute the fewest blocks, spread evenly, whose peak of activations is at most `gib` GiB.
 
     The model has activation checkpointing switched on. forward: runs one micro-batch as training will, loss included;
-    it is called three times or a few more, and no random numbers are used up. largest: of each number, the largest over
+    it is called three times or a few more, and leaves the random state unchanged. largest: the elementwise maximum over
     ranks, so that all choose alike.
 
-    Raises UserError where no choice fits, with the GiB that the smallest needs.
+    Raises UserError where no choice fits, with the GiB that the smallest one needs.
     """
     blocks = blocks_of(model)
 
@@ -111,8 +111,8 @@ def spread(blocks: int, number: int) -> tuple[int, ...]:
 def peak(kept: Saved, recomputed: Saved, chosen: Sequence[int], *, counted: Saved | None = None) -> int:
     """[bytes] That activations take at most when the blocks `chosen` are recomputed.
 
-    kept, recomputed: counted with no block recomputed, and with all. counted: what was counted for this very choice;
-    without it each block is taken to save what it saved in those.
+    kept, recomputed: counted with no block recomputed, and with all. counted: counted for this very choice; without it
+    each block's bytes are taken from those two.
     """
     each = tuple(recomputed.blocks[index] if index in chosen else whole for index, whole in enumerate(kept.blocks))
     now = counted or Saved(kept.before, each, kept.after)
@@ -134,11 +134,11 @@ class _Counter:
         self.blocks = blocks_of(model)
         self.bytes = [0] * (len(self.blocks) + 2)
         inside = {id(tensor) for block in self.blocks for tensor in _own(block)}
-        self._stay = [_own(block) for block in self.blocks]
+        self._persistent = [_own(block) for block in self.blocks]
         elsewhere = [tensor for tensor in _own(model) if id(tensor) not in inside]
-        self._stay += [elsewhere, elsewhere]
-        self._now = -1
-        # A weak reference keeps the address of a storage that is gone from being given to another one.
+        self._persistent += [elsewhere, elsewhere]
+        self._current = -1
+        # A weak reference keeps the address of a freed storage from being reused.
         self._seen: set[StorageWeakRef] = set()
         self._handles: list[Any] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed)
@@ -157,21 +157,21 @@ class _Counter:
 
     def _enters(self, index: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            self._now = index
+            self._current = index
 
         return hook
 
     def _leaves(self, *_: Any) -> None:
-        self._now = -2
+        self._current = -2
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
-        stays = any(item.untyped_storage()._cdata == storage._cdata for item in self._stay[self._now])
-        if not stays and reference not in self._seen:
+        persistent = any(item.untyped_storage()._cdata == storage._cdata for item in self._persistent[self._current])
+        if not persistent and reference not in self._seen:
             self._seen.add(reference)
-            self.bytes[self._now] += storage.nbytes()
-        return None if self._now >= 0 else tensor  # a chunked loss runs its own backward pass
+            self.bytes[self._current] += storage.nbytes()
+        return None if self._current >= 0 else tensor  # a chunked loss runs its own backward pass
 
 
 def _own(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -179,6 +179,6 @@ def _own(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _gib(size: float) -> str:
-    """Three significant digits, never less than it is."""
+    """Three significant digits, rounded up."""
     digits = 2 - math.floor(math.log10(size / GIB)) if size else 0
     return f"{math.ceil(size / GIB * 10**digits) / 10**digits:g}"

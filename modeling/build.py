@@ -2,7 +2,7 @@
 
 The weights of a model trained from scratch depend on the seed and the module's name only. Every module draws from
 a generator of its own, in FP32, and is rounded to the dtype of its parameters afterwards. So ZeRO 0, 1, 2 and 3, any
-number of ranks, and FP32 and 16-bit runs all start from the same point, which is what makes them comparable.
+number of ranks, and FP32 and 16-bit runs all start from the same point and are comparable.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.schema import ModelSection
 
 Gather = Callable[[Sequence[torch.nn.Parameter]], AbstractContextManager[bool]]
-"""Makes the full values of parameters writable inside the context; yields whether this rank is the one that writes."""
+"""Makes the full values of parameters writable inside the context; yields whether this rank has to write them."""
 
 
 def model_config(section: ModelSection, *, vocab_size: int, sequence_length: int) -> PretrainedConfig:
@@ -73,7 +73,7 @@ def build_model(section: ModelSection, config: PretrainedConfig, *, seed: int, g
     except (ImportError, ValueError, OSError) as error:
         raise UserError(
             f"model cannot be built (model.name_or_path = {section.name_or_path}, model.architecture = "
-            f"{section.architecture}, model.attention = {section.attention}): {_one_line(error)}"
+            f"{section.architecture}, model.attention = {section.attention}): {one_line(error)}"
         ) from error
     draw_weights(model, seed=seed, gather=gather)
     return model
@@ -86,7 +86,7 @@ def _require_flex_attention_on_cpu() -> None:
     except NotImplementedError as error:
         raise UserError(
             f"model.attention = flex_attention: there is no GPU here, and torch {torch.__version__} says: "
-            f"{_one_line(error)} Set it to sdpa"
+            f"{one_line(error)} Set it to sdpa"
         ) from error
 
 
@@ -130,18 +130,18 @@ def _bottom_up(
 def _in_fp32(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     """Inside, the parameters are FP32 on the CPU; on leaving they are rounded back to their own dtype and device.
 
-    Drawing in 16 bits or on another device would give other numbers for the same seed.
+    Drawing in 16 bits or on another device would give different numbers for the same seed.
     """
-    homes = [(parameter, parameter.data) for parameter in parameters]
-    for parameter, home in homes:
-        parameter.data = home.to(device="cpu", dtype=torch.float32, copy=True)
+    originals = [(parameter, parameter.data) for parameter in parameters]
+    for parameter, original in originals:
+        parameter.data = original.to(device="cpu", dtype=torch.float32, copy=True)
         parameter.__dict__.pop("_is_hf_initialized", None)
     try:
         yield
     finally:
-        for parameter, home in homes:
-            home.copy_(parameter.data)
-            parameter.data = home
+        for parameter, original in originals:
+            original.copy_(parameter.data)
+            parameter.data = original
 
 
 def _saved_config(section: ModelSection) -> PretrainedConfig:
@@ -154,7 +154,7 @@ def _saved_config(section: ModelSection) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"model.name_or_path = {section.name_or_path}: {_one_line(error)}") from error
+        raise UserError(f"model.name_or_path = {section.name_or_path}: {one_line(error)}") from error
     _check_keys(section.config, config)
     config.update(section.config)
     return config
@@ -175,18 +175,14 @@ def _new_config(section: ModelSection, vocab_size: int, sequence_length: int) ->
     try:
         return AutoConfig.for_model(architecture, **{**given, **section.config})
     except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise UserError(f"model.config = {section.config}: {architecture} refuses it: {_one_line(error)}") from error
+        raise UserError(f"model.config = {section.config}: {architecture} refuses it: {one_line(error)}") from error
 
 
 def _check_keys(given: dict, config: PretrainedConfig) -> None:
-    """transformers keeps an unknown key as an attribute without a word; a misspelt hidden_size must not pass."""
+    """Refuse unknown keys, which transformers silently keeps as attributes."""
     known = {*config.to_dict(), *config.attribute_map}
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see that architecture's Hugging Face config"
             raise UserError(f"model.config.{key}: a {config.model_type} config has no such key; {hint}")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,12 +1,11 @@
-"""Let a model's output embedding put out the loss instead of logits, whatever the model does around it.
+"""Makes a model's output embedding return the loss instead of logits, whatever the model does around it.
 
 The head's `forward` is replaced on the instance, so it runs where it always did: under ZeRO-3's hooks, which have
-gathered its weight once by then, and inside its precision region. The loss leaves the model as its `logits`, so that
-everything that watches a model's outputs, DeepSpeed's backward hooks first of all, finds it in its place.
+gathered its weight by then, and inside its precision region. The model returns the loss as its `logits`, where
+DeepSpeed's backward hooks and all others that read a model's outputs find it.
 
-What a model does to its logits after the head is found out by trying: one pass in which the head puts out numbers that
-are known. Nothing, a factor (Granite, Cohere) and a soft cap (Gemma 2) can be done chunk by chunk; with anything else
-the model has to be given its logits.
+What a model does to its logits after the head is measured: one pass in which the head returns known numbers. Nothing, a
+factor (Granite, Cohere) and a soft cap (Gemma 2) can be computed chunk by chunk; any other model needs its logits.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from transformers import PreTrainedModel
 
 from modeling.linear_cross_entropy import Head, linear_cross_entropy_sum
 
-_LARGEST = 60.0
-"""Logits that are tried reach from minus this to this: past every soft cap in use."""
+_PROBE_LIMIT = 60.0
+"""Probe logits reach from minus this to this: past every soft cap in use."""
 
 
 @dataclass
 class _Pass:
-    """What the pass that runs now wants of the head."""
+    """The current pass: what the head should return, and what it returned."""
 
     labels: torch.Tensor | None
-    """None: tried numbers instead of a loss."""
+    """None: return probe logits instead of a loss."""
     gradient_scale: torch.Tensor | float = 1.0
     calls: int = 0
-    tried: torch.Tensor | None = None
+    probe: torch.Tensor | None = None
     loss: torch.Tensor | None = None
 
 
 class ChunkedHead:
-    """The output embedding of one model. Works on the model in place until `close`; idle outside of `loss_of`.
+    """The output embedding of one model. Changes the model in place until `close`; inactive outside of `loss_of`.
 
-    To be made after DeepSpeed has laid its hooks: its own hook has to see what theirs have made of the loss.
+    Create it after DeepSpeed has registered its hooks: this one's hook has to see the loss that theirs return.
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk_tokens: int) -> None:
@@ -57,21 +56,21 @@ class ChunkedHead:
         self._pass: _Pass | None = None
         self._head_forward, self._model_forward = head.forward, model.forward
         self._own = "forward" in model.__dict__
-        self._head.forward = self._of_head
-        self._model.forward = self._of_model
+        self._head.forward = self._forward_head
+        self._model.forward = self._forward_model
         self._hook = head.register_forward_hook(self._keep_loss)
         self._hooks = len(head._forward_hooks)
 
     @property
     def watched(self) -> bool:
-        """Someone has laid a hook on the head since, and is to see logits."""
+        """Whether a hook was registered on the head since, which should see logits."""
         return len(self._head._forward_hooks) != self._hooks
 
     @contextmanager
     def loss_of(self, labels: torch.Tensor, gradient_scale: torch.Tensor | float) -> Iterator[None]:
-        """Inside, the model puts out as its logits the summed loss over `labels`, of shape (1, 1, 1).
+        """Inside, the model returns as its logits the summed loss over `labels`, of shape (1, 1, 1).
 
-        labels: (batch, sequence) int64, already shifted. gradient_scale: what the loss's gradient is going to be.
+        labels: (batch, sequence) int64, already shifted. gradient_scale: the gradient that the loss will receive.
         """
         self._pass = _Pass(labels, gradient_scale)
         try:
@@ -79,33 +78,33 @@ class ChunkedHead:
         finally:
             self._pass = None
 
-    def learn(self, run: Callable[[], Any]) -> None:
-        """Find out what the model does to its logits. run: a pass without gradients; the model's output.
+    def detect_logit_transform(self, run: Callable[[], Any]) -> None:
+        """Detect what the model does to its logits. run: a pass without gradients that returns the model's output.
 
-        Raises ValueError, with the reason, where it is nothing that can be done chunk by chunk.
+        Raises ValueError, with the reason, where it cannot be done chunk by chunk.
         """
         self._pass = _Pass(None)
         try:
             found = run().logits
-            tried = self._pass.tried
-            if self._pass.calls != 1 or tried is None:
+            probe = self._pass.probe
+            if self._pass.calls != 1 or probe is None:
                 raise ValueError(f"it calls its output embedding {self._pass.calls} times a pass")
         finally:
             self._pass = None
-        if found.shape != tried.shape:
-            raise ValueError(f"it makes logits of {tuple(found.shape)} of {tuple(tried.shape)}")
+        if found.shape != probe.shape:
+            raise ValueError(f"it makes logits of {tuple(found.shape)} of {tuple(probe.shape)}")
         found = found.float()
-        factor = float(found.flatten()[-1] / tried.flatten()[-1])
+        factor = float(found.flatten()[-1] / probe.flatten()[-1])
         cap = getattr(self._model.config.get_text_config(), "final_logit_softcapping", None)
-        if torch.allclose(found, tried * factor, rtol=1e-5):
+        if torch.allclose(found, probe * factor, rtol=1e-5):
             self._scale = factor
-        elif cap is not None and torch.allclose(found, cap * torch.tanh(tried / cap), rtol=1e-4):
+        elif cap is not None and torch.allclose(found, cap * torch.tanh(probe / cap), rtol=1e-4):
             self._cap = float(cap)
         else:
-            raise ValueError("it changes its logits in a way that is not known here")
+            raise ValueError("it changes its logits in an unknown way")
 
     def close(self) -> None:
-        """Give both modules their own forward back."""
+        """Restore the forward of both modules."""
         self._hook.remove()
         del self._head.forward
         if self._own:
@@ -113,7 +112,7 @@ class ChunkedHead:
         else:
             del self._model.forward
 
-    def _of_head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _forward_head(self, hidden: torch.Tensor) -> torch.Tensor:
         now, weight = self._pass, self._head.weight
         if now is None:
             return self._head_forward(hidden)
@@ -121,8 +120,8 @@ class ChunkedHead:
         if now.labels is None:
             shape = (*hidden.shape[:-1], len(weight))
             steps = hidden.shape[:-1].numel() * len(weight)
-            now.tried = torch.linspace(-_LARGEST, _LARGEST, steps, device=hidden.device).reshape(shape)
-            return now.tried.clone()
+            now.probe = torch.linspace(-_PROBE_LIMIT, _PROBE_LIMIT, steps, device=hidden.device).reshape(shape)
+            return now.probe.clone()
         head = Head(weight, self._head.bias, self._scale, self._cap)
         loss = linear_cross_entropy_sum(
             hidden, head, now.labels, chunk_tokens=self._chunk, gradient_scale=now.gradient_scale
@@ -133,8 +132,8 @@ class ChunkedHead:
         if self._pass is not None:
             self._pass.loss = output
 
-    def _of_model(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward_model(self, *args: Any, **kwargs: Any) -> Any:
         output = self._model_forward(*args, **kwargs)
         if self._pass is not None and self._pass.labels is not None:
-            output.logits = self._pass.loss  # not what the model has made of it
+            output.logits = self._pass.loss  # without what the model did to it
         return output

@@ -1,13 +1,13 @@
-"""Compile the transformer blocks of a model with `torch.compile`, and step aside whenever somebody looks.
+"""Compile the transformer blocks of a model with `torch.compile`, and run uncompiled while hooks are registered.
 
 One block at a time ("regional compilation"): blocks of equal shape share one graph, so compiling takes as long for 48
-of them as for one. What is around a block stays as it was: the embedding, the head and the loss, activation
+of them as for one. What is around a block is not compiled: the embedding, the head and the loss, activation
 checkpointing, DeepSpeed's hooks on parameters, hooks on the block itself.
 
-Hooks inside a compiled block do not fire: torch.compile does not check for hooks that came after it. Everything that
-explains a number here is a hook or a mode (the observed dtypes, the cause of a non-finite value, telemetry, parity).
-So each call first asks whether anybody is looking, and runs the block's own code if so. Both draw the same random
-numbers in the same order, so that a step that is run again under hooks drops the same values.
+Hooks inside a compiled block do not fire: torch.compile does not check for hooks registered after it. All diagnostics
+here are hooks or dispatch modes (observed dtypes, the cause of a non-finite value, telemetry, parity). So each call
+first checks for them, and runs the block's own code if there are any. Both draw the same random numbers in the same
+order, so that a step that is run again under hooks drops the same values.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _OPTIONS: dict[str, Any] = {
 
 
 class CompiledBlock:
-    """Takes the place of one block's `forward`.
+    """Replaces one block's `forward`.
 
-    To be made last, after DeepSpeed and everything else has laid the hooks and forwards that are to stay.
+    Create it last, after DeepSpeed and all others have registered their permanent hooks and forwards.
     """
 
     def __init__(self, block: GradientCheckpointingLayer) -> None:
@@ -49,7 +49,7 @@ class CompiledBlock:
             raise ValueError(f"the forward of {type(block).__name__} has been replaced")
         self._block: Any = block
         self._own = block.forward
-        # Checkpointing stays outside, or the compiler would choose by itself what the backward pass computes again.
+        # Checkpointing stays outside, or the compiler would choose by itself what the backward pass recomputes.
         own: Any = type(block).forward
         function = own.__wrapped__ if _CHECKPOINTS_IN_FORWARD else own
         self._compiled = torch.compile(
@@ -60,7 +60,7 @@ class CompiledBlock:
         self.compiled_calls = 0
         """Calls that ran compiled; recomputation is not counted."""
         self.own_calls = 0
-        """Calls that ran the block's own code: in evaluation, and while somebody looked."""
+        """Calls that ran the block's own code: in evaluation, and under hooks or modes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output, compiled or not."""
@@ -73,9 +73,10 @@ class CompiledBlock:
         return self._compiled(*args, **kwargs)
 
     def _watched(self) -> bool:
+        """Whether a hook or mode is active that has to see inside the block."""
         modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
         of_all_modules = any(getattr(global_hooks, f"_global{name}") for name in _HOOKS)
-        # Other parameters: the caller has put its own in their places, to compute in another dtype.
+        # Other parameters: the caller has replaced them to compute in another dtype.
         return bool(
             modes or of_all_modules or self._now_hooks() != self._hooks or self._now_parameters() != self._parameters
         )
@@ -97,7 +98,7 @@ def require_compilable(zero_stage: int) -> None:
 
 
 def compile_blocks(model: nn.Module, run: Callable[[], None]) -> str:
-    """Compile every block by one forward pass; what was done, in words. run: a pass in training, of the run's shape.
+    """Compile every block by one forward pass; returns a line to log. run: a training pass, of the run's shape.
 
     Raises UserError, with the compiler's first line, where a block cannot be compiled as a whole.
     """

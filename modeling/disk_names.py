@@ -1,6 +1,6 @@
-"""Under which names a model's parameters lie in the files that transformers writes and other tools read.
+"""The names of a model's parameters in the files that transformers writes and other tools read.
 
-A few architectures keep their parameters under other names, or several in one, than the files of the hub have them.
+A few architectures have other names in memory than in the files of the hub, or merge several tensors into one.
 `from_pretrained` takes either; servers and converters often only the files' form.
 """
 
@@ -14,24 +14,24 @@ from transformers.core_model_loading import revert_weight_conversion
 
 
 def on_disk(model: PreTrainedModel, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors by name that stand for one parameter in a file. `value` may be on the meta device."""
+    """The tensors, by name, that a file has for one parameter. `value` may be on the meta device."""
     return dict(revert_weight_conversion(model, {name: value}))
 
 
-def converts_alone(model: PreTrainedModel, parameters: Mapping[str, torch.Tensor]) -> bool:
-    """Whether each parameter can be written by itself. parameters: all of them, on the meta device.
+def converts_separately(model: PreTrainedModel, parameters: Mapping[str, torch.Tensor]) -> bool:
+    """Whether each parameter can be converted by itself. parameters: all of them, on the meta device.
 
-    False where a file's tensor is made of several parameters: such a model is written under the names it has.
+    False where a file's tensor is made of several parameters: such a model is written under its names in memory.
     """
     try:
         together = set(revert_weight_conversion(model, dict(parameters)))
         apart = {key for name, value in parameters.items() for key in on_disk(model, name, value)}
-    except Exception:  # transformers raises what its single operations raise
+    except Exception:  # transformers raises whatever its conversion operations raise
         return False
     return together == apart
 
 
-def names_of_the_same(model: PreTrainedModel, name: str, shape: torch.Size) -> tuple[str, ...]:
+def equivalent_names(model: PreTrainedModel, name: str, shape: torch.Size) -> tuple[str, ...]:
     """The names under which a file may have this parameter value for value, not in pieces nor transposed."""
     probe = torch.arange(shape.numel()).view(shape)
     try:

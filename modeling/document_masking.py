@@ -1,8 +1,8 @@
 """Whether a model keeps documents apart that are packed into one sequence.
 
-transformers reads where documents begin off `position_ids` and masks attention accordingly, for the architectures
-that build their mask with its `create_causal_mask`. Others take the same argument and attend across documents without
-a word (OPT, Falcon, Bloom), or have no attention to mask (Mamba). So the model is asked.
+transformers derives where documents begin from `position_ids` and masks attention accordingly, for architectures that
+build their mask with its `create_causal_mask`. Others accept the argument and silently attend across documents (OPT,
+Falcon, Bloom), or have no attention to mask (Mamba). So the model is tested.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from transformers import PretrainedConfig
 from config.errors import UserError
 
 LARGEST_LEAK = 1e-3
-"""[fraction] Of the change in a document's own logits, how much may show in the next document's: rounding, where a
-kernel orders its sums by what it is given. Models that keep documents apart show exactly 0 in FP32 and BF16 on a CPU
-(Llama, Qwen3, Gemma 2, Mixtral, GPT-2, GPT-NeoX, Phi-3, GPT-J); the least that others show is 6e-3 (Bloom, BF16)."""
+"""[fraction] Largest change of the next document's logits, relative to a document's own change: rounding, where a
+kernel's order of summation depends on its input. Models that keep documents apart show exactly 0 in FP32 and BF16 on a
+CPU (Llama, Qwen3, Gemma 2, Mixtral, GPT-2, GPT-NeoX, Phi-3, GPT-J); the least that others show is 6e-3 (Bloom,
+BF16)."""
 _LENGTHS = (6, 10)
 
 
@@ -26,7 +27,7 @@ _LENGTHS = (6, 10)
 def require_documents_apart(
     forward: Callable[[dict[str, Any]], torch.Tensor], config: PretrainedConfig, device: torch.device
 ) -> None:
-    """Change the first of two packed documents and see that the second one's logits stay.
+    """Change the first of two packed documents and check that the second one's logits stay the same.
 
     forward: calls the model in evaluation mode with these arguments and returns its logits. Two short passes.
 

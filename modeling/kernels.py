@@ -1,19 +1,18 @@
-"""Norms, rotary embeddings and gated activations of a model by Liger's Triton kernels: `model.kernels` liger or auto.
+"""Liger's Triton kernels for a model's norms, rotary embeddings and gated activations: `model.kernels` liger or auto.
 
 Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training". Each kernel reads and writes memory once
 where torch's operators do it several times, and keeps less for the backward pass.
 
-Liger's own way of patching a model (`apply_liger_kernel_to_llama`) exchanges functions and classes of transformers, and
-with them those of every other model in the process, the FP32 reference among them. So only its autograd functions are
-taken. A module gets a subclass of its own class, made here, with another `forward`: its name, its parameters, its hooks
-and what it is an instance of stay.
+Liger's own patching (`apply_liger_kernel_to_llama`) replaces functions and classes of transformers, and so changes
+every other model in the process, the FP32 reference included. So only its autograd functions are used. A module gets a
+subclass of its own class with another `forward`: its name, parameters, hooks and isinstance checks stay.
 
 Calls in another dtype than the run's, such as telemetry's pass over the FP32 masters, run the module's own code.
 
-The rotary embedding is written over what the projections put out, and the gradients of a gated activation over what it
-was given; autograd does not hear of it. Nobody reads those again in a pass that keeps its activations or computes whole
-modules anew. torch's selective checkpointing (`activation_checkpointing = ops`) keeps what projections put out, which
-is why the config refuses it.
+The rotary embedding overwrites the outputs of the projections, and the gradients of a gated activation overwrite its
+inputs, unknown to autograd. Nothing reads those again in a pass that keeps its activations or recomputes whole modules.
+torch's selective checkpointing (`activation_checkpointing = ops`) keeps the outputs of projections, which is why the
+config refuses it.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 
 _ROTATION = "apply_rotary_pos_emb"
 _ROWS = 8
-"""Tokens that a kernel is tried on."""
+"""Tokens that a kernel is tested on."""
 _FLOOR = 1e-5
-"""Relative error that is granted in any dtype: sums in another order."""
+"""Relative error that is allowed in any dtype: sums in another order."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Norm:
     offset: float = 0.0
     """Added to the weight."""
     casting: str = "llama"
-    """In Liger's words: llama rounds to the input's dtype before it multiplies with the weight, gemma after."""
+    """Liger's casting mode: llama rounds to the input's dtype before it multiplies with the weight, gemma after."""
 
 
 ARCHITECTURES = {
@@ -56,24 +55,24 @@ ARCHITECTURES = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), Norm(1.0, "gemma")),
     "olmo2": Norm(0.0, "gemma"),
 }
-"""Hugging Face model types that can have these kernels."""
+"""Hugging Face model types that support these kernels."""
 
 
 @dataclass(frozen=True)
 class _Replacement:
-    """A kernel for one class of modules, beside the code whose place it takes."""
+    """A kernel for one class of modules, and the code that it replaces."""
 
-    what: str
+    name: str
     forward: Callable[..., Any]
     own: Callable[..., Any]
     """The module's own code, as a function of tensors of `shapes`."""
     kernel: Callable[..., Any]
-    """The same by the kernel."""
+    """The same with the kernel."""
     shapes: tuple[tuple[int, ...], ...]
 
 
-def why_not(device: torch.device) -> str | None:
-    """What keeps Liger's kernels from running on this device; None where nothing is known to."""
+def unavailable_reason(device: torch.device) -> str | None:
+    """Why Liger's kernels cannot run on this device; None: no reason is known."""
     if find_spec("liger_kernel") is None:
         return "liger-kernel is not installed; pip install --no-deps liger-kernel==0.8.5"
     if find_spec("triton") is None:
@@ -82,13 +81,13 @@ def why_not(device: torch.device) -> str | None:
 
 
 def cannot_run_on(device: torch.device) -> bool:
-    """Whether Triton has nothing to run on: a CPU, unless Triton's interpreter was asked for."""
+    """Whether Triton cannot run on the device: a CPU, unless its interpreter is enabled."""
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 def require_liger(architecture: str, device: torch.device) -> None:
-    """Raises UserError, with the reason, where this model type cannot have Liger's kernels on this device."""
-    problem = why_not(device)
+    """Raises UserError, with the reason, where Liger's kernels do not support this model type or device."""
+    problem = unavailable_reason(device)
     if architecture not in ARCHITECTURES:
         problem = f"it is not known here for {architecture}, but for {', '.join(sorted(ARCHITECTURES))}"
     if problem is not None:
@@ -97,13 +96,13 @@ def require_liger(architecture: str, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Kernels that were tried for a model and are not used yet."""
+    """Kernels that were tested for a model and are not used yet."""
 
     modules: tuple[tuple[nn.Module, type, str], ...]
-    """Each with the class that it is going to have, and what of it a kernel computes."""
+    """Each with its new class, and the name of what the kernel computes."""
 
     def apply(self) -> str:
-        """Let the modules, in place, compute with the kernels; what was replaced, in words."""
+        """Make the modules, in place, use the kernels; returns a line to log."""
         for module, kind, _ in self.modules:
             module.__class__ = kind
         counts = sorted(Counter(what for *_, what in self.modules).items())
@@ -112,12 +111,12 @@ class Plan:
 
 
 def plan_liger(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> Plan:
-    """What Liger's kernels can compute of a model, which stays as it is.
+    """The modules of a model that Liger's kernels can compute; the model is not changed.
 
-    dtype: in which the model is going to compute. device: where. Each kernel is first tried there,
-    forward and backward, on random numbers of the model's widths.
+    dtype: in which the model will train. Each kernel is first tested on the device, forward and backward, on random
+    numbers of the model's widths.
 
-    Raises UserError where Liger cannot be had, or where a kernel fails or is further from FP32 than torch's own code.
+    Raises UserError where Liger is unavailable, or where a kernel fails or is further from FP32 than torch's own code.
     """
     architecture = model.config.model_type
     require_liger(architecture, device)
@@ -129,9 +128,9 @@ def plan_liger(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.devi
             continue
         own = type(module)
         if own not in made:
-            _hold_against_torch(found, own.__name__, dtype, device)
+            _compare_with_torch(found, own.__name__, dtype, device)
             made[own] = type(own.__name__, (own,), {"forward": found.forward, "__module__": own.__module__})
-        modules.append((module, made[own], found.what))
+        modules.append((module, made[own], found.name))
     return Plan(tuple(modules))
 
 
@@ -212,8 +211,8 @@ def _gated(module: Any, config: Any, dtype: torch.dtype) -> _Replacement | None:
         return self.down_proj(product(self.gate_proj(hidden), self.up_proj(hidden)))
 
     shapes = ((1, _ROWS, config.intermediate_size),) * 2
-    what = "SwiGLU" if silu else "GEGLU"
-    return _Replacement(what, forward, lambda gate, up: module.act_fn(gate) * up, product, shapes)
+    label = "SwiGLU" if silu else "GEGLU"
+    return _Replacement(label, forward, lambda gate, up: module.act_fn(gate) * up, product, shapes)
 
 
 def _rotation(module: Any, config: Any, dtype: torch.dtype) -> _Replacement | None:
@@ -231,7 +230,7 @@ def _rotation(module: Any, config: Any, dtype: torch.dtype) -> _Replacement | No
             return rotate(query, key, cos, sin)
         return LigerRopeFunction.apply(query, key, cos, sin)
 
-    # The attention's own code, which finds another function under the name that it calls.
+    # The attention's own code, with another function under the name that it calls.
     forward = types.FunctionType(
         own.__code__, {**own.__globals__, _ROTATION: rotate_by_kernel}, own.__name__, own.__defaults__, own.__closure__
     )
@@ -252,31 +251,31 @@ def _rotation(module: Any, config: Any, dtype: torch.dtype) -> _Replacement | No
     return _Replacement("rotary embedding", forward, at_positions(rotate), at_positions(rotate_by_kernel), (query, key))
 
 
-def _hold_against_torch(found: _Replacement, where: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises UserError unless the kernel is as near to torch's FP32 as twice torch's own distance in `dtype`."""
+def _compare_with_torch(found: _Replacement, where: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises UserError unless the kernel's error is at most twice that of torch's own code in `dtype`."""
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(shape, generator=generator).to(device, dtype) for shape in found.shapes]
     exact = _outputs_and_gradients(found.own, [tensor.float() for tensor in given], dtype)
     try:
         own, kernel = (_outputs_and_gradients(function, given, dtype) for function in (found.own, found.kernel))
     except Exception as problem:  # whatever Triton and its compiler may raise
-        words = " ".join(str(problem).split())[:200] or type(problem).__name__
         raise UserError(
-            f"model.kernels = liger: {found.what} in {where} cannot run on {device}: {words}; set model.kernels=torch"
+            f"model.kernels = liger: {found.name} in {where} cannot run on {device}: {one_line(problem, 200)}; "
+            "set model.kernels=torch"
         ) from problem
     for reference, ours, theirs in zip(exact, own, kernel, strict=True):
         allowed, error = 2 * _distance(ours, reference) + _FLOOR, _distance(theirs, reference)
         if not error <= allowed:
             raise UserError(
-                f"model.kernels = liger: {found.what} in {where} is {error:.1e} away from FP32 on {device}, where "
-                f"{allowed:.1e} is granted because of torch's own code; set model.kernels=torch"
+                f"model.kernels = liger: {found.name} in {where} is {error:.1e} away from FP32 on {device}, where "
+                f"torch's own code allows {allowed:.1e}; set model.kernels=torch"
             )
 
 
 def _outputs_and_gradients(
     function: Callable[..., Any], given: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """What a function puts out, then the gradients of what it was given, from random upstream ones that fit `dtype`."""
+    """A function's outputs, then the gradients of its inputs for random upstream gradients in `dtype`."""
     leaves = [tensor.clone().requires_grad_() for tensor in given]
     found = function(*leaves)
     outputs = list(found) if isinstance(found, tuple) else [found]

@@ -1,13 +1,13 @@
 """Cross-entropy of a linear layer's logits, some tokens at a time: no tensor ever holds all logits.
 
 The gradients of a chunk are made while its logits are there, in the forward pass, as in Liger Kernel (Hsu et al. 2024,
-Liger Kernel: Efficient Triton Kernels for LLM Training, section 3.2): three matmuls as ever, none repeated. Two things
-are done otherwise, for 16 bits.
+Liger Kernel: Efficient Triton Kernels for LLM Training, section 3.2): three matmuls as usual, none repeated. Two things
+differ, for 16 bits.
 
 - *The weight's gradient is summed over chunks in FP32* and rounded once. Summed in BF16 it would be rounded once a
   chunk, by an error relative to the whole sum.
-- *Gradients are made times `gradient_scale`*, the factor that the backward pass is going to bring. Without it an FP16
-  gradient of the hidden states would be rounded before the loss scale could lift it, and the scale be for nothing.
+- *Gradients are multiplied by `gradient_scale`*, the gradient that the loss will receive in the backward pass. Without
+  it an FP16 gradient of the hidden states would be rounded before the loss scale could lift it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 
 class Head(NamedTuple):
-    """What turns hidden states into logits: cap(scale x (hidden weight^T + bias))."""
+    """Computes logits from hidden states: cap(scale x (hidden weight^T + bias))."""
 
     weight: torch.Tensor
     """(vocabulary, hidden size)"""
@@ -41,8 +41,8 @@ def linear_cross_entropy_sum(
     """Summed cross-entropy in nats over the labels that count, as a scalar: FP32, or FP64 where the logits are.
 
     hidden: (..., hidden size). labels: (...) int64, already shifted, IGNORED where masked. Matmuls run in the dtype of
-    autocast where it is on, else in that of the weight; the softmax in FP32 or wider. gradient_scale: what the gradient
-    of the result is going to be; any other one is right as well, but its 16-bit gradients are rounded at this scale.
+    autocast where it is on, else in that of the weight; the softmax in FP32 or wider. gradient_scale: the gradient
+    that the result will receive; any other one is correct too, but 16-bit gradients are rounded at this scale.
     One backward pass can run through the result, which keeps gradients instead of activations. Raises ValueError when
     hidden states and labels are not of the same tokens.
     """
@@ -51,7 +51,7 @@ def linear_cross_entropy_sum(
     device = hidden.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
     scale = torch.as_tensor(gradient_scale, device=hidden.device)
-    scale = torch.where(scale == 0, 1.0, scale)  # gradients that are not wanted must still be numbers
+    scale = torch.where(scale == 0, 1.0, scale)  # a zero gradient must not make 0 / 0
     flat = hidden.reshape(-1, hidden.shape[-1])
     options = (head.scale, head.cap, chunk_tokens, compute, torch.is_grad_enabled())
     return _ChunkedLoss.apply(flat, head.weight, head.bias, labels.reshape(-1), scale, *options)
@@ -87,7 +87,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 total += _softmax_loss(logits, labels[rows], scale, cap, any(needs))
                 if any(needs):
                     sums.add(rows, logits.mul_(gradient_scale), states, narrow)
-                del logits  # before the next ones are made
+                del logits  # before the next chunk's
         ctx.made, ctx.scale = sums.made(), gradient_scale
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         return total
@@ -95,9 +95,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.made is None:
-            raise RuntimeError("a chunked loss has one backward pass: its gradients were handed out already")
+            raise RuntimeError("a chunked loss supports one backward pass: its gradients were returned already")
         made, ctx.made = ctx.made, None
-        ratio = upstream[0] / ctx.scale  # 1 where the caller told the scale; nan or inf where the loss was spoiled
+        ratio = upstream[0] / ctx.scale  # 1 where the caller gave the right scale; nan or inf where the loss was
         pairs = zip(made, ctx.dtypes, strict=True)
         gradients = [None if item is None else item.mul_(ratio).to(dtype) for item, dtype in pairs]
         return (*gradients, *[None] * 7)
@@ -110,7 +110,7 @@ def _logits(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def _softmax_loss(
     logits: torch.Tensor, labels: torch.Tensor, scale: float, cap: float | None, with_gradient: bool
 ) -> torch.Tensor:
-    """Summed loss of a chunk. Leaves in `logits` its gradient by them, or something else.
+    """Summed loss of a chunk. Overwrites `logits`, with_gradient with the loss's gradient.
 
     logits: (tokens, vocabulary), FP32 or wider, before scale and cap.
     """
@@ -140,7 +140,7 @@ def _softmax_loss(
 
 
 class _Gradients:
-    """Of hidden states, weight and bias, summed over chunks."""
+    """Gradients of hidden states, weight and bias, summed over chunks."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class _Gradients:
         self._bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
 
     def add(self, rows: slice, gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor) -> None:
-        """A chunk's gradient by its logits, FP32 or wider; its hidden states and the weight in the compute dtype."""
+        """Add a chunk. gradient: of its logits, FP32 or wider. states, weight: in the compute dtype."""
         narrow = gradient.to(weight.dtype)
         if self._hidden is not None:
             self._hidden[rows] = narrow @ weight
@@ -169,7 +169,7 @@ class _Gradients:
             self._weight.addmm_(gradient.t(), states.to(gradient.dtype))
 
     def made(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """By hidden states, in their dtype, and by weight and bias, in FP32 or wider."""
+        """Those of hidden states, in their dtype, and of weight and bias, in FP32 or wider."""
         return self._hidden, self._weight, self._bias
 
 
@@ -182,7 +182,7 @@ def label_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
     logits: (batch, sequence, vocabulary), any floating dtype; the softmax runs in FP32. labels: (batch, sequence)
     int64, already shifted, IGNORED where masked. With every label masked the result is 0, still connected to the
-    graph, so that a rank with nothing to learn takes part in every collective of the backward pass.
+    graph, so that a rank without labels takes part in every collective of the backward pass.
     """
     return functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"

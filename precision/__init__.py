@@ -1,1 +1,1 @@
-"""Judgement about numerics. Pure torch: no collectives, no DeepSpeed."""
+"""Numerics: precision manifests, loss scaling, the step guard, parity. Pure torch: no collectives, no DeepSpeed."""

@@ -1,17 +1,16 @@
-"""How large a learning rate a setting bears: when a run has failed, when it is within parity with FP32, and the search.
+"""The largest learning rate of a setting: when a run has failed, when it is within parity with FP32, and the search.
 
 A setting is a depth, a global batch and a precision (with a loss-scale policy for FP16). A trial is one short run of a
-setting at one peak learning rate. Three questions are answered about trials, all on plain numbers:
+setting at one peak learning rate. Three questions about trials, all on plain numbers:
 
-- Has it failed by itself (`Watch`)? It has when a step is not finite (an FP16 overflow that the loss scale answers is
-  no such step), when too many steps in a row are skipped, or when the running median of its loss is more than RISE
-  above the lowest it has been, the first loss included. FP32 is stable where this does not happen.
-- Is it within parity (`parity_failure`)? Where FP32 is stable at the same setting and rate, the running median of its
-  training loss has to stay within `loss_gap` of FP32's at every step, and its last validation loss within
-  `validation_delta`.
-- Which is the largest rate (`climb`)? Rates are tried from the smallest up until two in a row fail. The largest rate is
-  the last one below the first failure: everything tried up to it passed. A larger rate that passed between failures is
-  luck, and is reported as such.
+- Has it failed by itself (`DivergenceWatch`)? It has when a step is not finite (an FP16 overflow that the loss scale
+  handles does not count), when too many steps in a row are skipped, or when the running median of its loss is more than
+  RISE above the lowest it has been, the first loss included. FP32 is stable where this does not happen. - Is it within
+  parity (`parity_failure`)? Where FP32 is stable at the same setting and rate, the running median of its training loss
+  has to stay within `loss_gap` of FP32's at every step, and its last validation loss within `validation_delta`. - Which
+  is the largest rate (`climb`)? Rates are tried from the smallest up until two in a row fail. The largest rate is the
+  last one below the first failure: everything tried up to it passed. Larger rates that passed between failures are
+  reported as lucky.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ RISE = 0.1
 """[fraction] A running median this far above the lowest one so far is a divergence. The loss of a batch swings by a few
 per cent from step to step; its running median does not come near this in a run that learns."""
 CONTROL = "control"
-"""The precision that is none: FP32 again, at a learning rate NUDGE larger. Runs part by themselves at large rates, and
-where this one is not within parity with FP32, a 16-bit run that is not either says nothing about its precision."""
+"""A control in FP32, at a learning rate larger by NUDGE. Runs diverge by themselves at large rates: where the control
+is not within parity with FP32, a 16-bit run that is not either is no evidence about its precision."""
 PATIENCE = 2
 """[rates] Failures in a row that end the search."""
 
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """One place of the envelope, but for the learning rate."""
+    """One point of the envelope, without the learning rate."""
 
     depth: int
     """[layers]"""
@@ -58,13 +57,13 @@ class Setting:
 
     @property
     def reference(self) -> Setting:
-        """The same place in FP32."""
+        """The same setting in FP32."""
         return Setting(self.depth, self.batch, "fp32")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one short run came to."""
+    """The result of one short run."""
 
     losses: tuple[float, ...]
     """[nats] Mean loss of each attempted step; shorter than planned when the run failed."""
@@ -75,7 +74,7 @@ class Trial:
     failed_step: int | None = None
     """[step] Attempted step, from 1, at which the run failed by itself."""
     why: str | None = None
-    """What the failure was."""
+    """The reason of the failure."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Failure:
     """Why a rate is not in the envelope."""
 
     step: int
-    """[step] Divergence step: the first step at which it showed."""
+    """[step] The first step at which it showed."""
     why: str
 
 
@@ -111,7 +110,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Cell:
-    """What is known about a setting."""
+    """The results of a setting."""
 
     setting: Setting
     tried: tuple[Tried, ...]
@@ -120,12 +119,12 @@ class Cell:
     @property
     def largest(self) -> float | None:
         """The largest rate below the first failure; None when the smallest fails already, or none was tried."""
-        held = None
+        largest = None
         for item in self.tried:
             if item.failure:
                 break
-            held = item.rate
-        return held
+            largest = item.rate
+        return largest
 
     @property
     def lucky(self) -> list[float]:
@@ -139,8 +138,8 @@ def window_of(steps: int) -> int:
     return max(5, steps // 8)
 
 
-class Watch:
-    """Sees a run step by step and says when it has failed."""
+class DivergenceWatch:
+    """Follows a run step by step and reports when it has failed."""
 
     def __init__(self, *, window: int, most_skips: int) -> None:
         """window: steps of the running median. most_skips: skipped steps in a row that are too many."""
@@ -149,11 +148,11 @@ class Watch:
         self._lowest = math.inf
         self._skips = 0
 
-    def see(self, loss: float, *, grad_norm: float, routine: bool, applied: bool) -> str | None:
+    def failure(self, loss: float, *, grad_norm: float, routine: bool, applied: bool) -> str | None:
         """Why the run has failed at this step; None while it has not.
 
-        loss: [nats]. grad_norm: of the unscaled gradient. routine: an overflow of this step could be answered by a
-        smaller loss scale. applied: whether the weights changed.
+        loss: [nats]. grad_norm: of the unscaled gradient. routine: a smaller loss scale could handle an overflow
+        of this step. applied: whether the weights changed.
         """
         if not math.isfinite(loss):
             return f"the loss is {loss}"
@@ -171,7 +170,7 @@ class Watch:
 
 
 def parity_failure(trial: Trial, reference: Trial, bounds: Bounds) -> Failure | None:
-    """Why `trial` is not within parity with `reference`, the stable FP32 trial of the same place and rate.
+    """Why `trial` is not within parity with `reference`, the stable FP32 trial of the same setting and rate.
 
     Both have to be of the same number of planned steps. The validation loss is judged where both have one.
     """
@@ -203,33 +202,30 @@ def climb(rates: Sequence[float], failure_at: Callable[[float], Tried]) -> tuple
 
 
 def explore(
-    settings: Sequence[Setting],
-    rates: Sequence[float],
-    bounds: Bounds,
-    run: Callable[[Setting, float], Trial],
+    settings: Sequence[Setting], rates: Sequence[float], bounds: Bounds, run: Callable[[Setting, float], Trial]
 ) -> Iterator[Cell]:
-    """The cells of every setting, FP32's own first at each place; `run` makes or remembers a trial.
+    """The cells of every setting, each FP32 cell before those compared with it; `run` runs a trial or recalls it.
 
-    settings: what is asked for; FP32 is added where it is missing. rates: ascending. Any other setting is tried at the
-    rates up to FP32's largest only, since above it there is nothing to agree with.
+    settings: FP32 is added where it is missing. rates: ascending. Other settings are tried only up to FP32's largest
+    rate, since above it there is nothing to compare with.
     """
-    for place in dict.fromkeys(setting.reference for setting in settings):
+    for fp32 in dict.fromkeys(setting.reference for setting in settings):
 
-        def alone(rate: float, place: Setting = place) -> Tried:
-            trial = run(place, rate)
+        def try_fp32(rate: float, fp32: Setting = fp32) -> Tried:
+            trial = run(fp32, rate)
             failed = Failure(trial.failed_step, trial.why or "it failed") if trial.failed_step is not None else None
             return Tried(rate, failed, trial.skipped, len(trial.losses))
 
-        yardstick = Cell(place, climb(rates, alone))
-        yield yardstick
-        stable = [rate for rate in rates if yardstick.largest is not None and rate <= yardstick.largest]
+        fp32_cell = Cell(fp32, climb(rates, try_fp32))
+        yield fp32_cell
+        stable = [rate for rate in rates if fp32_cell.largest is not None and rate <= fp32_cell.largest]
         for setting in settings:
-            if setting.reference != place or setting == place:
+            if setting.reference != fp32 or setting == fp32:
                 continue
 
-            def beside_fp32(rate: float, setting: Setting = setting) -> Tried:
+            def try_setting(rate: float, setting: Setting = setting) -> Tried:
                 trial = run(setting, rate)
                 failed = parity_failure(trial, run(setting.reference, rate), bounds)
                 return Tried(rate, failed, trial.skipped, len(trial.losses))
 
-            yield Cell(setting, climb(stable, beside_fp32))
+            yield Cell(setting, climb(stable, try_setting))

@@ -1,9 +1,9 @@
-"""What is said about a tensor that is not finite, and how tensors are found in what modules take and return.
+"""Descriptions of tensors that are not finite, and a walk over the tensors in a module's arguments and outputs.
 
-kind. IEEE 754 makes nan out of inf (inf - inf, 0 * inf, inf / inf) and never inf out of nan. A tensor that holds both
+Kinds: IEEE 754 makes nan out of inf (inf - inf, 0 * inf, inf / inf) and never inf out of nan. A tensor that holds both
 saw inf first, so it is reported as "inf"; "nan" means nan and no inf.
 
-Minus infinity on purpose: a tensor of zeros and -inf is an additive attention mask, and no error.
+A tensor of zeros and -inf is an additive attention mask, and no error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 LOSS = "loss"
 """`Finding.module` for what is computed after the model: the loss itself, or its gradient on the way in."""
 MOST_FINDINGS = 5
-"""Findings an Inspector keeps: the first cause, and a few others that do not follow from it."""
+"""Findings that an Inspector keeps: the first cause, and a few others that do not follow from it."""
 
 Kind = Literal["inf", "nan"]
 What = Literal["activation", "gradient", "parameter", "loss"]
@@ -27,7 +27,7 @@ Description = tuple[Kind, int, float | None]
 
 @dataclass(frozen=True)
 class Finding:
-    """One tensor that is not finite although nothing before it explains that."""
+    """One tensor that is not finite although everything it was computed from is."""
 
     module: str
     """Module name as in named_modules(), the class name for the whole model, the full name of a parameter (also for a
@@ -45,7 +45,7 @@ class Finding:
     micro_batch: int = 0
     """Forward pass since the Inspector was entered, from 0."""
     seen: str = ""
-    """Where the tensor was caught, in words."""
+    """Where the tensor was seen, in words."""
 
 
 def describe(tensor: torch.Tensor) -> Description | None:

@@ -1,30 +1,30 @@
-"""Judge the health of a step. Decides, never acts; needs no process group, so every rank decides the same.
+"""Judges the health of a step. Decides but does not act; all ranks decide the same, without communication.
 
 A step is judged between its backward pass and its optimizer step, on a few numbers that all ranks share. Only a
 healthy step is applied (STEP). Every other verdict discards its gradients, so that masters, moments and the learning
-rate schedule stay bit for bit what they were, and then does something about the next one.
+rate schedule stay unchanged, and then reacts.
 
-What is not healthy. (1) A loss or gradient that is inf or nan, in any dtype. Under dynamic loss scaling a gradient
-that overflows at a finite loss is routine instead: backing the scale off is how the scale finds its level
+What is unhealthy: (1) A loss or gradient that is inf or nan, in any dtype. Under dynamic loss scaling a gradient
+that overflows at a finite loss is routine instead: backing off is how the scale finds its level
 (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2), so it is skipped without being an incident. A loss
 that is itself not finite is never routine: it is computed before the scale comes in. (2) An overflow at the smallest
-scale, which no scale can answer. (3) Too many skips in a row. (4) A spike: loss or gradient norm many robust standard
+scale. (3) Too many skips in a row. (4) A spike: loss or gradient norm many robust standard
 deviations above its recent median (precision/robust_window.py). OLMo 2 skips such steps at 6 sigmas over 128 steps
 (2 OLMo 2 Furious 2025; SkipStepOptimizer in OLMo-core); PaLM went back to a checkpoint about 100 steps before the
-spike and left out 200 to 500 batches (Chowdhery et al. 2022, section 5.1). Spikes are one-sided: nobody minds a low
-loss. (5) An update that is too large or too small for its weights.
+spike and left out 200 to 500 batches (Chowdhery et al. 2022, section 5.1). Spikes are one-sided: a low
+loss is none. (5) An update that is too large or too small for its weights.
 
-What is done about it. `guard.reactions` is an ordered plan. The first reaction that can help against this trouble, is
+Reactions: `guard.reactions` is an ordered plan. The first reaction that can help against this trouble, is
 possible now and has budget left is taken, and ABORT when there is none. Budgets are per run and finite, and each
-reaction gets `guard.max_consecutive_skips` steps to work before the plan is asked again, so a run that never gets
+reaction gets `guard.max_consecutive_skips` steps to work before the plan is asked again, so a run that never becomes
 healthy ends after at most max_consecutive_skips x (1 + the other budgets) steps.
 
     not finite         skip, cut_lr, promote, rollback     spike               skip, cut_lr, promote, rollback
     smallest scale     promote, rollback                   update too large    cut_lr, rollback
     too many skips     promote, rollback                   update too small    promote
 
-While nothing is applied the learning rate plays no part, and after an update that was too large skipping the next step
-repairs nothing: hence the gaps. `judge` reads and `note` writes: judging twice gives the same answer twice.
+Gaps: while nothing is applied the learning rate has no effect, and after an update that was too large skipping the next
+step repairs nothing. `judge` only reads and `note` writes, so judging twice gives the same answer.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Judgement:
     verdict: Verdict
     reason: str = ""
     routine: bool = False
-    """An FP16 overflow that the loss scale answers: not an incident, and on no budget."""
+    """An FP16 overflow that the loss scale handles: not an incident, and on no budget."""
 
 
 class Guard:
-    """The judge of one run. Call `judge`, act on it, then tell `note` what came of it, on every step."""
+    """Judges the steps of one run. On every step call `judge`, act on it, then call `note` with the outcome."""
 
     def __init__(self, section: GuardSection) -> None:
         self._section = section
@@ -94,7 +94,7 @@ class Guard:
         return dict(self._used)
 
     def judge(self, health: Health, *, can_promote: bool = False, can_roll_back: bool = False) -> Judgement:
-        """What to do with a step. Changes nothing, so a second call says the same.
+        """What to do with a step. Changes no state.
 
         can_promote: some blamed module can still be promoted. can_roll_back: there is a good checkpoint.
         """
@@ -112,7 +112,7 @@ class Guard:
         return self._react(trouble, {"promote": can_promote, "rollback": can_roll_back})
 
     def note(self, health: Health, judgement: Judgement, *, applied: bool, update_ratio: float | None = None) -> None:
-        """Remember a step once it is over; on ROLLBACK before the checkpoint is loaded.
+        """Record a step once it is over; on ROLLBACK before the checkpoint is loaded.
 
         applied: whether the weights changed. update_ratio: as the attribute. Raises ValueError when the weights changed
         against the verdict.
@@ -129,7 +129,7 @@ class Guard:
             self._answered_skips = 0
         if verdict is Verdict.STEP or judgement.routine:
             return
-        # Probation starts over, except where it is already passed and only waits to be taken.
+        # Probation starts over, unless it has been passed and only waits for `take_due_demotions`.
         self._probation = {step: section.probation_steps if left else 0 for step, left in self._probation.items()}
         if verdict is not Verdict.ABORT:
             self._used[verdict.value.lower()] += 1
@@ -141,14 +141,15 @@ class Guard:
             self._answered_skips = health.consecutive_skips + 1
 
     def take_due_demotions(self) -> list[int]:
-        """The steps whose promotions have been through their probation and are to be taken back now, named once."""
+        """The steps whose promotions have passed their probation and are to be taken back now; each is returned
+        once."""
         due = [step for step, left in self._probation.items() if left == 0]
         for step in due:
             del self._probation[step]
         return due
 
     def roll_back(self, state: dict[str, Any] | None) -> None:
-        """Return to the guard's state in a checkpoint, but never give a used budget back: a run must not go in circles.
+        """Return to the guard's state in a checkpoint, but keep the used budgets: a run must not loop.
 
         state: from `state_dict`; None for a checkpoint without one.
         """
@@ -196,20 +197,20 @@ class Guard:
             elif not possible.get(name, True):
                 passed_over.append(f"{name} has no {'module to promote' if name == 'promote' else 'checkpoint'}")
             else:
-                return Judgement(Verdict(name.upper()), f"{trouble.what}; {self._words(name)}; {trouble.look_at}")
+                return Judgement(Verdict(name.upper()), f"{trouble.what}; {self._describe(name)}; {trouble.look_at}")
         left = "guard.reactions has nothing left" + (f" ({'; '.join(passed_over)})" if passed_over else "")
         return Judgement(Verdict.ABORT, f"{trouble.what}; {left}; {trouble.look_at}")
 
-    def _words(self, name: str) -> str:
+    def _describe(self, name: str) -> str:
         section = self._section
-        words = {
+        texts = {
             "skip": "the step is skipped",
             "cut_lr": f"the step is skipped and the learning rate multiplied by {section.cut_lr_factor:g} for "
             f"{section.cut_lr_steps} applied steps",
             "promote": f"the step is skipped and the blamed modules go to {section.promote_to}",
             "rollback": "the run goes back to its last good checkpoint and leaves out the batches since",
         }
-        return f"{words[name]}, {self._used[name] + 1} of {self._budgets[name]} (guard.{name}_budget)"
+        return f"{texts[name]}, {self._used[name] + 1} of {self._budgets[name]} (guard.{name}_budget)"
 
 
 def rollback_skip(n_used: int, since_checkpoint: int = 1) -> int:

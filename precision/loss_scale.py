@@ -1,6 +1,6 @@
-"""The loss-scale policies: what the scale of an FP16 run does after an overflow and after a clean stretch.
+"""The loss-scale policies: how the scale of an FP16 run changes after an overflow and after clean steps.
 
-Why a scale at all. FP16 holds magnitudes from 2^-24 to 65504; gradients of a deep model sit at the small end, and what
+Why scale the loss: FP16 holds magnitudes from 2^-24 to 65504; gradients of a deep model sit at the small end, and what
 falls below 2^-24 is zero. Multiplying the loss by S multiplies every gradient by S (chain rule); dividing by S in FP32
 before the optimizer undoes it (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). S has to be large
 enough to lift small gradients and small enough that S times the largest one stays below 65504. Where that is moves
@@ -14,8 +14,8 @@ steps without overflow lets S rise again. All three policies here are that searc
 
 Scales are powers of two wherever the config lets them be: then scaling changes only the exponent and rounds nothing.
 
-A policy decides and holds counters, nothing else; it needs neither torch nor DeepSpeed. `training/loss_scaler.py` puts
-it into DeepSpeed's hands. Every rank runs the same policy on the same sequence of overflows, so all hold one scale.
+A policy only decides and counts; it needs neither torch nor DeepSpeed. `training/loss_scaler.py` passes it to
+DeepSpeed. Every rank runs the same policy on the same sequence of overflows, so all hold one scale.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ScalePolicy(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`. Limits and windows stay those of the config.
 
-        The state of another policy gives its scale, brought within this one's limits; its counters mean nothing here.
+        The state of another policy gives its scale, clamped to this one's limits; its counters are ignored.
         """
         self.scale = min(max(float(state["scale"]), self._minimum), self._maximum)
         self.consecutive_overflows = int(state["consecutive_overflows"])
@@ -107,11 +107,11 @@ class ScalePolicy(ABC):
 
 
 class DeepSpeedPolicy(ScalePolicy):
-    """The trace of DeepSpeed 0.19.8's `DynamicLossScaler` (consecutive_hysteresis off) on any pattern of overflows.
+    """The scales of DeepSpeed 0.19.8's `DynamicLossScaler` (consecutive_hysteresis off) on any pattern of overflows.
 
     Hysteresis (from Megatron-LM, where DeepSpeed's scaler comes from): the first `hysteresis - 1` overflows since the
     scale last grew cost a skipped step but not the scale, so that one freak batch does not cost a window of small
-    gradients. Two habits of upstream are kept because they are its trace: the first window after an overflow, and the
+    gradients. Two properties of upstream are kept: the first window after an overflow, and the
     very first one, is one step longer than the others; and a minimum that is not a power of two is taken as it is.
     Upstream has no maximum; where `maximum` is set, growth stops there.
     """
@@ -162,19 +162,19 @@ class AdaptivePolicy(ScalePolicy):
 
     - Conservative start (4096 unless `initial` says otherwise). The usual start is high, because a scale that is too
       high is found in a few overflows and one that is too low only after many windows (TensorFlow's DynamicLossScale:
-      2^15; torch's GradScaler and NVIDIA Apex: 2^16). Every overflow is a skipped step, though, and the first steps of
-      a warm-up, with gradients larger than they will ever be again, are the ones skipped. 4096 is within the 8 to 32768
+      2^15; torch's GradScaler and NVIDIA Apex: 2^16). But every overflow is a skipped step, and the first steps of a
+      warm-up, with gradients larger than ever again, are the ones skipped. 4096 is within the 8 to 32768
       that Micikevicius et al. (2018, section 3.2) trained with.
     - Back off by `factor` on an overflow, multiply by `factor` after `window` clean steps in a row (GradScaler's
       backoff_factor, growth_factor and growth_interval).
     - Burst: `escalate_after` overflows within `escalate_within` attempted steps escalate. The backoff factor squares
       (2, 4, 16; `MOST_ESCALATIONS`, `LARGEST_BACKOFF`) from that overflow on, and the growth window doubles (1, 2, 4
       windows). Halving takes sixteen skipped steps from 65536 to 1; this takes seven with the defaults. And a window
-      that was too short to find peace at the lower scale would climb straight back into the overflow. The next
-      escalation has to be earned by as many overflows again.
+      that was too short would raise the scale straight back into the overflow. The next escalation takes as many
+      overflows again.
     - One clean (lengthened) window restores factor and window.
-    - Hysteresis as in `DeepSpeedPolicy`, off by default (1). A burst overrules it: that is no freak batch.
-    - Never above `maximum` (2^24, as NVIDIA Apex has it). Gradients that are mostly exact zeros never overflow, and an
+    - Hysteresis as in `DeepSpeedPolicy`, off by default (1). A burst overrules it.
+    - Never above `maximum` (2^24, as in NVIDIA Apex). Gradients that are mostly exact zeros never overflow, and an
       unbounded scale then doubles until the scaled loss itself is inf.
     """
 

@@ -7,18 +7,17 @@
 A *region* is a module that multiplies matrices itself, or a norm (`find_regions`). The default is the dtype of every
 matmul region that no rule matches. Rules refine it in reading order, **the last match wins**, as in .gitignore: write
 the general rule first and its exceptions below. A rule that matches no region, or that later rules overrule
-everywhere, is an error: it would promise something that does not happen.
+everywhere, is an error, since it has no effect.
 
 Norms compute in FP32. A glob on names alone never reaches them, or `model.layers.0.*` would lower them by accident; a
 rule lowers a norm only by naming its `module_class`.
 
-This module decides and touches no model; `precision.regions` puts the decision into effect.
+This module only decides; `precision.regions` applies the decision to a model.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ NORM_REASON = "norms compute in FP32 unless a rule names their module_class"
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of the manifest. A region obeys it when every pattern given matches."""
+    """One rule of the manifest. It applies to a region when every given pattern matches."""
 
     match: str | None
     """Glob (`*`, `?`, `[...]`; `*` also crosses dots) over the full module name; None: every name."""
@@ -56,7 +55,7 @@ class Manifest:
     """A checked manifest."""
 
     default: Compute
-    """The ambient dtype: that of matmul regions without a rule, in which regions hand over their outputs."""
+    """The ambient dtype: that of matmul regions without a rule, and of the outputs of regions."""
     rules: tuple[Rule, ...]
     """In the order of the file; the last match wins."""
     path: Path
@@ -65,7 +64,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one region computes in, and who said so."""
+    """The dtype of one region, and the rule that decided it."""
 
     compute: Compute
     rule_index: int | None
@@ -95,19 +94,6 @@ def load_manifest(path: Path) -> Manifest:
         raise UserError(f"{path}: rules = {json.dumps(rules)[:80]} is not a list of rules; write [{{...}}, ...]")
     checked = tuple(_rule(path, f"rules[{index}]", rule) for index, rule in enumerate(rules))
     return Manifest(_compute(path, "default", tree["default"]), checked, path)
-
-
-def to_dict(manifest: Manifest) -> dict[str, Any]:
-    """The manifest as plain types; `load_manifest` reads its JSON back to equal rules."""
-    rules = [
-        {key: getattr(rule, key) for key in RULE_KEYS if getattr(rule, key) is not None} for rule in manifest.rules
-    ]
-    return {"default": manifest.default, "rules": rules}
-
-
-def manifest_sha256(manifest: Manifest) -> str:
-    """Hex digest of the content: independent of path, layout and key order of the file."""
-    return hashlib.sha256(json.dumps(to_dict(manifest), sort_keys=True).encode()).hexdigest()
 
 
 def find_regions(model: torch.nn.Module) -> dict[str, RegionKind]:

@@ -1,24 +1,24 @@
-"""Name the module in which a number stopped being finite, by repeating the pass under hooks.
+"""Finds the module in which a number stopped being finite, by repeating the pass under hooks.
 
-A step that is not finite leaves little behind: one inf in one product becomes nan in the next norm, and a nan reaches
-every loss, gradient and weight downstream. So the cause is the *first* non-finite tensor whose ingredients were still
-finite, and it is found by running the same micro-batches again inside an `Inspector`. Outside of one nothing is
-installed and nothing is paid; inside, every tensor is looked at and the host waits for each answer.
+One inf in one product becomes nan in the next norm, and a nan reaches every loss, gradient and weight downstream. So
+the cause is the *first* non-finite tensor whose inputs were still finite, and it is found by running the same
+micro-batches again inside an `Inspector`. Outside of one there are no hooks and no cost; inside, every tensor is
+checked and the host waits for each result.
 
-Forward. Hooks on every module compare what goes in with what comes out. Finite in, not finite out, and no submodule to
-blame: this module did it. A submodule that is *handed* a non-finite tensor although its parent was handed finite ones
-and no earlier submodule failed was handed the result of the parent's own code (a softmax between two projections, a
-residual sum): the parent did it.
+Forward: hooks on every module compare inputs with outputs. If the inputs are finite, the output is not, and no
+submodule is the cause, this module is. A submodule that *gets* a non-finite tensor although its parent got finite ones
+and no earlier submodule failed got the result of the parent's own code (a softmax between two projections, a residual
+sum): the parent is the cause.
 
-Backward. The same rule with gradients: a module's backward is to blame if the gradient of its output was finite and the
-gradient of its input or of its parameters is not. A tensor that feeds several modules has one summed gradient, so every
-module gets its inputs through a private view, whose gradient is this module's share alone. Where only the code after
-the model can be blamed (the loss, a loss scale that is too large), the module is called "loss". Gradients of a
-micro-batch whose forward pass went wrong are not judged: they follow from it.
+Backward: the same rule with gradients: a module's backward is the cause if the gradient of its output was finite and
+the gradient of its input or of its parameters is not. A tensor that feeds several modules has one summed gradient, so
+every module gets its inputs through a private view, whose gradient is this module's share alone. Where only the code
+after the model can be the cause (the loss, a loss scale that is too large), the module is called "loss". Gradients of a
+micro-batch whose forward pass was not finite are not checked.
 
-Activation checkpointing runs a block a second time in the backward pass (Chen et al. 2016). The first run is the one
-that is judged; the second only lends its tensors to the gradient hooks, since with the reentrant implementation the
-first run has no graph.
+Activation checkpointing runs a block a second time in the backward pass (Chen et al. 2016). Only the first run is
+checked; the second only provides the tensors for the gradient hooks, since with the reentrant implementation the first
+run has no graph.
 """
 
 from __future__ import annotations
@@ -35,14 +35,11 @@ from precision.findings import (
     Description,
     Finding,
     What,
-    check_parameters,
     describe,
     first_bad,
     replace_tensors,
     tensors_of,
 )
-
-__all__ = ["LOSS", "Finding", "Inspector", "check_parameters", "describe"]
 
 
 @dataclass(eq=False)
@@ -59,21 +56,21 @@ class _Call:
     output_bad: bool = False
     """In the forward pass: this call or one inside it had a non-finite result."""
     gradient_in_bad: bool = False
-    """The gradient of its output was not finite: whatever its backward makes of that is no fault of its own."""
-    gradient_blamed: bool = False
+    """The gradient of its output was not finite, so its backward is not the cause."""
+    gradient_cause: bool = False
     """Its backward, or that of a call inside it, was found to be the cause of a non-finite gradient."""
     views: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """While it runs: its inputs by id, and the private view it got of each."""
-    handed_on: set[int] = field(default_factory=set)
-    """Ids of inputs that are also its output as they are."""
+    """While it runs: its inputs by id, each with the view that it got instead."""
+    passed_through: set[int] = field(default_factory=set)
+    """Ids of inputs that it returns unchanged."""
 
 
 class Inspector:
     """Context manager: run forward and backward inside it once or several times, then read `findings`.
 
-    Losses and random states are as they would be without it; gradients too, to rounding (the shares of a tensor that
-    feeds several modules are added in another order). Not for modules compiled by torch.compile, which its hooks would
-    break up. Parameters that ZeRO-3 has partitioned away are left alone.
+    Losses and random states are the same as without it; gradients too, up to rounding (the gradients of a tensor that
+    feeds several modules are added in another order). Not for modules compiled by torch.compile, whose graphs its
+    hooks would break. Partitioned parameters of ZeRO-3 are not checked.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,12 +91,12 @@ class Inspector:
 
     @property
     def findings(self) -> list[Finding]:
-        """First cause first, at most MOST_FINDINGS; what follows from an earlier one is not in it."""
+        """At most MOST_FINDINGS, the first cause first; consequences of an earlier finding are left out."""
         return list(self._found)
 
     def __enter__(self) -> Inspector:
         for module in self._names:
-            # Last to see the inputs and first to see the output: ZeRO-3's hooks have then gathered the parameters.
+            # Last on the inputs and first on the output: ZeRO-3's hooks have then gathered the parameters.
             self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after, prepend=True, always_call=True))
         return self
@@ -110,15 +107,15 @@ class Inspector:
         self._handles, self._parameter_handles, self._stack, self._calls = [], [], [], {}
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Blame the loss if it is not finite although no activation of this micro-batch was at fault."""
+        """Record the loss if it is not finite although the forward pass of this micro-batch was."""
         found = describe(loss)
         if found and not self._forward_bad:
             self._forward_bad = True
-            self._blame(LOSS, "loss", found, max(self._micro_batch, 0), "")
+            self._record(LOSS, "loss", found, max(self._micro_batch, 0), "")
 
-    def _blame(self, name: str, what: What, found: Description, micro_batch: int, seen: str) -> None:
+    def _record(self, name: str, what: What, found: Description, micro_batch: int, seen: str) -> None:
         if what == "gradient" and self._forward_bad:
-            return  # gradients of a forward pass that went wrong say nothing new
+            return  # they follow from the forward pass
         known = any(finding.module == name and finding.tensor == what for finding in self._found)
         if not known and len(self._found) < MOST_FINDINGS:
             self._found.append(Finding(name, what, *found, len(self._found), micro_batch, seen))
@@ -158,18 +155,18 @@ class Inspector:
         parent = call.parent
         if parent is None:
             self._forward_bad = True
-            self._blame(call.name, "activation", found, call.micro_batch, f"given to {call.name}")
+            self._record(call.name, "activation", found, call.micro_batch, f"given to {call.name}")
         elif not (parent.input_bad or parent.output_bad):
-            self._blame_forward(parent, found, f"given to {call.name}")
+            self._record_forward(parent, found, f"given to {call.name}")
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
         if not self._stack or self._stack[-1].module is not module:
-            return  # a hook before ours raised: this call was never opened
+            return  # an earlier hook raised, so `_before` did not run
         call = self._stack.pop()
         outputs = list(tensors_of(output))
         found = None if call.replayed else first_bad(outputs)
         if found and not (call.input_bad or call.output_bad):
-            self._blame_forward(call, found, "its output")
+            self._record_forward(call, found, "its output")
         if found and call.parent:
             call.parent.output_bad = True
         for tensor in outputs:
@@ -177,15 +174,15 @@ class Inspector:
                 self._watch_gradient(call, tensor)
         call.views.clear()
 
-    def _blame_forward(self, call: _Call, found: Description, seen: str) -> None:
+    def _record_forward(self, call: _Call, found: Description, seen: str) -> None:
         self._forward_bad = call.output_bad = True
         for name, parameter in call.module.named_parameters(recurse=False):
             whole = getattr(parameter, "ds_numel", parameter.numel()) == parameter.numel()
-            spoiled = describe(parameter) if whole else None
-            if spoiled:
+            bad = describe(parameter) if whole else None
+            if bad:
                 full = self._parameter_names.get(parameter, f"{call.name}.{name}")
-                self._blame(full, "parameter", spoiled, call.micro_batch, "used in the forward pass")
-        self._blame(call.name, "activation", found, call.micro_batch, seen)
+                self._record(full, "parameter", bad, call.micro_batch, "used in the forward pass")
+        self._record(call.name, "activation", found, call.micro_batch, seen)
 
     # Backward
 
@@ -201,7 +198,7 @@ class Inspector:
 
     def _watch_gradient(self, call: _Call, tensor: torch.Tensor) -> None:
         """One hook per tensor, for all the calls that return it, since hooks of a tensor run innermost call first."""
-        call.handed_on.update(id(view) for _, view in call.views.values() if view is tensor)
+        call.passed_through.update(id(view) for _, view in call.views.values() if view is tensor)
         known = getattr(tensor, "_inspected", None)
         if known and known[0] == tensor._version and known[1] is self:
             known[2].append(call)
@@ -212,7 +209,7 @@ class Inspector:
 
     def _output_gradient(self, calls: list[_Call], gradient: torch.Tensor) -> None:
         if not self._handles:
-            return  # a graph that outlived its Inspector
+            return  # the graph outlived the Inspector
         if calls[-1].module is self._model:
             self._watch_parameters()
         found = describe(gradient)
@@ -222,26 +219,26 @@ class Inspector:
             call.gradient_in_bad = True
         outermost = calls[-1]
         if outermost.parent is None:
-            self._blame(LOSS, "gradient", found, outermost.micro_batch, f"flowing into {outermost.name}")
-        elif not (outermost.parent.gradient_in_bad or outermost.parent.gradient_blamed):
-            self._blame_backward(outermost.parent, found, f"flowing into {outermost.name}")
+            self._record(LOSS, "gradient", found, outermost.micro_batch, f"flowing into {outermost.name}")
+        elif not (outermost.parent.gradient_in_bad or outermost.parent.gradient_cause):
+            self._record_backward(outermost.parent, found, f"flowing into {outermost.name}")
 
     def _input_gradient(self, call: _Call, key: int, gradient: torch.Tensor) -> None:
-        if not self._handles or key in call.handed_on or call.gradient_in_bad or call.gradient_blamed:
+        if not self._handles or key in call.passed_through or call.gradient_in_bad or call.gradient_cause:
             return
         found = describe(gradient)
         if found:
-            self._blame_backward(call, found, "the gradient of its input")
+            self._record_backward(call, found, "the gradient of its input")
 
-    def _blame_backward(self, call: _Call, found: Description, seen: str) -> None:
-        self._blame(call.name, "gradient", found, call.micro_batch, seen)
+    def _record_backward(self, call: _Call, found: Description, seen: str) -> None:
+        self._record(call.name, "gradient", found, call.micro_batch, seen)
         ancestor: _Call | None = call
         while ancestor:
-            ancestor.gradient_blamed = True
+            ancestor.gradient_cause = True
             ancestor = ancestor.parent
 
     def _watch_parameters(self) -> None:
-        """Hook the parameters as the backward pass begins, so that these hooks run after any that others placed."""
+        """Hook the parameters as the backward pass begins, so that these hooks run after all others."""
         for handle in self._parameter_handles:
             handle.remove()
         self._parameter_handles = [
@@ -255,12 +252,12 @@ class Inspector:
         if not found:
             return
         calls = [call for module in self._owners[parameter] for call in self._calls.get(module, [])]
-        inner = any(next(call.module.children(), None) is not None and call.gradient_blamed for call in calls)
+        inner = any(next(call.module.children(), None) is not None and call.gradient_cause for call in calls)
         if not inner and not any(call.gradient_in_bad for call in calls):
             name = self._parameter_names[parameter]
-            self._blame(name, "gradient", found, max(self._micro_batch, 0), "the gradient of a parameter")
+            self._record(name, "gradient", found, max(self._micro_batch, 0), "the gradient of a parameter")
 
 
 def _in_backward() -> bool:
-    """Whether autograd is running on this thread; torch.utils.module_tracker tells recomputation by the same call."""
+    """Whether autograd is running on this thread; torch.utils.module_tracker detects recomputation the same way."""
     return torch._C._current_graph_task_id() != -1

@@ -1,18 +1,17 @@
-"""See in which dtype every module really computed, and hold it against what was promised.
+"""Observes in which dtype every module really computes, and compares it with the manifest.
 
-A manifest is a wish until someone looks. `Observation` looks where nothing can hide: a `TorchDispatchMode` sees every
-operator after autograd and autocast are done with it, so the operands of `mm` have the dtype that the kernel gets. A
-stack of the modules whose `forward` is running says whose operator it is: that of the innermost one. Backward passes
-run outside every `forward` and are not counted; recomputation of checkpointed blocks is.
+A `TorchDispatchMode` sees every operator below autograd and autocast, so the operands of `mm` have the dtype that the
+kernel gets. An operator belongs to the innermost module whose `forward` is running. Backward passes run outside every
+`forward` and are not counted; recomputation of checkpointed blocks is.
 
 Attention is the common surprise: without a fused kernel (on a CPU: with attention dropout) `sdpa` widens to FP32.
 
 FLOPs count one multiply-add as two (torch.utils.flop_counter's formulas; attention 2 B H S_q S_k (D + D_v), causality
 not deducted) and are booked under the dtype of the operands, of forward and recomputation.
 
-It changes no bit of the pass. It slows it down, and sees nothing inside a `torch.compile`d graph: use it on a pass now
-and then. FlexAttention is such a graph, and torch enters none while anybody watches operators: it runs unwatched, and
-what it is called with is seen.
+It does not change the numbers of the pass. It slows it down, and sees nothing inside a `torch.compile`d graph: use it
+on a pass now and then. FlexAttention is such a graph, which torch does not enter under a dispatch mode: it runs without
+the mode, and its arguments are recorded.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA, torch._C.Dispat
 
 
 class PrecisionMismatch(UserError):
-    """A module computed in another dtype than the manifest promised, or did not compute at all."""
+    """A module computed in another dtype than the manifest says, or did not compute at all."""
 
 
 class Observation:
@@ -95,8 +94,8 @@ class Observation:
                 after = module.register_forward_hook(self._leaving, always_call=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-            stack.enter_context(self._flex_attention_unwatched())
-            stack.enter_context(_Watch(self._see))
+            stack.enter_context(self._flex_attention_without_mode())
+            stack.enter_context(_OperatorHook(self._see))
             self._exit = stack.pop_all()
         return self
 
@@ -116,7 +115,7 @@ class Observation:
         self._running.pop()
 
     @contextmanager
-    def _flex_attention_unwatched(self) -> Iterator[None]:
+    def _flex_attention_without_mode(self) -> Iterator[None]:
         function = ALL_ATTENTION_FUNCTIONS[_FLEX]
 
         def attend(module: torch.nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,20 +147,20 @@ class Observation:
 
 
 def verify(observation: Observation, dtypes: Mapping[str, str], *, may_idle: Collection[str] = ()) -> None:
-    """Hold what was observed against what was promised (`Regions.dtypes`, `Regions.may_idle`).
+    """Compare the observed dtypes with the assigned ones (`Regions.dtypes`, `Regions.may_idle`).
 
     Raises:
         PrecisionMismatch: some module computed in another dtype, or did not compute and is not in `may_idle`. Names
-            the module, the promised and the actual dtype, and how many more there are.
+            the module, the expected and the actual dtype, and how many more there are.
     """
     computed = observation.computed
     wrong = []
-    for name, promised in dtypes.items():
+    for name, expected in dtypes.items():
         actual = computed.get(name, set())
         if not actual and name not in may_idle:
-            wrong.append(f"{name}: {promised} was promised, but it computed nothing that was seen")
-        elif actual - {promised}:
-            wrong.append(f"{name}: {promised} was promised, but it computed in {' and '.join(sorted(actual))}")
+            wrong.append(f"{name}: {expected} was promised, but it computed nothing that was seen")
+        elif actual - {expected}:
+            wrong.append(f"{name}: {expected} was promised, but it computed in {' and '.join(sorted(actual))}")
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise PrecisionMismatch(
@@ -169,7 +168,7 @@ def verify(observation: Observation, dtypes: Mapping[str, str], *, may_idle: Col
         )
 
 
-class _Watch(TorchDispatchMode):
+class _OperatorHook(TorchDispatchMode):
     """Calls back with every operator after it ran."""
 
     supports_higher_order_operators = True
@@ -183,8 +182,8 @@ class _Watch(TorchDispatchMode):
         if isinstance(func, torch._ops.OpOverload):
             name = func._schema.name
             if name not in _MATMULS and not any(map(func.has_kernel_for_dispatch_key, _KERNELS)):
-                # Under inference_mode linear and the like come whole: take them apart, seen by us. Never an operator
-                # with a kernel of its own: silu_backward in pieces rounds more often than in one.
+                # Under inference_mode linear and the like arrive undecomposed: decompose them under this mode. Never an
+                # operator with a kernel of its own: a decomposed silu_backward rounds more often.
                 with self:
                     output = func.decompose(*args, **kwargs)
                 if output is not NotImplemented:

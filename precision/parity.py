@@ -1,8 +1,8 @@
-"""Single steps judged: does half precision compute what FP32 does, and if not, which module does not?
+"""Judges single steps: does half precision compute what FP32 does, and if not, which module does not?
 
-Steps are compared from the same masters on the same micro-batches: nothing has had time to grow apart, so this is the
-sharp half of the evidence, and it names modules. The other half, whole runs, is in `precision.trajectories`. Pure: what
-is judged was measured by `training.parity.steps`.
+Steps are compared from the same masters on the same micro-batches, before differences can grow, so this is the sharper
+evidence, and it names modules. Whole runs are judged in `precision.trajectories`. Pure functions of what
+`training.parity.steps` measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from config.schema import ParitySection
 NEGLIGIBLE = 1e-4
 """Gradients below this share of the largest are rounding noise, such as those of a key's bias (softmax cancels it)."""
 MOST_NAMED = 8
-"""Modules a check names."""
+"""Modules that a check names."""
 SAME_LOSS = 1e-5
 """Relative difference up to which a loss counts as repeated after a restore; 0 on a CPU."""
 
@@ -65,7 +65,7 @@ class _Worst:
     beyond: dict[str, float] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
 
-    def see(self, name: str, value: float, step: int) -> None:
+    def add(self, name: str, value: float, step: int) -> None:
         if math.isnan(value):
             value = -math.inf if self.at_least else math.inf
         self.seen.add(name)
@@ -108,7 +108,7 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     return [*checks, _restored(walks, bounds)]
 
 
-def first_parting(walks: Sequence[Walk], bounds: ParitySection) -> dict[str, Any] | None:
+def first_divergence(walks: Sequence[Walk], bounds: ParitySection) -> dict[str, Any] | None:
     """The first module, in the order of execution, whose own error is beyond the bound, at the first step it shows."""
     for walk in walks:
         for step in walk.steps:
@@ -131,7 +131,7 @@ def _over(
     worst = _Worst(bound, at_least, value=floor)
     for step in steps:
         for module, value in values(step):
-            worst.see(module, float(value), step["step"])
+            worst.add(module, float(value), step["step"])
     return worst.check(name, note)
 
 
@@ -161,13 +161,13 @@ def _drift(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 
 
 def _norm_error(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """The norm that the run reports against that of the gradient it reduced."""
+    """The norm that the run reports, compared with that of the gradient it reduced."""
     own = step["own_grad_norm"]
     yield "(gradient norm)", abs(step["grad_norm"] - own) / own if own else abs(step["grad_norm"])
 
 
 def _scale_note(steps: Sequence[Mapping[str, Any]]) -> str:
-    """A factor on all gradients, which is what a wrong loss scale or a lost micro-batch looks like."""
+    """Note a factor on all gradients, as from a wrong loss scale or a lost micro-batch."""
     ratios = [step["own_grad_norm"] / step["reference_grad_norm"] for step in steps if step["reference_grad_norm"]]
     ratio = median(ratios) if ratios else 1.0
     return f"the whole gradient's norm is {ratio:.3f} of FP32's" if abs(ratio - 1) > 0.05 else ""

@@ -1,4 +1,4 @@
-"""From measurements to a precision manifest: which region computes in what, and the measured reason. Pure: no model.
+"""Proposes a precision manifest from measurements: the dtype of each region and its measured reason. No model needed.
 
 FP16 has 11 bits of significand and ends at 65504; BF16 has 8 and FP32's range. So a region gets
 - *FP16* where its range fits (largest activation, gradient times loss scale and weight `headroom` times below 65504, at
@@ -9,11 +9,11 @@ FP16 has 11 bits of significand and ends at 65504; BF16 has 8 and FP32's range. 
   least `noticed`, worst error per FLOP first, as long as `floor` of all matmul FLOPs stay in 16 bits.
 
 The loss scale is one for all regions: the power of two at which regions with the most FLOPs fit, the largest of those,
-because a dynamic scale grows until it meets the range's end.
+because a dynamic scale grows until it reaches the end of the range.
 
 Errors of regions are independent roundings, so their squares add up (Higham 2002, section 2.8); a region's share of the
-sum is its sensitivity. What the regions hand each other in the ambient dtype is nobody's own: the ambient dtype is FP16
-only where no range of any region passes its end.
+sum is its sensitivity. Values passed between regions in the ambient dtype belong to none of them: the ambient dtype is
+FP16 only where no range of any region passes its end.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _SCALES = range(41)
 
 @dataclass(frozen=True)
 class Limits:
-    """What a region has to keep for a dtype."""
+    """What a region has to satisfy for a dtype."""
 
     headroom: float = 16.0
-    """[factor] Distance of the largest value from FP16's largest; training goes on after the survey."""
+    """[factor] Distance of the largest value from FP16's largest; training continues after the survey."""
     flushed: float = 0.01
     """[fraction] Share of the non-zero values of a kind that FP16 may round to zero."""
     pays: float = 2.0
@@ -65,7 +65,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Choice:
-    """What one region is to compute in."""
+    """The chosen dtype of one region."""
 
     compute: Compute
     reason: str
@@ -91,7 +91,7 @@ class Proposal:
 
 
 def pattern_of(name: str) -> str:
-    """The name with `*` for every part that is a number: what the same module is called in all layers."""
+    """The name with `*` for every part that is a number: the same module in all layers."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
@@ -104,12 +104,12 @@ def fp16_obstacle(spreads: Mapping[str, Spread], scale: float, limits: Limits) -
         factor = scale if kind in SCALED else 1.0
         if spread.nonfinite or spread.maximum * factor * limits.headroom > FP16_LARGEST:
             at = f" at loss scale {scale:g}" if kind in SCALED else ""
-            return f"{_words(kind)} to {spread.maximum:.3g}{at} leave no {limits.headroom:g}x headroom in FP16", True
+            return f"{_spaced(kind)} to {spread.maximum:.3g}{at} leave no {limits.headroom:g}x headroom in FP16", True
     for kind, spread in spreads.items():
         lost = flushed_share(spread, scale if kind in SCALED else 1.0)
         if lost > limits.flushed:
             at = f" at loss scale {scale:g}" if kind in SCALED else ""
-            return f"FP16 would round {lost:.1%} of its {_words(kind)} to zero{at}", False
+            return f"FP16 would round {lost:.1%} of its {_spaced(kind)} to zero{at}", False
     return None
 
 
@@ -139,7 +139,8 @@ def choose_scale(units: Sequence[Unit], spreads: Mapping[str, Mapping[str, Sprea
 
 
 def sensitivities(units: Sequence[Unit]) -> dict[str, float]:
-    """Region to its unit's share of the squared error when everything computes in BF16; not finite errors count all."""
+    """Region to its unit's share of the squared error when everything computes in BF16; errors that are not finite
+    count fully."""
     squares = [unit.errors["bf16"] ** 2 for unit in units]
     total = sum(squares)
     shares = [
@@ -249,7 +250,7 @@ def _ambient(
 
 
 def _error(unit: Unit, choices: Mapping[str, Choice]) -> float:
-    """Of a unit whose regions may have parted: the largest, because the unit was measured as a whole."""
+    """Of a unit whose regions may have different dtypes: the largest, because the unit was measured as a whole."""
     return max(choices[name].error for name in unit.names)
 
 
@@ -264,10 +265,10 @@ def _rule(match: str, choices: Mapping[str, Choice], names: list[str]) -> dict[s
 
 
 def _escaped(name: str, *, stars: bool = False) -> str:
-    """A glob for this name; stars: also its `*` are meant as they are."""
+    """A glob that matches this name literally; stars: its `*` included."""
     special = "[?*" if stars else "[?"
     return "".join(f"[{letter}]" if letter in special else letter for letter in name)
 
 
-def _words(kind: str) -> str:
+def _spaced(kind: str) -> str:
     return kind.replace("_", " ")

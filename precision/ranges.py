@@ -1,14 +1,14 @@
-"""How large the numbers of every region are: exponent histograms by kind of tensor, added up piece by piece.
+"""Magnitudes of every region's tensors: exponent histograms by kind of tensor.
 
 Four kinds, because a region computing in 16 bits rounds four kinds of tensors to them: *activations*, the operands that
-are no weights and the results of its matmuls; *gradients*, what arrives at its outputs and what it hands on to its
+are no weights and the results of its matmuls; *gradients*, of its outputs and of its
 inputs; *weights*; and *weight_gradients*, of one micro-batch on one rank before anything is summed, as the backward
 pass makes them. Gradients are unscaled as long as the loss is.
 
 `OperandMeter` sees the operands below autograd and autocast, as `precision.observe` does, so the queries, keys and
-values of a fused attention kernel are its own and not guessed. `GradientMeter` hooks tensors: an input that several
-modules read (q, k and v projections) has one gradient, the sum of theirs, which each of them is booked with. What is
-inside an attention module is booked with it too, because the gradients of its kernel are those of its projections.
+values of a fused attention kernel are measured and not guessed. `GradientMeter` hooks tensors: an input that several
+modules read (q, k and v projections) has one gradient, the sum of theirs, which counts for each of them. What is
+inside an attention module counts for it too, because the gradients of its kernel are those of its projections.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = ("activations", "gradients", "weights", "weight_gradients")
 _BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 _ZEROS, _NONFINITE = _BINS, _BINS + 1
 _PIECE = 1 << 20
-"""Values looked at in one go, because the histogram works in FP64: 8 MiB a copy."""
+"""Values counted at a time, because the histogram works in FP64: 8 MiB a copy."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,6 @@ class Spread:
     def share_below(self, exponent: int) -> float:
         """Of the finite non-zero values, those below 2^exponent."""
         return sum(self.counts[: max(exponent - self.lowest, 0)]) / max(self.values, 1)
-
-    def quantile(self, share: float) -> int:
-        """Exponent of the power of two in which the value lies that `share` of the non-zero values do not exceed."""
-        wanted, seen = share * self.values, 0
-        for index, count in enumerate(self.counts):
-            seen += count
-            if seen >= wanted and count:
-                return self.lowest + index
-        return self.lowest + max(len(self.counts) - 1, 0)
 
 
 NOTHING = Spread(0, (), 0, 0, 0.0)
@@ -142,21 +133,21 @@ class OperandMeter(Observation):
         self.region_flops: dict[str, int] = defaultdict(int)
         self._ranges, self._kinds = ranges, kinds
         self._regions = {name: module for name, module in model.named_modules() if name in kinds}
-        self._weighed: set[str] = set()
+        self._weights_counted: set[str] = set()
 
     def __enter__(self) -> OperandMeter:
         super().__enter__()
         for name, module in self._regions.items():
-            # Before the forward pass: there ZeRO-3 has gathered the weights and not yet let go of them.
-            self._exit.callback(module.register_forward_pre_hook(self._weigh(name)).remove)
+            # Before the forward pass, when ZeRO-3 has gathered the weights and not yet released them.
+            self._exit.callback(module.register_forward_pre_hook(self._count_weights(name)).remove)
             if self._kinds[name] == "norm":
                 self._exit.callback(module.register_forward_hook(self._norm(name)).remove)
         return self
 
-    def _weigh(self, name: str) -> Callable[..., None]:
+    def _count_weights(self, name: str) -> Callable[..., None]:
         def weigh(module: torch.nn.Module, args: Any) -> None:
-            if name not in self._weighed:
-                self._weighed.add(name)
+            if name not in self._weights_counted:
+                self._weights_counted.add(name)
                 for weight in module.parameters(recurse=False):
                     self._ranges.add(name, "weights", weight)
 
@@ -206,7 +197,7 @@ class GradientMeter:
                 readers[weight].append(name)
         for weight, names in readers.items():
             if weight.requires_grad:
-                self._handles.append(weight.register_hook(self._book(names, "weight_gradients")))
+                self._handles.append(weight.register_hook(self._counter(names, "weight_gradients")))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -220,7 +211,7 @@ class GradientMeter:
         def watch(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             for tensor in tensors_of((args, kwargs, output)):
                 if tensor.requires_grad and tensor.is_floating_point():
-                    tensor.register_hook(self._book(names, "gradients"))
+                    tensor.register_hook(self._counter(names, "gradients"))
 
         return watch
 
@@ -230,9 +221,9 @@ class GradientMeter:
             parents.append(parents[-1].rpartition(".")[0])
         return [parent for parent in parents if self._kinds.get(parent) == "attention"]
 
-    def _book(self, names: list[str], kind: str) -> Callable[[torch.Tensor], None]:
-        def book(gradient: torch.Tensor) -> None:
+    def _counter(self, names: list[str], kind: str) -> Callable[[torch.Tensor], None]:
+        def count(gradient: torch.Tensor) -> None:
             for name in names:
                 self._ranges.add(name, kind, gradient)
 
-        return book
+        return count

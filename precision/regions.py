@@ -1,30 +1,30 @@
-"""Put a precision manifest into effect: every matmul region computes in a `torch.autocast` region of its own.
+"""Applies a precision manifest: every matmul region computes in a `torch.autocast` region of its own.
 
-How it works. Parameters stay FP32: they are the masters, ZeRO shards them, the optimizer updates them. A region's
+How it works: parameters stay FP32: they are the masters, ZeRO shards them, the optimizer updates them. A region's
 `forward` is replaced, on the instance, by one that enters `torch.autocast` with the region's dtype, calls the original
 and casts the result for its caller. Autocast casts the operands of each matmul, weights included, and its backward
 casts the gradients back, so that parameter gradients are FP32 whatever the region computes in. An FP32 region runs with
 autocast off on inputs cast to FP32. `Module.__call__` still runs all hooks around the new `forward`, so ZeRO-3 has
 gathered the parameters when it starts. Changing a region's dtype changes one entry of a dict.
 
-Which dtype flows where.
-- *Matmul outputs* are handed back in the dtype of the region that encloses the module: the attention module's for the
-  projections inside it, else the manifest's default. So what flows between modules does not depend on any rule, and
+Which dtype flows where:
+- *Matmul outputs* are returned in the dtype of the region that encloses the module: the attention module's for the
+  projections inside it, else the manifest's default. So the dtypes between modules do not depend on any rule, and
   FP16 and BF16 never meet: under autocast, `add` or `cat` of the two raises. The output embedding (lm_head) alone
   keeps its own dtype: its consumer is the FP32 loss, and FP32 logits rounded to BF16 would be FP32 in name only.
 - *Fused experts and routers* get their inputs and weights in their dtype: autocast does not know grouped matmuls.
-- *Norms* compute in FP32 and hand back the dtype they were given.
+- *Norms* compute in FP32 and return the dtype of their input.
 - *The residual stream is FP32*, as under plain `torch.autocast`: embeddings are FP32 and FP32 + BF16 is FP32. It is a
-  sum over all blocks; in BF16, with 8 bits of mantissa, it would drop what later blocks add, and in FP16 its largest
-  channels can pass 65504. It also means that an island reads inputs that nothing has rounded to the ambient dtype.
-  The price is four bytes per element where a 16-bit model pays two.
+  sum over all blocks; in BF16, with 8 bits of mantissa, it would lose what later blocks add, and in FP16 its largest
+  channels can exceed 65504. It also means that a region of another dtype reads inputs that were not rounded to the
+  ambient dtype. It costs four bytes per element instead of two.
 - *RoPE, softmax in fused attention kernels and the loss* stay FP32.
 
-Why autocast's weight cache is off. It is keyed by the parameter alone, not by the dtype: a tied weight used in a BF16
-and an FP16 region would get the first one's copy in both. And it would hold a 16-bit copy of each weight that ZeRO-3
-has gathered until the forward pass ends.
+Autocast's weight cache is off, because it is keyed by the parameter alone, not by the dtype: a tied weight used in a
+BF16 and an FP16 region would get the first one's copy in both. And it would hold a 16-bit copy of each weight that
+ZeRO-3 has gathered until the forward pass ends.
 
-Checkpointing. Both of torch's implementations recompute by calling the modules again, so the same `forward` enters the
+Checkpointing: both of torch's implementations recompute by calling the modules again, so the same `forward` enters the
 same region. `set` must therefore be called between two steps, never between a forward and its backward pass.
 """
 
@@ -40,6 +40,7 @@ import torch
 
 from config.errors import UserError
 from precision.dtypes import DTYPES
+from precision.findings import tensors_of
 from precision.manifest import COMPUTES, Assignment, Compute, Manifest, RegionKind, assign, find_regions, nearest
 
 _FLOATS = tuple(DTYPES.values())
@@ -56,13 +57,13 @@ class Change:
 
 
 class Regions:
-    """The regions of one model. Works on the model in place until `close`."""
+    """The regions of one model. Changes the model in place until `close`."""
 
     def __init__(self, model: torch.nn.Module, manifest: Manifest) -> None:
         """Raises UserError when a rule of the manifest matches nothing (see `precision.manifest.assign`)."""
         self.manifest = manifest
         self.assignments: dict[str, Assignment] = assign(manifest, model)
-        """What the manifest says, with rule and reason; `dtypes` has what holds now."""
+        """The manifest's dtypes, with rule and reason; `dtypes` has the current ones."""
         self._model = model
         self._kinds = find_regions(model)
         self._compute: dict[str, str] = {name: given.compute for name, given in self.assignments.items()}
@@ -73,13 +74,13 @@ class Regions:
         for name, kind in self._kinds.items():
             module = modules[name]
             self._patched.append((module, module.__dict__.get("forward")))
-            module.forward = self._wrap(name, kind, module, hands_back_own=module is head)
+            module.forward = self._wrap(name, kind, module, returns_own_dtype=module is head)
         self._patched.append((model, model.__dict__.get("forward")))
         model.forward = self._with_ambient(model.forward)
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Module name to the dtype it has to compute in now: fp32, bf16 or fp16. A copy."""
+        """Module name to its current dtype: fp32, bf16 or fp16. A copy."""
         return dict(self._compute)
 
     @property
@@ -110,7 +111,7 @@ class Regions:
         return {name: now for name, now in self._compute.items() if now != self.assignments[name].compute}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """The manifest's dtypes with the live changes of a checkpoint laid over them.
+        """The manifest's dtypes, with the changes saved in a checkpoint applied.
 
         Raises UserError when the state names a region that this model does not have; nothing has changed then.
         """
@@ -133,7 +134,7 @@ class Regions:
             yield
 
     def close(self) -> None:
-        """Give every module its own forward back."""
+        """Restore the forward of every module."""
         for module, before in reversed(self._patched):
             if before is None:
                 del module.forward
@@ -156,7 +157,7 @@ class Regions:
         return forward
 
     def _wrap(
-        self, name: str, kind: RegionKind, module: torch.nn.Module, *, hands_back_own: bool
+        self, name: str, kind: RegionKind, module: torch.nn.Module, *, returns_own_dtype: bool
     ) -> Callable[..., Any]:
         original = module.forward
         if kind == "norm":
@@ -186,14 +187,14 @@ class Regions:
             with own, _autocast(device_type, compute):
                 output = original(*args, **kwargs)
             back = self._compute[enclosing] if enclosing is not None else self.manifest.default
-            if back == compute or hands_back_own:
+            if back == compute or returns_own_dtype:
                 return output
             return _cast(output, (dtype,), DTYPES[back])
 
         return forward
 
     def _enclosing(self, name: str) -> str | None:
-        """The nearest region around `name`, which is the one that consumes its output."""
+        """The nearest region around `name`, which consumes its output."""
         parent = name
         while parent:
             parent = parent.rpartition(".")[0]
@@ -211,8 +212,8 @@ def _autocast(device_type: str, compute: Compute | str) -> torch.autocast:
 def _run_norm(
     module: torch.nn.Module, original: Callable[..., Any], dtype: torch.dtype, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    """A norm on inputs and weights in `dtype`, with autocast off, handed back in the dtype of its first input."""
-    given = next((item.dtype for item in _tensors((args, kwargs)) if item.dtype in _FLOATS), dtype)
+    """A norm on inputs and weights in `dtype`, with autocast off, returned in the dtype of its first input."""
+    given = next((item.dtype for item in tensors_of((args, kwargs)) if item.dtype in _FLOATS), dtype)
     device_type = _device_type(args, kwargs)
     args, kwargs = _cast((args, kwargs), _FLOATS, dtype)
     with _own_parameters_in(module, dtype), _autocast(device_type, "fp32"):
@@ -225,10 +226,10 @@ def _own_parameters_in(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[
     """Inside, the module's own code sees its parameters in `dtype`; their gradients arrive at the FP32 parameters.
 
     An instance attribute hides the parameter of the same name from `self.weight`, and from nothing else: hooks,
-    state_dict and ZeRO go on seeing the parameter.
+    state_dict and ZeRO still see the parameter.
     """
-    held = module.named_parameters(recurse=False)
-    shadows = {name: item.to(dtype) for name, item in held if item.dtype in _FLOATS and item.dtype != dtype}
+    own = module.named_parameters(recurse=False)
+    shadows = {name: item.to(dtype) for name, item in own if item.dtype in _FLOATS and item.dtype != dtype}
     module.__dict__.update(shadows)
     try:
         yield
@@ -238,18 +239,7 @@ def _own_parameters_in(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[
 
 
 def _device_type(args: tuple, kwargs: dict[str, Any]) -> str:
-    return next((item.device.type for item in _tensors((args, kwargs))), "cpu")
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
+    return next((item.device.type for item in tensors_of((args, kwargs))), "cpu")
 
 
 def _cast(value: Any, sources: tuple[torch.dtype, ...], target: torch.dtype) -> Any:

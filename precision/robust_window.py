@@ -1,8 +1,8 @@
-"""How unusual is a number, judged by the healthy numbers before it.
+"""How unusual a number is, compared with the healthy numbers before it.
 
-Mean and standard deviation are the wrong ruler for this: one spike of a thousand in a window of 128 drags the mean up
-and inflates the deviation so much that the next spike passes. The median and the median absolute deviation (MAD) do
-not move until half of the window is spoiled, the highest breakdown point there is (Rousseeuw and Croux 1993,
+Mean and standard deviation are not robust: one spike of a thousand in a window of 128 raises the mean and inflates the
+deviation so much that the next spike passes. The median and the median absolute deviation (MAD) tolerate outliers in up
+to half of the window, the highest breakdown point there is (Rousseeuw and Croux 1993,
 "Alternatives to the Median Absolute Deviation", section 1). For normal data 1.4826 x MAD estimates the standard
 deviation, so
 
@@ -11,11 +11,11 @@ deviation, so
 reads like the familiar number of sigmas. Quantities that vary by a factor, such as gradient norms, belong into the
 window as logarithms: their noise is close to lognormal, and "twice the usual" should weigh the same at any size.
 
-Two limits keep the score honest. Until the window is half full there is none, because the MAD of a handful of values
+Two limits keep the score reliable. Until the window is half full there is none, because the MAD of a handful of values
 is often far too small. And the spread is never taken as less than `floor`, because values that happen to repeat (MAD
 0) would otherwise make every change an infinite spike.
 
-The window itself is resistant, and its owner keeps it cleaner still by pushing only values that were accepted.
+Its owner pushes only values that were accepted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RobustWindow:
     """The newest `size` accepted values of one quantity. Memory and time are O(size); 128 values take microseconds."""
 
     def __init__(self, size: int, *, floor: float = 0.01) -> None:
-        """size: values kept. floor: smallest standard deviation believed, in the unit of the values.
+        """size: values kept. floor: lower limit of the standard deviation, in the unit of the values.
 
         Raises:
             ValueError: a size below 2 or a floor that is not positive.
@@ -53,7 +53,7 @@ class RobustWindow:
         return median(self._values) if 2 * len(self._values) >= self._size else None
 
     def push(self, value: float) -> None:
-        """Remember an accepted value. Raises ValueError for inf and nan, which nobody should have accepted."""
+        """Remember an accepted value. Raises ValueError for inf and nan."""
         if not math.isfinite(value):
             raise ValueError(f"{value} is not a value to measure others by")
         self._values.append(float(value))

@@ -1,9 +1,8 @@
-"""Measurements of one step's numbers: how large they are, what a 16-bit format loses of them, what the optimizer does.
+"""Statistics of one step: magnitudes, what a 16-bit format loses of them, agreement of gradients, drift of weights.
 
-Nothing here waits for the device: everything stays a tensor until `to_plain`, which copies all of it in one go. Nothing
-runs unless it is called, and an `ActivationMeter` has hooks only while it is entered.
+Nothing here waits for the device: everything stays a tensor until `to_plain`, which copies all of it at once.
 
-What a format loses. A format stores magnitudes from its smallest normal number with full precision, those below it
+What a format loses: it stores magnitudes from its smallest normal number with full precision, those below it
 (subnormals) with fewer and fewer bits, and rounds to zero whatever lies under half of its smallest subnormal, a tie
 going to the even neighbour, zero (IEEE 754-2019, sections 3.3, 3.4, 4.3.1; for BF16 the 8 exponent bits of binary32 and
 7 stored bits of significand, Intel 2018, "BFLOAT16 Hardware Numerics Definition").
@@ -14,7 +13,7 @@ going to the even neighbour, zero (IEEE 754-2019, sections 3.3, 3.4, 4.3.1; for 
 | float32  | 2^-126 = 1.18e-38   | 2^-149 = 1.40e-45   | up to 2^-150         |
 
 Gradients have to be measured before they are rounded: in FP32, or in 16 bits of a wider range, times the loss scale.
-A BF16 or FP32 gradient shows in `underflow_share(gradient * scale, torch.float16)` what FP16 would do to it. FTZ, which
+`underflow_share(gradient * scale, torch.float16)` of a BF16 or FP32 gradient is what FP16 would lose. FTZ, which
 some devices use for BF16, zeroes all subnormals: then `below_normal` is the share that is lost.
 """
 
@@ -159,7 +158,7 @@ def exponent_histogram(values: torch.Tensor) -> Exponents:
 
 
 class ActivationMeter:
-    """Context manager: the largest magnitude that each module hands out while it is entered.
+    """Context manager: the largest magnitude in each module's outputs while it is entered.
 
     `maxima`: module name (class name for the whole model) to a () float32 tensor, over all calls inside; nan if any
     value is nan. A recomputation by activation checkpointing sees the same values again and changes nothing.

@@ -1,7 +1,7 @@
-"""What can be wrong with a step, found on a few numbers that every rank shares.
+"""What can be wrong with a step, judged by a few numbers that every rank shares.
 
-Each function looks for one kind of trouble and says it in words: what it saw, with the numbers, what to look at, and
-which of the guard's reactions can do anything about it. What is done is for precision/guard.py to decide.
+Each function looks for one kind of trouble and returns its description, with the numbers, what to look at, and which of
+the guard's reactions can help. precision/guard.py decides what is done.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Health:
     step: int = 1
     """Attempted step, counted from 1."""
     consecutive_skips: int = 0
-    """Steps right before this one that were not applied, whoever refused them."""
+    """Steps right before this one that were not applied, for whatever reason."""
     scales_dynamically: bool = False
-    """FP16 under a loss scale that answers overflows."""
+    """FP16 under a loss scale that adapts to overflows."""
     scale_at_minimum: bool = False
     """The loss scale could not get smaller if this step overflows."""
     memory_bytes: int = 0
@@ -40,7 +40,7 @@ class Health:
     preempted: bool = False
     """Some rank was asked to stop."""
     save_ended: bool = False
-    """A checkpoint that was being written has come to its end on every rank."""
+    """A checkpoint in the background has been written on every rank."""
 
     @property
     def loss_is_finite(self) -> bool:
@@ -54,9 +54,9 @@ class Health:
 
     @property
     def routine_overflow(self) -> bool:
-        """An overflow of FP16 gradients that a smaller loss scale answers: skipped without being an incident.
+        """An overflow of FP16 gradients that a smaller loss scale handles: skipped without being an incident.
 
-        A loss that is itself not finite is never routine: the scale comes in after it.
+        A loss that is itself not finite is never routine: the scale is applied after it.
         """
         return self.scales_dynamically and not self.scale_at_minimum and self.loss_is_finite and not self.finite
 
@@ -66,20 +66,20 @@ class Trouble:
     """Something wrong with a step."""
 
     what: str
-    """What was seen, with the numbers."""
+    """What is wrong, with the numbers."""
     look_at: str
     """Where a reader finds out more, or what to change."""
     helps: tuple[str, ...]
-    """The reactions of guard.reactions that can do something about it."""
+    """The reactions of guard.reactions that can help."""
     routine: bool = False
-    """An FP16 overflow that the loss scale answers."""
+    """An FP16 overflow that the loss scale handles."""
 
 
 def not_finite(health: Health) -> Trouble | None:
     """A loss or a gradient that is inf or nan.
 
-    While nothing finite comes in at the smallest scale no step is applied, so neither another skip nor a smaller
-    learning rate changes anything.
+    When even the smallest scale overflows no step is applied, so neither another skip nor a smaller learning rate
+    changes anything.
     """
     if health.finite:
         return None
@@ -137,7 +137,7 @@ def wrong_update(ratio: float | None, low: float | None, high: float | None) -> 
 
 
 def too_many_skips(skips: int, limit: int, last: Trouble | None) -> Trouble:
-    """Skipping that has become a habit. last: what is wrong with the present step, if that looks healthy None."""
+    """Too many skipped steps in a row. last: what is wrong with the present step; None: it looks healthy."""
     cause = last.what if last else "the optimizer refused steps that looked healthy"
     look_at = last.look_at if last and not last.routine else "lower the learning rate or look at the data"
     return Trouble(

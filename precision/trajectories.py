@@ -1,8 +1,8 @@
-"""Whole runs compared: loss, validation, gradient norms, skips, and how much of a distance is chaos.
+"""Compares whole runs: loss, validation, gradient norms, skips, and how much of a difference is chaos.
 
-Rounding differences grow until two runs are as far apart as any two, whatever they are computed in. So distances are
-held against those that FP32 runs have among themselves: from seed to seed, or from *controls*, FP32 runs at a learning
-rate about as far off as BF16 rounds.
+Rounding differences grow until two runs are as far apart as any two, in any dtype. So differences are compared with
+those of FP32 runs among themselves: from seed to seed, or from *controls*, FP32 runs at a learning rate that differs by
+about BF16's rounding error.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from config.schema import ParitySection
 from precision.parity import Check
 
 NUDGE = 2.0**-8
-"""[fraction] BF16's unit roundoff: how far the learning rate of the nearest control is off."""
+"""[fraction] BF16's unit roundoff: the relative change of the nearest control's learning rate."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One run, as its events tell it."""
+    """One run, from its events."""
 
     steps: Sequence[int]
     losses: Sequence[float]
@@ -29,7 +29,7 @@ class Trajectory:
     grad_norms: Sequence[float]
     skipped: int
     nonfinite: int
-    """Non-finite values, those of overflows aside that the loss scale answered."""
+    """Non-finite values, without those of overflows that the loss scale handled."""
     validation: float | None
     """Last validation loss, in nats."""
 
@@ -45,7 +45,7 @@ def judge_trajectories(
     bounds: ParitySection,
     controls: Sequence[Trajectory] = (),
 ) -> list[Check]:
-    """The checks of whole runs; candidate and twin by seed, controls of the first seed."""
+    """The checks of whole runs; candidate and FP32 twin by seed, controls of the first seed."""
     pairs = list(zip(candidate, twin, strict=True))
     steps = sum(len(run.steps) for run in candidate)
     gap, where = max((_loss_gap(mine, other) for mine, other in pairs), key=lambda found: found[0])
@@ -57,7 +57,7 @@ def judge_trajectories(
     allowed = max(bounds.loss_gap, _twice_rms(apart))
     return [
         _validation(pairs, bounds, controls),
-        Check("loss_gap", gap, allowed, gap <= allowed, where=where, note=_of_controls(apart)),
+        Check("loss_gap", gap, allowed, gap <= allowed, where=where, note=_controls_note(apart)),
         Check("grad_norm_ratio", ratio, bounds.grad_norm_ratio, larger <= bounds.grad_norm_ratio),
         Check("skipped_share", skipped, bounds.skipped_share, skipped <= bounds.skipped_share),
         Check("nonfinite_events", nonfinite, bounds.nonfinite_events, nonfinite <= bounds.nonfinite_events),
@@ -82,7 +82,7 @@ def running_median(values: Sequence[float]) -> list[float]:
 def _validation(
     pairs: list[tuple[Trajectory, Trajectory]], bounds: ParitySection, controls: Sequence[Trajectory]
 ) -> Check:
-    """The mean delta against the bound, or against what FP32 runs differ among themselves if that is more."""
+    """The mean delta, compared with the bound or with the differences among FP32 runs, whichever is larger."""
     both = [(mine.validation, other.validation) for mine, other in pairs]
     if any(mine is None or other is None for mine, other in both):
         note = "no validation loss was recorded; set evaluate.every_steps"
@@ -97,7 +97,7 @@ def _validation(
         note = f"FP32 from seed to seed: standard deviation {spread:.3%}; deltas {each}"
     nudged = [(run.validation - reference[0]) / reference[0] for run in controls if run.validation is not None]
     allowed = max(allowed, _twice_rms(nudged))
-    note = "; ".join(filter(None, [note, _of_controls(nudged)]))
+    note = "; ".join(filter(None, [note, _controls_note(nudged)]))
     delta = fmean(deltas)
     return Check("validation_delta", delta, allowed, abs(delta) <= allowed, note=note)
 
@@ -106,7 +106,7 @@ def _twice_rms(distances: Sequence[float]) -> float:
     return 2 * math.sqrt(fmean(distance**2 for distance in distances)) if distances else 0.0
 
 
-def _of_controls(distances: Sequence[float]) -> str:
+def _controls_note(distances: Sequence[float]) -> str:
     return f"FP32 controls: {', '.join(f'{distance:+.2%}' for distance in distances)}" if distances else ""
 
 

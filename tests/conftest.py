@@ -12,7 +12,7 @@ from tests.support.process_group import ProcessGroup
 
 def pytest_sessionstart() -> None:
     """A session that was killed in a build would stall those tests that start DeepSpeed without Mantissa."""
-    op_builds.clear_abandoned("*", say=print)
+    op_builds.clear_abandoned("*", print)
 
 
 @pytest.fixture(scope="session")

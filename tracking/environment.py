@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from config.machine import binding as core_binding
+from config.machine.binding import binding_outcome, usable_cpus
 
 PACKAGES = (
     "torch",
@@ -80,8 +80,8 @@ def environment(extra: dict[str, Any]) -> dict[str, Any]:
         "cpu": {
             "model": _cpu_model(),
             "cores": os.cpu_count(),
-            "usable_cores": len(core_binding.usable_cpus()),
-            "binding": core_binding.outcome(),
+            "usable_cores": len(usable_cpus()),
+            "binding": binding_outcome(),
         },
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "git": _git_state(_CODE_FOLDER),

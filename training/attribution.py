@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import torch
 
 from data.loader import Batch
-from precision.nonfinite import Finding, Inspector, check_parameters, describe
+from precision.findings import Finding, check_parameters, describe
+from precision.nonfinite import Inspector
 from training.engine import Engine
 from training.engine.health import Outcome
 from training.engine.rng import generators, restore_generators

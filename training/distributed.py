@@ -23,8 +23,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from config.child_jobs import free_port
-from config.machine import binding as core_binding
 from config.machine import op_builds
+from config.machine.binding import RankCpus, apply_binding, choose_binding
 from config.resolved import Resolved
 
 
@@ -191,13 +191,13 @@ def _take_cores(place: Place, bind_cores: str) -> None:
     if place.device.type == "cuda":
         found: Any = torch.cuda.get_device_properties(place.device)  # torch does not declare these
         gpu = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    claims = place.gather_objects(core_binding.Claim.here(gpu))
-    binding = core_binding.decide(bind_cores, claims, place.rank)
+    claims = place.gather_objects(RankCpus.here(gpu))
+    binding = choose_binding(bind_cores, claims, place.rank)
     told = ", as OMP_NUM_THREADS says" if "OMP_NUM_THREADS" in os.environ else ""
     if not told:
         torch.set_num_threads(binding.threads)
     threads = torch.get_num_threads()
-    line = core_binding.bind(binding)
+    line = apply_binding(binding)
     if line is not None and place.is_main:
         print(f"{line}; {threads} thread{'s' * (threads > 1)}{told}", flush=True)
 
@@ -219,7 +219,7 @@ def _load_shared_memory_op(rank: int) -> None:
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
         return
-    with op_builds.alone("deepspeed_shm_comm", say):
+    with op_builds.exclusive_build("deepspeed_shm_comm", say):
         if rank == 0 and not any(op_builds.extensions_folder().glob("**/deepspeed_shm_comm.so")):
             say("building DeepSpeed's shared-memory op, once on a machine, about a minute")
         builder.load()

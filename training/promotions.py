@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from precision.findings import Finding
 from precision.guard import Guard
-from precision.nonfinite import Finding
 from precision.regions import Regions
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
-"""The DeepSpeed JSON of a run: what may stand in it, and what becomes of it.
+"""The DeepSpeed JSON of a run: allowed keys, and how it is merged with the run config.
 
-Read document.py (the file as the user wrote it), keys.py (every key that is known), resolve.py (no "auto" left), then
-combinations.py (what DeepSpeed computes wrongly, and is refused).
+Read document.py (the file as written), keys.py (the known keys), resolve.py (no "auto" left), then combinations.py
+(what DeepSpeed computes wrongly, and is refused).
 """

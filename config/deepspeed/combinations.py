@@ -1,7 +1,7 @@
 """Which combinations of precision, ZeRO and offload train as FP32 does, and which are refused or repaired, and why.
 
-One table: the config refuses from it, the precision matrix (`python -m training.matrix`) measures every row of it, and
-docs/precision-matrix.md is written from both. A combination that the matrix has no cells for is refused as well.
+One table: the config refuses by it, the precision matrix (`python -m training.matrix`) measures each of its rows, and
+docs/precision-matrix.md is generated from both. A combination without cells in the matrix is refused as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHARDED = (1, 2, 3)
 
 
 class Combination(NamedTuple):
-    """What decides whether a run's numerics are right, beside the settings."""
+    """What decides whether a run's numerics are right, besides the settings."""
 
     path: str
     """cast or manifest."""
@@ -45,20 +45,20 @@ class Combination(NamedTuple):
 
 @dataclass(frozen=True)
 class Upstream:
-    """What DeepSpeed 0.19.8 computes wrongly by itself, and what Mantissa does about it."""
+    """A case that DeepSpeed 0.19.8 computes wrongly, and what Mantissa does about it."""
 
     path: str
     computes: tuple[str, ...]
     stages: tuple[int, ...]
     clipping: bool | None
-    """Only with clipping that bites at every step, only without clipping, or both."""
+    """True: only when every step is clipped; False: only when none is; None: both."""
     problem: str
     instead: str
-    """What to use instead, where it is refused. Empty: Mantissa repairs it."""
+    """What to use instead of a refused combination. Empty: Mantissa works around the problem."""
 
     @property
     def refused(self) -> bool:
-        """Refused by the config; else repaired by the engine."""
+        """Refused by the config; else worked around by the engine."""
         return bool(self.instead)
 
     def covers(self, combination: Combination, *, clipping: bool | None = None) -> bool:
@@ -129,26 +129,26 @@ UPSTREAM = (
 
 @dataclass(frozen=True)
 class Setting:
-    """Another value of a setting than all other cells have: measured by cells of its own, or refused."""
+    """A non-default value of a setting: measured by matrix cells of its own, or refused."""
 
     key: str
     """Dotted key of the DeepSpeed JSON, or of the run config."""
     base: Any
-    """What the rest of the matrix has; also what a missing key means."""
+    """The value in the rest of the matrix, and that of a missing key."""
     other: Any
-    """The value that is measured or refused; where it is None, every value but `base` is refused."""
+    """The value that is measured or refused; None: every value but `base` is refused."""
     stages: tuple[int, ...] = _SHARDED
-    """ZeRO stages; the setting does nothing on others, unless another row says so."""
+    """ZeRO stages; it has no effect on others, unless another row covers them."""
     computes: tuple[str, ...] = ("fp32", "bf16", "fp16", "mixed")
     """Dtypes that are measured: mixed on the manifest path, the others on the cast path."""
     in_json: bool = True
-    """A key of the DeepSpeed JSON; else of the run config."""
+    """Whether it is a key of the DeepSpeed JSON; else of the run config."""
     refused: str = ""
     """Why it is refused. Empty: it is measured and agrees with FP32."""
 
     @property
     def combinations(self) -> tuple[Combination, ...]:
-        """Where it is measured."""
+        """The combinations at which it is measured."""
         if self.refused:
             return ()
         paths = {compute: "manifest" if compute == "mixed" else "cast" for compute in self.computes}
@@ -156,13 +156,13 @@ class Setting:
         return tuple(combination for combination in found if refusal(combination) is None)
 
     def refuses(self, value: Any, stage: int) -> bool:
-        """Whether a value of the JSON is refused by this row."""
+        """Whether this row refuses a value of the JSON."""
         if not self.refused or stage not in self.stages or value in (self.base, "auto"):
             return False
         return self.other is None or value == self.other
 
     def __str__(self) -> str:
-        return f"{self.key} = {_word(self.other)}" if self.other is not None else f"{self.key} not {_word(self.base)}"
+        return f"{self.key} not {_json(self.base)}" if self.other is None else f"{self.key} = {_json(self.other)}"
 
 
 _ZERO = "zero_optimization."
@@ -271,10 +271,10 @@ def refuse_settings(where: str, values: dict[str, Any], stage: int) -> None:
     """
     for row in SETTINGS:
         if row.in_json and row.key in values and row.refuses(values[row.key], stage):
-            setting = f"{row.key} = {_word(values[row.key])}"
+            setting = f"{row.key} = {_json(values[row.key])}"
             raise UserError(f"{where}: {setting} is refused at ZeRO-{stage}: {row.refused}")
 
 
-def _word(value: Any) -> str:
-    """A value as YAML and JSON write it."""
+def _json(value: Any) -> str:
+    """A scalar as YAML and JSON write it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON by itself: read, every key and value checked against the table, and what it says about ZeRO."""
+"""Reads a DeepSpeed JSON, checks its keys and values against keys.py, and extracts ZeRO stage and offload."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_document(path: Path) -> dict[str, Any]:
         document: dict[str, Any] = {}
         for key, value in pairs:
             if key in document:
-                raise UserError(f"{path}: {key} is there twice in one object; remove one of them")
+                raise UserError(f"{path}: {key} is given twice in one object; remove one of them")
             document[key] = value
         return document
 
@@ -40,15 +40,15 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def in_fp32(document: dict[str, Any]) -> dict[str, Any]:
-    """The document without its 16-bit sections: the same run in FP32."""
+    """The document without its 16-bit sections, for the same run in FP32."""
     return {key: value for key, value in document.items() if key not in ("bf16", "fp16", "torch_autocast")}
 
 
 def check_document(path: Path, document: dict[str, Any]) -> None:
-    """Every key known and not refused, every value of the right kind or "auto", the offload sections usable.
+    """Check that every key is known and allowed, every value is of its kind or "auto", and offload is usable.
 
     Raises:
-        UserError: the first that is not; a key that does not exist comes with the nearest one that does.
+        UserError: the first mistake; for an unknown key with the nearest known one.
     """
     _check_keys(path, document)
     _check_offload(path, document, zero_stage(document))
@@ -60,7 +60,7 @@ def zero_stage(document: dict[str, Any]) -> int:
 
 
 def offload(document: dict[str, Any]) -> str:
-    """`none`, `optimizer`, `param` or `optimizer+param`: what ZeRO keeps outside the accelerator."""
+    """`none`, `optimizer`, `param` or `optimizer+param`: what ZeRO keeps in host memory."""
     zero = document.get("zero_optimization", {})
     parts = [name for name in ("optimizer", "param") if zero.get(f"offload_{name}", {}).get("device", "none") != "none"]
     return "+".join(parts) or "none"
@@ -88,7 +88,7 @@ def _check_offload(path: Path, document: dict[str, Any], stage: int) -> None:
 
 
 def _check_keys(path: Path, section: dict[str, Any], prefix: str = "") -> None:
-    """Every key known and not refused, every value of the right kind or "auto"."""
+    """Check one section and those below it."""
     kinds = SECTIONS[prefix]
     dot = f"{prefix}." if prefix else ""
     for name, value in section.items():
@@ -110,7 +110,7 @@ def _check_keys(path: Path, section: dict[str, Any], prefix: str = "") -> None:
 
 
 def _check_value(path: Path, key: str, value: Any, kind: str) -> None:
-    """`value` is of the kind that deepspeed_keys.SECTIONS names."""
+    """Raises UserError unless `value` is of the kind that keys.SECTIONS names."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind == "bool":
         right, expected = isinstance(value, bool), "true or false"

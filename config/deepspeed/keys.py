@@ -1,8 +1,8 @@
-"""The keys of a DeepSpeed 0.19.8 JSON: what Mantissa takes, of which kind, and what it refuses and why.
+"""The keys of a DeepSpeed 0.19.8 JSON: those that Mantissa accepts, with their kinds, and those that it refuses.
 
-DeepSpeed ignores a top-level key that it does not know, so `zero_optimisation` trains without ZeRO and says nothing.
-This table stops that before any process starts, without the seconds that importing DeepSpeed costs;
-tests/config/deepspeed/test_keys.py holds it against the installed DeepSpeed.
+DeepSpeed silently ignores an unknown top-level key, so `zero_optimisation` trains without ZeRO. This table catches that
+before any process starts, without the seconds that importing DeepSpeed costs; tests/config/deepspeed/test_keys.py
+compares it with the installed DeepSpeed.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ _REMOVED = "DeepSpeed 0.19.8 has removed it; remove it here"
 _RENAMED_GATHER = "its new name is stage3_gather_16bit_weights_on_model_save"
 _OWN_WRITER = "Mantissa writes checkpoints itself, hashed and flushed; remove it and use the checkpoint.* keys"
 _NOT_DRIVEN = "Mantissa does not drive it; remove it"
-_TRADES_PRECISION = "it changes the numerics behind the run config's back; remove it and use the precision.* keys"
+_TRADES_PRECISION = "it changes the numerics outside of the run config; remove it and use the precision.* keys"
 
-# Dotted keys that DeepSpeed knows, or used to know, and that a run must not carry: why, and what to do instead.
+# Dotted keys that DeepSpeed has, or had, and that are refused: why, and what to do instead.
 REFUSED: dict[str, str] = {
     "optimizer": "Mantissa owns the optimizer and its decay groups; set optimizer.* in the run config",
     "scheduler": "Mantissa owns the learning rate, counted in applied steps; set schedule.* in the run config",

@@ -1,7 +1,7 @@
-"""Merges the run config into a DeepSpeed JSON: every "auto" resolved, nothing said twice that could disagree.
+"""Merges the run config into a DeepSpeed JSON and resolves every "auto".
 
-The run config owns batch, clipping, precision and loss scale; the JSON owns how ZeRO shards and moves memory. A number
-that both give must be the same in both. What config/deepspeed/combinations.py does not verify is refused here.
+The run config owns batch, clipping, precision and loss scale; the JSON owns how ZeRO shards and offloads. A value in
+both must be equal. Combinations and settings that config/deepspeed/combinations.py refuses are refused here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from config.schema import Config
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
-# DeepSpeed's own progress lines would repeat Mantissa's: print them never (its default differs between versions).
+# DeepSpeed's own progress lines would repeat Mantissa's; the default interval differs between its versions.
 _NEVER_PRINT = 10**9
 
 # Keys of the fp16 section that DeepSpeed does not read under a static loss scale.
@@ -30,13 +30,13 @@ _DYNAMIC_ONLY = frozenset(
 
 
 class _Owned(NamedTuple):
-    """A value of the JSON that the run config decides, and the run config's key for it."""
+    """A value of the JSON that the run config decides, and the key that decides it."""
 
     value: Any
     owner: str
 
 
-def resolve(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:
+def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:
     """The DeepSpeed JSON of this run: `document` with every "auto" replaced and every owned value filled in.
 
     Args:
@@ -51,14 +51,14 @@ def resolve(config: Config, path: Path, document: dict[str, Any], *, world_size:
     """
     check_document(path, document)
     compute, stage = compute_dtype(config, path, document), zero_stage(document)
-    if config.precision.path == "cast":  # what a manifest computes in is known when the model is
+    if config.precision.path == "cast":  # the dtypes of a manifest are known once the model is built
         refuse_combination(str(path), Combination("cast", compute, stage, offload(document)))
     refuse_settings(str(path), dict(leaves(document)), stage)
-    return complete(config, path, document, world_size=world_size)
+    return resolve_unverified(config, path, document, world_size=world_size)
 
 
-def complete(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:
-    """What `resolve` gives, also for a combination that it refuses: the precision matrix measures those too."""
+def resolve_unverified(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:
+    """`resolve_json` without refusing combinations, which the precision matrix measures too."""
     resolved = copy.deepcopy(document)
     compute, stage = compute_dtype(config, path, document), zero_stage(document)
     batch = plan_batch(config.batch.global_size, config.batch.micro_size, world_size, where=str(path))
@@ -66,16 +66,14 @@ def complete(config: Config, path: Path, document: dict[str, Any], *, world_size
         if section in resolved and section != compute:
             del resolved[section]
     if config.precision.loss_scale.policy == "static":
-        _drop_open(resolved.get("fp16", {}), _DYNAMIC_ONLY)
+        _drop_auto(resolved.get("fp16", {}), _DYNAMIC_ONLY)
     for key, owned in _owned_values(config, compute, batch).items():
-        _settle(resolved, key, owned, path)
+        _set_owned(resolved, key, owned, path)
     for key, default in _defaults(resolved, stage).items():
         _fill(resolved, key, default)
     left = [key for key, value in leaves(resolved) if value == "auto"]
     if left:
-        raise UserError(
-            f'{path}: {left[0]} = "auto" is decided by nothing in the run config; write a value or remove the key'
-        )
+        raise UserError(f'{path}: {left[0]} = "auto" is not decided by the run config; write a value or remove the key')
     return resolved
 
 
@@ -127,7 +125,7 @@ def _owned_values(config: Config, compute: str, batch: BatchPlan) -> dict[str, _
 def _loss_scale_values(config: Config) -> dict[str, _Owned]:
     """The fp16 section's scale keys; DeepSpeed reads loss_scale 0 as dynamic.
 
-    Mantissa's scaler takes the place of the one that DeepSpeed builds from them, so they only have to be true.
+    Mantissa's scaler replaces the one that DeepSpeed builds from them, so they only document the run.
     """
     scale, owner = config.precision.loss_scale, "precision.loss_scale"
     if scale.policy == "static":
@@ -142,7 +140,7 @@ def _loss_scale_values(config: Config) -> dict[str, _Owned]:
     }
 
 
-def _drop_open(section: dict[str, Any], keys: frozenset[str]) -> None:
+def _drop_auto(section: dict[str, Any], keys: frozenset[str]) -> None:
     """Remove those of `keys` that are "auto"."""
     for key in keys & section.keys():
         if section[key] == "auto":
@@ -150,14 +148,14 @@ def _drop_open(section: dict[str, Any], keys: frozenset[str]) -> None:
 
 
 def _defaults(resolved: dict[str, Any], stage: int) -> dict[str, Any]:
-    """Dotted key to what Mantissa takes where the JSON says nothing and DeepSpeed's own default would not do."""
+    """Dotted key to Mantissa's default where it differs from DeepSpeed's."""
     defaults: dict[str, Any] = {"steps_per_print": _NEVER_PRINT, "wall_clock_breakdown": False}
     if stage:
-        # On by default at ZeRO-3, and the source of wrong gradients more than once.
+        # On by default at ZeRO-3, where it has caused wrong gradients more than once.
         defaults["zero_optimization.overlap_comm"] = False
         defaults["zero_allow_untested_optimizer"] = True
     if "optimizer" in offload(resolved):
-        # Masters in host memory are updated by torch's fused AdamW, as fast as DeepSpeedCPUAdam without its build.
+        # torch's fused AdamW updates masters in host memory as fast as DeepSpeedCPUAdam, and needs no build.
         defaults["zero_force_ds_cpu_optimizer"] = False
     return defaults
 
@@ -173,8 +171,8 @@ def _fill(resolved: dict[str, Any], key: str, default: Any) -> Any:
     return section[name]
 
 
-def _settle(resolved: dict[str, Any], key: str, owned: _Owned, path: Path) -> None:
-    """Fill in one owned value, or insist that the JSON's own is the same."""
+def _set_owned(resolved: dict[str, Any], key: str, owned: _Owned, path: Path) -> None:
+    """Fill in one owned value. Raises UserError when the JSON has a different one."""
     given = _fill(resolved, key, owned.value)
     if given != owned.value:
         raise UserError(

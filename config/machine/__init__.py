@@ -1,5 +1,4 @@
-"""What the config decides about the machine itself. Standard library only: these files are sent to other machines too.
+"""CPU cores and builds of DeepSpeed's ops. Standard library only: op_builds.py is sent to other machines.
 
-Read cores.py (which cores there are, by NUMA node), binding.py (each rank on cores of its own), then op_builds.py
-(builds of DeepSpeed's ops that a killed process left behind).
+Read cores.py (the cores by NUMA node), binding.py (each rank on cores of its own), then op_builds.py (build locks).
 """

@@ -1,8 +1,8 @@
-"""Which cores a machine has, and how its ranks divide them. The standard library only.
+"""The cores of a machine, and how its ranks divide them. The standard library only.
 
-Linux tells in /sys/devices/system which hardware threads make up a core and which NUMA node a core or a GPU is at
-(Documentation/ABI/stable/sysfs-devices-node, sysfs-devices-system-cpu). A core stays whole, whatever is divided. CPUs
-are counted as the kernel counts them: one for each hardware thread.
+Linux lists in /sys/devices/system which hardware threads make up a core and which NUMA node a core or a GPU is at
+(Documentation/ABI/stable/sysfs-devices-node, sysfs-devices-system-cpu). Cores are never split. A CPU is what the kernel
+calls one: a hardware thread.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import TypeVar
 Core = frozenset[int]
 """The CPUs of one core: its hardware threads."""
 UNKNOWN = -1
-"""What the kernel says of a device whose NUMA node it was not told, as in most virtual machines."""
+"""The kernel's value for a device of unknown NUMA node, as in most virtual machines."""
 _SYS = Path("/sys")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank gets."""
+    """The cores of one rank."""
 
     own: tuple[Core, ...]
     """Cores that no other rank has; empty where there are fewer of them than ranks."""
     around: frozenset[int]
-    """All CPUs that the ranks may use of the NUMA nodes among which its cores were chosen."""
+    """All usable CPUs of the NUMA nodes from which its cores were chosen."""
 
     @property
     def cpus(self) -> frozenset[int]:
@@ -37,7 +37,7 @@ class Share:
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """The kernel's way to write a set of CPUs, such as `0-3,8-11`. Raises ValueError for anything else."""
+    """Parse the kernel's notation for a set of CPUs, such as `0-3,8-11`. Raises ValueError for anything else."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -46,7 +46,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def cpus_text(cpus: Iterable[int]) -> str:
-    """The same the other way."""
+    """The inverse of `parse_cpus`."""
     parts: list[list[int]] = []
     for cpu in sorted(cpus):
         if parts and parts[-1][1] == cpu - 1:
@@ -57,10 +57,10 @@ def cpus_text(cpus: Iterable[int]) -> str:
 
 
 def read_cores(allowed: Set[int], root: Path = _SYS) -> dict[int, list[Core]]:
-    """NUMA node -> its cores, of those CPUs that are `allowed`; nodes that have none, as of memory alone, are left out.
+    """NUMA node -> its cores among the `allowed` CPUs; nodes without any, such as memory-only ones, are left out.
 
-    A core of which some hardware threads are not allowed is a core of the others. What cannot be read is one node, 0,
-    and a core for each CPU.
+    A core of which some hardware threads are not allowed consists of the others. Where /sys cannot be read there is one
+    node, 0, and a core for each CPU.
     """
     nodes: dict[int, frozenset[int]] = {}
     for folder in (root / "devices/system/node").glob("node[0-9]*"):
@@ -86,17 +86,17 @@ def gpu_node(address: str, root: Path = _SYS) -> int:
         return UNKNOWN
 
 
-def plan(nodes: dict[int, list[Core]], ranks: int, near: Sequence[Sequence[int]] | None = None) -> list[Share]:
+def divide_cores(nodes: dict[int, list[Core]], ranks: int, near: Sequence[Sequence[int]] | None = None) -> list[Share]:
     """How `ranks` ranks divide the cores of `nodes`: disjoint, contiguous, equal but for one core among the same nodes.
 
-    near: as `near_gpus` gives it; the cores of the same nodes are divided by the ranks that have these. Without it
-    nodes get ranks by the number of their cores, so that the rank that has fewest has most, and a rank stays within a
-    node, or has several whole ones where nodes are more than ranks.
+    near: the result of `near_gpus`; ranks with the same nodes divide those nodes' cores. Without it nodes get ranks in
+    proportion to their cores, so that the smallest share is as large as possible; a rank stays within a node, or gets
+    several whole ones where there are more nodes than ranks.
     """
     homes = _homes(nodes, ranks) if near is None else near
     shares: dict[int, Share] = {}
     for home in {frozenset(home) for home in homes}:
-        # By their GPUs' nodes, so that of the contiguous parts each is at its GPU's node, or next to it.
+        # Sorted by GPU node, so that each contiguous part is at its GPU's node or next to it.
         here = sorted((rank for rank in range(ranks) if home == set(homes[rank])), key=lambda rank: homes[rank][0])
         cores = [core for node in sorted(home) for core in nodes[node]]
         around = frozenset[int]().union(*cores)
@@ -108,8 +108,8 @@ def plan(nodes: dict[int, list[Core]], ranks: int, near: Sequence[Sequence[int]]
 def near_gpus(gpu_nodes: Sequence[int], nodes: Iterable[int], root: Path = _SYS) -> list[tuple[int, ...]]:
     """Those of `nodes` in the socket of each rank's GPU, the GPU's own first. gpu_nodes: the node of each rank's GPU.
 
-    Not that one alone: on a machine that divides its sockets into more nodes than have GPUs (AMD's NPS4, as in a DGX
-    A100) the cores of the others are no farther from any other GPU.
+    Not the GPU's node alone: where sockets are divided into more nodes than have GPUs (AMD's NPS4, as in a DGX A100)
+    the cores of the other nodes would stay unused.
     """
     sockets = {node: _socket(node, root) for node in nodes}
     return [
@@ -121,14 +121,14 @@ def _homes(nodes: dict[int, list[Core]], ranks: int) -> list[tuple[int, ...]]:
     if ranks < len(nodes):
         return [tuple(part) for part in _split(sorted(nodes), ranks)]
     given = dict.fromkeys(sorted(nodes), 0)
-    for _ in range(ranks):  # the method of highest averages (D'Hondt), which makes the smallest share largest
+    for _ in range(ranks):  # the method of highest averages (D'Hondt) maximises the smallest share
         best = max(given, key=lambda node: len(nodes[node]) / (given[node] + 1))
         given[best] += 1
     return [(node,) for node, count in given.items() for _ in range(count)]
 
 
 def _socket(node: int, root: Path) -> str:
-    """What tells its socket from others; the node itself where that is not known."""
+    """Id of its socket; the node itself where that is unknown."""
     with suppress(OSError, ValueError):
         first = min(parse_cpus((root / f"devices/system/node/node{node}/cpulist").read_text()))
         return (root / f"devices/system/cpu/cpu{first}/topology/physical_package_id").read_text().strip()
@@ -136,7 +136,7 @@ def _socket(node: int, root: Path) -> str:
 
 
 def _split(items: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """Contiguous parts, the first ones longer by one where it does not come out even."""
+    """Contiguous parts, whose lengths differ by one at most, the longer ones first."""
     size, more = divmod(len(items), parts)
     starts = [part * size + min(part, more) for part in range(parts + 1)]
     return [items[start:end] for start, end in zip(starts, starts[1:], strict=False)]

@@ -1,6 +1,6 @@
-"""The doctor's hand on a machine: it answers requests, one JSON object a line, until its input ends.
+"""The process that the doctor runs on each machine: it answers requests, one JSON object a line, until its input ends.
 
-The standard library only. Its source is sent to the machine, where nothing of Mantissa has to be.
+The standard library only: its source is sent to the machine, which need not have Mantissa.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from launch.doctor import facts as doctor_facts
-from launch.doctor import folders as doctor_folders
+from launch.doctor.facts import collect, nearest_existing
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
@@ -33,16 +32,16 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             if request["do"] == "time":
                 result = time.time()
             elif request["do"] == "facts":
-                result = doctor_facts.collect(request)
+                result = collect(request)
             elif request["do"] == "listen":
                 listener = socket.create_server(("", 0))
                 result = listener.getsockname()[1]
             elif request["do"] == "reach":
-                result = {name: reach(name, port) for name, port in request["ports"].items()}
+                result = {name: connection_error(name, port) for name, port in request["ports"].items()}
             elif request["do"] == "mark":
-                result = mark(doctor_folders.there(request["folder"]), request["name"])
+                result = create_mark(nearest_existing(request["folder"]), request["name"])
             elif request["do"] == "unmark":
-                (doctor_folders.there(request["folder"]) / request["name"]).unlink()
+                (nearest_existing(request["folder"]) / request["name"]).unlink()
             elif request["do"] == "run":
                 result = run(request, requests)
             answers.write(json.dumps({"result": result}).encode() + b"\n")
@@ -53,8 +52,8 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         listener.close()
 
 
-def reach(name: str, port: int) -> str | None:
-    """Why no connection to `port` of `name` comes about; None when one does, or when the name itself is the trouble."""
+def connection_error(name: str, port: int) -> str | None:
+    """Why connecting to `port` of `name` fails; None when it succeeds, or when only the name does not resolve."""
     try:
         socket.create_connection((name, port), timeout=5).close()
     except socket.gaierror:
@@ -64,8 +63,8 @@ def reach(name: str, port: int) -> str | None:
     return None
 
 
-def mark(folder: Path, name: str) -> bool:
-    """Leave a file that says this machine was here; whether that went well."""
+def create_mark(folder: Path, name: str) -> bool:
+    """Create a file that the other machines look for; whether that succeeded."""
     try:
         (folder / name).touch()
     except OSError:
@@ -76,9 +75,8 @@ def mark(folder: Path, name: str) -> bool:
 def run(request: dict[str, Any], requests: IO[bytes]) -> dict[str, Any]:
     """Run a Python program, given as text, with this Python; `launcher` goes before it.
 
-    The result has `answer`, what the program printed behind "DOCTOR " as JSON; `code`; `output`, its last lines.
-    A program that takes longer than `limit` seconds is ended, and so is one whose answer nobody waits for any more:
-    nothing comes by `requests` before an answer but its end.
+    The result has `answer`, the JSON that the program printed after "DOCTOR "; `code`; `output`, its last lines.
+    A program that takes longer than `limit` seconds is ended, and so is one whose requester has closed `requests`.
     """
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         script = Path(folder) / "program.py"
@@ -104,7 +102,7 @@ def run(request: dict[str, Any], requests: IO[bytes]) -> dict[str, Any]:
 
 
 def _wait(process: subprocess.Popen[str], limit: float, requests: IO[bytes]) -> tuple[str, bool]:
-    """What the program printed, and whether it had to be ended."""
+    """The program's output, and whether it had to be ended."""
     ends = time.monotonic() + limit
     while time.monotonic() < ends and not select.select([requests], [], [], 0)[0]:
         with suppress(subprocess.TimeoutExpired):
@@ -118,7 +116,7 @@ def _wait(process: subprocess.Popen[str], limit: float, requests: IO[bytes]) -> 
 
 
 def bootstrap(python: str) -> str:
-    """The shell command that starts an agent whose source comes as the first line of its input."""
+    """The shell command that starts an agent, whose source is the first line of its input."""
     program = (
         "import sys, os, json, types\n"
         "environment, sources = json.loads(sys.stdin.buffer.readline())\n"

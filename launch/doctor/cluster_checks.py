@@ -1,4 +1,4 @@
-"""What the facts of several machines mean together: the same versions, names, clocks, folders. Pure functions."""
+"""Checks that compare machines: versions, names, clocks, folders, network. Pure functions of the facts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from launch.doctor.report import Finding, amber, green, red
 
 Facts = dict[str, Any]
-BAD_SKEW, SEEN_SKEW = 30.0, 1.0
-"""Seconds between two clocks: signed requests to stores and TLS fail by minutes, records and locks mislead before."""
+RED_SKEW, AMBER_SKEW = 30.0, 1.0
+"""Seconds between two clocks: TLS and signed requests to stores fail at minutes, records and locks mislead before."""
 _CODE = "Mantissa's code"
 _MUST_AGREE = {"python", "torch", "CUDA of torch", "deepspeed", "transformers", "accelerate", "numpy", _CODE}
 
 
 def check_cluster(facts: Mapping[str, Facts], *, port: int) -> Iterator[Finding]:
-    """Every check that compares machines. facts: host to what it said; the first is where rank 0 runs."""
+    """Every check that compares facts. facts: host to its facts; rank 0 runs on the first."""
     yield from _versions(facts)
     yield from _names(facts)
     first = next(iter(facts))
@@ -32,14 +32,14 @@ def check_cluster(facts: Mapping[str, Facts], *, port: int) -> Iterator[Finding]
 
 
 def _versions(facts: Mapping[str, Facts]) -> Iterator[Finding]:
-    told = {name: dict.fromkeys(facts, "none") for name in ("python", "torch", "deepspeed", _CODE)}
+    versions = {name: dict.fromkeys(facts, "none") for name in ("python", "torch", "deepspeed", _CODE)}
     for host, one in facts.items():
         drivers = ", ".join(sorted({gpu["driver_version"] for gpu in one["gpus"]["list"]}))
         mine = {"python": one["python"], _CODE: one["code"], "CUDA of torch": one["torch_cuda"], "driver": drivers}
         for name, version in (mine | one["packages"]).items():
-            told.setdefault(name, dict.fromkeys(facts, "none"))[host] = version or "none"
+            versions.setdefault(name, dict.fromkeys(facts, "none"))[host] = version or "none"
     equal = []
-    for name, by_host in told.items():
+    for name, by_host in versions.items():
         usual, count = Counter(by_host.values()).most_common(1)[0]
         if usual != "none":
             equal.append(f"{name} {usual}")
@@ -86,7 +86,7 @@ def _same_name(name: str, found: Facts) -> bool:
 
 
 def check_reach(host: str, tried: Mapping[str, str | None]) -> Iterator[Finding]:
-    """tried: another host to why no connection to it came about, None when it did."""
+    """tried: another host to why connecting to it failed; None: it succeeded."""
     failed = {name: why for name, why in tried.items() if why}
     for name, why in failed.items():
         fix = "let the hosts' firewalls pass TCP on all ports between them, and the routes be there both ways"
@@ -96,10 +96,10 @@ def check_reach(host: str, tried: Mapping[str, str | None]) -> Iterator[Finding]
 
 
 def check_clock(host: str, ahead: float, error: float) -> Iterator[Finding]:
-    """ahead: seconds its clock is before ours, known to within `error`."""
+    """ahead: seconds its clock is ahead of ours, to within `error`."""
     what = f"{abs(ahead):.3f} s {'ahead of' if ahead > 0 else 'behind'} this machine (within {error:.3f} s)"
-    if abs(ahead) - error > SEEN_SKEW:
-        level = red if abs(ahead) - error > BAD_SKEW else amber
+    if abs(ahead) - error > AMBER_SKEW:
+        level = red if abs(ahead) - error > RED_SKEW else amber
         yield level("clock", what, "run chrony or systemd-timesyncd there: timedatectl set-ntp true", host)
     else:
         yield green("clock", what, host)
@@ -117,57 +117,57 @@ def _shared(facts: Mapping[str, Facts]) -> Iterator[Finding]:
             yield green("shared folder", f"{path}: sees what all {len(facts)} hosts wrote", host)
 
 
-def check_device(host: str, told: Facts, compute: str | None, gpus: int) -> Iterator[Finding]:
-    """told: what `doctor_programs.DEVICE` answered. compute: the run's dtype; None when there is no config.
+def check_device(host: str, answer: Facts, compute: str | None, gpus: int) -> Iterator[Finding]:
+    """answer: that of `programs.DEVICE`. compute: the run's dtype; None without a config.
 
-    gpus: how many the driver has.
+    gpus: how many the driver lists.
     """
-    if told["devices"] != gpus:
-        what = f"the driver has {gpus} GPUs, torch {told['torch']} sees {told['devices']}"
+    if answer["devices"] != gpus:
+        what = f"the driver has {gpus} GPUs, torch {answer['torch']} sees {answer['devices']}"
         fix = "install torch for the driver's CUDA or older; check CUDA_VISIBLE_DEVICES"
-        yield (amber if told["devices"] else red)("device", what, fix, host)
-    where = f"{told['devices']} x cuda" if told["devices"] else told["device"]
+        yield (amber if answer["devices"] else red)("device", what, fix, host)
+    where = f"{answer['devices']} x cuda" if answer["devices"] else answer["device"]
     for kind in ("bf16", "fp16"):
-        made, wanted = told["matmul"][kind], compute == kind
+        made, wanted = answer["matmul"][kind], compute == kind
         times = f"{1e3 * made['seconds']:.2f} ms" if made["seconds"] else "not timed"
         what = f"{where}: a 512 x 512 product takes {times}, off by {float(made['off']):.1e}"
         if made["error"] or not float(made["off"]) < 0.05:
             what = f"{where}: {made['error'] or 'wrong product, off by ' + made['off']}"
             fix = "use another dtype" if made["error"] else "take this machine out: its arithmetic is broken"
             yield (red if wanted or not made["error"] else amber)(kind, what, fix, host)
-        elif not told["supported"][kind]:
+        elif not answer["supported"][kind]:
             slow = "DeepSpeed does not support it on this device"
             fix = "use bf16" if kind == "fp16" else "use fp16 or fp32"
             yield amber(kind, f"{what}; {slow}", fix, host) if wanted else green(kind, f"{what}; {slow}", host)
         else:
             yield green(kind, what, host)
-    for op, fine in told["ops"].items():
+    for op, fine in answer["ops"].items():
         if fine is True:
             yield green("op compatibility", op, host)
         else:
             what = f"{op} cannot be built{'' if fine is False else ': ' + fine}"
-            yield red("op compatibility", what, "ds_report tells what is missing", host)
+            yield red("op compatibility", what, "ds_report shows what is missing", host)
 
 
-def check_all_reduce(told: Facts | None, failure: str, expected: float | None) -> Iterator[Finding]:
-    """told: what `doctor_programs.ALL_REDUCE` answered, None when it failed. expected: bytes a second of the bus.
+def check_all_reduce(answer: Facts | None, failure: str, expected: float | None) -> Iterator[Finding]:
+    """answer: that of `programs.ALL_REDUCE`; None: it failed. expected: bytes per second of bus bandwidth.
 
     Bus bandwidth is 2 (n - 1) / n times bytes over seconds, after NVIDIA/nccl-tests, doc/PERFORMANCE.md.
     """
-    if told is None:
+    if answer is None:
         fix = "NCCL_DEBUG=INFO, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME when a wrong interface is taken"
         yield red("all-reduce", failure, fix)
         return
-    world, speed = told["world"], told["bytes"] / told["seconds"]
+    world, speed = answer["world"], answer["bytes"] / answer["seconds"]
     bus = 2 * (world - 1) / world * speed
     what = (
-        f"{told['bytes'] / 2**20:.0f} MiB over {world} processes by {told['backend']} "
-        f"in {1e3 * told['seconds']:.1f} ms: {speed / 1e9:.2f} GB/s, {bus / 1e9:.2f} GB/s of bus"
+        f"{answer['bytes'] / 2**20:.0f} MiB over {world} processes by {answer['backend']} "
+        f"in {1e3 * answer['seconds']:.1f} ms: {speed / 1e9:.2f} GB/s, {bus / 1e9:.2f} GB/s of bus"
     )
-    if told["wrong"]:
-        yield red("all-reduce", f"{what}; {told['wrong']} sums are wrong", "take hosts out until the sums are right")
+    if answer["wrong"]:
+        yield red("all-reduce", f"{what}; {answer['wrong']} sums are wrong", "take hosts out until the sums are right")
     elif expected is not None and bus < expected:
-        fix = "NCCL_DEBUG=INFO tells whether it went over InfiniBand, NVLink or plain sockets"
+        fix = "NCCL_DEBUG=INFO shows whether it went over InfiniBand, NVLink or plain sockets"
         yield amber("all-reduce", f"{what}; {expected / 1e9:g} GB/s of bus were expected", fix)
     else:
         yield green("all-reduce", what)

@@ -1,8 +1,8 @@
-"""Look at the machines of a job before it starts, and say what to do about what is wrong.
+"""Check the machines of a job before it starts, and say how to fix what is wrong.
 
     python -m launch.doctor [--hostfile FILE] [--config FILE [key=value ...]] [--json]
 
-green: well. amber: may go wrong, or is slow. red: the job fails or comes out wrong.
+green: fine. amber: may fail, or is slow. red: the job fails or computes wrong numbers.
 Exit code 0; 1 with a red line (--strict: or an amber one); 2 for a mistake on the command line or in the config.
 """
 
@@ -18,31 +18,31 @@ from pathlib import Path
 from typing import Any
 
 from config.cli import Arguments, entry_point
-from config.deepspeed import document as deepspeed_document
-from config.deepspeed import resolve as deepspeed_json
+from config.deepspeed.document import check_document, offload, read_document
+from config.deepspeed.resolve import compute_dtype
 from config.errors import UserError
 from config.load import load_config
 from config.resolved import find_deepspeed_json
 from config.schema import Config
-from launch.doctor.examine import Plan, examine
+from launch.doctor.examine import Scope, examine
 from launch.doctor.hosts import HERE, Host, hosts_of
-from launch.doctor.report import AMBER, GREEN, as_json, show, worst
+from launch.doctor.report import AMBER, GREEN, as_json, print_findings, worst
 from launch.hostfile import read_hostfile
 
 FOUND = 1
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
-    """What the command line asks for. Raises UserError."""
+def read_scope(options: argparse.Namespace) -> Scope:
+    """The hosts and checks that the command line asks for. Raises UserError."""
     hosts = hosts_of(read_hostfile(Path(options.hostfile))) if options.hostfile else [Host(HERE, local=True)]
     if options.overrides and not options.config:
         raise UserError(f"command line: {options.overrides[0]} changes a config; add --config FILE")
-    config, of_config = Config(), {}
+    config, of_run = Config(), {}
     if options.config:
         config = load_config(Path(options.config), options.overrides, options.deepspeed_config)
-        of_config = _of_config(config, options)
+        of_run = _of_run(config, options)
     folders = {"run": str(Path(config.run.dir) / config.run.name), "data cache": config.data.cache_dir}
-    return Plan(
+    return Scope(
         hosts=hosts,
         folders={role: path if path.startswith("~") else str(Path(path).absolute()) for role, path in folders.items()},
         ssh=shlex.split(options.ssh),
@@ -51,26 +51,26 @@ def make_plan(options: argparse.Namespace) -> Plan:
         quick=options.quick,
         all_reduce_bytes=int(options.all_reduce * 2**20),
         expected=None if options.expect is None else options.expect * 1e9,
-        **of_config,
+        **of_run,
     )
 
 
-def _of_config(config: Config, options: argparse.Namespace) -> dict[str, Any]:
+def _of_run(config: Config, options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of Scope that a run config decides."""
     path, saves = Path(options.config), config.checkpoint
     json_path = find_deepspeed_json(config.deepspeed.config, path, first=options.deepspeed_config is not None)
-    document = deepspeed_document.read_document(json_path)
-    deepspeed_document.check_document(json_path, document)
-    offload = deepspeed_document.offload(document)
+    document = read_document(json_path)
+    check_document(json_path, document)
     return {
-        "compute": deepspeed_json.compute_dtype(config, json_path, document),
-        "offload": offload,
+        "compute": compute_dtype(config, json_path, document),
+        "offload": offload(document),
         "wandb": config.tracking.wandb,
         "run": {
             "key": saves.encryption_key,
             "store": f"{saves.dir.rstrip('/')}/{config.run.name}" if saves.dir else None,
             "storage_options": saves.storage_options,
             "config": str(path.absolute()),
-            "count": offload != "none",
+            "count": offload(document) != "none",
             "overrides": options.overrides,
         },
     }
@@ -108,13 +108,13 @@ def main(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     try:
         options = _parser().parse_intermixed_args(arguments)
-        plan = make_plan(options)
-        findings = examine(plan)
+        scope = read_scope(options)
+        findings = examine(scope)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     seconds = time.monotonic() - began
     if options.json:
         print(as_json(findings, seconds))
     else:
-        show(findings, [host.name for host in plan.hosts], seconds, sys.stdout)
+        print_findings(findings, [host.name for host in scope.hosts], seconds, sys.stdout)
     return 0 if worst(findings) in ((GREEN,) if options.strict else (GREEN, AMBER)) else FOUND

@@ -1,4 +1,4 @@
-"""Ask every machine of a job what has to be known, and judge the answers."""
+"""Collect the facts of every machine of a job, and check them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.doctor import programs
 from launch.doctor.cluster_checks import check_all_reduce, check_clock, check_cluster, check_device, check_reach
 from launch.doctor.host_checks import check_host, check_offload
 from launch.doctor.hosts import Host, Unreachable, on_all
+from launch.doctor.programs import ALL_REDUCE, DEVICE, RUN
 from launch.doctor.report import Finding, amber, green, red
 
 Answers = dict[str, Any]
@@ -21,8 +21,8 @@ _FACTS_SECONDS, _PROGRAM_SECONDS = 120.0, 240.0
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is looked at."""
+class Scope:
+    """Which machines are checked, and for what."""
 
     hosts: list[Host]
     folders: dict[str, str]
@@ -31,55 +31,55 @@ class Plan:
     port: int = 29500
     """The launcher's port on the first host."""
     processes: int | None = None
-    """On each host; None: the hostfile's slots, else one a GPU, else two."""
+    """On each host; None: the hostfile's slots, else one per GPU, else two."""
     quick: bool = False
-    """Leave out what imports torch."""
+    """Skip the checks that import torch."""
     all_reduce_bytes: int = 64 * 2**20
     expected: float | None = None
-    """Bytes a second of bus bandwidth that an all-reduce has to reach."""
+    """Bytes per second of bus bandwidth that an all-reduce has to reach."""
     compute: str | None = None
     """Dtype of the run; None without a config."""
     offload: str = "none"
     wandb: str | None = None
     """tracking.wandb; None without a config."""
     run: dict[str, Any] = field(default_factory=dict)
-    """What `doctor_programs.RUN` is given; empty without a config."""
+    """Input of `programs.RUN`; empty without a config."""
 
 
-def examine(plan: Plan) -> list[Finding]:
-    """Every finding, in the order in which it was looked at. Leaves nothing behind on the machines."""
+def examine(scope: Scope) -> list[Finding]:
+    """Every finding, in the order of the checks. Leaves no process or file behind on the machines."""
     try:
-        return list(_examine(plan))
+        return list(_examine(scope))
     finally:
-        on_all(plan.hosts, lambda host: host.close())
+        on_all(scope.hosts, lambda host: host.close())
 
 
-def _examine(plan: Plan) -> Iterator[Finding]:
-    connected = on_all(plan.hosts, lambda host: host.connect(plan.ssh))
-    hosts = [host for host in plan.hosts if not isinstance(connected[host.name], Unreachable)]
-    for host in plan.hosts:
+def _examine(scope: Scope) -> Iterator[Finding]:
+    connected = on_all(scope.hosts, lambda host: host.connect(scope.ssh))
+    hosts = [host for host in scope.hosts if not isinstance(connected[host.name], Unreachable)]
+    for host in scope.hosts:
         if not host.local:
-            yield _connection(host, connected[host.name], plan.ssh)
-    if len(plan.hosts) > 1 and shutil.which("pdsh") is None:
+            yield _connection(host, connected[host.name], scope.ssh)
+    if len(scope.hosts) > 1 and shutil.which("pdsh") is None:
         fix = "apt-get install pdsh, or start with torchrun or Slurm"
         yield amber("pdsh", "it is not on the PATH here, and the deepspeed launcher uses it", fix)
     if not hosts:
         return
-    facts, lost = _facts(plan, hosts)
+    facts, lost = _facts(scope, hosts)
     yield from lost
     hosts = [host for host in hosts if host.name in facts]
     if not hosts:
         return
     for host in hosts:
-        facts[host.name]["processes"] = _processes(plan, host, facts[host.name])
+        facts[host.name]["processes"] = _processes(scope, host, facts[host.name])
         yield from check_host(host.name, facts[host.name])
-    yield from check_cluster(facts, port=plan.port)
-    yield from _wandb(plan, facts)
-    if len(plan.hosts) > 1:
+    yield from check_cluster(facts, port=scope.port)
+    yield from _wandb(scope, facts)
+    if len(scope.hosts) > 1:
         yield from _clocks(hosts)
         yield from _reach(hosts)
-    if not plan.quick:
-        yield from _with_torch(plan, hosts, facts)
+    if not scope.quick:
+        yield from _with_torch(scope, hosts, facts)
 
 
 def _connection(host: Host, answer: Any, ssh: Sequence[str]) -> Finding:
@@ -91,9 +91,9 @@ def _connection(host: Host, answer: Any, ssh: Sequence[str]) -> Finding:
     return green("ssh", "answers without a password", host.name)
 
 
-def _facts(plan: Plan, hosts: list[Host]) -> tuple[dict[str, Answers], list[Finding]]:
+def _facts(scope: Scope, hosts: list[Host]) -> tuple[dict[str, Answers], list[Finding]]:
     marks = {host.name: f".doctor-mark-{secrets.token_hex(4)}@{host.name}" for host in hosts}
-    folder, several = plan.folders["run"], len(hosts) > 1
+    folder, several = scope.folders["run"], len(hosts) > 1
     if several:
         on_all(hosts, lambda host: host.ask("mark", 30.0, folder=folder, name=marks[host.name]))
     answers = on_all(
@@ -101,9 +101,9 @@ def _facts(plan: Plan, hosts: list[Host]) -> tuple[dict[str, Answers], list[Find
         lambda host: host.ask(
             "facts",
             _FACTS_SECONDS,
-            folders=plan.folders,
-            hosts=[one.name for one in plan.hosts if not one.local],
-            port=plan.port,
+            folders=scope.folders,
+            hosts=[one.name for one in scope.hosts if not one.local],
+            port=scope.port,
             cwd=str(Path.cwd()),
             marks=list(marks.values()) if several else [],
         ),
@@ -115,22 +115,22 @@ def _facts(plan: Plan, hosts: list[Host]) -> tuple[dict[str, Answers], list[Find
     return {name: item for name, item in answers.items() if not isinstance(item, Unreachable)}, lost
 
 
-def _processes(plan: Plan, host: Host, facts: Answers) -> int:
-    return plan.processes or host.slots or len(facts["gpus"]["list"]) or 2
+def _processes(scope: Scope, host: Host, facts: Answers) -> int:
+    return scope.processes or host.slots or len(facts["gpus"]["list"]) or 2
 
 
-def _wandb(plan: Plan, facts: Mapping[str, Answers]) -> Iterator[Finding]:
+def _wandb(scope: Scope, facts: Mapping[str, Answers]) -> Iterator[Finding]:
     first = next(iter(facts))  # rank 0 alone writes
     one = facts[first]
-    if plan.wandb == "disabled":
+    if scope.wandb == "disabled":
         return
     if "wandb" not in one["packages"]:
         yield amber("wandb", "it is not installed", "pip install wandb, or tracking.wandb=disabled", first)
-    elif plan.wandb == "online" and not one["wandb_login"]:
+    elif scope.wandb == "online" and not one["wandb_login"]:
         fix = "wandb login there, or set WANDB_API_KEY, or tracking.wandb=offline"
         yield amber("wandb", "tracking.wandb is online and there is no login: nothing will be uploaded", fix, first)
     else:
-        yield green("wandb", f"{plan.wandb or 'offline'}, {'a' if one['wandb_login'] else 'no'} login", first)
+        yield green("wandb", f"{scope.wandb or 'offline'}, {'a' if one['wandb_login'] else 'no'} login", first)
 
 
 def _clocks(hosts: list[Host]) -> Iterator[Finding]:
@@ -144,7 +144,7 @@ def _reach(hosts: list[Host]) -> Iterator[Finding]:
     ports = {name: port for name, port in ports.items() if isinstance(port, int)}
 
     def tried(host: Host) -> Any:
-        around = hosts[hosts.index(host) + 1 :] + hosts  # the next eight in a ring; all of them would be many
+        around = hosts[hosts.index(host) + 1 :] + hosts  # the next eight in a ring, and not all of many hosts
         chosen = [hosts[0].name, *(one.name for one in around[:8])]
         others = {name: port for name, port in ports.items() if name in chosen and name != host.name}
         return host.ask("reach", 10.0 + 5.0 * len(others), ports=others)
@@ -154,26 +154,26 @@ def _reach(hosts: list[Host]) -> Iterator[Finding]:
             yield from check_reach(name, answer)
 
 
-def _with_torch(plan: Plan, hosts: list[Host], facts: Mapping[str, Answers]) -> Iterator[Finding]:
-    ops = ["cpu_adam"] if plan.offload != "none" else []
+def _with_torch(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -> Iterator[Finding]:
+    ops = ["cpu_adam"] if scope.offload != "none" else []
     first = hosts[0].name
     if not facts[first]["gpus"]["list"]:
         ops.append("deepspeed_shm_comm")
-    for name, answer in _programs(hosts, programs.DEVICE, {"ops": ops}).items():
+    for name, answer in _programs(hosts, DEVICE, {"ops": ops}).items():
         if isinstance(answer, str):
             fix = "run `python -m deepspeed.env_report` there"
             yield red("device", f"torch or deepspeed does not work: {answer}", fix, name)
         else:
-            yield from check_device(name, answer, plan.compute, len(facts[name]["gpus"]["list"]))
-    if plan.run:
-        yield from _run(plan, hosts, facts)
-    yield from _all_reduce(plan, hosts, facts)
+            yield from check_device(name, answer, scope.compute, len(facts[name]["gpus"]["list"]))
+    if scope.run:
+        yield from _run(scope, hosts, facts)
+    yield from _all_reduce(scope, hosts, facts)
 
 
-def _run(plan: Plan, hosts: list[Host], facts: Mapping[str, Answers]) -> Iterator[Finding]:
-    for name, answer in _programs(hosts, programs.RUN, plan.run).items():
+def _run(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -> Iterator[Finding]:
+    for name, answer in _programs(hosts, RUN, scope.run).items():
         if isinstance(answer, str):
-            yield red("run config", f"the checks of the config did not come to an end: {answer}", "see the line", name)
+            yield red("run config", f"the checks of the config failed: {answer}", "see the line", name)
             continue
         for check, key, fix in (
             ("run config", "config", "the same file at the same path on every host"),
@@ -182,31 +182,31 @@ def _run(plan: Plan, hosts: list[Host], facts: Mapping[str, Answers]) -> Iterato
         ):
             if answer[key]:
                 yield red(check, answer[key], fix, name)
-            elif plan.run[key]:
+            elif scope.run[key]:
                 yield green(check, "usable", name)
-        yield from check_offload(name, facts[name], plan.offload, answer["parameters"], len(hosts))
+        yield from check_offload(name, facts[name], scope.offload, answer["parameters"], len(hosts))
 
 
 def _programs(hosts: list[Host], program: str, given: dict[str, Any]) -> dict[str, Any]:
-    """A host's name to what the program answered there, or to text that says why it did not."""
+    """A host's name to the program's answer there, or to text that says why there is none."""
 
     def ask(host: Host) -> Any:
         limit = _PROGRAM_SECONDS
         done = host.ask("run", limit + 30, program=program, given=given, limit=limit, cwd=str(Path.cwd()))
-        return done["answer"] if done["answer"] is not None else _why(done, _PROGRAM_SECONDS)
+        return done["answer"] if done["answer"] is not None else _failure(done, _PROGRAM_SECONDS)
 
     return {name: str(item) if isinstance(item, Unreachable) else item for name, item in on_all(hosts, ask).items()}
 
 
-def _why(done: Answers, seconds: float) -> str:
-    """The line of the output that says most: the first exception, not torchrun's report about it."""
+def _failure(done: Answers, seconds: float) -> str:
+    """The most telling line of the output: the first exception, not torchrun's report about it."""
     errors = [line for line in done["output"] if "Error: " in line and "ChildFailedError" not in line]
     last = (errors[:1] or done["output"][-1:] or ["it printed nothing"])[0].strip()[:300]
     return f"no end within {seconds:.0f} s; last line: {last}" if done["late"] else last
 
 
-def _all_reduce(plan: Plan, hosts: list[Host], facts: Mapping[str, Answers]) -> Iterator[Finding]:
-    """Started on each host with torchrun's static rendezvous, as a job over these hosts would be."""
+def _all_reduce(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -> Iterator[Finding]:
+    """An all-reduce over the hosts, started on each with torchrun's static rendezvous."""
     counts = {host.name: facts[host.name]["processes"] for host in hosts}
     if sum(counts.values()) < 2:
         yield green("all-reduce", "not measured: there is one process")
@@ -219,23 +219,23 @@ def _all_reduce(plan: Plan, hosts: list[Host], facts: Mapping[str, Answers]) -> 
         rendezvous = ["--standalone"]
         if several:
             rendezvous = ["--nnodes", str(len(hosts)), "--node_rank", str(hosts.index(host))]
-            rendezvous += ["--master_addr", hosts[0].name, "--master_port", str(plan.port)]
+            rendezvous += ["--master_addr", hosts[0].name, "--master_port", str(scope.port)]
         seconds = _PROGRAM_SECONDS / 2
         return host.ask(
             "run",
             seconds + 30,
-            program=programs.ALL_REDUCE,
-            given={"bytes": plan.all_reduce_bytes, "seconds": seconds / 2},
+            program=ALL_REDUCE,
+            given={"bytes": scope.all_reduce_bytes, "seconds": seconds / 2},
             launcher=["-m", "torch.distributed.run", *rendezvous, "--nproc_per_node", str(min(counts.values()))],
             limit=seconds,
             cwd=str(Path.cwd()),
         )
 
     done = on_all(hosts, start)
-    told = next((item["answer"] for item in done.values() if isinstance(item, dict) and item["answer"]), None)
+    answer = next((item["answer"] for item in done.values() if isinstance(item, dict) and item["answer"]), None)
     failures = [
-        f"{name}: {item if isinstance(item, Unreachable) else _why(item, time.monotonic() - began)}"
+        f"{name}: {item if isinstance(item, Unreachable) else _failure(item, time.monotonic() - began)}"
         for name, item in done.items()
         if isinstance(item, Unreachable) or item["code"]
     ]
-    yield from check_all_reduce(told, "; ".join(failures[:3]) or "no rank answered", plan.expected)
+    yield from check_all_reduce(answer, "; ".join(failures[:3]) or "no rank answered", scope.expected)

@@ -1,6 +1,6 @@
-"""What one machine says about itself, as plain JSON. The standard library only: this file is sent to other machines.
+"""Facts about one machine, as plain JSON. The standard library only: this file is sent to other machines.
 
-Nothing here judges; `launch.doctor_checks` and its neighbours do.
+host_checks.py and cluster_checks.py judge them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from config.machine import op_builds
-from launch.doctor import folders as doctor_folders
 
+SPEED_BYTES = 64 * 2**20
+"""Size of the file that is written and read back to time a folder."""
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "wandb", "ninja")
 _GPU_FIELDS = (
     "name",
@@ -41,7 +44,7 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
 
     request: `folders` {role: path}, `hosts` [name], `port`, `cwd`, `marks` [name of a file in the run folder].
     """
-    run = doctor_folders.there(request["folders"]["run"])
+    run = nearest_existing(request["folders"]["run"])
     extensions = op_builds.extensions_folder()
     folders = {**request["folders"], "op builds": str(extensions)}
     return {
@@ -57,7 +60,7 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
         "memory": _memory(),
         "shm": _space("/dev/shm"),
         "infiniband": Path("/dev/infiniband").exists(),
-        "folders": doctor_folders.examine_folders(folders),
+        "folders": examine_folders(folders),
         "shared": [name for name in request["marks"] if (run / name).exists()],
         "locks": op_builds.locks(extensions),
         "built": sorted({path.stem for path in extensions.glob("**/*.so")}),
@@ -80,7 +83,7 @@ def _packages() -> dict[str, str]:
 
 
 def _torch_cuda() -> str | None:
-    """The CUDA that torch was built for, read and not imported: importing torch takes seconds."""
+    """The CUDA version that torch was built for, read from its files: importing torch takes seconds."""
     spec = find_spec("torch")
     folder = Path(spec.origin).parent if spec is not None and spec.origin else None
     if folder is None or not (folder / "version.py").is_file():
@@ -90,7 +93,7 @@ def _torch_cuda() -> str | None:
 
 
 def _code(folder: Path) -> str | None:
-    """A hash of Mantissa's own source in `folder`; None where it is not there."""
+    """A hash of Mantissa's own source in `folder`; None without it."""
     if not (folder / "train.py").is_file():
         return None
     paths = [path for name in _CODE for path in ([folder / name] if "." in name else (folder / name).rglob("*.py"))]
@@ -100,7 +103,7 @@ def _code(folder: Path) -> str | None:
     return total.hexdigest()[:12]
 
 
-def said(command: list[str], seconds: float = 10.0) -> tuple[int, str]:
+def run_program(command: list[str], seconds: float = 10.0) -> tuple[int, str]:
     """Exit code and output of a program; -1 when it cannot be started or does not end."""
     try:
         done = subprocess.run(
@@ -112,7 +115,7 @@ def said(command: list[str], seconds: float = 10.0) -> tuple[int, str]:
 
 
 def _on_path(name: str) -> list[str]:
-    """Every program of that name on the PATH, in its order, links to the same file once."""
+    """Every program of that name on the PATH, in order; links to the same file count once."""
     found: dict[str, str] = {}
     for folder in os.environ.get("PATH", "").split(os.pathsep):
         path = shutil.which(name, path=folder) if folder else None
@@ -122,7 +125,7 @@ def _on_path(name: str) -> list[str]:
 
 
 def _version(path: str, pattern: str) -> dict[str, str | None]:
-    code, text = said([path, "--version"])
+    code, text = run_program([path, "--version"])
     match = re.search(pattern, text)
     return {"path": path, "version": match[1] if code == 0 and match else None}
 
@@ -132,7 +135,7 @@ def _compilers() -> list[dict[str, str | None]]:
 
 
 def _ninjas() -> list[dict[str, Any]]:
-    """Those of the PATH in its order; `own` is that of this Python's environment, which training puts first."""
+    """Those on the PATH, in order; `own` marks the one of this Python's environment, which training puts first."""
     own = shutil.which("ninja", path=str(Path(sys.executable).parent))
     paths = dict.fromkeys([*_on_path("ninja"), *([own] if own else [])])
     return [{**_version(path, r"([\d.]+\d)"), "own": path == own} for path in paths]
@@ -145,7 +148,7 @@ def _nvccs() -> list[dict[str, str | None]]:
 
 
 def _limits() -> dict[str, int | None]:
-    """Soft limits; None is unlimited."""
+    """Soft resource limits; None: unlimited."""
     numbers = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
     soft = {name: resource.getrlimit(number)[0] for name, number in numbers.items()}
     return {name: None if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
@@ -181,8 +184,8 @@ def _gpus() -> dict[str, Any]:
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if program is None:
         return {"devices": devices, "error": "there is no nvidia-smi" if devices else None, "list": []}
-    for fields in (_GPU_FIELDS, _GPU_FIELDS[:-1]):  # drivers before 535 do not know the last one
-        code, text = said([program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"], 30.0)
+    for fields in (_GPU_FIELDS, _GPU_FIELDS[:-1]):  # drivers before 535 do not have the last one
+        code, text = run_program([program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"], 30.0)
         if not code:
             break
     if code:
@@ -192,7 +195,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _addresses(name: str) -> dict[str, Any]:
-    """What a name resolves to here, and what the first address resolves back to."""
+    """Addresses that a name resolves to here, and the names that the first address resolves back to."""
     try:
         found = sorted({str(item[4][0]) for item in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except OSError as error:
@@ -205,7 +208,7 @@ def _addresses(name: str) -> dict[str, Any]:
 
 
 def _port(number: int) -> str | None:
-    """Why the port cannot be listened on; None when it can."""
+    """Why the port cannot be listened on; None: it can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -217,7 +220,7 @@ def _port(number: int) -> str | None:
 
 
 def _wandb_login() -> bool:
-    """Whether there is a key; it is not read out."""
+    """Whether there is a wandb API key; the key itself is not returned."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = re.sub(r"^https?://|[:/].*$", "", os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
@@ -225,3 +228,58 @@ def _wandb_login() -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def examine_folders(paths: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Role to facts of its folder; each mount point is timed once."""
+    seen: set[str] = set()
+    return {role: examine_folder(path, seen) for role, path in paths.items()}
+
+
+def examine_folder(name: str, measured: set[str]) -> dict[str, Any]:
+    """Space, kind of file system, and the speed of writing, flushing and reading back a file.
+
+    measured: mount points that have been timed; this one's is added.
+    """
+    path = nearest_existing(name)
+    facts: dict[str, Any] = {"path": name, "error": None}
+    probe = path / f".doctor-{os.getpid()}-{socket.gethostname()}"
+    try:
+        of = os.statvfs(path)
+        free = of.f_frsize * of.f_bavail
+        facts.update(free=free, free_files=of.f_favail if of.f_files else None, **op_builds.mount_of(path))
+        facts["noexec"] = bool(of.f_flag & os.ST_NOEXEC)
+        facts.update(_speed(probe, 0 if facts["mount"] in measured else min(SPEED_BYTES, free // 4)))
+        measured.add(facts["mount"])
+    except OSError as error:
+        facts["error"] = error.strerror or str(error)
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+    return facts
+
+
+def _speed(probe: Path, size: int) -> dict[str, float | None]:
+    """Bytes per second of writing with fsync, and of reading after the page cache was dropped."""
+    block = os.urandom(2**20)
+    with probe.open("wb", buffering=0) as file:
+        began = time.perf_counter()
+        for _ in range(size // len(block)):
+            file.write(block)
+        file.write(b"end")
+        os.fsync(file.fileno())
+        wrote = time.perf_counter() - began
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    began = time.perf_counter()
+    probe.read_bytes()
+    read = time.perf_counter() - began
+    enough = size >= 8 * len(block)
+    return {"write": size / wrote if enough else None, "read": size / read if enough else None}
+
+
+def nearest_existing(path: str) -> Path:
+    """The folder, or its nearest ancestor that exists: examining must not create folders."""
+    folder = Path(path).expanduser().absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder

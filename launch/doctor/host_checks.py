@@ -1,23 +1,23 @@
-"""What the facts of one machine mean. Pure functions of what `launch.doctor.facts` collected."""
+"""Checks of one machine. Pure functions of the facts that `launch.doctor.facts` collects."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from launch.doctor.report import Finding, amber, green, red, size
+from launch.doctor.report import Finding, amber, format_bytes, green, red
 
 Facts = dict[str, Any]
 MIN_OPEN_FILES, GOOD_OPEN_FILES = 256, 4096
 MIN_PROCESSES = 1024
 MIN_FREE, GOOD_FREE = 2**30, 10 * 2**30
-"""Bytes free in the run folder: less than one small checkpoint, and less than a few."""
+"""Bytes free in the run folder: one small checkpoint, and a few."""
 GOOD_SPEED = 50e6
-"""Bytes a second below which a save is long."""
+"""Bytes per second below which a save takes long."""
 SMALL_SHM, GOOD_SHM = 64 * 2**20, 512 * 2**20
-"""Bytes of /dev/shm: what a container gets by default, and what DeepSpeed's own report warns below."""
-BYTES_A_PARAMETER = {"optimizer": 16, "param": 2}
-"""Host memory of offload in all: FP32 master, two moments and FP32 gradient; the 16-bit parameter."""
+"""Bytes of /dev/shm: a container's default, and the size below which DeepSpeed's own report warns."""
+OFFLOAD_BYTES_PER_PARAMETER = {"optimizer": 16, "param": 2}
+"""Bytes of host memory per offloaded parameter: FP32 master, two moments and FP32 gradient; the 16-bit parameter."""
 
 
 def check_host(host: str, facts: Facts) -> Iterator[Finding]:
@@ -120,12 +120,13 @@ def _limits(host: str, facts: Facts) -> Iterator[Finding]:
 def _memory(host: str, facts: Facts) -> Iterator[Finding]:
     memory, shm = facts["memory"], facts["shm"]
     limit = memory["cgroup_limit"]
-    what = f"{size(memory['available'])} available of {size(memory['total'])}"
-    yield green("memory", what + (f"; this cgroup may use {size(limit)}" if limit else "; no cgroup limit"), host)
+    what = f"{format_bytes(memory['available'])} available of {format_bytes(memory['total'])}"
+    what += f"; this cgroup may use {format_bytes(limit)}" if limit else "; no cgroup limit"
+    yield green("memory", what, host)
     if shm is None:
         yield red("/dev/shm", "there is none", "mount a tmpfs at /dev/shm", host)
         return
-    what = f"{size(shm['bytes'])}, {size(shm['free'])} free"
+    what = f"{format_bytes(shm['bytes'])}, {format_bytes(shm['free'])} free"
     fix = "docker run --shm-size=16g; Kubernetes: an emptyDir with medium Memory at /dev/shm; remove what is left there"
     if min(shm["bytes"] - 1, shm["free"]) < SMALL_SHM:
         yield red("/dev/shm", f"{what}: NCCL and data workers die with a bus error", fix, host)
@@ -157,13 +158,13 @@ def _folder(host: str, role: str, folder: Facts) -> Iterator[Finding]:
         full = "space" in folder["error"] or "quota" in folder["error"].lower()
         yield red(name, f"{path}: {folder['error']}", "make room there" if full else fix, host)
         return
-    what = f"{path}: {size(folder['free'])} free on {folder['filesystem']}"
+    what = f"{path}: {format_bytes(folder['free'])} free on {folder['filesystem']}"
     if folder["write"]:
         what += f", writes {folder['write'] / 1e6:.0f} MB/s, reads {folder['read'] / 1e6:.0f} MB/s"
     if folder["noexec"] and role == "op builds":
         yield red(name, f"{what}; mounted noexec, so no op can be loaded", "set TORCH_EXTENSIONS_DIR elsewhere", host)
     elif folder["free"] < MIN_FREE or folder["free_files"] == 0:
-        short = "no inode is free" if folder["free_files"] == 0 else f"less than {size(MIN_FREE)}"
+        short = "no inode is free" if folder["free_files"] == 0 else f"less than {format_bytes(MIN_FREE)}"
         yield red(name, f"{what}; {short}", f"make room on {folder['mount']}, or name another folder", host)
     elif folder["free"] < GOOD_FREE and role == "run":
         yield amber(name, f"{what}; a few checkpoints fill it", "make room, or lower checkpoint.keep", host)
@@ -200,18 +201,19 @@ def _gpus(host: str, gpus: Facts, processes: int) -> Iterator[Finding]:
 
 
 def _number(text: str) -> float:
-    """A figure of nvidia-smi's; 0 for what it does not know ("[N/A]")."""
+    """A number from nvidia-smi; 0 for "[N/A]"."""
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
 def check_offload(host: str, facts: Facts, offload: str, parameters: int | None, hosts: int) -> Iterator[Finding]:
-    """Whether host memory holds what ZeRO keeps there. offload: as `config.deepspeed.document.offload` tells it."""
+    """Whether host memory holds what ZeRO offloads. offload: as `config.deepspeed.document.offload` returns it."""
     if offload == "none" or parameters is None:
         return
-    each = sum(BYTES_A_PARAMETER[part] for part in offload.split("+"))
+    each = sum(OFFLOAD_BYTES_PER_PARAMETER[part] for part in offload.split("+"))
     needed, memory = each * parameters / hosts, facts["memory"]
     room = min(memory["available"], memory["cgroup_limit"] or memory["available"])
-    what = f"{offload}: {parameters:,} parameters x {each} bytes / {hosts} = {size(needed)}; {size(room)} there"
+    total = f"{parameters:,} parameters x {each} bytes / {hosts} = {format_bytes(needed)}"
+    what = f"{offload}: {total}; {format_bytes(room)} there"
     if needed > room:
         yield red("offload memory", what, "more hosts, less offload, or a larger memory limit", host)
     elif needed > 0.8 * room:

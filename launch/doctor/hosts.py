@@ -1,4 +1,4 @@
-"""The machines of a job, and an agent on each, over ssh or here."""
+"""The machines of a job, and the agent process on each, over ssh or local."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.doctor import agent as doctor_agent
+from launch.doctor.agent import bootstrap
 
 HERE = "localhost"
-_SENT = (
+_SENT_MODULES = (
     "config",
     "config.machine",
     "config.machine.op_builds",
     "launch",
     "launch.doctor",
-    "launch.doctor.folders",
     "launch.doctor.facts",
     "launch.doctor.agent",
 )
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-_PASSED_ON = ("NCCL", "PYTHON", "UCX", "MLFLOW", "MV2")
-"""Beginnings of the variables that the deepspeed launcher passes on; the others come from .deepspeed_env."""
+_EXPORTED_PREFIXES = ("NCCL", "PYTHON", "UCX", "MLFLOW", "MV2")
+"""Variables that the deepspeed launcher exports to other machines; further ones come from .deepspeed_env."""
 
 
 class Unreachable(Exception):
-    """The machine gave no answer; the text says why."""
+    """The machine did not answer; the text says why."""
 
 
 @dataclass
 class Host:
-    """One machine, and the agent on it while there is one."""
+    """One machine, and the agent on it while it is connected."""
 
     name: str
     slots: int | None = None
@@ -49,11 +48,11 @@ class Host:
     local: bool = False
     _process: subprocess.Popen[bytes] | None = None
     _lines: queue.Queue[bytes] = field(default_factory=queue.Queue)
-    _complaints: list[str] = field(default_factory=list)
+    _stderr_lines: list[str] = field(default_factory=list)
 
     def connect(self, ssh: Sequence[str]) -> None:
         """Start the agent. Raises Unreachable: ssh fails, or there is no such Python."""
-        shell = doctor_agent.bootstrap(sys.executable)
+        shell = bootstrap(sys.executable)
         command = ["/bin/sh", "-c", f"exec {shell}"] if self.local else [*ssh, *_SSH_OPTIONS, self.name, _remote(shell)]
         try:
             self._process = subprocess.Popen(
@@ -61,10 +60,10 @@ class Host:
             )
         except OSError as error:
             raise Unreachable(f"cannot start {command[0]}: {error.strerror}") from error
-        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
-        threading.Thread(target=self._hear, args=(self._process,), daemon=True).start()
+        threading.Thread(target=self._read_stdout, args=(self._process,), daemon=True).start()
+        threading.Thread(target=self._read_stderr, args=(self._process,), daemon=True).start()
         top = Path(__file__).parents[2]
-        files = {name: top / f"{name.replace('.', '/')}.py" for name in _SENT}
+        files = {name: top / f"{name.replace('.', '/')}.py" for name in _SENT_MODULES}
         sources = [[name, file.read_text() if file.is_file() else ""] for name, file in files.items()]
         self._write(json.dumps([{} if self.local else _environment(), sources]))
         self.ask("time", 30.0)
@@ -80,8 +79,8 @@ class Host:
                 self.close()
                 raise Unreachable(f"no answer within {seconds:.0f} s") from None
             if not line:
-                raise Unreachable(self._why())
-            if line.startswith((b'{"result"', b'{"error"')):  # what a login shell prints is not ours
+                raise Unreachable(self._exit_reason())
+            if line.startswith((b'{"result"', b'{"error"')):  # other lines are a login shell's
                 break
         answer = json.loads(line)
         if "error" in answer:
@@ -89,13 +88,13 @@ class Host:
         return answer["result"]
 
     def clock(self) -> tuple[float, float]:
-        """How far its clock is ahead of ours, and how far off that may be, both in seconds; the best of five tries."""
+        """How far its clock is ahead of ours, and the error of that, both in seconds; the best of five tries."""
         tries = []
         for _ in range(5):
             before = time.time()
-            there = self.ask("time", 10.0)
+            remote = self.ask("time", 10.0)
             after = time.time()
-            tries.append(((after - before) / 2, there - (before + after) / 2))
+            tries.append(((after - before) / 2, remote - (before + after) / 2))
         error, ahead = min(tries)
         return ahead, error
 
@@ -117,37 +116,37 @@ class Host:
             self._process.stdin.write(text.encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise Unreachable(self._why()) from None
+            raise Unreachable(self._exit_reason()) from None
 
-    def _why(self) -> str:
+    def _exit_reason(self) -> str:
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
-        time.sleep(0.1)  # the last of its complaints
-        said = next((line for line in reversed(self._complaints) if line.strip()), "nothing was said")
+        time.sleep(0.1)  # for the last lines of stderr
+        last = next((line for line in reversed(self._stderr_lines) if line.strip()), "no output")
         if self._process.returncode == 127:
-            return f"it has no {sys.executable}: {said}"
-        return f"{said} (exit code {self._process.returncode})"
+            return f"it has no {sys.executable}: {last}"
+        return f"{last} (exit code {self._process.returncode})"
 
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
+    def _read_stdout(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in iter(process.stdout.readline, b""):
             self._lines.put(line)
         self._lines.put(b"")
 
-    def _hear(self, process: subprocess.Popen[bytes]) -> None:
+    def _read_stderr(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stderr is not None
         for line in iter(process.stderr.readline, b""):
-            self._complaints.append(line.decode(errors="replace").strip()[:300])
+            self._stderr_lines.append(line.decode(errors="replace").strip()[:300])
 
 
 def hosts_of(slots: Mapping[str, int]) -> list[Host]:
-    """The machines of a hostfile. A single one is this one: the deepspeed launcher starts here, whatever its name."""
+    """The machines of a hostfile. A single one is local: the deepspeed launcher starts it here, whatever its name."""
     return [Host(name, count, local=len(slots) == 1) for name, count in slots.items()]
 
 
 def on_all(hosts: Sequence[Host], do: Callable[[Host], Any]) -> dict[str, Any]:
-    """`do` on every host at once: name to its result, or to the Unreachable that it raised."""
+    """`do` on every host in parallel: name to its result, or to the Unreachable that it raised."""
 
     def one(host: Host) -> Any:
         try:
@@ -155,7 +154,7 @@ def on_all(hosts: Sequence[Host], do: Callable[[Host], Any]) -> dict[str, Any]:
         except Unreachable as error:
             return error
 
-    with ThreadPoolExecutor(max(1, len(hosts))) as pool:  # all at once: they may wait for each other
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:  # a thread each: they may wait for each other
         try:
             return dict(zip([host.name for host in hosts], pool.map(one, hosts), strict=True))
         except BaseException:
@@ -165,8 +164,8 @@ def on_all(hosts: Sequence[Host], do: Callable[[Host], Any]) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    """The variables that the deepspeed launcher gives to a rank on another machine."""
-    exports = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    """The variables that the deepspeed launcher sets for a rank on another machine."""
+    exports = {name: value for name, value in os.environ.items() if name.startswith(_EXPORTED_PREFIXES)}
     for folder in (Path.home(), Path()):
         file = folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
         if file.is_file():
@@ -176,7 +175,7 @@ def _environment() -> dict[str, str]:
 
 
 def _remote(command: str) -> str:
-    """As the deepspeed launcher starts a rank: in the same folder. Variables may be secret and come with the source."""
+    """As the deepspeed launcher starts a rank, in the same folder; secret variables come with the source."""
     needed = {name: value for name, value in _environment().items() if name.startswith("PYTHON")}
     settings = "".join(f"export {name}={shlex.quote(value)}; " for name, value in needed.items())
     return f"{settings}cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; exec {command}"

@@ -1,6 +1,6 @@
-"""Programs that the doctor has the job's own Python run, on each machine: they import torch, and the doctor does not.
+"""Programs that the doctor runs on each machine with the job's Python: they import torch, which the doctor does not.
 
-Each gets a JSON object as its argument and prints one behind "DOCTOR ".
+Each gets a JSON object as its argument and prints one after "DOCTOR ".
 """
 
 DEVICE = """
@@ -50,7 +50,7 @@ for op in given["ops"]:
         answer["ops"][op] = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
 print("DOCTOR " + json.dumps(answer), flush=True)
 """
-"""given: `ops`, names of DeepSpeed's op builders. Products of 512 x 512 matrices are held against FP64."""
+"""given: `ops`, names of DeepSpeed's op builders. Products of 512 x 512 matrices are compared with FP64."""
 
 ALL_REDUCE = """
 import json, os, socket, sys, time

@@ -1,4 +1,4 @@
-"""What the doctor found: lines with a colour and what to do, for people or as JSON."""
+"""The doctor's findings: lines with a level and a fix, as text or JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Finding:
     """One line."""
 
     level: Literal["green", "amber", "red"]
-    """red: a job fails or comes out wrong. amber: it may, or is slow. green: looked at, and well."""
+    """red: a job fails or computes wrong numbers. amber: it may fail, or is slow. green: checked and fine."""
     check: str
-    """What was looked at, such as `c++ compiler`."""
+    """What was checked, such as `c++ compiler`."""
     what: str
     """What was found, with the numbers."""
     fix: str = ""
@@ -30,17 +30,17 @@ class Finding:
 
 
 def green(check: str, what: str, host: str = "") -> Finding:
-    """All is well."""
+    """Checked and fine."""
     return Finding(GREEN, check, what, "", host)  # type: ignore[arg-type]
 
 
 def amber(check: str, what: str, fix: str, host: str = "") -> Finding:
-    """May go wrong, or is slow."""
+    """May fail, or is slow."""
     return Finding(AMBER, check, what, fix, host)  # type: ignore[arg-type]
 
 
 def red(check: str, what: str, fix: str, host: str = "") -> Finding:
-    """A job fails or comes out wrong."""
+    """A job fails or computes wrong numbers."""
     return Finding(RED, check, what, fix, host)  # type: ignore[arg-type]
 
 
@@ -57,16 +57,16 @@ def as_json(findings: Sequence[Finding], seconds: float) -> str:
     )
 
 
-def show(findings: Sequence[Finding], hosts: Sequence[str], seconds: float, out: TextIO) -> None:
-    """A line a finding, worst first; what holds on every host alike is told once."""
+def print_findings(findings: Sequence[Finding], hosts: Sequence[str], seconds: float, out: TextIO) -> None:
+    """One line per finding, worst first; equal findings of several hosts are merged."""
     merged: dict[tuple[str, str, str, str], list[str]] = {}
     for one in findings:
         merged.setdefault((one.level, one.check, one.what, one.fix), []).append(one.host)
     coloured = out.isatty() and "NO_COLOR" not in os.environ
     for (level, check, what, fix), where in sorted(merged.items(), key=lambda item: _RANK[item[0][0]]):
-        word = f"\033[{_COLOURS[level]}m{level:5}\033[0m" if coloured else f"{level:5}"
-        place = "" if len(hosts) == 1 or where == [""] else f" [{_names(where, hosts)}]"
-        out.write(f"{word}  {check}{place}: {what}\n")
+        label = f"\033[{_COLOURS[level]}m{level:5}\033[0m" if coloured else f"{level:5}"
+        suffix = "" if len(hosts) == 1 or where == [""] else f" [{_names(where, hosts)}]"
+        out.write(f"{label}  {check}{suffix}: {what}\n")
         if fix:
             out.write(f"       fix: {fix}\n")
     count = {level: sum(item.level == level for item in findings) for level in (RED, AMBER, GREEN)}
@@ -81,8 +81,8 @@ def _names(where: Sequence[str], hosts: Sequence[str]) -> str:
     return f"{shown} and {len(where) - 8} more" if len(where) > 8 else shown
 
 
-def size(number: float) -> str:
-    """Bytes as people read them."""
+def format_bytes(number: float) -> str:
+    """Such as `1.5 GiB`."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
         if number >= unit:
             return f"{number / unit:.1f} {name}"

@@ -1,12 +1,12 @@
-"""A liveness probe: exit code 1 when rank 0 of this pod answers no more, or has recorded nothing for very long.
+"""A liveness probe: exit code 1 when rank 0 of this pod does not answer, or has recorded nothing for very long.
 
     python -m launch.kubernetes.alive --port 9464 --silent-minutes 60
 
-A port that is closed is no sign of death: no pod but rank 0's ever opens it, rank 0's opens it when the model stands,
-and the supervisor may be starting the job again. A run whose ranks wait for one of them ends by itself after
-run.timeout_minutes and says which; so give the probe more than that, and more than the longest evaluation.
+A closed port is no failure: only rank 0's pod opens it, and only once the model is built, and the supervisor may be
+restarting the job. A run whose ranks wait for one of them ends by itself after run.timeout_minutes and names it; so
+give the probe more than that, and more than the longest evaluation.
 
-Asks for one metric by name: the sink does not take that for a scrape, and so still waits for Prometheus at its end.
+Requests one metric by name: the sink does not count that as a scrape, and so still waits for Prometheus at its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANSWER_SECONDS = 10.0
 
 
 def last_event(port: int) -> float | None:
-    """When rank 0 recorded something last, in seconds since the epoch; None when it has not, or the port is closed.
+    """Time of rank 0's last event, in seconds since the epoch; None without one, or when the port is closed.
 
     Raises TimeoutError or OSError when something listens there and does not answer.
     """
@@ -42,7 +42,7 @@ def last_event(port: int) -> float | None:
 
 @entry_point()
 def main(arguments: list[str]) -> int:
-    """0: alive, or nothing to judge by; 1: not."""
+    """0: alive, or unknown; 1: not."""
     parser = Arguments(prog="python -m launch.kubernetes.alive", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--port", type=int, required=True, help="tracking.prometheus_port")

@@ -1,9 +1,9 @@
-"""launch.supervise for operators that start a pod again by its exit code alone: 1 to 127 final, from 128 on not.
+"""launch.supervise for operators that restart a pod by its exit code alone: 1 to 127 are final, 128 and above are not.
 
     python -m launch.kubernetes.retryable --restarts 0 -- torchrun train.py --config my.yaml
 
-A PyTorchJob with restartPolicy ExitCode judges so. 0, 2, 3 and 74 stay what they are; every other end, a save on
-request (75) among them, becomes 143, as if SIGTERM had killed it.
+That is the rule of a PyTorchJob with restartPolicy ExitCode. 0, 2, 3 and 74 stay as they are; every other exit code, a
+save on request (75) included, becomes 143, as if SIGTERM had killed the job.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TRY_AGAIN = 143
 
 
 def main(arguments: list[str]) -> int:
-    """Supervise the command behind `--`; returns the exit code."""
+    """Supervise the command after `--`; returns the exit code."""
     code = supervise.main(arguments)
     return code if code in FINAL else TRY_AGAIN
 

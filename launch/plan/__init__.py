@@ -1,5 +1,5 @@
-"""What a run will need and cost: `python -m launch.plan --config FILE --gpus N`.
+"""Memory, time and cost of a run before it starts: `python -m launch.plan --config FILE --gpus N`.
 
-Read command.py, plan.py (make_plan), model.py and layout.py (what is counted), memory.py and recompute.py (bytes),
+Read command.py, plan.py (make_plan), model.py and layout.py (the inputs), memory.py and recompute.py (bytes),
 devices.py and speed.py (seconds), search.py (what fits), then text.py.
 """

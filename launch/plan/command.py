@@ -1,4 +1,4 @@
-"""Before money is spent: memory, speed, hours and cost of a run config on a number of devices, and what would fit.
+"""Memory, speed, hours and cost of a run config on a number of devices, and which ZeRO stages and batches fit.
 
     python -m launch.plan --config config/recipes/llama_8b_8gpu.yaml --gpus 8 --device h100 [--price 2.5]
 
@@ -16,14 +16,14 @@ from typing import Any
 from config.cli import Arguments, entry_point
 from launch.plan.devices import DEVICES
 from launch.plan.plan import Plan, make_plan
-from launch.plan.search import Option, dominated_from
+from launch.plan.search import Option, communication_bound_from
 from launch.plan.speed import DEFAULT_MFU, LATENCY_SECONDS, traffic
 
 NOTHING_FITS = 3
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan in plain types; bytes, seconds, tokens and the price's own money."""
+    """The plan in plain types, in bytes, seconds, tokens and the currency of --price."""
     moved = traffic(plan.shape, plan.configured.layout)
     return {
         "config": str(plan.resolved.config_path),
@@ -47,7 +47,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "smallest": _option_json(plan, plan.smallest) if plan.smallest else None,
         "stages": {stage: _option_json(plan, option) if option else None for stage, option in plan.stages.items()},
         "scaling": [_option_json(plan, option) for option in plan.scaling],
-        "communication_dominates_from": dominated_from(plan.scaling),
+        "communication_dominates_from": communication_bound_from(plan.scaling),
     }
 
 
@@ -59,9 +59,9 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(as_json(plan), indent=2))
     else:
-        from launch.plan.text import show
+        from launch.plan.text import print_plan
 
-        show(plan)
+        print_plan(plan)
     return 0 if plan.smallest is not None else NOTHING_FITS
 
 

@@ -1,6 +1,6 @@
-"""What accelerators have: memory, matmul speed, and how fast they reach each other, as their makers publish it.
+"""Memory, matmul speed and link bandwidth of accelerators, from their data sheets.
 
-Only the h100 row has been compared with its source; hold the others against the sheets they name before using them.
+Only the h100 row has been compared with its source; compare the others with the sheets they name before using them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, and the node it usually stands in."""
+    """One accelerator, and its usual node."""
 
     name: str
     memory: float
@@ -34,7 +34,7 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """The ranks share the memory of this machine."""
+        """Ranks run on this machine's CPU and share its memory."""
         return self.name == "cpu"
 
 
@@ -75,7 +75,7 @@ DEVICES = {
         Device("a10g", 24e9, 70e12, 35e12, 32e9, 100 * _NIC, 4, "AWS g5.24xlarge and A10G data sheet; PCIe 4.0 x16"),
     )
 }
-"""Device name to what it has. The network is that of the maker's own node; a cloud's may be slower: --network."""
+"""By name. The network is that of the maker's own node; a cloud's may be slower: --network."""
 
 
 def find_device(name: str) -> Device:

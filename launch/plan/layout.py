@@ -1,4 +1,4 @@
-"""What of a run's settings its memory depends on: the layout of states, activations and loss on one device."""
+"""The settings of a run that decide its memory and speed: parallelism, batch, dtypes and the ZeRO section."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from config.deepspeed.document import offload, zero_stage
 from config.resolved import Resolved
 from config.schema import ModelSection
 
-_DEFAULTS = {
+ZERO_DEFAULTS = {
     "reduce_bucket_size": 5e8,
     "stage3_max_live_parameters": 1e9,
     "stage3_prefetch_bucket_size": 5e7,
     "sub_group_size": 1e9,
 }
-"""[elements] DeepSpeed's own, where its JSON does not say."""
+"""[elements] DeepSpeed's own defaults, for keys that its JSON leaves out."""
+BUFFERED_ALLREDUCE = 500_000_000
+"""[elements] DeepSpeed flattens so many gradients for one all-reduce where no ZeRO bucket does (engine.py)."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,11 @@ class Layout:
     zero: dict[str, Any]
     """The zero_optimization section."""
     on_cpu: bool
-    """Buffers take memory as far as they are written, and the process counts."""
+    """Buffers take memory only as far as they are written, and the process itself counts."""
     background_save: bool
     """Checkpoints are written from a copy in host memory."""
     saves_between: bool
-    """Checkpoints are written while training goes on."""
+    """Checkpoints are written during training, not only at its end."""
 
     @property
     def width(self) -> int:
@@ -58,8 +60,8 @@ class Layout:
         return 4 if self.compute == "fp32" else 2
 
     def size(self, key: str, most: float) -> float:
-        """[elements] A size of the zero_optimization section; at most `most` where untouched memory costs nothing."""
-        given = float(self.zero.get(key, _DEFAULTS[key]))
+        """[elements] A size of the zero_optimization section; at most `most` on a CPU: untouched memory is free."""
+        given = float(self.zero.get(key, ZERO_DEFAULTS[key]))
         return min(given, most) if self.on_cpu else given
 
     @property

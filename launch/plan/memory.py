@@ -1,4 +1,4 @@
-"""How much memory one rank needs, item by item, at the moment when it needs most.
+"""Peak memory of one rank, item by item.
 
 Model states are those of Rajbhandari et al. 2020 (ZeRO), with what DeepSpeed 0.19.8 keeps beside them. Activations are
 counted as in Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models), tensor by tensor
@@ -11,13 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from config.batch import loss_chunk
-from launch.plan.layout import _DEFAULTS, Layout
+from launch.plan.layout import BUFFERED_ALLREDUCE, ZERO_DEFAULTS, Layout
 from launch.plan.model import Shape
 from launch.plan.recompute import attention_bytes, kept_bytes
 
-_BUFFERED_ALLREDUCE = 500_000_000
-"""[elements] DeepSpeed flattens so many gradients for one all-reduce where no ZeRO bucket does (engine.py)."""
-_OF_GATHERING = ("stage3_max_live_parameters", "stage3_prefetch_bucket_size")
+_GATHER_SIZES = ("stage3_max_live_parameters", "stage3_prefetch_bucket_size")
 
 
 @dataclass(frozen=True)
@@ -25,11 +23,11 @@ class Memory:
     """What one rank needs at its peak."""
 
     device: dict[str, float]
-    """Item to bytes on the accelerator, at the moment when it needs most."""
+    """Item to bytes on the accelerator at the peak."""
     host: dict[str, float]
     """Item to bytes in host memory."""
     moment: str
-    """When that is."""
+    """The part of the step at which the peak is."""
 
     @property
     def total(self) -> float:
@@ -114,7 +112,7 @@ def loss_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory:
-    """What one rank needs when it needs most. process: bytes of the process itself, for ranks on a CPU."""
+    """What one rank needs at its peak. process: bytes of the process itself, for ranks on a CPU."""
     device, host = model_states(shape, layout)
     part, tokens = shape.parameters / layout.world, layout.micro * layout.sequence
     kept, recomputed, loss = activations(shape, layout)
@@ -126,7 +124,7 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     working = recomputed + tokens * layout.width * (2 * shape.intermediate + 2 * shape.hidden)
     in_flight = layout.width * max(shape.block_parameters, shape.largest_parameter)
     before = 0.0 if layout.on_cpu else buffer  # where nothing is written into it yet, it takes no memory on a CPU
-    # Gradients leave when they fill a bucket; by then the blocks they come from have given their activations back.
+    # Gradients are reduced when they fill a bucket; by then the activations of the blocks they come from are freed.
     left = 1 - min(1.0, layout.size("reduce_bucket_size", shape.parameters) / shape.parameters)
     whole = {"gradients in flight": layout.width * float(shape.parameters)} if layout.bf16_optimizer else {}
     moments = {
@@ -162,7 +160,7 @@ def _gathered(shape: Shape, layout: Layout) -> tuple[float, float]:
     """(gathered, arriving) bytes of whole parameters at stage 3: those in use, and the next bucket in one piece."""
     if layout.stage < 3:
         return 0.0, 0.0
-    sizes = (float(layout.zero.get(key, _DEFAULTS[key])) for key in _DEFAULTS if key in _OF_GATHERING)
+    sizes = (float(layout.zero.get(key, ZERO_DEFAULTS[key])) for key in _GATHER_SIZES)
     live, arriving = (layout.width * min(shape.parameters, size) for size in sizes)
     return live, arriving
 
@@ -170,7 +168,7 @@ def _gathered(shape: Shape, layout: Layout) -> tuple[float, float]:
 def _buckets(shape: Shape, layout: Layout) -> tuple[float, float]:
     """(buffer, copies) bytes through which gradients go to the network."""
     if layout.stage == 0 or layout.bf16_optimizer:
-        flat = layout.reduced * min(shape.parameters, _BUFFERED_ALLREDUCE) if layout.world > 1 else 0.0
+        flat = layout.reduced * min(shape.parameters, BUFFERED_ALLREDUCE) if layout.world > 1 else 0.0
         return 0.0, float(flat)
     bucket = layout.size("reduce_bucket_size", shape.parameters)
     filled = min(max(bucket, shape.largest_parameter), shape.parameters)  # a tensor larger than the bucket goes alone
@@ -184,5 +182,5 @@ def _step_copy(layout: Layout, part: float) -> float:
     if layout.stage == 0 or layout.bf16_optimizer or "optimizer" in layout.offload:
         return 0.0
     if layout.stage == 3:
-        return 4 * min(part, float(layout.zero.get("sub_group_size", _DEFAULTS["sub_group_size"])))
+        return 4 * min(part, float(layout.zero.get("sub_group_size", ZERO_DEFAULTS["sub_group_size"])))
     return 0.0 if layout.stage == 2 and layout.width == 2 else 4 * part

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.schema import Config
 
 _BYTES_VOCABULARY = 257  # data.tokenizer = bytes: 256 bytes and the end of a document
@@ -19,7 +19,7 @@ _BYTES_VOCABULARY = 257  # data.tokenizer = bytes: 256 bytes and the end of a do
 
 @dataclass(frozen=True)
 class Shape:
-    """What memory, traffic and FLOPs depend on."""
+    """The sizes of a model that memory, traffic and FLOPs depend on."""
 
     architecture: str
     parameters: int
@@ -28,10 +28,8 @@ class Shape:
     """[elements] Of the largest single tensor."""
     block_parameters: int
     """[parameters] Of one transformer block."""
-    largest_module: int
-    """[parameters] Of the largest module that holds parameters itself; what DeepSpeed's estimator calls a layer."""
     matmul_parameters: int
-    """[parameters] That a token is multiplied with: embeddings that are only looked up do not count, the head does."""
+    """[parameters] In a token's matmuls: not embeddings that are only looked up, but the head."""
     layers: int
     hidden: int
     intermediate: int
@@ -52,7 +50,7 @@ class Shape:
     dropout: bool
     """Whether dropout keeps masks."""
     exact: bool
-    """Whether the activation formulas were checked for this kind of block: a plain attention and one MLP."""
+    """Whether the activation formulas were verified for this kind of block: a plain attention and one MLP."""
 
     def flops_per_token(self, sequence: int) -> float:
         """[FLOP] Forward and backward of one token, nothing recomputed.
@@ -66,7 +64,7 @@ class Shape:
 def read_shape(config: Config) -> Shape:
     """The sizes of the model of `config`. Takes seconds, no weights, and no network for a new model.
 
-    Raises UserError: the architecture is unknown, its config is refused, or the vocabulary cannot be known.
+    Raises UserError: the architecture is unknown, its config is refused, or the vocabulary cannot be determined.
     """
     return shape_of(_hugging_face_config(config), trust_remote_code=config.model.trust_remote_code)
 
@@ -82,7 +80,7 @@ def shape_of(hugging_face: Any, *, trust_remote_code: bool = False) -> Shape:
         model.tie_weights()
     except (ImportError, ValueError, OSError) as error:
         raise UserError(
-            f"model.architecture = {hugging_face.model_type}: cannot be built: {_one_line(error)}"
+            f"model.architecture = {hugging_face.model_type}: cannot be built: {one_line(error)}"
         ) from error
     text = hugging_face.get_text_config()
     block = _block(model, text.num_hidden_layers)
@@ -105,7 +103,6 @@ def shape_of(hugging_face: Any, *, trust_remote_code: bool = False) -> Shape:
         parameters=parameters,
         largest_parameter=max(item.numel() for item in model.parameters()),
         block_parameters=sum(item.numel() for item in block.parameters()),
-        largest_module=max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()),
         matmul_parameters=parameters - looked_up,
         layers=text.num_hidden_layers,
         hidden=hidden,
@@ -125,7 +122,7 @@ def shape_of(hugging_face: Any, *, trust_remote_code: bool = False) -> Shape:
 
 
 def _block(model: Any, layers: int) -> Any:
-    """The first of the transformer blocks: the longest list of modules is theirs."""
+    """The first transformer block."""
     lists = [module for module in model.modules() if type(module).__name__ == "ModuleList" and len(module) == layers]
     if not lists:
         raise UserError(f"model.architecture = {model.config.model_type}: has no list of {layers} blocks to plan for")
@@ -142,22 +139,22 @@ def _hugging_face_config(config: Config) -> Any:
             found = AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code)
             found.update(model.config)
         else:
-            given = {"vocab_size": model.config.get("vocab_size") or vocabulary_of(config.data.tokenizer)}
+            given = {"vocab_size": model.config.get("vocab_size") or vocabulary_size(config.data.tokenizer)}
             defaults = AutoConfig.for_model(str(model.architecture))
             if hasattr(defaults, "max_position_embeddings"):
                 given["max_position_embeddings"] = config.data.sequence_length
             found = AutoConfig.for_model(str(model.architecture), **{**given, **model.config})
     except (OSError, ValueError, TypeError, ZeroDivisionError) as error:
         source = model.name_or_path or model.architecture
-        raise UserError(f"model {source}: its config cannot be read: {_one_line(error)}") from error
+        raise UserError(f"model {source}: its config cannot be read: {one_line(error)}") from error
     found.use_cache = False
     return found
 
 
-def vocabulary_of(tokenizer: str) -> int:
-    """[tokens] Size of the vocabulary that data.tokenizer names; a Hugging Face tokenizer is loaded, from the hub too.
+def vocabulary_size(tokenizer: str) -> int:
+    """[tokens] Vocabulary size of data.tokenizer; a Hugging Face tokenizer is loaded, from the hub if need be.
 
-    Raises UserError: it cannot be loaded; says how to do without.
+    Raises UserError: it cannot be loaded.
     """
     if tokenizer == "bytes":
         return _BYTES_VOCABULARY
@@ -168,13 +165,9 @@ def vocabulary_of(tokenizer: str) -> int:
 
     try:
         found = AutoTokenizer.from_pretrained(str(Path(tokenizer).expanduser()), trust_remote_code=False)
-    except Exception as error:  # whatever the hub, a gate or a file raises
+    except Exception as error:  # the hub, a gated repository or a file may raise anything
         raise UserError(
             f"data.tokenizer = {tokenizer}: cannot be loaded here to count its tokens; "
             f"add model.config.vocab_size=N to the command line ({type(error).__name__})"
         ) from error
     return max(len(found), max(found.get_vocab().values()) + 1)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -18,7 +18,7 @@ from launch.plan.devices import GIB, Device, find_device
 from launch.plan.layout import layout_of
 from launch.plan.model import Shape, read_shape
 from launch.plan.search import Option, Planner
-from launch.plan.speed import mfu_of, speed
+from launch.plan.speed import matmul_peak, mfu_of, speed
 
 PROCESS_BYTES = 576 * 2**20
 """Python, torch, DeepSpeed and gloo in one rank on a CPU, as docs/plan.md measured it."""
@@ -26,7 +26,7 @@ PROCESS_BYTES = 576 * 2**20
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is shown."""
+    """A plan's results."""
 
     resolved: Resolved
     shape: Shape
@@ -40,15 +40,14 @@ class Plan:
     scaling: list[Option]
     token_budget: float
     price: float | None
-    """[money] Of one device for one hour; None: not told."""
+    """[money] Of one device for one hour; None: not given."""
 
     @property
     def model_mfu(self) -> float:
-        """[fraction] Of the peak that model FLOPs reach in the whole step."""
+        """[fraction] Of the peak that the model's FLOPs reach over the whole step."""
         layout = self.configured.layout
-        peak = self.device.peak_fp32 if layout.compute == "fp32" and not layout.manifest else self.device.peak
         flops = self.shape.flops_per_token(layout.sequence) * self.configured.speed.tokens_per_second
-        return flops / layout.world / peak
+        return flops / layout.world / matmul_peak(layout, self.device)
 
     def hours(self, option: Option) -> float:
         """[hours] To the token budget."""
@@ -60,7 +59,7 @@ class Plan:
 
 
 def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
-    """The plan of a command line. arguments: what train.py would be given.
+    """The plan of a command line. arguments: those of train.py.
 
     Raises UserError: a device, a number or a model that cannot be planned. SystemExit 2: the config is wrong.
     """
@@ -109,7 +108,7 @@ def _device(options: argparse.Namespace) -> Device:
 
 
 def _measured_mfu(folder: Path, device: Device) -> tuple[float, str]:
-    """The share of the peak that a run reached: the median of its steps without the first tenth."""
+    """The share of the peak that a run reached: the median over its steps without the first tenth."""
     try:
         lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def attention_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Of one token in one block, what its attention keeps beside its input, which a norm has put out."""
+    """[bytes] Of one token in one block, what its attention saves beside its input, which is the norm's output."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = layout.width * (2 * queries + 2 * keys)
     if shape.head_norms:
@@ -24,7 +24,7 @@ def attention_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def kept_bytes(shape: Shape, layout: Layout, block: float) -> tuple[float, float]:
-    """(kept, at work) bytes of one micro-batch: of all blocks until the backward pass, and of the one it is made again.
+    """(kept, recomputed) bytes of one micro-batch: of all blocks until backward, and of the block it recomputes.
 
     block: bytes of one block of which nothing is recomputed.
     """
@@ -41,7 +41,7 @@ def kept_bytes(shape: Shape, layout: Layout, block: float) -> tuple[float, float
 
 
 def recomputed_blocks(shape: Shape, layout: Layout, block: float) -> int:
-    """[blocks] That are made again as a whole. For budget the fewest that fit, as the trainer finds them by counting.
+    """[blocks] That are recomputed as a whole. For budget the fewest that fit, as the trainer finds them by counting.
 
     Of the loss the trainer counts what stays until the backward pass: FP32 log-softmax, or gradients of chunks.
     """
@@ -56,7 +56,7 @@ def recomputed_blocks(shape: Shape, layout: Layout, block: float) -> int:
 
 
 def recomputed_share(shape: Shape, layout: Layout, block: float) -> float:
-    """[fraction] Of a forward pass's matmul FLOPs, those that the backward pass repeats."""
+    """[fraction] Of a forward pass's matmul FLOPs that the backward pass repeats."""
     if layout.checkpointing not in ("attention", "ops"):
         return recomputed_blocks(shape, layout, block) / shape.layers
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

@@ -29,23 +29,23 @@ class Option:
 
 @dataclass(frozen=True)
 class Planner:
-    """A model and a device, and how both become options."""
+    """Evaluates layouts of one model on one device."""
 
     shape: Shape
     device: Device
     usable: float
-    """[bytes] Of a device, for what is planned here."""
+    """[bytes] Of a device, without --reserve."""
     process: float
     """[bytes] Of the process itself, for ranks on a CPU."""
     speed: Callable[[Layout], Speed]
 
     def option(self, layout: Layout) -> Option:
-        """The layout with what it needs and how fast it is."""
+        """The layout with its memory and speed."""
         memory = peak_memory(self.shape, layout, process=self.process)
         return Option(layout, memory, self.speed(layout), memory.total <= self.usable)
 
     def largest_micro(self, layout: Layout) -> Option | None:
-        """The largest micro-batch with which `layout` fits, its global batch as it is; None where not even 1 does."""
+        """The layout with the largest micro-batch that fits, at the same global batch; None when not even 1 does."""
         each = layout.micro * layout.accumulation
         for micro in reversed(divisors(each)):
             option = self.option(replace(layout, micro=micro, accumulation=each // micro))
@@ -54,7 +54,7 @@ class Planner:
         return None
 
     def stages(self, layout: Layout) -> dict[int, Option | None]:
-        """ZeRO stage to the layout with the largest micro-batch that fits, or None; without refused stages."""
+        """ZeRO stage to its option with the largest micro-batch that fits, or None; refused stages are left out."""
         found = {}
         for stage in STAGES:
             path, compute = ("manifest", "mixed") if layout.manifest else ("cast", layout.compute)
@@ -63,14 +63,10 @@ class Planner:
                 found[stage] = self.largest_micro(replace(layout, stage=stage))
         return found
 
-    def smallest(self, layout: Layout) -> Option | None:
-        """The lowest ZeRO stage that fits, with its largest micro-batch: what moves the fewest bytes."""
-        return next((option for option in self.stages(layout).values() if option), None)
-
     def scaling(self, layout: Layout) -> list[Option]:
         """The layout's stage on each of WORLDS, with its micro-batch or the largest smaller one that divides its share.
 
-        The global batch stays what it is as long as every device has a sequence of it; beyond, it is one each.
+        The global batch stays the same as long as every device gets a sequence of it; beyond that it is one per device.
         """
         sequences = layout.micro * layout.accumulation * layout.world
         options = []
@@ -81,7 +77,7 @@ class Planner:
         return options
 
 
-def dominated_from(options: list[Option]) -> int | None:
-    """[devices] The fewest of `options` on which the network takes longer than the matmuls, or None."""
+def communication_bound_from(options: list[Option]) -> int | None:
+    """[devices] The smallest number at which communication takes longer than computing, or None."""
     slow = (item.layout.world for item in options if item.speed.communication_seconds > item.speed.compute_seconds)
     return next(slow, None)

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from launch.plan.devices import Device
-from launch.plan.layout import Layout
+from launch.plan.layout import BUFFERED_ALLREDUCE, Layout
 from launch.plan.memory import block_bytes
 from launch.plan.model import Shape
 from launch.plan.recompute import recomputed_share
@@ -20,7 +20,6 @@ from launch.plan.recompute import recomputed_share
 DEFAULT_MFU = 0.4
 """Share of the peak that model FLOPs reach without recomputation and without waiting for the network."""
 LATENCY_SECONDS = 5e-6
-_BUFFERED_ALLREDUCE = 500_000_000
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,6 @@ class Traffic:
     """[bytes] The same, of parameters gathered."""
     collectives: float
     """[collectives] In one step."""
-    paper: float
-    """[elements over parameters] What the ZeRO paper counts: 2 at stages 0 to 2, 3 at stage 3, for one micro-batch."""
 
 
 def traffic(shape: Shape, layout: Layout) -> Traffic:
@@ -46,16 +43,16 @@ def traffic(shape: Shape, layout: Layout) -> Traffic:
     """
     whole, every = float(shape.parameters), layout.accumulation
     bucket = (
-        _BUFFERED_ALLREDUCE if layout.stage == 0 or layout.bf16_optimizer else layout.size("reduce_bucket_size", whole)
+        BUFFERED_ALLREDUCE if layout.stage == 0 or layout.bf16_optimizer else layout.size("reduce_bucket_size", whole)
     )
     times = math.ceil(whole / bucket)
     if layout.stage == 0:
-        return Traffic(2 * whole * layout.reduced, 0.0, times, 2.0)
+        return Traffic(2 * whole * layout.reduced, 0.0, times)
     if layout.stage == 3:
         gathered = 2 * every * whole * layout.width
-        return Traffic(every * whole * layout.reduced, gathered, every * (times + 2 * (shape.layers + 2)), 3.0)
+        return Traffic(every * whole * layout.reduced, gathered, every * (times + 2 * (shape.layers + 2)))
     reductions = every if layout.stage == 2 else 1
-    return Traffic(2 * reductions * whole * layout.reduced, whole * layout.width, reductions * times + 1, 2.0)
+    return Traffic(2 * reductions * whole * layout.reduced, whole * layout.width, reductions * times + 1)
 
 
 def ring_bandwidth(device: Device, world: int) -> float:
@@ -95,14 +92,14 @@ def speed(
 ) -> Speed:
     """How long one step takes.
 
-    mfu: share of the peak that the FLOPs reach that are really computed, what is recomputed included. efficiency:
-    share of the links' data sheet that collectives reach. Without overlap_comm DeepSpeed reduces and gathers between
-    the matmuls; with it, what takes longer counts.
+    mfu: share of the peak that the computed FLOPs reach, recomputed ones included. efficiency: share of the links'
+    data sheet that collectives reach. Without overlap_comm DeepSpeed communicates between the matmuls; with it, the
+    longer of the two counts.
     """
     world = layout.world
     tokens = layout.micro * layout.accumulation * layout.sequence
-    peak = device.peak_fp32 if layout.compute == "fp32" and not layout.manifest else device.peak
-    flops = tokens * shape.flops_per_token(layout.sequence) * _work(shape, layout)
+    peak = matmul_peak(layout, device)
+    flops = tokens * shape.flops_per_token(layout.sequence) * _recompute_factor(shape, layout)
     compute, moved = flops / (peak * mfu), traffic(shape, layout)
     communication = 0.0
     if world > 1:
@@ -113,14 +110,19 @@ def speed(
     return Speed(world, compute, communication, step, tokens * world)
 
 
+def matmul_peak(layout: Layout, device: Device) -> float:
+    """[FLOP/s] The device's peak in the dtype of the run's matmuls."""
+    return device.peak_fp32 if layout.compute == "fp32" and not layout.manifest else device.peak
+
+
 def mfu_of(tokens_per_second: float, shape: Shape, layout: Layout, device: Device) -> float:
-    """The `mfu` at which `speed` gives a measured throughput, communication included in it."""
-    peak = device.peak_fp32 if layout.compute == "fp32" and not layout.manifest else device.peak
-    flops = shape.flops_per_token(layout.sequence) * _work(shape, layout)
+    """The `mfu` at which `speed` gives a measured throughput, with communication counted as computing."""
+    peak = matmul_peak(layout, device)
+    flops = shape.flops_per_token(layout.sequence) * _recompute_factor(shape, layout)
     return tokens_per_second / layout.world * flops / peak
 
 
-def _work(shape: Shape, layout: Layout) -> float:
-    """Forward and backward with what is recomputed, over without: a forward pass is a third of the matmuls."""
+def _recompute_factor(shape: Shape, layout: Layout) -> float:
+    """FLOPs of forward and backward with recomputation over those without; a forward pass is a third of them."""
     block = block_bytes(shape, layout) * layout.micro * layout.sequence
     return 1 + recomputed_share(shape, layout, block) / 3

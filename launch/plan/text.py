@@ -1,4 +1,4 @@
-"""The plan as tables for a terminal, and in plain words what dominates."""
+"""The plan as tables for a terminal, with lines on what dominates memory and time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.plan.devices import GIB
-from launch.plan.search import Option, dominated_from
+from launch.plan.search import Option, communication_bound_from
 from launch.plan.speed import traffic
 
 if TYPE_CHECKING:
     from launch.plan.plan import Plan
 
-_MEANS = {
+_ITEM_NOTES = {
     "parameters": "what the model computes with",
     "masters": "FP32 copies that the optimizer updates",
     "moments": "AdamW's two averages in FP32",
@@ -28,11 +28,11 @@ _MEANS = {
     "buckets": "on the way to the network",
     "step": "flattened gradients",
     "process": "Python, torch, DeepSpeed",
-    "checkpoint copy": "while a checkpoint is written behind training",
+    "checkpoint copy": "while a checkpoint is written in the background",
 }
 
 
-def show(plan: Plan, console: Console | None = None) -> None:
+def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print the plan."""
     console = console or Console()
     if not console.is_terminal:
@@ -47,11 +47,11 @@ def show(plan: Plan, console: Console | None = None) -> None:
         soft_wrap=True,
     )
     console.print(_memory_table(plan))
-    for line in _words(plan):
+    for line in _summary(plan):
         console.print(line, soft_wrap=True)
     console.print(_stage_table(plan))
     console.print(_scaling_table(plan))
-    for line in _closing(plan):
+    for line in _conclusions(plan):
         console.print(line, soft_wrap=True)
 
 
@@ -66,16 +66,16 @@ def _memory_table(plan: Plan) -> Table:
     if memory.host:
         table.add_section()
         for name, size in memory.host.items():
-            table.add_row(Text(f"{name} (host)", style="dim"), f"{size / GIB:.2f}", "", _MEANS[name])
+            table.add_row(Text(f"{name} (host)", style="dim"), f"{size / GIB:.2f}", "", _ITEM_NOTES[name])
     return table
 
 
 def _fill(table: Table, items: Mapping[str, float], total: float) -> None:
     for name, size in sorted(items.items(), key=lambda item: -item[1]):
-        table.add_row(name, f"{size / GIB:.2f}", f"{size / total:.0%}", _MEANS[name])
+        table.add_row(name, f"{size / GIB:.2f}", f"{size / total:.0%}", _ITEM_NOTES[name])
 
 
-def _words(plan: Plan) -> list[Text]:
+def _summary(plan: Plan) -> list[Text]:
     """What dominates memory and the step, and what would change it."""
     configured, layout = plan.configured, plan.configured.layout
     name, size = max(configured.memory.device.items(), key=lambda item: item[1])
@@ -148,16 +148,16 @@ def _scaling_table(plan: Plan) -> Table:
     return table
 
 
-def _closing(plan: Plan) -> list[Text]:
-    lines = []
-    where = dominated_from(plan.scaling)
-    lines.append(
+def _conclusions(plan: Plan) -> list[Text]:
+    """Where communication dominates, and what to change when the run does not fit."""
+    devices = communication_bound_from(plan.scaling)
+    lines = [
         Text(
-            f"Communication takes longer than the matmuls from {where} devices on."
-            if where
+            f"Communication takes longer than the matmuls from {devices} devices on."
+            if devices
             else "Communication takes less time than the matmuls at every size in the table."
         )
-    )
+    ]
     if plan.smallest is None:
         lines.append(
             Text(
@@ -179,7 +179,7 @@ def _closing(plan: Plan) -> list[Text]:
         lines.append(
             Text(
                 f"! {plan.shape.architecture}: its parameters are counted; its activations are estimated as those of "
-                "a plain block, which was not checked for it",
+                "a plain block, which was not verified for it",
                 style="yellow",
             )
         )
@@ -187,26 +187,12 @@ def _closing(plan: Plan) -> list[Text]:
 
 
 def _figures(option: Option) -> list[str]:
-    return [
-        f"{option.memory.total / GIB:.1f}",
-        f"{option.speed.tokens_per_second:,.0f}",
-        f"{option.speed.share:.0%}",
-    ]
+    return [f"{option.memory.total / GIB:.1f}", f"{option.speed.tokens_per_second:,.0f}", f"{option.speed.share:.0%}"]
 
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
-    numbers = {
-        "GiB",
-        "share",
-        "accum.",
-        "tokens/s",
-        "waiting",
-        "devices",
-        "batch",
-        "micro",
-        "cost",
-    }
+    numbers = {"GiB", "share", "accum.", "tokens/s", "waiting", "devices", "batch", "micro", "cost"}
     for name in columns:
         table.add_column(name, justify="right" if name in numbers or name == "time" else "left")
     return table

@@ -33,7 +33,7 @@ run_to_its_end() {
     while kill -0 "$process" 2>/dev/null; do
         wait "$process"
         if [[ $asked && ! $repeater ]]; then
-            echo "slurm: told to stop at $(date +%T); the run saves and ends" >&2
+            echo "slurm: asked to stop at $(date +%T); the run saves and ends" >&2
             while kill -USR1 "$process" 2>/dev/null; do sleep 60; done &
             repeater=$!
         fi

@@ -1,4 +1,4 @@
-"""What launch/slurm/train.sbatch asks before and after a run: is the config right, and does another start help.
+"""What launch/slurm/train.sbatch calls before and after a run: is the config right, and should Slurm requeue the job.
 
     python -m launch.slurm.restart begin --restarts 0 -- --config FILE [key=value ...]
     python -m launch.slurm.restart end --mark 12:3400 --code 75 -- --config FILE [key=value ...]
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
-from launch.job import ended_how
+from launch.job import describe_exit
 from launch.supervise import Run, Session
 
 _FINAL = {
@@ -25,11 +25,11 @@ _FINAL = {
 }
 
 
-def verdict(session: Session, code: int) -> tuple[int, bool, str]:
+def requeue_decision(session: Session, code: int) -> tuple[int, bool, str]:
     """The run's exit code, whether to put the job back into the queue, and why.
 
     session: what this start wrote into events.jsonl. code: srun's, the highest of all tasks; under torchrun it is 1 for
-    every failure, so what the run itself says of its end counts more.
+    every failure, so the run's own run_end event takes precedence.
     """
     code = session.exit_code if session.exit_code else code
     if code in _FINAL:
@@ -37,7 +37,7 @@ def verdict(session: Session, code: int) -> tuple[int, bool, str]:
     if code == PREEMPTED:
         again = "max_minutes" not in session.reason
         return code, again, f"{session.reason or 'preempted'} (exit code {code})"
-    how = ended_how(128 - code if 128 < code < 160 else code)
+    how = describe_exit(128 - code if 128 < code < 160 else code)
     if session.saved < 0:
         return (
             code,
@@ -49,7 +49,7 @@ def verdict(session: Session, code: int) -> tuple[int, bool, str]:
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """Answer one question; returns the exit code."""
+    """The command line; returns the exit code."""
     parser = Arguments(prog="python -m launch.slurm.restart", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("question", choices=("begin", "end"))
@@ -61,10 +61,10 @@ def main(arguments: Sequence[str]) -> int:
     run = Run.of_command(["train.py", *arguments[split + 1 :]])
     if options.question == "begin":
         saved = (run.events.parent / "checkpoints" / "LATEST").is_file()
-        print(":".join(map(str, run.mark())), *(["run.resume=auto"] if options.restarts and saved else []))
+        print(":".join(map(str, run.events_end())), *(["run.resume=auto"] if options.restarts and saved else []))
         return 0
     inode, size = map(int, options.mark.split(":"))
-    code, again, why = verdict(run.session_since((inode, size)), options.code)
+    code, again, why = requeue_decision(run.session_since((inode, size)), options.code)
     print(code, "requeue" if again else "end", why)
     return 0
 

@@ -1,5 +1,5 @@
 """A grid of runs: `python -m launch.sweep FILE`.
 
-Read command.py, file.py (what a sweep asks for), folder.py (what it leaves), slots.py and trial.py (jobs at a time),
-rule.py and events.py (which are hopeless), then table.py.
+Read command.py, file.py (the sweep file), folder.py (the plan on disk), slots.py and trial.py (running trials),
+rule.py and events.py (early stopping), then table.py.
 """

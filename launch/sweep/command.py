@@ -5,9 +5,9 @@
     python -m launch.sweep launch/sweeps/learning_rate.yaml --slurm [-- sbatch options]
     python -m launch.sweep --report runs/learning_rate                 rank what there is so far
 
-Every trial's config is checked before the first one starts. Killed and started again, it goes on: what has ended is not
-repeated, the rest resumes from its checkpoints. SIGTERM, SIGUSR1 or Ctrl-C: all trials save and end with exit code 75;
-a second one kills them. Exit code 0: all trials ended, hopeless and diverged ones too; 3: all of them by numerics;
+Every trial's config is checked before the first one starts. Started again, a sweep does not repeat trials that have
+ended, and resumes the others from their checkpoints. SIGTERM, SIGUSR1 or Ctrl-C: all trials save and end with exit code
+75; a second one kills them. Exit code 0: all trials ended, hopeless and diverged ones too; 3: all of them by numerics;
 2: the file is wrong, nothing was started; 1: some failed.
 """
 
@@ -22,10 +22,10 @@ from pathlib import Path
 from config.cli import PREEMPTED, REPOSITORY, Arguments, entry_point
 from config.errors import UserError
 from launch.sweep.file import read_sweep
-from launch.sweep.folder import ENDED, Plan, held, prepare, read_plan, write_whole
-from launch.sweep.slots import Slots, gpus, slot_environments
+from launch.sweep.folder import ENDED, Plan, lock_file, prepare, read_plan, write_json_atomically
+from launch.sweep.slots import Slots, slot_environments, visible_gpus
 from launch.sweep.table import as_markdown, results_of
-from launch.sweep.trial import run_trial, say
+from launch.sweep.trial import log, run_trial
 
 _SBATCH = REPOSITORY / "launch/slurm/sweep.sbatch"
 
@@ -54,38 +54,38 @@ def _sweep(options: argparse.Namespace, sbatch_options: Sequence[str]) -> int:
         sweep.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{options.path}: cannot make {sweep.folder} ({error.strerror}); change run.dir") from error
-    with held(sweep.folder / ".lock", wait=False) as mine:
-        if not mine:
+    with lock_file(sweep.folder / ".lock", wait=False) as acquired:
+        if not acquired:
             raise UserError(
                 f"{options.path}: another process runs this sweep in {sweep.folder}; wait for it or stop it"
             )
         plan, notes = prepare(sweep)
         for note in notes:
-            say(note)
+            log(note)
         if options.slurm:
             return _submit(plan, sbatch_options)
         ended = sum(plan.outcome(entry).status in ENDED for entry in plan.current)
         if ended:
-            say(f"{ended} of {len(plan.current)} trials have ended before and are not repeated")
-        code = Slots(plan, slot_environments(plan, gpus())).run()
+            log(f"{ended} of {len(plan.current)} trials have ended before and are not repeated")
+        code = Slots(plan, slot_environments(plan, visible_gpus())).run()
         report(plan)
         if code == PREEMPTED:
-            say(f"to go on: python -m launch.sweep {options.path}")
+            log(f"to resume: python -m launch.sweep {options.path}")
         return code
 
 
 def _submit(plan: Plan, options: Sequence[str]) -> int:
     """One array task for every trial that has not ended."""
-    open_ones = [entry.index for entry in plan.current if plan.outcome(entry).status not in ENDED]
-    if not open_ones:
-        say("all trials have ended")
+    indices = [entry.index for entry in plan.current if plan.outcome(entry).status not in ENDED]
+    if not indices:
+        log("all trials have ended")
         report(plan)
         return 0
     if not _SBATCH.is_file():
         raise UserError(f"{_SBATCH} is missing; it is what each task of the array runs")
-    array = f"--array={','.join(map(str, open_ones))}%{plan.slots}"
+    array = f"--array={','.join(map(str, indices))}%{plan.slots}"
     command = ["sbatch", array, *options, str(_SBATCH), str(plan.folder)]
-    say(" ".join(command))
+    log(" ".join(command))
     try:
         code = subprocess.run(command, check=False).returncode
     except OSError as error:
@@ -93,7 +93,7 @@ def _submit(plan: Plan, options: Sequence[str]) -> int:
             f"command line: cannot start sbatch ({error.strerror}); --slurm is for a Slurm login"
         ) from error
     if code == 0:
-        say(f"when they have ended: python -m launch.sweep --report {plan.folder}")
+        log(f"when they have ended: python -m launch.sweep --report {plan.folder}")
     return code
 
 
@@ -111,7 +111,7 @@ def report(plan: Plan) -> None:
     text = as_markdown(results)
     sys.stdout.write(text)
     (plan.folder / "sweep.md").write_text(text, encoding="utf-8")
-    write_whole(plan.folder / "results.json", results.as_dict())
+    write_json_atomically(plan.folder / "results.json", results.as_dict())
     runs = [str(plan.run_folder(row.entry)) for row in results.rows if row.history.losses]
     if len(runs) < 2:
         return
@@ -119,7 +119,7 @@ def report(plan: Plan) -> None:
     command += [] if plan.price is None else ["--price", f"{plan.price:g}"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if done.returncode:
-        say(f"no page: {' '.join(command[1:])} ended with exit code {done.returncode}: {done.stderr.strip()[-200:]}")
+        log(f"no page: {' '.join(command[1:])} ended with exit code {done.returncode}: {done.stderr.strip()[-200:]}")
     else:
         print(f"{plan.folder / 'sweep.md'}\n{plan.folder / 'compare.html'}", flush=True)
 
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("path", type=Path, metavar="FILE", help="the sweep file; or a sweep's folder")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="check the file and show its trials; starts nothing")
-    what.add_argument("--slurm", action="store_true", help="submit an array job; what is behind -- goes to sbatch")
+    what.add_argument("--slurm", action="store_true", help="submit an array job; what follows -- goes to sbatch")
     what.add_argument("--report", action="store_true", help="rank the trials of a sweep's folder")
     what.add_argument("--trial", type=int, metavar="INDEX", help="run one trial of a sweep's folder, as array tasks do")
     return parser

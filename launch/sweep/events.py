@@ -1,4 +1,4 @@
-"""What a trial's events.jsonl says of it, read while it is written."""
+"""A trial's losses and state, from its events.jsonl, which is read while it is written."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class History:
     """[tokens/s] Of each step."""
     world_size: int | None = None
     ended: dict[str, Any] | None = None
-    """The last run_end, when nothing was begun after it."""
+    """The last run_end, unless a new session started after it."""
     _offset: int = 0
 
     def refresh(self) -> bool:
-        """Read what is new; whether there was anything. A torn last line is left for the next time."""
+        """Read what is new; whether there was anything. A partial last line is left for the next time."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -46,7 +46,7 @@ class History:
         for line in whole.splitlines():
             try:
                 event = json.loads(line)
-            except ValueError:  # torn by a crash; the next session wrote on behind it
+            except ValueError:  # a partial line of a session that crashed
                 continue
             self._take(event)
         return bool(whole)
@@ -109,7 +109,7 @@ def read_history(path: Path) -> History:
 
 
 def refreshed(histories: Iterable[History]) -> list[History]:
-    """The same, with what was written since."""
+    """The histories, brought up to date."""
     found = list(histories)
     for history in found:
         history.refresh()

@@ -1,4 +1,4 @@
-"""A sweep file: which trials there are, how each is started, and when one is not worth going on with.
+"""A sweep file: its trials, how each is started, and when one is stopped early.
 
 Every trial's run config is resolved here, as train.py would, before anything starts.
 """
@@ -20,13 +20,13 @@ from config.cli import REPOSITORY
 from config.errors import UserError
 from config.launcher import as_launched
 from config.load import read_file, show, suggest, to_dict
-from config.resolved import resolve_run
+from config.resolved import first_file, resolve_run
 from launch.sweep.rule import Hopeless
 
-_OURS = ("run.name", "run.dir")
-"""Keys that are the sweep's to set for each trial."""
-_COUNTS = ("num_gpus", "nproc_per_node", "num_processes")
-"""Options of deepspeed, torchrun and accelerate launch that say how many processes there are."""
+_SWEEP_KEYS = ("run.name", "run.dir")
+"""Keys that the sweep sets for each trial."""
+_PROCESS_OPTIONS = ("num_gpus", "nproc_per_node", "num_processes")
+"""Options of deepspeed, torchrun and accelerate launch for the number of processes."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Trial:
     """One run of a sweep."""
 
     overrides: dict[str, Any]
-    """Dotted key to value: what makes it another run than its neighbours."""
+    """Dotted key to value: how it differs from the other trials."""
     settings: tuple[str, ...]
-    """All of its `key=value` arguments but those that say where it is kept."""
+    """All of its `key=value` arguments but those for its folder."""
     resolved: dict[str, Any]
-    """Its whole run config but run.name."""
+    """Its whole run config without run.name."""
 
     @property
     def label(self) -> str:
-        """What makes it another run, on one line."""
+        """How it differs from the other trials, on one line."""
         return " ".join(f"{key}={as_setting(value)}" for key, value in self.overrides.items()) or "as the config says"
 
 
@@ -54,7 +54,7 @@ class Sweep:
     name: str
     config: Path
     folder: Path
-    """run.dir/name, absolute: what the sweep leaves, each trial's run folder included."""
+    """run.dir/name, absolute; holds each trial's run folder."""
     launcher: tuple[str, ...]
     """The words before train.py; empty: plain python, or torchrun for several processes."""
     processes: int
@@ -96,16 +96,22 @@ def read_sweep(path: Path) -> Sweep:
     if not path.is_file():
         raise UserError(f"{path}: no such sweep file; give the path of a YAML or JSON file, see docs/sweep.md")
     tree = read_file(path)
-    _known(path, "", tree, [item.name for item in fields(_Raw)])
+    _check_keys(path, "", tree, [item.name for item in fields(_Raw)])
     raw = _Raw(**tree)
     if not isinstance(raw.config, str):
         raise UserError(f"{path}: config is missing; name the run config that every trial starts from")
     name = path.stem if raw.name is None else raw.name
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         raise UserError(f"{path}: name = {show(name)} cannot be a folder name; use letters, digits, '-', '_' and '.'")
-    config = _find(path, raw.config)
+    found = first_file(Path(raw.config).expanduser(), [path.parent, Path(), REPOSITORY])
+    if found is None:
+        places = f"beside the sweep file, here or in {REPOSITORY}"
+        raise UserError(f"{path}: config = '{raw.config}' does not exist, {places}")
+    config = found.absolute()
     launcher, processes = _launcher(path, raw)
-    trials = _resolved(path, config, processes, _mapping(path, "fixed", raw.fixed), list(_combinations(path, raw)))
+    trials = _resolved(
+        path, config.absolute(), processes, _mapping(path, "fixed", raw.fixed), list(_combinations(path, raw))
+    )
     folder = Path(trials[0].resolved["run"]["dir"]).expanduser().absolute()
     return Sweep(
         path=path,
@@ -116,8 +122,8 @@ def read_sweep(path: Path) -> Sweep:
         processes=processes,
         slots=int(_number(path, "slots", raw.slots, whole=True)),
         hopeless=_hopeless(path, raw.stop),
-        minutes=None if raw.minutes is None else _number(path, "minutes", raw.minutes),
-        price=None if raw.price_per_device_hour is None else _price(path, raw.price_per_device_hour),
+        minutes=_optional_number(path, "minutes", raw.minutes),
+        price=_optional_number(path, "price_per_device_hour", raw.price_per_device_hour),
         trials=tuple(trials),
     )
 
@@ -147,9 +153,9 @@ def _combinations(path: Path, raw: _Raw) -> Iterator[dict[str, Any]]:
                 twice = next((key for key in keys if keys.count(key) > 1 or key in raw.fixed), None)
                 if twice is not None:
                     raise UserError(f"{path}: {twice} is set in two of fixed, grid, trials and seeds; keep one")
-                ours = next((key for key in keys if key in _OURS), None)
-                if ours is not None:
-                    raise UserError(f"{path}: {ours}: the sweep gives each trial its own; leave it out")
+                reserved = next((key for key in keys if key in _SWEEP_KEYS), None)
+                if reserved is not None:
+                    raise UserError(f"{path}: {reserved}: the sweep gives each trial its own; leave it out")
                 yield {key: value for part in parts for key, value in part.items()}
 
 
@@ -160,7 +166,7 @@ def _resolved(
         raise UserError(f"{path}: fixed: run.name: the sweep gives each trial its own; leave it out")
     trials: list[Trial] = []
     for overrides in combinations:
-        # What is fixed comes first: a mapping among it may be what a trial changes one key of.
+        # Fixed keys come first: a trial may change one key of a mapping among them.
         settings = tuple(f"{key}={as_setting(value)}" for key, value in {**fixed, **overrides}.items())
         options = argparse.Namespace(
             config=str(config), overrides=list(settings), deepspeed_config=None, local_rank=None
@@ -182,7 +188,7 @@ def _resolved(
 
 
 def as_setting(value: Any) -> str:
-    """A value as `key=value` takes it: text that reads back as itself, else JSON, which is YAML."""
+    """A value in the form of `key=value`: text that reads back unchanged, else JSON, which is YAML."""
     if isinstance(value, str) and value == value.strip():
         with suppress(ValueError):
             if yaml_text.parse(value) == value:
@@ -196,22 +202,22 @@ def _launcher(path: Path, raw: _Raw) -> tuple[tuple[str, ...], int]:
         raise UserError(f"{path}: launcher = {show(words)} is not a list of words; write [deepspeed, --num_gpus, 2]")
     launcher = tuple(str(word) for word in words)
     if "launch.supervise" in launcher:
-        raise UserError(f"{path}: launcher: launch.supervise would start again what the sweep stops; name the launcher")
-    said = None
+        raise UserError(f"{path}: launcher: launch.supervise would restart what the sweep stops; name the launcher")
+    count = None
     for word, following in itertools.zip_longest(launcher, launcher[1:], fillvalue=""):
         option, equals, value = word.lstrip("-").replace("-", "_").partition("=")
-        if word.startswith("--") and option in _COUNTS and (value if equals else following).isdecimal():
-            said = int(value if equals else following)
-    if said is None and launcher and Path(launcher[0]).name.startswith("python"):
-        said = 1
+        if word.startswith("--") and option in _PROCESS_OPTIONS and (value if equals else following).isdecimal():
+            count = int(value if equals else following)
+    if count is None and launcher and Path(launcher[0]).name.startswith("python"):
+        count = 1
     if raw.processes is None:
-        if launcher and said is None:
+        if launcher and count is None:
             line = " ".join(launcher)
             raise UserError(f"{path}: launcher = '{line}' does not say how many processes it starts; add processes: N")
-        return launcher, said or 1
+        return launcher, count or 1
     processes = int(_number(path, "processes", raw.processes, whole=True))
-    if said not in (None, processes):
-        raise UserError(f"{path}: processes = {processes}, but the launcher says {said}; leave processes out")
+    if count not in (None, processes):
+        raise UserError(f"{path}: processes = {processes}, but the launcher says {count}; leave processes out")
     return launcher, processes
 
 
@@ -224,11 +230,11 @@ def _seeds(path: Path, given: Any) -> list[dict[str, Any]]:
 
 def _hopeless(path: Path, stop: Any) -> Hopeless | None:
     given = _mapping(path, "stop", stop)
-    _known(path, "stop.", given, ["hopeless"])
+    _check_keys(path, "stop.", given, ["hopeless"])
     if not given:
         return None
     rule = _mapping(path, "stop.hopeless", given["hopeless"])
-    _known(path, "stop.hopeless.", rule, [item.name for item in fields(Hopeless)])
+    _check_keys(path, "stop.hopeless.", rule, [item.name for item in fields(Hopeless)])
     for key in ("after_steps", "every_steps", "trials"):
         if key in rule:
             _number(path, f"stop.hopeless.{key}", rule[key], whole=True)
@@ -239,20 +245,13 @@ def _hopeless(path: Path, stop: Any) -> Hopeless | None:
     return Hopeless(**rule)
 
 
-def _find(path: Path, given: str) -> Path:
-    for folder in (path.parent, Path(), REPOSITORY):
-        if (folder / Path(given).expanduser()).is_file():
-            return (folder / Path(given).expanduser()).absolute()
-    raise UserError(f"{path}: config = '{given}' does not exist, beside the sweep file, here or in {REPOSITORY}")
-
-
 def _mapping(path: Path, key: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise UserError(f"{path}: {key} = {show(value)} is not a mapping of keys to values")
     return value
 
 
-def _known(path: Path, prefix: str, tree: Mapping[str, Any], known: Sequence[str]) -> None:
+def _check_keys(path: Path, prefix: str, tree: Mapping[str, Any], known: Sequence[str]) -> None:
     names = [prefix + name for name in known]
     for key in tree:
         if prefix + str(key) not in names:
@@ -266,5 +265,5 @@ def _number(path: Path, key: str, value: Any, *, whole: bool = False) -> float:
     return float(value)
 
 
-def _price(path: Path, value: Any) -> float:
-    return _number(path, "price_per_device_hour", value)
+def _optional_number(path: Path, key: str, value: Any) -> float | None:
+    return None if value is None else _number(path, key, value)

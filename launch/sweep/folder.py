@@ -1,12 +1,12 @@
-"""A sweep's folder: the plan, what became of each trial, and who is at work in it.
+"""A sweep's folder: the plan, the outcome of each trial, and a lock.
 
     runs/<sweep>/sweep.json            the plan: every trial with its number, its settings and its whole run config
-                 trials/003.json       what became of trial 3, replaced whole
+                 trials/003.json       the outcome of trial 3 so far, replaced atomically
                  logs/003.log          what it printed
                  <sweep>-003/          its run folder
                  sweep.md, results.json, compare.html
 
-A trial's number and folder stay its own for ever: they are found again by what makes it another run.
+A trial keeps its number and folder when the file changes: it is recognised by its overrides.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from launch.sweep.rule import Hopeless
 
 Status = Literal["waiting", "running", "done", "hopeless", "diverged", "stopped", "refused", "crashed"]
 ENDED = ("done", "hopeless", "diverged")
-"""Not started again. stopped: goes on from its checkpoint; refused: by train.py, exit code 2; crashed: also 74."""
+"""Not started again. stopped: resumes from its checkpoint; refused: by train.py, exit code 2; crashed: also 74."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a trial so far."""
+    """The outcome of a trial so far."""
 
     status: Status = "waiting"
     reason: str = ""
     exit_code: int | None = None
-    """Of the run, also where its launcher turned it into 1."""
+    """Of the run, even where its launcher turned it into 1."""
     starts: int = 0
     seconds: float = 0.0
-    """[seconds] Of all its starts, from the launcher's start to the last process's end."""
+    """[seconds] Of all its starts, from the start of the launcher to the end of the last process."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Plan:
-    """What sweep.json says."""
+    """The content of sweep.json."""
 
     folder: Path
     name: str
@@ -77,33 +77,33 @@ class Plan:
 
     @property
     def current(self) -> list[Entry]:
-        """The trials that the sweep file has."""
+        """The trials that are in the sweep file now."""
         return [entry for entry in self.trials if not entry.removed]
 
     def run_folder(self, entry: Entry) -> Path:
         """Where a trial's run is kept."""
         return self.folder / entry.name
 
-    def log(self, entry: Entry) -> Path:
-        """What a trial's starts printed."""
+    def log_path(self, entry: Entry) -> Path:
+        """Output of a trial's starts."""
         return self.folder / "logs" / f"{entry.index:03d}.log"
 
     def outcome(self, entry: Entry) -> Outcome:
-        """What is recorded of a trial."""
+        """The recorded outcome of a trial."""
         try:
             return Outcome(**json.loads((self.folder / "trials" / f"{entry.index:03d}.json").read_text()))
         except FileNotFoundError:
             return Outcome()
 
     def record(self, entry: Entry, outcome: Outcome) -> None:
-        """Put down what became of a trial."""
-        write_whole(self.folder / "trials" / f"{entry.index:03d}.json", dataclasses.asdict(outcome))
+        """Write the outcome of a trial."""
+        write_json_atomically(self.folder / "trials" / f"{entry.index:03d}.json", dataclasses.asdict(outcome))
 
 
 def prepare(sweep: Sweep) -> tuple[Plan, list[str]]:
-    """Write the plan of a sweep, joined with what its folder has; and what a user should know of that.
+    """Write the plan of a sweep, merged with the one in its folder; also returns notes for the user about changes.
 
-    Raises UserError: a trial that has begun is now another run, or the folder cannot be made.
+    Raises UserError: a trial that has begun has another config now, or the folder cannot be made.
     """
     folder, notes = sweep.folder, []
     old = read_plan(folder) if (folder / "sweep.json").is_file() else None
@@ -147,7 +147,7 @@ def prepare(sweep: Sweep) -> tuple[Plan, list[str]]:
     try:
         for path in (folder / "trials", folder / "logs"):
             path.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "sweep.json", {**dataclasses.asdict(plan), "folder": str(folder)})
+        write_json_atomically(folder / "sweep.json", {**dataclasses.asdict(plan), "folder": str(folder)})
     except OSError as error:
         raise UserError(f"{sweep.path}: cannot write {folder} ({error.strerror}); change run.dir or name") from error
     return plan, notes
@@ -174,14 +174,14 @@ def read_plan(folder: Path) -> Plan:
         raise UserError(f"{folder / 'sweep.json'}: cannot be read ({error}); start the sweep from its file") from error
 
 
-def write_whole(path: Path, value: Any) -> None:
-    """Put JSON at `path` so that a reader, or a crash, sees the old file or the whole new one."""
+def write_json_atomically(path: Path, value: Any) -> None:
+    """Write JSON so that a reader, even after a crash, sees the old file or the whole new one."""
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False).encode())
 
 
 @contextmanager
-def held(path: Path, *, wait: bool) -> Iterator[bool]:
-    """A lock file for as long as this lasts; whether it was got. It is let go of by the end of a process, too."""
+def lock_file(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold a lock file inside; yields whether it was acquired. The end of the process releases it too."""
     with path.open("a") as file:
         while True:
             try:

@@ -2,8 +2,8 @@
 
 Golovin et al. 2017, Google Vizier: A Service for Black-Box Optimization, section 3.2.2: a trial is stopped at step s
 when its best objective by s is strictly worse than the median of the running averages up to s of the other trials'
-objectives. Here the objective is a loss, reported every so many steps; the others are all trials that have come to
-step s, ended or not (Vizier takes the completed ones); and there is a factor of tolerance, which Vizier has not.
+objectives. Here the objective is a loss, reported every so many steps; the others are all trials that have reached step
+s, ended or not (Vizier takes the completed ones); and there is a factor of tolerance, which Vizier does not have.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ class Hopeless:
     """The rule's numbers."""
 
     after_steps: int = 50
-    """[steps] Nothing is judged before."""
+    """[steps] No trial is stopped before."""
     every_steps: int = 10
     """[steps] A report is the mean training loss of so many steps."""
     factor: float = 1.0
     """[factor] The best loss may be so much larger than the median of the others."""
     trials: int = 3
-    """[trials] Others that must have come as far before anything is judged."""
+    """[trials] Others that must have reached the step."""
     loss: Literal["training", "validation"] = "training"
     """[choice] validation: reports are the evaluations instead."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A loss, in nats per label token, that a trial had come to by a step."""
+    """A trial's loss at a step, in nats per label token."""
 
     step: int
     loss: float
 
 
-def verdict(own: Sequence[Report], others: Sequence[Sequence[Report]], rule: Hopeless) -> str | None:
-    """Why the trial is not worth going on with after its last report; None when it is.
+def hopeless_reason(own: Sequence[Report], others: Sequence[Sequence[Report]], rule: Hopeless) -> str | None:
+    """Why the trial should be stopped after its last report; None when it should not.
 
     own and others: reports in order of their steps; a loss that is not a number counts as infinite.
     """
@@ -54,12 +54,12 @@ def verdict(own: Sequence[Report], others: Sequence[Sequence[Report]], rule: Hop
     ]
     if len(averages) < rule.trials:
         return None
-    best, middle = min(_loss(report) for report in own), median(averages)
-    if not best > rule.factor * middle:
+    best, center = min(_loss(report) for report in own), median(averages)
+    if not best > rule.factor * center:
         return None
     factor = f"{rule.factor:g} x " if rule.factor != 1 else ""
     return (
-        f"its best {rule.loss} loss by step {step}, {best:.4f}, is above {factor}{middle:.4f}, the median of the "
+        f"its best {rule.loss} loss by step {step}, {best:.4f}, is above {factor}{center:.4f}, the median of the "
         f"running averages of {len(averages)} trials there"
     )
 

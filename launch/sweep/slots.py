@@ -1,4 +1,4 @@
-"""Trials side by side on this machine: each slot is one trial at a time, on devices and a port of its own."""
+"""Trials side by side on this machine: each slot runs one trial at a time, with its own devices and port."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from types import FrameType
 
 from config.cli import DIVERGED, PREEMPTED, REPOSITORY
 from config.errors import UserError
-from launch.job import ended_how
+from launch.job import describe_exit
 from launch.sweep.events import read_history
 from launch.sweep.folder import ENDED, Entry, Outcome, Plan
-from launch.sweep.trial import PARENT, end_strays, say
+from launch.sweep.trial import SWEEP_PID_VARIABLE, end_leftover_processes, log
 
-FRUITLESS = 3
+MAX_FAILURES_WITHOUT_STEP = 3
 """Trials that failed in a row without a step, after which no further one is started."""
 
 
-def gpus() -> list[str]:
-    """The devices that may be used: CUDA_VISIBLE_DEVICES, else what nvidia-smi lists. None without a GPU."""
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if told is not None:
-        return [name.strip() for name in told.split(",") if name.strip() not in ("", "-1")]
+def visible_gpus() -> list[str]:
+    """CUDA_VISIBLE_DEVICES, else what nvidia-smi lists; empty without a GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -35,9 +35,9 @@ def gpus() -> list[str]:
 
 
 def slot_environments(plan: Plan, devices: list[str]) -> list[dict[str, str]]:
-    """What each slot's trials are told of their share of the machine.
+    """Environment variables of each slot: its threads and GPUs.
 
-    Raises UserError: there are GPUs, and fewer than the slots take.
+    Raises UserError: there are GPUs, but fewer than the slots take.
     """
     slots, each = min(plan.slots, len(plan.current)), plan.processes
     if devices and slots * each > len(devices):
@@ -48,22 +48,22 @@ def slot_environments(plan: Plan, devices: list[str]) -> list[dict[str, str]]:
     threads = max(1, len(os.sched_getaffinity(0)) // (slots * each))
     found = []
     for slot in range(slots):
-        told = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
+        environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
         if devices:
-            told["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot * each : (slot + 1) * each])
-        found.append(told)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot * each : (slot + 1) * each])
+        found.append(environment)
     return found
 
 
 class Slots:
-    """Runs what has not ended yet, in the order of the file, and stays until the last trial is over."""
+    """Runs the trials that have not ended yet, in the order of the file, until the last one has."""
 
     def __init__(self, plan: Plan, slots: list[dict[str, str]]) -> None:
         self._plan, self._slots = plan, slots
         self._running: dict[int, tuple[Entry, subprocess.Popen[bytes]]] = {}
-        self._why_stop: str | None = None
+        self._stop_reason: str | None = None
         self._signals = 0
-        self._fruitless = 0
+        self._failures_without_step = 0
 
     def run(self) -> int:
         """The sweep's exit code: 0 all trials ended, 3 all of them by numerics, 75 stopped, 1 some failed."""
@@ -71,23 +71,23 @@ class Slots:
             signal.signal(number, self._stop)
         waiting = deque(entry for entry in self._plan.current if self._plan.outcome(entry).status not in ENDED)
         ends = time.monotonic() + 60 * self._plan.minutes if self._plan.minutes else None
-        told = 0
-        while self._running or (waiting and self._why_stop is None):
+        signals_sent = 0
+        while self._running or (waiting and self._stop_reason is None):
             for slot in range(len(self._slots)):
-                if slot not in self._running and waiting and self._why_stop is None:
+                if slot not in self._running and waiting and self._stop_reason is None:
                     self._start(slot, waiting.popleft())
             time.sleep(0.1)
             for slot in [slot for slot, (_, process) in self._running.items() if process.poll() is not None]:
                 self._ended(*self._running.pop(slot))
-            if ends is not None and time.monotonic() > ends and self._why_stop is None:
-                self._why_stop = f"the {self._plan.minutes:g} minutes are up"
-            if self._why_stop is not None and told < max(1, self._signals):
-                told = max(1, self._signals)
-                self._ask_all()
+            if ends is not None and time.monotonic() > ends and self._stop_reason is None:
+                self._stop_reason = f"the {self._plan.minutes:g} minutes are up"
+            if self._stop_reason is not None and signals_sent < max(1, self._signals):
+                signals_sent = max(1, self._signals)
+                self._signal_all()
         return self._exit_code()
 
     def _start(self, slot: int, entry: Entry) -> None:
-        environment = {**os.environ, **self._slots[slot], PARENT: str(os.getpid())}
+        environment = {**os.environ, **self._slots[slot], SWEEP_PID_VARIABLE: str(os.getpid())}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "launch.sweep", "--trial", str(entry.index), str(self._plan.folder)]
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -95,26 +95,26 @@ class Slots:
 
     def _ended(self, entry: Entry, process: subprocess.Popen[bytes]) -> None:
         outcome = self._plan.outcome(entry)
-        if outcome.status == "running" or process.returncode < 0:  # it did not come to put down an end
-            end_strays(self._plan.run_folder(entry))
-            reason = f"the sweep's process for this trial {ended_how(process.returncode)}"
+        if outcome.status == "running" or process.returncode < 0:  # it did not record its end
+            end_leftover_processes(self._plan.run_folder(entry))
+            reason = f"the sweep's process for this trial {describe_exit(process.returncode)}"
             outcome = Outcome("crashed", reason, process.returncode, outcome.starts, outcome.seconds)
             self._plan.record(entry, outcome)
-            say(f"trial {entry.index} ({entry.label}) crashed: {reason}")
+            log(f"trial {entry.index} ({entry.label}) crashed: {reason}")
         failed = outcome.status in ("crashed", "refused")
         no_step = failed and not read_history(self._plan.run_folder(entry)).steps
-        self._fruitless = self._fruitless + 1 if no_step else 0
-        if self._fruitless >= FRUITLESS and self._why_stop is None:
-            self._why_stop = f"{FRUITLESS} trials in a row failed before their first step, the others would as well"
+        self._failures_without_step = self._failures_without_step + 1 if no_step else 0
+        if self._failures_without_step >= MAX_FAILURES_WITHOUT_STEP and self._stop_reason is None:
+            self._stop_reason = f"{MAX_FAILURES_WITHOUT_STEP} trials in a row failed before their first step"
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
-        self._why_stop = self._why_stop or signal.Signals(number).name
+        self._stop_reason = self._stop_reason or signal.Signals(number).name
 
-    def _ask_all(self) -> None:
-        """Once: every run saves and ends. Once more: they are killed."""
-        what = "running trials save and end; once more kills them" if self._signals < 2 else "running trials are killed"
-        say(f"{self._why_stop}: {what}")
+    def _signal_all(self) -> None:
+        """The first time every run saves and ends; the second time they are killed."""
+        what = "save and end; a second signal kills them" if self._signals < 2 else "are killed"
+        log(f"{self._stop_reason}: running trials {what}")
         for _, process in self._running.values():
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
@@ -122,7 +122,7 @@ class Slots:
     def _exit_code(self) -> int:
         found = {self._plan.outcome(entry).status for entry in self._plan.current}
         if found & {"waiting", "running", "stopped"}:
-            return PREEMPTED if not self._fruitless >= FRUITLESS else 1
+            return PREEMPTED if self._failures_without_step < MAX_FAILURES_WITHOUT_STEP else 1
         if found & {"crashed", "refused"}:
             return 1
         return DIVERGED if found == {"diverged"} else 0

@@ -1,4 +1,4 @@
-"""What a sweep found: its trials ranked, what each cost, and why it ended; as text, Markdown and JSON."""
+"""A sweep's results: its trials ranked, what each cost and why it ended, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from launch.sweep.events import LAST_STEPS, History, read_history
 from launch.sweep.file import as_setting
 from launch.sweep.folder import ENDED, Entry, Outcome, Plan
 
-_FIRST = ("done", "running", "stopped", "hopeless", "crashed", "refused", "diverged", "waiting")
-"""Trials that came to their end are ranked before those that did not: their losses are of different steps."""
+_STATUS_ORDER = ("done", "running", "stopped", "hopeless", "crashed", "refused", "diverged", "waiting")
+"""Finished trials rank before unfinished ones, whose losses are of other steps."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Results:
 def results_of(plan: Plan) -> Results:
     """Read every trial's record and events."""
     found = [(entry, plan.outcome(entry), read_history(plan.run_folder(entry))) for entry in plan.current]
-    # Losses of one kind only are ranked: one trial that came to its end without an evaluation, and none is.
-    whole = [history for _, outcome, history in found if outcome.status == "done"] or [item[2] for item in found]
-    validated = all(history.evaluations for history in whole)
+    # All are ranked by the same loss: by the validation loss only if every finished trial has one.
+    finished = [history for _, outcome, history in found if outcome.status == "done"] or [item[2] for item in found]
+    validated = all(history.evaluations for history in finished)
     rows = []
     for entry, outcome, history in found:
         loss = history.validation_loss if validated else history.training_loss
@@ -106,12 +106,12 @@ def results_of(plan: Plan) -> Results:
 
 
 def _rank(row: Row) -> tuple[int, float, int]:
-    known = row.loss is not None and not math.isnan(row.loss)
-    return (_FIRST.index(row.outcome.status), row.loss if known and row.loss is not None else math.inf, row.entry.index)
+    loss = math.inf if row.loss is None or math.isnan(row.loss) else row.loss
+    return _STATUS_ORDER.index(row.outcome.status), loss, row.entry.index
 
 
 def as_markdown(results: Results) -> str:
-    """The table and what it cost, as sweep.md has it and a terminal shows it."""
+    """The ranked table and the cost, for sweep.md and the terminal."""
     plan, whole = results.plan, results.as_dict()
     lines = [f"# {plan.name}: {len(results.rows)} trials, ranked by {results.ranked_by}", "", *_table(results), ""]
     seeds = _over_seeds(results)

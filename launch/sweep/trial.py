@@ -1,7 +1,7 @@
 """One trial of a sweep, from its start or its newest checkpoint to its end: also a task of a Slurm array.
 
-It is a process of its own, so that what comes of its launcher is in its reach alone. It reads its run's events while
-they are written, holds them against the other trials', and asks the run to save and end when it is hopeless.
+It is a process of its own, because a Job ends all of its process's descendants. It reads its run's events while they
+are written, compares them with the other trials', and has the run save and end when it is hopeless.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from types import FrameType
 from config.child_jobs import LAUNCHER_VARIABLES, error_line, free_port
 from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED, REPOSITORY
 from config.errors import UserError
-from launch.job import KILL_AFTER_SECONDS, Job, ended_how
+from launch.job import KILL_AFTER_SECONDS, Job, describe_exit
 from launch.sweep.events import History, refreshed
 from launch.sweep.file import as_setting
-from launch.sweep.folder import ENDED, Entry, Outcome, Plan, Status, held
-from launch.sweep.rule import verdict
+from launch.sweep.folder import ENDED, Entry, Outcome, Plan, Status, lock_file
+from launch.sweep.rule import hopeless_reason
 
-MARK = "MANTISSA_SWEEP_TRIAL"
-"""Environment variable that every process of a trial has: its run folder."""
-PARENT = "MANTISSA_SWEEP_PARENT"
-"""Environment variable: pid of the sweep that a trial must not outlive."""
+RUN_FOLDER_VARIABLE = "MANTISSA_SWEEP_TRIAL"
+"""Environment variable of every process of a trial: its run folder."""
+SWEEP_PID_VARIABLE = "MANTISSA_SWEEP_PARENT"
+"""Environment variable: pid of the sweep, which a trial must not outlive."""
 POLL_SECONDS = 0.3
 RECORD_SECONDS = 20.0
-"""How often the time that a trial took is put down while it runs."""
+"""How often the time that a trial took is recorded while it runs."""
 _PR_SET_PDEATHSIG = 1
 _EXIT_CODES: dict[Status, int] = {"done": 0, "hopeless": 0, "diverged": DIVERGED, "refused": CONFIG_ERROR}
 
 
 def run_trial(plan: Plan, entry: Entry) -> int:
-    """Bring one trial to its end, or as far as it is let.
+    """Run one trial to its end, unless it is stopped.
 
-    The exit code: 0 done or hopeless, 2 refused, 3 numerics, 75 asked to stop and saved, 1 anything else.
+    The exit code: 0 done or hopeless, 2 refused, 3 numerics, 75 stopped on request and saved, 1 anything else.
     """
-    _end_with_the_sweep()
-    with held(plan.folder / "trials" / f"{entry.index:03d}.lock", wait=True):
+    _end_with_sweep()
+    with lock_file(plan.folder / "trials" / f"{entry.index:03d}.lock", wait=True):
         outcome = plan.outcome(entry)
-        end_strays(plan.run_folder(entry))
+        end_leftover_processes(plan.run_folder(entry))
         if outcome.status not in ENDED:
             outcome = _Running(plan, entry, outcome).run()
             plan.record(entry, outcome)
-    say(f"trial {entry.index} ({entry.label}) {outcome.status}" + (f": {outcome.reason}" if outcome.reason else ""))
+    log(f"trial {entry.index} ({entry.label}) {outcome.status}" + (f": {outcome.reason}" if outcome.reason else ""))
     return PREEMPTED if outcome.status == "stopped" else _EXIT_CODES.get(outcome.status, 1)
 
 
 def command_of(plan: Plan, entry: Entry, *, on_gpus: bool) -> list[str]:
-    """The command line that starts a trial or goes on with it; a launcher gets a port of its own."""
+    """The command line that starts or resumes a trial; a launcher gets a port of its own."""
     words = list(plan.launcher)
     if not words:
         words = [sys.executable]
@@ -63,7 +63,7 @@ def command_of(plan: Plan, entry: Entry, *, on_gpus: bool) -> list[str]:
     program, given = Path(words[0]).name, {word.partition("=")[0].replace("_", "-") for word in words}
     if program == "deepspeed":
         if on_gpus and "--num-gpus" in given:
-            # With --num_gpus it leaves CUDA_VISIBLE_DEVICES aside, and every slot would take the first GPUs.
+            # With --num_gpus it ignores CUDA_VISIBLE_DEVICES, and every slot would take the first GPUs.
             words = _without(words, "--num-gpus")
         if "--master-port" not in given:
             words[1:1] = ["--master_port", str(free_port())]
@@ -73,7 +73,7 @@ def command_of(plan: Plan, entry: Entry, *, on_gpus: bool) -> list[str]:
         words[2:2] = ["--main_process_port", str(free_port())]
     own = {"run.dir": str(plan.folder), "run.name": entry.name}
     if entry.resolved["run"]["resume"] in ("auto", "never") or any(plan.run_folder(entry).glob("checkpoints/step-*")):
-        own["run.resume"] = "auto"  # one that starts from a given checkpoint goes on from its own
+        own["run.resume"] = "auto"  # a run started from a given checkpoint resumes from its own
     settings = [*entry.settings, *(f"{key}={as_setting(value)}" for key, value in own.items())]
     return [*words, str(REPOSITORY / "train.py"), "--config", plan.config, *settings]
 
@@ -87,57 +87,56 @@ class _Running:
         self._others = [
             History(plan.run_folder(other) / "events.jsonl") for other in plan.trials if other.index != entry.index
         ]
-        self._judged = 0
+        self._judged_step = 0
         self._hopeless: str | None = None
-        self._asked = False
-        self._told_once = self._kill = False
+        self._stop_requested = self._terminated = self._kill = False
         self._job: Job | None = None
 
     def run(self) -> Outcome:
-        """Start the run and stay with it. What became of the trial."""
+        """Start the run, wait for it, and return the trial's outcome."""
         self._history.refresh()
         if self._history.ended is not None and self._history.ended.get("exit_code") in (0, DIVERGED):
-            return self._outcome(0, 0.0, "")  # the run had ended, and nobody was there to put it down
+            return self._outcome(0, 0.0, "")  # the run ended after the process that should record it
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._ask)
-        log = self._plan.log(self._entry)
-        began_at = log.stat().st_size if log.is_file() else 0
-        says = sys.stdout
-        with log.open("a", buffering=1, errors="replace") as output:
-            sys.stdout = output  # where the job's lines go
+            signal.signal(number, self._request_stop)
+        path = self._plan.log_path(self._entry)
+        size_before = path.stat().st_size if path.is_file() else 0
+        stdout = sys.stdout
+        with path.open("a", buffering=1, errors="replace") as output:
+            sys.stdout = output  # where Job writes the job's output
             try:
                 began = time.monotonic()
-                code = self._until_the_end(began)
+                code = self._run_job(began)
             finally:
-                sys.stdout = says
-        with log.open("rb") as file:
-            file.seek(began_at)
-            words = error_line(file.read().decode(errors="replace"))[:300]
-        return self._outcome(code, time.monotonic() - began, words)
+                sys.stdout = stdout
+        with path.open("rb") as file:
+            file.seek(size_before)
+            error = error_line(file.read().decode(errors="replace"))[:300]
+        return self._outcome(code, time.monotonic() - began, error)
 
-    def _until_the_end(self, began: float) -> int:
+    def _run_job(self, began: float) -> int:
         entry, starts = self._entry, self._before.starts + 1
         command = command_of(self._plan, entry, on_gpus=bool(os.environ.get("CUDA_VISIBLE_DEVICES")))
         for name in LAUNCHER_VARIABLES:
             os.environ.pop(name, None)
-        os.environ[MARK] = str(self._plan.run_folder(entry))
+        os.environ[RUN_FOLDER_VARIABLE] = str(self._plan.run_folder(entry))
         os.environ["MASTER_PORT"] = str(free_port())
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         print(f"$ {' '.join(command)}", flush=True)
         self._plan.record(entry, dataclasses.replace(self._before, status="running", starts=starts))
         again = f", start {starts}" if starts > 1 else ""
-        say(f"trial {entry.index} ({entry.label}) runs{again}; {self._plan.log(entry)}")
+        log(f"trial {entry.index} ({entry.label}) runs{again}; {self._plan.log_path(entry)}")
         self._job = job = Job(command)
         codes: list[int] = []
         waiter = threading.Thread(target=lambda: codes.append(job.wait()), daemon=True)
         waiter.start()
-        recorded, obeyed = began, False
+        recorded, stop_sent = began, False
         while waiter.is_alive():
             waiter.join(POLL_SECONDS)
             if self._kill:
                 job.kill()
-            elif self._asked or self._hopeless:
-                obeyed = obeyed or job.ask_to_stop()  # no rank yet: ask again
+            elif self._stop_requested or self._hopeless:
+                stop_sent = stop_sent or job.request_stop()  # no rank yet: try again
             else:
                 self._judge()
             if time.monotonic() - recorded > RECORD_SECONDS:
@@ -146,83 +145,83 @@ class _Running:
                 self._plan.record(entry, Outcome("running", "", None, starts, seconds))
         return codes[0] if codes[0] else job.failed_code() or 0
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        """Save and end; a second SIGTERM or Ctrl-C kills. SIGUSR1 may come again and again, as Slurm's script does."""
-        self._kill = self._kill or self._told_once and number != signal.SIGUSR1
-        self._told_once = self._told_once or number != signal.SIGUSR1
-        self._asked = True
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        """Save and end; a second SIGTERM or Ctrl-C kills. SIGUSR1 may repeat, as the Slurm script sends it."""
+        self._kill = self._kill or self._terminated and number != signal.SIGUSR1
+        self._terminated = self._terminated or number != signal.SIGUSR1
+        self._stop_requested = True
 
     def _judge(self) -> None:
         rule = self._plan.hopeless
         if rule is None or not self._history.refresh():
             return
         reports = self._history.reports(rule)
-        fresh = [count for count, report in enumerate(reports, start=1) if report.step > self._judged]
+        fresh = [count for count, report in enumerate(reports, start=1) if report.step > self._judged_step]
         if not fresh:
             return
         others = [history.reports(rule) for history in refreshed(self._others)]
         for count in fresh:
-            self._judged = reports[count - 1].step
-            self._hopeless = verdict(reports[:count], others, rule)
+            self._judged_step = reports[count - 1].step
+            self._hopeless = hopeless_reason(reports[:count], others, rule)
             if self._hopeless:
-                say(f"trial {self._entry.index} is asked to save and end: {self._hopeless}")
+                log(f"trial {self._entry.index} is stopped: {self._hopeless}")
                 return
 
-    def _outcome(self, code: int, seconds: float, words: str) -> Outcome:
-        """What the run itself said about its end counts; what the launcher's exit code says, else."""
+    def _outcome(self, code: int, seconds: float, error: str) -> Outcome:
+        """From the run's own run_end event; without one from the launcher's exit code."""
         self._history.refresh()
-        said = self._history.ended or {}
-        code = code if said.get("exit_code") is None else int(said["exit_code"])
-        reason = str(said.get("reason", "") or "")
+        end = self._history.ended or {}
+        code = code if end.get("exit_code") is None else int(end["exit_code"])
+        reason = str(end.get("reason", "") or "")
         status: Status
         if code == 0:
             status, reason = "done", ""
         elif code == DIVERGED:
-            status, reason = "diverged", reason or words
+            status, reason = "diverged", reason or error
         elif code == PREEMPTED and self._hopeless:
             status, reason = "hopeless", self._hopeless
-        elif self._asked or code == PREEMPTED:
+        elif self._stop_requested or code == PREEMPTED:
             status = "stopped"
         elif code == CONFIG_ERROR:
-            status, reason = "refused", words
+            status, reason = "refused", error
         else:
-            status, reason = "crashed", reason or f"{ended_how(code)}: {words}"
+            status, reason = "crashed", reason or f"{describe_exit(code)}: {error}"
         starts, before = self._before.starts + bool(seconds), self._before.seconds
         return Outcome(status, reason, code, starts, before + seconds)
 
 
-def end_strays(run_folder: Path) -> None:
-    """End what an earlier start of a trial left on this machine: its process was killed, or all of the sweep."""
+def end_leftover_processes(run_folder: Path) -> None:
+    """End what an earlier start of a trial left running on this machine because it, or the whole sweep, was killed."""
     ends = time.monotonic() + KILL_AFTER_SECONDS
-    number = signal.SIGTERM  # a rank saves; the launcher goes
-    while strays := _marked(run_folder):
-        for pid in strays:
+    number = signal.SIGTERM  # a rank saves; the launcher ends
+    while leftover := _trial_processes(run_folder):
+        for pid in leftover:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         if number is signal.SIGTERM:
-            say(f"{len(strays)} processes of {run_folder.name} were left behind by an earlier start; they are ended")
+            log(f"{len(leftover)} processes of {run_folder.name} were left behind by an earlier start; they are ended")
         number = signal.SIGKILL if time.monotonic() > ends else signal.Signals(signal.SIGCONT)
         time.sleep(0.2)
 
 
-def say(line: str) -> None:
-    """One line of the sweep's own."""
+def log(line: str) -> None:
+    """Write one line of the sweep's own to stderr."""
     os.write(2, f"sweep: {line}\n".encode())
 
 
-def _marked(run_folder: Path) -> list[int]:
-    """Processes of a trial on this machine, this one not among them."""
-    mark, found = f"{MARK}={run_folder}".encode(), []
+def _trial_processes(run_folder: Path) -> list[int]:
+    """Pids of a trial's processes on this machine, this one excepted."""
+    variable, found = f"{RUN_FOLDER_VARIABLE}={run_folder}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if mark in path.read_bytes().split(b"\0") and path.parent.name != str(os.getpid()):
+            if variable in path.read_bytes().split(b"\0") and path.parent.name != str(os.getpid()):
                 found.append(int(path.parent.name))
     return found
 
 
-def _end_with_the_sweep() -> None:
-    """A sweep that is killed takes its trials with it: they get SIGUSR1 from the kernel, save and end."""
-    parent = os.environ.pop(PARENT, None)
+def _end_with_sweep() -> None:
+    """When the sweep is killed, its trials get SIGUSR1 from the kernel, save and end."""
+    parent = os.environ.pop(SWEEP_PID_VARIABLE, None)
     if parent is None:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)

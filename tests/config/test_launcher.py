@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from config.errors import UserError
-from config.launcher import Place, launch_command, read_place
+from config.launcher import RankEnv, launch_command, read_rank_env
 
 MASTER = {"MASTER_ADDR": "a", "MASTER_PORT": 5}
 
@@ -19,16 +19,16 @@ def environment(**values: int | str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("variables", "option", "expected"),
     [
-        ({}, None, Place(0, 1, 0)),
-        ({}, 0, Place(0, 1, 0)),
-        ({"LOCAL_RANK": 0}, None, Place(0, 1, 0)),
-        ({"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1}, None, Place(5, 8, 1)),
-        ({"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1}, 1, Place(5, 8, 1)),
-        ({"RANK": 5, "WORLD_SIZE": 8}, 1, Place(5, 8, 1)),
+        ({}, None, RankEnv(0, 1, 0)),
+        ({}, 0, RankEnv(0, 1, 0)),
+        ({"LOCAL_RANK": 0}, None, RankEnv(0, 1, 0)),
+        ({"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1}, None, RankEnv(5, 8, 1)),
+        ({"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1}, 1, RankEnv(5, 8, 1)),
+        ({"RANK": 5, "WORLD_SIZE": 8}, 1, RankEnv(5, 8, 1)),
     ],
 )
-def test_a_whole_environment(variables: dict[str, int], option: int | None, expected: Place) -> None:
-    assert read_place(environment(**variables), option) == expected
+def test_a_whole_environment(variables: dict[str, int], option: int | None, expected: RankEnv) -> None:
+    assert read_rank_env(environment(**variables), option) == expected
 
 
 @pytest.mark.parametrize(
@@ -61,55 +61,55 @@ def test_a_whole_environment(variables: dict[str, int], option: int | None, expe
 )
 def test_a_partial_or_contradictory_environment(variables: dict[str, int], option: int | None, expected: str) -> None:
     with pytest.raises(UserError) as caught:
-        read_place(environment(**variables), option)
+        read_rank_env(environment(**variables), option)
     assert str(caught.value).startswith(expected)
     assert "\n" not in str(caught.value)
 
 
 def test_tasks_of_slurm_without_ranks_do_not_train_alone_side_by_side() -> None:
     with pytest.raises(UserError, match="Slurm started 2 tasks and RANK is not set"):
-        read_place(environment(SLURM_STEP_NUM_TASKS=2), None)
+        read_rank_env(environment(SLURM_STEP_NUM_TASKS=2), None)
     ranked = environment(SLURM_STEP_NUM_TASKS=2, RANK=1, WORLD_SIZE=2, LOCAL_RANK=0)
-    assert read_place(ranked, None) == Place(1, 2, 0)
-    assert read_place(environment(SLURM_STEP_NUM_TASKS=1), None) == Place(0, 1, 0)
+    assert read_rank_env(ranked, None) == RankEnv(1, 2, 0)
+    assert read_rank_env(environment(SLURM_STEP_NUM_TASKS=1), None) == RankEnv(0, 1, 0)
 
 
 @pytest.mark.parametrize(
     ("place", "variables", "expected"),
     [
-        (Place(0, 1, 0), {}, "python"),
-        (Place(0, 2, 0), {"LOCAL_SIZE": 2}, "deepspeed --num_gpus 2"),
-        (Place(0, 1, 0), {"LOCAL_SIZE": 1}, "deepspeed --num_gpus 1"),
+        (RankEnv(0, 1, 0), {}, "python"),
+        (RankEnv(0, 2, 0), {"LOCAL_SIZE": 2}, "deepspeed --num_gpus 2"),
+        (RankEnv(0, 1, 0), {"LOCAL_SIZE": 1}, "deepspeed --num_gpus 1"),
         (
-            Place(9, 64, 1),
+            RankEnv(9, 64, 1),
             {"LOCAL_SIZE": 8},
             "deepspeed --hostfile launch/deepspeed/hostfile --num_nodes 8 --num_gpus 8",
         ),
-        (Place(0, 2, 0), {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": 2}, "torchrun --nproc_per_node 2"),
+        (RankEnv(0, 2, 0), {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": 2}, "torchrun --nproc_per_node 2"),
         (
-            Place(0, 16, 0),
+            RankEnv(0, 16, 0),
             {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": 8, "GROUP_RANK": 1, **MASTER},
             "torchrun --nnodes 2 --node_rank 1 --master_addr a --master_port 5 --nproc_per_node 8",
         ),
         (
-            Place(0, 2, 0),
+            RankEnv(0, 2, 0),
             {"ACCELERATE_MIXED_PRECISION": "no", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": 2},
             "accelerate launch --num_processes 2",
         ),
         (
-            Place(0, 2, 0),
+            RankEnv(0, 2, 0),
             {"ACCELERATE_USE_DEEPSPEED": "true", "LOCAL_SIZE": 2},
             "accelerate launch --use_deepspeed --num_processes 2",
         ),
         (
-            Place(8, 16, 0),
+            RankEnv(8, 16, 0),
             {"ACCELERATE_USE_DEEPSPEED": "true", "LOCAL_WORLD_SIZE": 8, "GROUP_RANK": 1, **MASTER},
             "accelerate launch --use_deepspeed --num_processes 16 --deepspeed_multinode_launcher standard "
             "--num_machines 2 --machine_rank 1 --main_process_ip a --main_process_port 5 --rdzv_backend static",
         ),
     ],
 )
-def test_the_command_that_starts_the_run_again(place: Place, variables: dict[str, int], expected: str) -> None:
+def test_the_command_that_starts_the_run_again(place: RankEnv, variables: dict[str, int], expected: str) -> None:
     arguments = ["--config", "a b.yaml", "faults=[{kind: inf_gradient, step: 3}]"]
     command = launch_command(place, environment(**variables), arguments)
     assert command.startswith(f"{expected} train.py ")
@@ -118,5 +118,5 @@ def test_the_command_that_starts_the_run_again(place: Place, variables: dict[str
 
 def test_whoever_starts_train_py_by_other_means_says_how() -> None:
     given = environment(LOCAL_SIZE=2, MANTISSA_START="sbatch --nodes=2 launch/slurm/train.sbatch")
-    command = launch_command(Place(0, 2, 0), given, ["--config", "a b.yaml"])
+    command = launch_command(RankEnv(0, 2, 0), given, ["--config", "a b.yaml"])
     assert command == "sbatch --nodes=2 launch/slurm/train.sbatch --config 'a b.yaml'"

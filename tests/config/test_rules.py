@@ -42,7 +42,7 @@ REFUSED = [
     (["precision.path=manifest"], "precision.manifest is missing for precision.path = manifest"),
     (
         ["precision.path=manifest", "precision.manifest=m.json", "precision.compute=bf16"],
-        "precision.compute = bf16 does not go with precision.path = manifest",
+        "precision.compute = bf16 cannot be combined with precision.path = manifest",
     ),
     (["precision.manifest=m.json"], "precision.manifest is only read by precision.path = manifest"),
     (["precision.loss_scale.initial=1000"], "precision.loss_scale.initial = 1000 is not a power of two"),

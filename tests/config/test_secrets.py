@@ -18,9 +18,9 @@ KEY = "7f" * 32
         ([f"checkpoint.encryption_key=env:{KEY}"], "never the key itself"),
         (["checkpoint.dir=s3://me:hush@bucket/x"], "checkpoint.dir: holds a user or password"),
         (["checkpoint.dir=s3://bucket", "checkpoint.storage_options={secret: hush}"], "storage_options.secret: looks"),
-        (["checkpoint.dir=/mnt/runs"], "checkpoint.dir = /mnt/runs: is no URL; a folder is set with run.dir"),
-        (["checkpoint.storage_options={anon: true}"], "are of no use without checkpoint.dir"),
-        (["checkpoint.accept_plain=true"], "is of no use without checkpoint.encryption_key"),
+        (["checkpoint.dir=/mnt/runs"], "checkpoint.dir = /mnt/runs: is not a URL; set a folder with run.dir"),
+        (["checkpoint.storage_options={anon: true}"], "have no effect without checkpoint.dir"),
+        (["checkpoint.accept_plain=true"], "has no effect without checkpoint.encryption_key"),
     ],
 )
 @pytest.mark.parametrize("shown", [[], ["--show-config"]])

@@ -27,7 +27,7 @@ def test_the_text_is_as_long_as_was_asked(texts: Path, tmp_path: Path, megabytes
     source = DataSection(source="text", path=str(texts))
     out = tmp_path / "out"
     out.mkdir()
-    benchmark.lay_out(source, megabytes, out)
+    benchmark.write_documents(source, megabytes, out)
     written = "".join(path.read_text() for path in sorted(out.iterdir()))
     whole = "".join(path.read_text() for path in sorted(texts.iterdir()))
     assert whole.startswith(written)

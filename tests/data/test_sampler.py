@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from data.sampler import permute, rank_sample_ids, sample_ids
+from data.sampler import permute, sample_ids, split_for_rank
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
@@ -46,16 +46,7 @@ def test_the_global_batch_is_the_same_at_every_world_size(
     whole = sample_ids(position, samples=samples, seed=seed, global_size=48)
     for world_size, micro_size in zip(world_sizes, micro_sizes, strict=True):
         parts = [
-            rank_sample_ids(
-                position,
-                samples=samples,
-                seed=seed,
-                global_size=48,
-                micro_size=micro_size,
-                rank=rank,
-                world_size=world_size,
-            )
-            for rank in range(world_size)
+            split_for_rank(whole, micro_size=micro_size, rank=rank, world_size=world_size) for rank in range(world_size)
         ]
         assert {part.shape for part in parts} == {(48 // (micro_size * world_size), micro_size)}
         # (accumulation, world, micro) laid out flat is the global batch in its own order.
@@ -102,7 +93,7 @@ def test_the_order_is_part_of_the_contract() -> None:
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(UserError, match=r"batch.global_size=10: not a multiple .* 4 x 2"):
-        rank_sample_ids(0, samples=5, seed=0, global_size=10, micro_size=4, rank=0, world_size=2)
+        split_for_rank(np.arange(10), micro_size=4, rank=0, world_size=2)
 
 
 @pytest.mark.parametrize(("position", "samples"), [(0, 0), (-1, 5)])

@@ -43,7 +43,7 @@ def test_tokens_come_back_and_any_safetensors_reader_sees_them(tmp_path: Path, d
 
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4), sequence_length=st.integers(1, 25))
-def test_every_token_is_a_label_at_most_once(
+def test_every_token_is_a_label_at_most_once_and_only_tails_are_left_out(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], sequence_length: int
 ) -> None:
     shards = make(tmp_path_factory.mktemp("shards"), *lengths)
@@ -52,6 +52,9 @@ def test_every_token_is_a_label_at_most_once(
     assert len(set(labels.tolist())) == len(labels)
     # The tokens count up, so a window that crossed into another shard or started elsewhere would show here.
     assert (np.diff(windows, axis=1) == 1).all()
+    used = set(windows.reshape(-1).tolist())
+    tails = [n - (windows * sequence_length + 1 if (windows := (n - 1) // sequence_length) else 0) for n in lengths]
+    assert shards.tokens - len(used) == sum(tails)
     assert shards.sequences(sequence_length) == sum(max(0, (n - 1) // sequence_length) for n in lengths)
 
 

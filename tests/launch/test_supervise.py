@@ -1,4 +1,4 @@
-"""A job is started again when, and only when, that helps; and goes on as if nothing had happened."""
+"""A job is started again when, and only when, that helps; and resumes as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_process_that_outlives_its_launcher_is_ended_before_the_next_start(tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--", "torchrun"], "no train.py behind --"),
+        (["--", "torchrun"], "no train.py after --"),
         (["--", "nowhere", "train.py"], "--config FILE is missing behind train.py"),
         (["--", "nowhere", "train.py", "--config", "config/recipes/demo.yaml"], "cannot start nowhere"),
         (["--", "torchrun", "train.py", "--config", "config/recipes/demo.yaml", "run.stpes=3"], "did you mean"),

@@ -1,4 +1,4 @@
-"""A supervised job of several machines goes on with those that answer.
+"""A supervised job of several machines continues with those that answer.
 
 Programs stand in for ssh and deepspeed; the real ones are in test_two_machines.py, which needs root.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
-from launch.hosts import Hosts, largest
+from launch.hosts import Hosts, most_that_fit
 from tests.support.launches import BIN
 
 DIED = {"exit": 1, "steps": 3, "saved": 2, "end": None}
@@ -93,8 +93,8 @@ def test_a_restart_leaves_out_what_does_not_answer_and_takes_it_back(bench):
     output, _ = job.communicate(timeout=30)
     assert job.returncode == 0, output
     assert bench.started() == ["a slots=2 b slots=2", "a slots=2 --force_multi"]
-    assert "2 of 3 machines: c left out, since batch.global_size cannot be cut up for more processes" in output
-    assert "1 of 3 machines: no answer over ssh from b, c; goes on with 2 processes, same global batch" in output
+    assert "2 of 3 machines: c left out, since batch.global_size does not divide among more processes" in output
+    assert "1 of 3 machines: no answer over ssh from b, c; continues with 2 processes, same global batch" in output
 
 
 def test_too_few_machines_are_waited_for_up_to_a_limit(bench):
@@ -120,7 +120,7 @@ def test_too_few_machines_at_the_start_are_a_mistake(bench):
     ("options", "launcher", "message"),
     [
         (("--min-nodes", "4"), (), "--min-nodes 4: the hostfile has 3"),
-        (("--min-nodes", "1"), ("--include", "a"), "--min-nodes: --include chooses the machines already"),
+        (("--min-nodes", "1"), ("--include", "a"), "--min-nodes: --include selects the machines already"),
         ((), ("--hostfile", "/nowhere"), "/nowhere: cannot be read"),
     ],
 )
@@ -148,7 +148,7 @@ def test_only_the_jobs_own_processes_are_ended(bench, monkeypatch):
     assert mine is not None and other is not None
     sleepers = [subprocess.Popen(["sleep", "100"], env=hosts.environment()) for hosts in (mine, other)]
     try:
-        mine.end(["a"])
+        mine.end_processes(["a"])
         assert sleepers[0].wait(timeout=5) == -signal.SIGTERM
         assert sleepers[1].poll() is None
     finally:
@@ -159,9 +159,9 @@ def test_only_the_jobs_own_processes_are_ended(bench, monkeypatch):
 
 def test_the_largest_number_of_machines_that_fits():
     slots = {"a": 4, "b": 4, "c": 2}
-    assert largest(["a", "b", "c"], slots, lambda processes: 16 % processes == 0) == ["a", "b"]
-    assert largest(["c", "a"], slots, lambda processes: 16 % processes == 0) == ["c"]
-    assert largest(["c", "a"], slots, lambda processes: processes == 7) == []
+    assert most_that_fit(["a", "b", "c"], slots, lambda processes: 16 % processes == 0) == ["a", "b"]
+    assert most_that_fit(["c", "a"], slots, lambda processes: 16 % processes == 0) == ["c"]
+    assert most_that_fit(["c", "a"], slots, lambda processes: processes == 7) == []
 
 
 def test_a_launcher_that_hangs_after_a_rank_was_lost_is_ended():
@@ -170,7 +170,7 @@ def test_a_launcher_that_hangs_after_a_rank_was_lost_is_ended():
     program = (  # in a process of its own, since a job ends all that comes of it
         "from launch import job; job.LINGER_SECONDS = 0.5\n"
         f"it = job.Job(['sh', '-c', {shell!r}])\n"
-        "print(it.wait(), it.cause())"
+        "print(it.wait(), it.failure_cause())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=20, check=False

@@ -133,7 +133,7 @@ def test_what_a_model_does_not_have_is_refused():
         ("activation_memory_gib=3", "model.activation_memory_gib = 3 is only read by"),
         ("activation_checkpointing=budget", "model.activation_memory_gib is missing for"),
         ("activation_checkpointing=ops model.checkpointing_reentrant=true", "model.checkpointing_reentrant = true"),
-        ("activation_checkpointing=attention model.checkpointing_reentrant=true", "= true does not go with"),
+        ("activation_checkpointing=attention model.checkpointing_reentrant=true", "= true cannot be combined with"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(key, words):

@@ -10,7 +10,7 @@ import torch
 
 from config.errors import UserError
 from modeling.activation_checkpointing import apply_activation_checkpointing, blocks_of, recompute_blocks
-from modeling.activation_checkpointing_budget import GIB, Saved, count_saved, keep_within, peak, spread
+from modeling.activation_checkpointing_budget import GIB, Saved, count_saved, peak, recompute_within_budget, spread
 from tests.modeling import activation_checkpointing_cases as cases
 from tests.support.recomputed_models import BLOCKS, FAMILIES, build, bytes_kept, loss_of, tokens
 
@@ -76,7 +76,7 @@ def test_a_budget_is_kept_and_one_block_less_would_break_it(family, attention):
     numbers = set()
     for share in (0.45, 0.55, 0.7, 0.85, 0.99, 1.01):
         budget = int(least + share * (everything - least))
-        choice = keep_within(model, budget / GIB, forward=forward)
+        choice = recompute_within_budget(model, budget / GIB, forward=forward)
         assert [block.gradient_checkpointing for block in blocks] == [i in choice.recomputed for i in range(BLOCKS)]
         assert count_saved(model, forward).total <= choice.peak <= budget
         numbers.add(len(choice.recomputed))
@@ -85,7 +85,7 @@ def test_a_budget_is_kept_and_one_block_less_would_break_it(family, attention):
             assert count_saved(model, forward).total > budget
     assert len(numbers) > 3
     with pytest.raises(UserError, match=r"model.activation_memory_gib = 1e-06: .* take 0.000\d+ GiB at least"):
-        keep_within(model, 1e-6, forward=forward)
+        recompute_within_budget(model, 1e-6, forward=forward)
 
 
 def test_the_largest_rank_decides():
@@ -95,9 +95,11 @@ def test_the_largest_rank_decides():
     def forward() -> None:
         loss_of(model, tokens())
 
-    here = keep_within(model, 1.0, forward=forward)
+    here = recompute_within_budget(model, 1.0, forward=forward)
     assert here.recomputed == ()
-    twice = keep_within(model, here.peak / GIB, forward=forward, largest=lambda sizes: [2 * size for size in sizes])
+    twice = recompute_within_budget(
+        model, here.peak / GIB, forward=forward, largest=lambda sizes: [2 * size for size in sizes]
+    )
     assert len(twice.recomputed) > 1
 
 

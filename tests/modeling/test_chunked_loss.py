@@ -177,7 +177,7 @@ def test_every_model_has_the_loss_of_its_own_logits(family: str) -> None:
     model.zero_grad()
     head = ChunkedHead(model, chunk_tokens=5)
     with torch.no_grad():
-        head.learn(lambda: model(input_ids=ids[:1, :2], use_cache=False))
+        head.detect_logit_transform(lambda: model(input_ids=ids[:1, :2], use_cache=False))
     with head.loss_of(labels, 1.0):
         chunked = model(input_ids=ids, use_cache=False).logits.sum()
     chunked.backward()
@@ -198,7 +198,7 @@ def test_a_model_that_does_something_else_to_its_logits_is_told() -> None:
     ):
         handle = model.register_forward_hook(lambda module, inputs, output, spoil=spoil: (spoil(output), output)[1])
         with torch.no_grad(), pytest.raises(ValueError, match=reason):
-            head.learn(lambda: model(input_ids=ids, use_cache=False))
+            head.detect_logit_transform(lambda: model(input_ids=ids, use_cache=False))
         handle.remove()
     head.close()
     model.lm_head = torch.nn.Sequential(model.lm_head)

@@ -245,7 +245,7 @@ def test_auto_is_liger_where_it_can_be_had(pair: Any) -> None:
         (
             ("model.activation_checkpointing=ops",),
             None,
-            "rank 0: liger does not go with model.activation",
+            "rank 0: liger cannot be combined with model.activation",
         ),
         (("model.architecture=gpt2", "model.config={n_embd: 32, n_layer: 1, n_head: 2}"), None, "known here for gpt2"),
         ((), 1, "because of rank 1: model.kernels = liger: RMSNorm in LlamaRMSNorm is"),

@@ -11,11 +11,11 @@ from precision.envelope import (
     PATIENCE,
     Bounds,
     Cell,
+    DivergenceWatch,
     Failure,
     Setting,
     Trial,
     Tried,
-    Watch,
     climb,
     explore,
     parity_failure,
@@ -28,11 +28,11 @@ RATES = [0.001 * 2**power for power in range(9)]
 
 def watched(losses, *, most_skips=20, norms=None, routine=False, applied=None):
     """(step, reason) of the first failure that the watch sees; None without one."""
-    watch = Watch(window=5, most_skips=most_skips)
+    watch = DivergenceWatch(window=5, most_skips=most_skips)
     for index, loss in enumerate(losses):
         norm = norms[index] if norms else 1.0
         here = applied[index] if applied else True
-        why = watch.see(loss, grad_norm=norm, routine=routine, applied=here)
+        why = watch.failure(loss, grad_norm=norm, routine=routine, applied=here)
         if why:
             return index + 1, why
     return None

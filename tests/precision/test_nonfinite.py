@@ -12,7 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.linear_cross_entropy import label_loss_sum
-from precision.nonfinite import LOSS, Finding, Inspector, check_parameters, describe
+from precision.findings import LOSS, Finding, check_parameters, describe
+from precision.nonfinite import Inspector
 
 INF, NAN = math.inf, math.nan
 VOCABULARY = 64

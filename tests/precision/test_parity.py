@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from config.schema import ParitySection
-from precision.parity import Check, Walk, first_parting, judge_steps
+from precision.parity import Check, Walk, first_divergence, judge_steps
 from precision.trajectories import Trajectory, control_factor, first_departure, judge_trajectories, running_median
 
 BOUNDS = ParitySection()
@@ -216,7 +216,7 @@ def test_a_point_has_to_come_back_as_it_was() -> None:
     assert "a flipped byte" in checks["restored_share"].note
 
 
-def test_the_first_parting_is_the_first_in_execution_of_the_first_step() -> None:
+def test_the_first_divergence_is_the_first_in_execution_of_the_first_step() -> None:
     bad = step(2, own_error={"a": 0.5, "b": 0.9})
-    assert first_parting([Walk(0, True, [step(1), bad])], BOUNDS) == {"step": 2, "module": "a", "own_error": 0.5}
-    assert first_parting([Walk(0, True, [step(1)])], BOUNDS) is None
+    assert first_divergence([Walk(0, True, [step(1), bad])], BOUNDS) == {"step": 2, "module": "a", "own_error": 0.5}
+    assert first_divergence([Walk(0, True, [step(1)])], BOUNDS) is None

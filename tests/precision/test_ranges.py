@@ -49,15 +49,12 @@ def test_a_spread_counts_what_a_plain_loop_counts(monkeypatch):
     assert found.counts[0] and found.counts[-1]
 
 
-def test_shares_and_quantiles_are_those_of_the_values():
+def test_shares_are_those_of_the_values():
     values = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 1e-6
     found = spread_of(values)
     assert found.share_below(-25) == pytest.approx(float((values.abs() < 2.0**-25).double().mean()), abs=1e-12)
     assert found.share_below(-25) == pytest.approx(float(underflow_share(values, torch.float16).flushed), abs=1e-6)
     assert found.share_below(-400) == 0.0 and found.share_below(400) == 1.0
-    for share in (0.001, 0.5, 0.999, 1.0):
-        exact = float(values.abs().double().quantile(share, interpolation="higher"))
-        assert 2.0 ** found.quantile(share) <= exact < 2.0 ** (found.quantile(share) + 1)
 
 
 def test_merging_is_counting_all_values_at_once():

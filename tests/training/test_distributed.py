@@ -14,7 +14,7 @@ import pytest
 
 from config.child_jobs import free_port
 from config.machine import op_builds
-from config.machine.cores import cpus_text, plan, read_cores
+from config.machine.cores import cpus_text, divide_cores, read_cores
 
 PROGRAM = """
 import json, os, sys, torch
@@ -86,7 +86,7 @@ def test_killed_ranks_leave_no_shared_memory(outputs):
     sum(map(len, read_cores(frozenset(os.sched_getaffinity(0))).values())) < 2, reason="two ranks need two cores"
 )
 def test_ranks_are_bound_to_cores_of_their_own_with_all_their_threads(outputs):
-    expected = plan(read_cores(frozenset(os.sched_getaffinity(0))), 2)
+    expected = divide_cores(read_cores(frozenset(os.sched_getaffinity(0))), 2)
     assert not expected[0].cpus & expected[1].cpus
     for share, output in zip(expected, outputs[:2], strict=True):
         (told,) = [line for line in output.splitlines() if line.startswith("cores [")]

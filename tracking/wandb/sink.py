@@ -21,7 +21,7 @@ from typing import Any
 
 from config.cli import REPOSITORY
 from config.files import write_atomically
-from config.machine import binding as core_binding
+from config.machine.binding import unbind
 from tracking.environment import redact
 from tracking.events import Event
 from tracking.run_dir import RunDir
@@ -100,7 +100,7 @@ class WandbSink:
                 env=variables,
                 start_new_session=True,  # Ctrl-C is for training; the worker ends when training has ended
             )
-        core_binding.release(process.pid)  # the cores of rank 0 are for training
+        unbind(process.pid)  # the cores of rank 0 are for training
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         process.stdin.write(hide(json.dumps(job, default=str).encode(), known_secrets(os.environ)) + b"\n")

@@ -243,6 +243,6 @@ def _why_not(name: str) -> str | None:
 def _why_no_liger() -> str | None:
     import torch  # takes seconds
 
-    from modeling.kernels import why_not
+    from modeling.kernels import unavailable_reason
 
-    return why_not(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return unavailable_reason(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

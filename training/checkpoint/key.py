@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from config.errors import UserError
-from config.secrets import decoded_key, place_of_key
+from config.secrets import decode_key, parse_key_setting
 
 
 class Key:
@@ -32,9 +32,9 @@ class Key:
         name: of the setting, for errors. Raises UserError, which never shows what the setting or the place holds when
         that may be the key.
         """
-        kind, place = place_of_key(setting, name)
+        kind, place = parse_key_setting(setting, name)
         text = _from_environment(place, name) if kind == "env" else _from_file(Path(place).expanduser(), name)
-        secret = decoded_key(text.strip())
+        secret = decode_key(text.strip())
         if secret is None:
             raise UserError(f"{name} = {setting}: holds no 256-bit key; make one with `openssl rand -hex 32`")
         return cls(secret)

@@ -14,7 +14,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from config.resolved import Resolved
 from modeling.activation_checkpointing import apply_activation_checkpointing
-from modeling.activation_checkpointing_budget import keep_within
+from modeling.activation_checkpointing_budget import recompute_within_budget
 from modeling.build import Gather, build_model
 from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
@@ -85,7 +85,7 @@ def _recompute_within(engine: Engine, resolved: Resolved, gib: float) -> None:
         rows = place.gather(torch.tensor(values, dtype=torch.float64, device=place.device))
         return [int(value) for value in rows.amax(dim=0).tolist()]
 
-    engine.notes.append(keep_within(engine.model, gib, forward=forward, largest=largest).text)
+    engine.notes.append(recompute_within_budget(engine.model, gib, forward=forward, largest=largest).text)
 
 
 def _gather_partitioned(place: Place) -> Gather:

@@ -41,7 +41,7 @@ class LossPath:
             return
         try:
             self._head = ChunkedHead(model, chunk_tokens=chunk)
-            self._head.learn(self._try)
+            self._head.detect_logit_transform(self._try)
         except ValueError as problem:
             self.close()
             self.why_full = f"model {model.config.model_type}: {problem}"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from modeling.disk_names import names_of_the_same
+from modeling.disk_names import equivalent_names
 from training.engine.engine import Engine
 from training.engine.ledger import PrecisionError
 from training.engine.tensors import shape_of, shard_of, whole_master, whole_weight
@@ -87,7 +87,7 @@ def _find(engine: Engine, folder: Path) -> dict[str, tuple[str, str]]:
     found = {}
     for name, parameter in engine.model.named_parameters():
         shape = shape_of(parameter)
-        for key in names_of_the_same(engine.model, name, shape):
+        for key in equivalent_names(engine.model, name, shape):
             if key in shapes and shapes[key][1] == shape:
                 found[name] = shapes[key][0], key
     return found

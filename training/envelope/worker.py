@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from config.cli import Arguments, entry_point
 from config.load import to_dict
 from config.resolved import Resolved, resolve_run
-from precision.envelope import CONTROL, Bounds, Setting, Trial, Watch, explore, window_of
+from precision.envelope import CONTROL, Bounds, DivergenceWatch, Setting, Trial, explore, window_of
 from precision.trajectories import NUDGE
 from tracking.environment import environment
 from tracking.jsonl import JsonlSink, read_events
@@ -145,7 +145,7 @@ def run_trial(resolved: Resolved, corpus: Corpus, place: Place) -> Trial:
     from training.session import session
 
     config, steps = resolved.config, resolved.config.run.steps
-    watch = Watch(window=window_of(steps), most_skips=config.guard.max_consecutive_skips)
+    watch = DivergenceWatch(window=window_of(steps), most_skips=config.guard.max_consecutive_skips)
     losses: list[float] = []
     applied, why, validation = 0, None, math.nan
     with session(resolved, corpus=corpus, place=place) as opened:
@@ -157,7 +157,7 @@ def run_trial(resolved: Resolved, corpus: Corpus, place: Place) -> Trial:
             update = engine.step(health, scheduled_rate(config, applied))
             applied += update.applied
             losses.append(health.loss)
-            why = watch.see(health.loss, grad_norm=health.grad_norm, routine=routine, applied=update.applied)
+            why = watch.failure(health.loss, grad_norm=health.grad_norm, routine=routine, applied=update.applied)
         if why is None and corpus.validation.sequences(config.data.sequence_length):
             validation = engine.evaluate(opened.validation())
             why = None if math.isfinite(validation) else f"the validation loss is {validation}"

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from config.errors import UserError
 from config.files import flush
-from modeling.disk_names import converts_alone, on_disk
+from modeling.disk_names import converts_separately, on_disk
 from training.checkpoint.partitions import SavedModel
 
 PATTERN = "model{suffix}.safetensors"
@@ -37,7 +37,7 @@ class Tensors:
         self._saved, self._skeleton, self.dtype = saved, skeleton, dtype
         parameters = {name: value.to(dtype) for name, value in skeleton.named_parameters()}
         _require_same_model(saved, skeleton)
-        self._converts = converts_alone(skeleton, parameters)
+        self._converts = converts_separately(skeleton, parameters)
         self._source: dict[str, str] = {}
         """Name in the files -> parameter or buffer."""
         planned: dict[str, torch.Tensor] = {}

@@ -19,7 +19,7 @@ import torch
 from config.cli import REPOSITORY
 from config.deepspeed.combinations import SETTINGS, Combination, Setting, combinations
 from config.deepspeed.document import read_document
-from config.deepspeed.resolve import complete
+from config.deepspeed.resolve import resolve_unverified
 from config.load import load_config
 from config.resolved import Resolved, resolve_run
 from precision.dtypes import DTYPES
@@ -136,7 +136,7 @@ class Cell:
         """The DeepSpeed JSON alone, also of a combination that the config refuses: for bare DeepSpeed."""
         overrides, path = self.prepare(folder)
         json_path, world_size = folder / "deepspeed.json", int(os.environ["WORLD_SIZE"])
-        document = complete(
+        document = resolve_unverified(
             load_config(path, overrides, None), json_path, read_document(json_path), world_size=world_size
         )
         if self.combination.stage == 0 and self.dtype != "fp32":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from config.cli import Arguments, entry_point
-from precision.parity import Check, first_parting, judge_steps
+from precision.parity import Check, first_divergence, judge_steps
 from precision.trajectories import Trajectory, first_departure, judge_trajectories
 from tracking.jsonl import encode
 from tracking.summary import read_inputs
@@ -53,7 +53,7 @@ def gate(chosen: Plan, say: Say = print, *, twins: Sequence[Run] | None = None) 
         "verdict": "no parity" if failed else "parity",
         "failed": failed,
         "checks": [dataclasses.asdict(check) for check in checks],
-        "first_parting": first_parting(walks, bounds),
+        "first_parting": first_divergence(walks, bounds),
         "first_departure": first_departure(mine[0], theirs[0], bounds.loss_gap),
         "bought": _bought(candidates[0], twins[0], price=bounds.price_per_device_hour, devices=chosen.processes),
         "conditions": _conditions(chosen, candidates[0]),

@@ -21,7 +21,7 @@ from config.deepspeed.combinations import (
 )
 from config.deepspeed.document import read_document
 from config.deepspeed.keys import SECTIONS
-from config.deepspeed.resolve import resolve
+from config.deepspeed.resolve import resolve_json
 from config.errors import UserError
 from config.load import load_config
 
@@ -47,7 +47,7 @@ def document(stage: int, compute: str, offload: str = "none") -> dict[str, Any]:
 
 def error_of(make: Any, given: dict[str, Any], *overrides: str) -> str:
     with pytest.raises(UserError) as caught:
-        resolve(make(*overrides), Path("my.json"), given, world_size=2)
+        resolve_json(make(*overrides), Path("my.json"), given, world_size=2)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -72,7 +72,10 @@ def test_a_json_resolves_where_the_table_verifies_and_is_refused_where_it_refuse
 ) -> None:
     given, row = document(*combination[2:0:-1], combination.offload), refusal(combination)
     if row is None:
-        assert resolve(make(), Path("my.json"), given, world_size=2)["zero_optimization"]["stage"] == combination.stage
+        assert (
+            resolve_json(make(), Path("my.json"), given, world_size=2)["zero_optimization"]["stage"]
+            == combination.stage
+        )
     else:
         message = error_of(make, given)
         assert message.startswith(f"my.json: {combination.compute.upper()} with ZeRO-{combination.stage} is refused: ")
@@ -82,7 +85,7 @@ def test_a_json_resolves_where_the_table_verifies_and_is_refused_where_it_refuse
 def test_what_a_refusal_proposes_resolves(make: Any) -> None:
     for row in [row for row in UPSTREAM if row.refused]:
         path = REPOSITORY / next(word for word in row.instead.split() if "ds_configs/" in word)
-        resolve(make(), path, read_document(path), world_size=2)
+        resolve_json(make(), path, read_document(path), world_size=2)
 
 
 @pytest.mark.parametrize("compute", COMPUTES["manifest"])

@@ -16,7 +16,7 @@ import pytest
 from config.cli import REPOSITORY
 from config.deepspeed.document import read_document
 from config.deepspeed.keys import REFUSED, SECTIONS
-from config.deepspeed.resolve import resolve
+from config.deepspeed.resolve import resolve_json
 from config.load import load_config
 
 FOLDER = REPOSITORY / "ds_configs"
@@ -174,7 +174,7 @@ def test_deepspeed_reads_every_resolved_file_as_meant(path: Path, runtime: types
     run_config.write_text("model: {architecture: llama}\nbatch: {global_size: 6, micro_size: 6}\n")
     config = load_config(run_config, ["optimizer.gradient_clipping=0.5", "precision.loss_scale.initial=1024"], None)
     # Outside a process group DeepSpeed takes the world for one process.
-    read = runtime.DeepSpeedConfig(resolve(config, path, read_document(path), world_size=1))
+    read = runtime.DeepSpeedConfig(resolve_json(config, path, read_document(path), world_size=1))
     stage, dtype, *variant = path.stem.removeprefix("zero").split("_")
     assert (read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (6, 6, 1)
     assert read.gradient_clipping == 0.5

@@ -14,7 +14,7 @@ import pytest
 from config.cli import REPOSITORY
 from config.deepspeed.document import offload, read_document, zero_stage
 from config.deepspeed.keys import REFUSED, SECTIONS
-from config.deepspeed.resolve import resolve
+from config.deepspeed.resolve import resolve_json
 from config.errors import UserError
 from config.load import load_config
 from config.schema import Config
@@ -38,7 +38,7 @@ def document(**changes: Any) -> dict[str, Any]:
 
 def error_of(config: Config, given: dict[str, Any], world_size: int = 2) -> str:
     with pytest.raises(UserError) as caught:
-        resolve(config, HERE, given, world_size=world_size)
+        resolve_json(config, HERE, given, world_size=world_size)
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith("my.json: ")
@@ -64,9 +64,9 @@ def test_a_shipped_file_resolves_or_is_refused_with_the_reason(path: Path, make:
     if path.stem in ("zero0_fp16", "zero0_bf16"):
         message = f"{dtype.upper()} with ZeRO-0 is refused: .*measured: .* use ZeRO-1: ds_configs/zero1_{dtype}.json"
         with pytest.raises(UserError, match=message):
-            resolve(config, path, given, world_size=2)
+            resolve_json(config, path, given, world_size=2)
         return
-    resolved = resolve(config, path, given, world_size=2)
+    resolved = resolve_json(config, path, given, world_size=2)
     assert given == before
     assert "auto" not in values(resolved)
     assert zero_stage(resolved) == int(stage)
@@ -94,7 +94,7 @@ def test_a_shipped_file_repeats_nothing_of_the_run_config(path: Path) -> None:
 
 def test_everything_the_run_config_owns_is_filled_in(make: Any) -> None:
     config = make("optimizer.gradient_clipping=0.5", "precision.reduce=compute")
-    resolved = resolve(config, HERE, document(), world_size=2)
+    resolved = resolve_json(config, HERE, document(), world_size=2)
     assert resolved == {
         "zero_optimization": {"stage": 2, "overlap_comm": False},
         "zero_allow_untested_optimizer": True,
@@ -113,7 +113,7 @@ def test_everything_the_run_config_owns_is_filled_in(make: Any) -> None:
 def test_the_dynamic_and_the_static_loss_scale(make: Any) -> None:
     given = document(fp16={"enabled": True}, bf16={"enabled": False})
     scale = "precision.loss_scale={initial: 4096, window: 50, hysteresis: 1, minimum: 2}"
-    assert resolve(make(scale), HERE, given, world_size=2)["fp16"] == {
+    assert resolve_json(make(scale), HERE, given, world_size=2)["fp16"] == {
         "enabled": True,
         "loss_scale": 0,
         "initial_scale_power": 12,
@@ -123,18 +123,18 @@ def test_the_dynamic_and_the_static_loss_scale(make: Any) -> None:
         "consecutive_hysteresis": False,
     }
     static = make("precision.loss_scale={policy: static, initial: 1000}")
-    resolved = resolve(static, HERE, given, world_size=2)
+    resolved = resolve_json(static, HERE, given, world_size=2)
     assert resolved["fp16"] == {"enabled": True, "loss_scale": 1000.0}
     assert "bf16" not in resolved
 
 
 def test_defaults_of_deepspeed_that_would_not_do_are_replaced_and_a_choice_is_kept(make: Any) -> None:
     cpu = {"device": "cpu"}
-    zero = resolve(make(), HERE, document(zero_optimization={"stage": 3, "offload_optimizer": cpu}), world_size=2)
+    zero = resolve_json(make(), HERE, document(zero_optimization={"stage": 3, "offload_optimizer": cpu}), world_size=2)
     assert zero["zero_optimization"]["overlap_comm"] is False
     assert zero["zero_force_ds_cpu_optimizer"] is False
     chosen = document(zero_optimization={"stage": 2, "overlap_comm": True}, zero_allow_untested_optimizer=False)
-    resolved = resolve(make(), HERE, chosen, world_size=2)
+    resolved = resolve_json(make(), HERE, chosen, world_size=2)
     assert resolved["zero_optimization"]["overlap_comm"] is True
     assert resolved["zero_allow_untested_optimizer"] is False
     assert "zero_force_ds_cpu_optimizer" not in resolved
@@ -142,7 +142,7 @@ def test_defaults_of_deepspeed_that_would_not_do_are_replaced_and_a_choice_is_ke
 
 def test_the_static_scale_settles_what_a_shipped_file_leaves_open(make: Any) -> None:
     static = make("precision.loss_scale={policy: static, initial: 1000}")
-    resolved = resolve(static, HERE, read_document(FOLDER / "zero2_fp16.json"), world_size=2)
+    resolved = resolve_json(static, HERE, read_document(FOLDER / "zero2_fp16.json"), world_size=2)
     assert resolved["fp16"]["loss_scale"] == 1000.0
     assert "auto" not in values(resolved)
 
@@ -152,22 +152,22 @@ def test_the_static_scale_settles_what_a_shipped_file_leaves_open(make: Any) -> 
 )
 def test_the_json_shows_the_defaults_of_the_policy(make: Any, policy: str, power: int, hysteresis: int) -> None:
     config = make(f"precision.loss_scale.policy={policy}")
-    fp16 = resolve(config, HERE, read_document(FOLDER / "zero2_fp16.json"), world_size=2)["fp16"]
+    fp16 = resolve_json(config, HERE, read_document(FOLDER / "zero2_fp16.json"), world_size=2)["fp16"]
     assert (fp16["initial_scale_power"], fp16["hysteresis"]) == (power, hysteresis)
-    section = config.precision.loss_scale.decided()
+    section = config.precision.loss_scale.resolved()
     assert (section.initial, section.hysteresis) == (2.0**power, hysteresis)
-    assert section.decided() == section
+    assert section.resolved() == section
 
 
 def test_a_json_that_refills_the_hysteresis_every_step_is_refused(make: Any) -> None:
     given = document(fp16={"enabled": True, "consecutive_hysteresis": True}, bf16={"enabled": False})
     with pytest.raises(UserError, match="fp16.consecutive_hysteresis = true disagrees"):
-        resolve(make(), HERE, given, world_size=2)
+        resolve_json(make(), HERE, given, world_size=2)
 
 
 def test_equal_numbers_in_both_places_are_fine(make: Any) -> None:
     given = document(train_batch_size=16, gradient_clipping=1, gradient_accumulation_steps=4, steps_per_print=5)
-    assert resolve(make(), HERE, given, world_size=2)["steps_per_print"] == 5
+    assert resolve_json(make(), HERE, given, world_size=2)["steps_per_print"] == 5
 
 
 @pytest.mark.parametrize(
@@ -258,8 +258,8 @@ def test_the_dtype_of_both_places_must_agree(make: Any) -> None:
     )
     assert error_of(make("precision.compute=bf16"), document(bf16={})).startswith("enables neither bf16 nor fp16")
     both_open = document(bf16={"enabled": "auto"}, fp16={"enabled": "auto", "loss_scale": "auto"})
-    assert "fp16" in resolve(make("precision.compute=fp16"), HERE, both_open, world_size=2)
-    assert not {"fp16", "bf16"} & resolve(make("precision.compute=fp32"), HERE, both_open, world_size=2).keys()
+    assert "fp16" in resolve_json(make("precision.compute=fp16"), HERE, both_open, world_size=2)
+    assert not {"fp16", "bf16"} & resolve_json(make("precision.compute=fp32"), HERE, both_open, world_size=2).keys()
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
@@ -293,7 +293,7 @@ def test_every_section_named_is_described() -> None:
     [
         ("{,}", "not valid JSON: line 1, column 2"),
         ("[1]", "holds [1] where a JSON object is expected"),
-        ('{"a": {"b": 1, "b": 2}}', "b is there twice in one object"),
+        ('{"a": {"b": 1, "b": 2}}', "b is given twice in one object"),
         ("\xff", "not valid JSON"),
     ],
 )
@@ -307,10 +307,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, expected: str) ->
 
 def test_resolving_a_resolved_document_changes_nothing(make: Any) -> None:
     config = make()
-    once = resolve(config, HERE, document(), world_size=2)
-    assert resolve(config, HERE, once, world_size=2) == once
+    once = resolve_json(config, HERE, document(), world_size=2)
+    assert resolve_json(config, HERE, once, world_size=2) == once
     with pytest.raises(UserError, match="disagrees"):
-        resolve(
+        resolve_json(
             dataclasses.replace(config, batch=dataclasses.replace(config.batch, global_size=32)),
             HERE,
             once,

@@ -9,21 +9,21 @@ import sys
 
 import pytest
 
-from config.machine.binding import Binding, Claim, decide
+from config.machine.binding import Binding, RankCpus, choose_binding
 from config.machine.cores import UNKNOWN, cpus_text, parse_cpus
 from tests.config.machine.test_cores import machine, two_sockets
 
 MODES = ("auto", "always", "never")
 
 
-def claims(cpus: str | list[str], gpu_nodes: list[int | None], host: str = "a") -> list[Claim]:
+def claims(cpus: str | list[str], gpu_nodes: list[int | None], host: str = "a") -> list[RankCpus]:
     """One claim per item of gpu_nodes; cpus: what each rank may use, or all of them."""
     each = [cpus] * len(gpu_nodes) if isinstance(cpus, str) else cpus
-    return [Claim(host, parse_cpus(text), node) for text, node in zip(each, gpu_nodes, strict=True)]
+    return [RankCpus(host, parse_cpus(text), node) for text, node in zip(each, gpu_nodes, strict=True)]
 
 
 def decisions(mode, told, root, **environment) -> list[Binding]:
-    return [decide(mode, told, rank, environment=environment, root=root) for rank in range(len(told))]
+    return [choose_binding(mode, told, rank, environment=environment, root=root) for rank in range(len(told))]
 
 
 def bound(mode, told, root, **environment) -> list[str | None]:
@@ -39,7 +39,9 @@ def test_auto_binds_on_several_nodes_and_leaves_one_to_the_kernel(tmp_path):
     told = claims("0-3", [None, None])
     assert bound("auto", told, one) == [None, None]
     assert bound("always", told, one) == ["0-1", "2-3"]
-    assert not decide("auto", told, 0, root=one, environment={}).told  # nothing that a user would want to know
+    assert not choose_binding(
+        "auto", told, 0, root=one, environment={}
+    ).logged  # nothing that a user would want to know
     # All the ranks' cores are on one node, whatever the machine has.
     assert bound("auto", claims("0-3,8-11", [None, None]), two) == [None, None]
 
@@ -68,7 +70,7 @@ def test_what_a_launcher_has_bound_stays_so(tmp_path, mode):
     for cpus in (["0-3", "4-7"], ["0-3,8-11", "0-15"]):
         found = decisions(mode, claims(cpus, [0, 1]), root)
         assert [one.cpus for one in found] == [None, None]
-        assert all(one.told and "when they were started" in one.reason for one in found)
+        assert all(one.logged and "when they were started" in one.reason for one in found)
     # torchrun --numa-binding=node: two ranks a socket. Their threads are their part of it, not of the machine.
     told = claims(["0-3,8-11"] * 2 + ["4-7,12-15"] * 2, [None] * 4)
     assert bound(mode, told, root) == [None] * 4
@@ -79,7 +81,7 @@ def test_what_a_launcher_has_bound_stays_so(tmp_path, mode):
 def test_what_openmp_binds_is_left_to_it(tmp_path, variable):
     root, told = two_sockets(tmp_path), claims("0-15", [None, None])
     assert bound("always", told, root, **{variable: "spread"}) == [None, None]
-    assert variable in decide("always", told, 0, root=root, environment={variable: "spread"}).reason
+    assert variable in choose_binding("always", told, 0, root=root, environment={variable: "spread"}).reason
     assert bound("always", told, root, **{variable: "FALSE"}) != [None, None]
 
 
@@ -88,7 +90,7 @@ def test_ranks_go_to_the_cores_of_their_gpus(tmp_path):
     told = claims("0-31", [0, 0, 1, 1, 0, 0, 1, 1])
     expected = ["0-3", "4-7", "16-19", "20-23", "8-11", "12-15", "24-27", "28-31"]
     assert bound("auto", told, root) == expected
-    assert decide("auto", told, 2, root=root, environment={}) == Binding(
+    assert choose_binding("auto", told, 2, root=root, environment={}) == Binding(
         4, parse_cpus("16-19"), "CPUs 16-19 of NUMA node 1, near its GPU", True
     )
     # The order in which GPUs are numbered, and one rank for the whole machine.
@@ -108,16 +110,16 @@ def test_a_rank_with_few_cores_shares_its_node(tmp_path):
     assert bound("auto", claims("0-15", [None] * 8), root) == [nodes[0]] * 4 + [nodes[1]] * 4
     assert bound("always", claims("0-15", [None] * 8), root) == [f"{cpu},{cpu + 8}" for cpu in range(8)]
     assert bound("always", claims("0-15", [None] * 9), root)[:5] == [nodes[0]] * 5  # more ranks than cores there
-    assert "with other ranks" in decide("auto", claims("0-15", [None] * 8), 0, root=root, environment={}).reason
+    assert "with other ranks" in choose_binding("auto", claims("0-15", [None] * 8), 0, root=root, environment={}).reason
 
 
 def test_gpus_of_which_nothing_is_known(tmp_path):
     root = two_sockets(tmp_path / "two")
     for told in (claims("0-15", [UNKNOWN] * 2), claims("0-15", [0, UNKNOWN]), claims("0-15", [0, 2])):
         assert bound("auto", told, root) == [None, None]
-        assert "does not tell" in decide("auto", told, 1, root=root, environment={}).reason
+        assert "does not tell" in choose_binding("auto", told, 1, root=root, environment={}).reason
         assert bound("always", told, root) == ["0-3,8-11", "4-7,12-15"]
-        assert "GPU" not in decide("always", told, 1, root=root, environment={}).reason
+        assert "GPU" not in choose_binding("always", told, 1, root=root, environment={}).reason
     # None of the node's cores may be used: the job was given those of the other.
     assert bound("auto", claims("0-3", [1]), root) == [None]
     one = machine(tmp_path / "one", {0: "0-7"}, [str(cpu) for cpu in range(8)])
@@ -133,8 +135,7 @@ def test_a_job_in_a_cpuset_divides_that(tmp_path):
 PROGRAM = """
 import json, os, subprocess, sys, threading
 from pathlib import Path
-from config.machine import binding as core_binding
-from config.machine.binding import Binding, Claim, bind
+from config.machine.binding import Binding, RankCpus, apply_binding, binding_outcome, unbind
 
 def masks():
     return [sorted(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()]
@@ -149,16 +150,16 @@ settled = threading.Barrier(3)
 for cpus in ([], allowed[1:2]):
     threading.Thread(target=wait, args=(cpus,)).start()
 settled.wait()
-found = {"allowed": allowed, "refused": bind(Binding(1, frozenset([100_000]), "CPU 100000", True))}
+found = {"allowed": allowed, "refused": apply_binding(Binding(1, frozenset([100_000]), "CPU 100000", True))}
 found["after refusal"] = masks()
-found["left"] = bind(Binding(1, None, "one NUMA node", False)), bind(Binding(1, None, "so", True))
-found["line"] = bind(Binding(1, frozenset(allowed[:1]), "CPU 0 of NUMA node 0", True))
-found["outcome"] = core_binding.outcome()
+found["left"] = apply_binding(Binding(1, None, "one NUMA node", False)), apply_binding(Binding(1, None, "so", True))
+found["line"] = apply_binding(Binding(1, frozenset(allowed[:1]), "CPU 0 of NUMA node 0", True))
+found["outcome"] = binding_outcome()
 found["after"] = masks()
 children = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
-core_binding.release(children[0].pid)
+unbind(children[0].pid)
 found["children"] = [sorted(os.sched_getaffinity(child.pid)) for child in children]
-found["claim"] = sorted(Claim.here().cpus)
+found["claim"] = sorted(RankCpus.here().cpus)
 for child in children:
     child.communicate(b"\\n")
 end.set()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from config.machine.cores import UNKNOWN, cpus_text, gpu_node, near_gpus, parse_cpus, plan, read_cores
+from config.machine.cores import UNKNOWN, cpus_text, divide_cores, gpu_node, near_gpus, parse_cpus, read_cores
 
 
 def machine(
@@ -41,7 +41,7 @@ def two_sockets(root: Path, gpus: dict[str, int] | None = None) -> Path:
 def shares(root: Path, allowed: str, ranks: int, gpu_nodes: list[int] | None = None) -> list[str]:
     nodes = read_cores(parse_cpus(allowed), root)
     near = None if gpu_nodes is None else near_gpus(gpu_nodes, nodes, root)
-    return [cpus_text(share.cpus) for share in plan(nodes, ranks, near)]
+    return [cpus_text(share.cpus) for share in divide_cores(nodes, ranks, near)]
 
 
 def test_sets_of_cpus_are_written_as_the_kernel_writes_them():
@@ -66,7 +66,7 @@ def test_ranks_stay_within_a_socket_and_cores_stay_whole(tmp_path, ranks, expect
 
 
 def test_a_rank_without_a_core_of_its_own_still_has_its_node(tmp_path):
-    first = plan(read_cores(parse_cpus("0-15"), two_sockets(tmp_path)), 9)[0]
+    first = divide_cores(read_cores(parse_cpus("0-15"), two_sockets(tmp_path)), 9)[0]
     assert (first.own, cpus_text(first.around)) == ((), "0-3,8-11")
 
 
@@ -156,7 +156,7 @@ def test_any_machine_is_divided_fairly(tmp_path, seed):
     assert frozenset().union(*(core for node in found.values() for core in node)) == allowed
     total = sum(map(len, found.values()))
     for ranks in range(1, total + 1):
-        given = plan(found, ranks)
+        given = divide_cores(found, ranks)
         assert len(given) == ranks
         used = [core for share in given for core in share.own]
         assert len(used) == len(set(used)) and set(used) <= {core for node in found.values() for core in node}

@@ -132,7 +132,7 @@ def take(lock: Path, seconds: float) -> subprocess.Popen[str]:
         "from config.machine import op_builds\n"
         "op_builds._compilers = list\n"
         "lock = Path(sys.argv[1])\n"
-        "with op_builds.alone(lock.parent.name, lambda line: print(line, flush=True)):\n"
+        "with op_builds.exclusive_build(lock.parent.name, lambda line: print(line, flush=True)):\n"
         "    descriptor = os.open(lock, os.O_CREAT | os.O_EXCL)\n"
         "    print('begun', flush=True)\n"
         f"    time.sleep({seconds})\n"
@@ -169,5 +169,5 @@ def test_what_a_killed_build_of_ours_left_is_removed_at_once(lock):
 def test_a_folder_that_may_not_be_written_is_used_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    with op_builds.alone(OP, print):
+    with op_builds.exclusive_build(OP, print):
         pass

@@ -13,7 +13,7 @@ from config.errors import UserError
 from launch.doctor import facts as doctor_facts
 from launch.doctor.cluster_checks import check_all_reduce, check_clock, check_cluster, check_device
 from launch.doctor.host_checks import check_host, check_offload
-from launch.doctor.report import amber, green, red, show
+from launch.doctor.report import amber, green, print_findings, red
 from launch.hostfile import read_hostfile
 
 GIB = 2**30
@@ -165,7 +165,7 @@ def test_what_all_hosts_have_is_told_once(capsys):
         amber("clock", "late", "chrony", "n4"),
         amber("clock", "late", "chrony", "n5"),
     ]
-    show(findings, [f"n{index}" for index in range(20)], 1.0, sys.stdout)
+    print_findings(findings, [f"n{index}" for index in range(20)], 1.0, sys.stdout)
     assert capsys.readouterr().out.splitlines() == [
         "red    gpu [n3]: gone",
         "       fix: look",

@@ -131,7 +131,7 @@ def test_states_agree_with_deepspeeds_estimators(nodes: int, gpus: int) -> None:
     assert sum(ours.values()) + 2 * part == pytest.approx(theirs, rel=1e-6)
     _, theirs, layer = estimate_zero3_model_states_mem_needs(
         shape.parameters,
-        shape.largest_module,
+        shape.largest_parameter,
         num_gpus_per_node=gpus,
         num_nodes=nodes,
         cpu_offload=False,
@@ -144,7 +144,7 @@ def test_states_agree_with_deepspeeds_estimators(nodes: int, gpus: int) -> None:
 def test_offload_moves_states_to_the_host_as_deepspeed_says() -> None:
     shape, demo = layout("deepspeed.config=ds_configs/zero3_bf16_offload.json", world=1)
     host, theirs, layer = estimate_zero3_model_states_mem_needs(
-        shape.parameters, shape.largest_module, num_gpus_per_node=8, additional_buffer_factor=1
+        shape.parameters, shape.largest_parameter, num_gpus_per_node=8, additional_buffer_factor=1
     )
     device, on_host = model_states(shape, replace(demo, world=8))
     assert sum(device.values()) == pytest.approx(theirs - layer, abs=1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
-from launch.slurm.restart import main, verdict
+from launch.slurm.restart import main, requeue_decision
 from launch.supervise import Session
 
 BIN = Path(sys.executable).parent
@@ -129,7 +129,7 @@ def test_sweep_runs_its_trial_and_passes_its_exit_code_on(tmp_path):
     ],
 )
 def test_what_is_requeued(session, code, expected, again, said):
-    ended, requeue, why = verdict(session, code)
+    ended, requeue, why = requeue_decision(session, code)
     assert (ended, requeue) == (expected, again)
     assert said in why
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from config.cli import REPOSITORY
-from launch.sweep.trial import MARK
+from launch.sweep.trial import RUN_FOLDER_VARIABLE
 from tests.support.launches import BIN, events
 from tracking.jsonl import read_events
 
@@ -105,7 +105,7 @@ def processes_of(folder: Path) -> list[int]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             told = str(folder).encode() in (path / "cmdline").read_bytes()
-            marked = f"{MARK}={folder}".encode() in (path / "environ").read_bytes()
+            marked = f"{RUN_FOLDER_VARIABLE}={folder}".encode() in (path / "environ").read_bytes()
         except OSError:
             continue
         if (told or marked) and path.name != str(os.getpid()):
@@ -181,7 +181,7 @@ def test_ctrl_c_saves_all_and_the_next_start_goes_on(folder, unbroken):
     sweep.send_signal(signal.SIGINT)
     output, _ = sweep.communicate(timeout=300)
     assert sweep.returncode == 75, output
-    assert "to go on: python -m launch.sweep" in output
+    assert "to resume: python -m launch.sweep" in output
     finish(path)
     assert [losses(folder, "paused", index) for index in (0, 1)] == unbroken
 

@@ -22,7 +22,7 @@ from config.errors import UserError
 from launch.sweep.events import History
 from launch.sweep.file import as_setting, read_sweep
 from launch.sweep.folder import prepare
-from launch.sweep.rule import Hopeless, Report, verdict
+from launch.sweep.rule import Hopeless, Report, hopeless_reason
 from launch.sweep.slots import slot_environments
 from launch.sweep.trial import command_of
 from tests.support.launches import BIN
@@ -124,22 +124,22 @@ def test_the_rule_is_viziers_median_stopping_rule():
         if own and step >= rule.after_steps and len(reached) >= rule.trials:
             middle = median(sum(losses) / len(losses) for losses in reached)
             expected = min(one.loss for one in own) > rule.factor * middle
-        assert (verdict(own, others, rule) is not None) == expected
+        assert (hopeless_reason(own, others, rule) is not None) == expected
         seen.add(expected)
     assert seen == {True, False}
 
 
 def test_a_loss_that_is_no_number_is_the_worst_there_is():
     fine, lost = [Report(50, 2.0)], [Report(50, math.nan)]
-    assert verdict(lost, [fine] * 3, Hopeless()) is not None
-    assert verdict(fine, [lost] * 3, Hopeless()) is None
+    assert hopeless_reason(lost, [fine] * 3, Hopeless()) is not None
+    assert hopeless_reason(fine, [lost] * 3, Hopeless()) is None
 
 
 def test_as_good_as_the_median_is_good_enough():
     own, others = [Report(50, 2.0)], [[Report(50, loss)] for loss in (1.0, 2.0, 3.0)]
-    assert verdict(own, others, Hopeless()) is None
-    assert verdict([Report(50, 2.0001)], others, Hopeless()) is not None
-    assert verdict([Report(50, 2.0001)], others, Hopeless(factor=1.01)) is None
+    assert hopeless_reason(own, others, Hopeless()) is None
+    assert hopeless_reason([Report(50, 2.0001)], others, Hopeless()) is not None
+    assert hopeless_reason([Report(50, 2.0001)], others, Hopeless(factor=1.01)) is None
 
 
 def test_events_are_read_as_they_come_and_the_later_attempt_counts(tmp_path):
@@ -355,7 +355,7 @@ def test_ctrl_c_saves_and_a_second_one_kills(tmp_path, how):
         sweep.send_signal(signal.SIGINT)
     output, _ = sweep.communicate(timeout=30)
     assert sweep.returncode == 75, output
-    assert f"to go on: python -m launch.sweep {path}" in output
+    assert f"to resume: python -m launch.sweep {path}" in output
     assert record(tmp_path, 0)["status"] == "stopped" and starts(tmp_path, 1) == []
     assert record(tmp_path, 0)["exit_code"] == (75 if not how else -9)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from config.schema import ParitySection
-from precision.parity import Check, Walk, first_parting, judge_steps
+from precision.parity import Check, Walk, first_divergence, judge_steps
 from tests.training.parity import step_cases as parity_cases
 from training.parity.defects import PLANTED
 
@@ -96,7 +96,7 @@ def test_the_first_module_to_part_is_the_one_that_was_sabotaged(pair):
     """Later modules inherit the error and are not blamed for it."""
     overrides = [f"defects=[{{kind: fp16_norm, module: {NORM}, factor: 30000}}]"]
     steps = pair.run(parity_cases.measured_steps, stage=2, compute="bf16", steps=1, overrides=overrides)[0]
-    parting = first_parting([Walk(0, True, [{"step": 1, **steps[0]}])], BOUNDS)
+    parting = first_divergence([Walk(0, True, [{"step": 1, **steps[0]}])], BOUNDS)
     assert parting is not None
     assert parting["module"] == NORM
     order, built_up = steps[0]["order"], steps[0]["output_error"]

@@ -166,7 +166,9 @@ def test_a_lost_machine_is_named_and_the_job_goes_on_without_it(machines, unbrok
     since = time.monotonic()
     job.seconds_until(f"left: error: {words}.*rank . stops, exit code 69", since, within=seconds)
     job.seconds_until("supervise: .*restart 1 of 5", since, within=seconds + 150)
-    job.seconds_until("supervise: 1 of 2 machines: no answer over ssh from right; goes on", since, within=seconds + 200)
+    job.seconds_until(
+        "supervise: 1 of 2 machines: no answer over ssh from right; continues", since, within=seconds + 200
+    )
     assert job.end(START_SECONDS + 60) == 0, job.output
     assert job.worlds() == [2, 1]
     assert job.losses() == pytest.approx(unbroken, abs=ELASTIC_TOLERANCE)
