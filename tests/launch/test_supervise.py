@@ -135,7 +135,7 @@ def test_a_process_that_outlives_its_launcher_is_ended_before_the_next_start(tmp
     ("arguments", "message"),
     [
         (["--", "torchrun"], "no train.py after --"),
-        (["--", "nowhere", "train.py"], "--config FILE is missing behind train.py"),
+        (["--", "nowhere", "train.py"], "--config FILE is missing after train.py"),
         (["--", "nowhere", "train.py", "--config", "config/recipes/demo.yaml"], "cannot start nowhere"),
         (["--", "torchrun", "train.py", "--config", "config/recipes/demo.yaml", "run.stpes=3"], "did you mean"),
         (["--restart-me", "--", "torchrun"], "unrecognized arguments: --restart-me"),

@@ -117,7 +117,7 @@ def test_gpus_of_which_nothing_is_known(tmp_path):
     root = two_sockets(tmp_path / "two")
     for told in (claims("0-15", [UNKNOWN] * 2), claims("0-15", [0, UNKNOWN]), claims("0-15", [0, 2])):
         assert bound("auto", told, root) == [None, None]
-        assert "does not tell" in choose_binding("auto", told, 1, root=root, environment={}).reason
+        assert "does not report" in choose_binding("auto", told, 1, root=root, environment={}).reason
         assert bound("always", told, root) == ["0-3,8-11", "4-7,12-15"]
         assert "GPU" not in choose_binding("always", told, 1, root=root, environment={}).reason
     # None of the node's cores may be used: the job was given those of the other.

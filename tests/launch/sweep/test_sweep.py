@@ -194,7 +194,7 @@ def test_events_are_read_as_they_come_and_the_later_attempt_counts(tmp_path):
             {"launcher": ["deepspeed"]},
             "launcher = 'deepspeed' does not say how many processes it starts; add processes: N",
         ),
-        ({"launcher": "python -m launch.supervise -- torchrun"}, "launch.supervise would start again what the sweep"),
+        ({"launcher": "python -m launch.supervise -- torchrun"}, "launch.supervise would restart what the sweep"),
         ({"launcher": "torchrun --nproc_per_node=2", "processes": 3}, "processes = 3, but the launcher says 2"),
     ],
 )
