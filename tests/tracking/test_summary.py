@@ -15,7 +15,8 @@ from config.errors import UserError
 from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
-from tracking.report.command import main, summary_table, write_report
+from tracking.report.command import main
+from tracking.report.page import summary_table, write_report
 from tracking.run_dir import RunDir
 from tracking.summary import summarise
 

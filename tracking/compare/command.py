@@ -1,8 +1,8 @@
 """Compare runs: `python -m tracking.compare RUN RUN [RUN ...]`; the first is the baseline.
 
-What differed before they began, where they first part and why, and who is better. A RUN is a run folder (finished,
-crashed or still running), a glob of them, wandb:entity/project/run, or wandb:FOLDER of an offline wandb run. One run
-alone is shown by itself.
+What differs between them, where they first diverge and why, and which is better. A RUN is a run folder (finished,
+crashed or still running), a glob of them, wandb:entity/project/run, or wandb:FOLDER of an offline wandb run. A single
+run is shown without a comparison.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tracking.compare.text import show
 from tracking.jsonl import encode
 from tracking.run_dir import write_atomically
 
-CONFIG_ERROR, PARTED = 2, 3
+CONFIG_ERROR, DIVERGED = 2, 3
 _WIDTH = 120  # columns of tables that go to a file or a pipe
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compare and show; 0, or 2 when a run cannot be read, or 3 when --tolerance was given and a run is beyond it."""
+    """Compare and print; returns 0, or 2 when a run cannot be read, or 3 when a run is beyond a given --tolerance."""
     options = _parser().parse_args(arguments)
     tolerance = Tolerance(
         relative=Tolerance.relative if options.tolerance is None else options.tolerance,
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         runs = read_runs(options.runs)
         if gated and len(runs) < 2:
             raise UserError(
-                f"--tolerance takes two runs or more, and only {runs[0].source} was named; name another one"
+                f"--tolerance needs two runs or more, and only {runs[0].source} was given; give another one"
             )
         comparison = compare(runs, tolerance=tolerance, price=options.price)
         if options.html is not None:
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         show(comparison, console)
     if options.html is not None:
         print(options.html, file=sys.stderr if options.json else sys.stdout)
-    return PARTED if gated and not comparison.within_tolerance else 0
+    return DIVERGED if gated and not comparison.within_tolerance else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,10 +65,10 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerance",
         type=float,
         metavar="SHARE",
-        help="relative distance of losses that is allowed, 0.01 for 1 %% (the default); given, a run beyond it ends "
-        "with exit code 3",
+        help="allowed relative difference of losses, 0.01 for 1 %% (the default); when given, a run beyond it gives "
+        "exit code 3",
     )
-    parser.add_argument("--absolute", type=float, metavar="NATS", help="distance of losses that is allowed in any case")
+    parser.add_argument("--absolute", type=float, metavar="NATS", help="difference of losses that is always allowed")
     parser.add_argument("--price", type=float, metavar="MONEY", help="price of one device for one hour, for costs")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write one interactive page, readable offline")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")

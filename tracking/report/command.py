@@ -22,17 +22,15 @@ from rich.console import Console
 from config.errors import UserError
 from tracking.environment import redact
 from tracking.jsonl import encode
-from tracking.report.context import Question
+from tracking.report.context import MeasureContext
 from tracking.report.finding import limits_from
 from tracking.report.html import levels_page, run_page
-from tracking.report.measures import caveats, counted, read_run, twelve
+from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
 from tracking.report.page import resume_command_of, summary_table, write_report
 from tracking.report.service_levels import objectives_from, run_folders, service_levels
 from tracking.report.text import show_findings, show_levels
 from tracking.run_dir import RunDir, write_atomically
 from tracking.summary import summarise
-
-__all__ = ["main", "summary_table", "write_report"]
 
 CONFIG_ERROR, FAILED = 2, 3
 _DAY = 86400.0
@@ -55,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _one(options: argparse.Namespace) -> bool:
     """Whether a measure of the run fails."""
     run_dir = RunDir(options.run)
-    asked = Question(
+    context = MeasureContext(
         run=read_run(run_dir.path),
         baseline=read_run(options.baseline) if options.baseline is not None else None,
         limits=limits_from(options.limit),
@@ -63,7 +61,7 @@ def _one(options: argparse.Namespace) -> bool:
         peak=None if options.peak_tflops is None else options.peak_tflops * 1e12,
         now=time.time(),
     )
-    findings, remarks = twelve(asked), caveats(asked)
+    findings, remarks = all_measures(context), caveats(context)
     failed = any(item.verdict == "fail" for item in findings)
     summary, command = summarise(run_dir), resume_command_of(run_dir)
     report = _written(
@@ -81,7 +79,7 @@ def _one(options: argparse.Namespace) -> bool:
     console = _console()
     console.print(summary_table(run_dir, summary))
     show_findings(findings, remarks, console)
-    console.print(counted(findings))
+    console.print(count_verdicts(findings))
     for path in filter(None, (report, options.html)):
         print(path)
     return failed

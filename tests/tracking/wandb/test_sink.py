@@ -21,7 +21,7 @@ from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from tracking.wandb.sink import WandbSink, run_id
-from tracking.wandb.transaction_log import _has_end, last_step, mend, mend_all
+from tracking.wandb.transaction_log import _has_exit_record, last_step, repair, repair_all
 
 
 def _sink(run_dir: RunDir, mode: str = "offline", **changes: Any) -> WandbSink:
@@ -231,20 +231,20 @@ def test_an_offline_file_that_is_cut_is_noticed_and_mended(run_dir: RunDir) -> N
     path = next(next(run_dir.wandb.glob("offline-run-*")).glob("*.wandb"))
     content = path.read_bytes()
     assert len(content) > 5 * 32768
-    assert _has_end(path)
+    assert _has_exit_record(path)
     last = [row["_step"] for row in _rows(path.parent)]
     for share in (0.3, 0.4, 0.7, 0.9, 0.99):
         cut = int(share * len(content))
         path.write_bytes(content[:cut])
-        assert not _has_end(path)
+        assert not _has_exit_record(path)
         left = last_step(path)
         path.write_bytes(content[:cut] + b"\xff" * 100)
-        assert mend(path) == left
+        assert repair(path) == left
         assert content.startswith(path.read_bytes()) and cut - 32768 < path.stat().st_size <= cut
         assert [row["_step"] for row in _rows(path.parent)] == last[: len(_rows(path.parent))]
         assert left == (int(_rows(path.parent)[-1]["_step"]) if share > 0.7 else left)
     path.write_bytes(content[:100])
-    mend_all(run_dir.wandb)
+    repair_all(run_dir.wandb)
     assert not path.exists(), "a file that tells of no run stops `wandb sync`"
 
 
