@@ -140,6 +140,14 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.close(folder)
 
 
+def write_page(path: Path, text: str) -> None:
+    """Write the page that --html asks for. Raises UserError when it cannot be written."""
+    try:
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise UserError(f"--html {path}: cannot be written ({error.strerror}); choose another file") from error
+
+
 def _publish(path: Path, text: str) -> None:
     content = text.encode()
     if path.exists():

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from config.errors import UserError
 from tracking.compare.divergence import Tolerance
-from tracking.compare.result import Comparison, compare
+from tracking.compare.result import compare
 from tracking.compare.sources import read_runs
 from tracking.compare.text import show
 from tracking.jsonl import encode
-from tracking.run_dir import write_atomically
+from tracking.run_dir import write_page
 
 CONFIG_ERROR, DIVERGED = 2, 3
 _WIDTH = 120  # columns of tables that go to a file or a pipe
@@ -41,7 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
             )
         comparison = compare(runs, tolerance=tolerance, price=options.price)
         if options.html is not None:
-            _write_html(comparison, options.html)
+            from tracking.compare.html import page  # brings plotly
+
+            write_page(options.html, page(comparison))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return CONFIG_ERROR
@@ -73,12 +75,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write one interactive page, readable offline")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
-
-
-def _write_html(comparison: Comparison, path: Path) -> None:
-    from tracking.compare.html import page
-
-    try:
-        write_atomically(path, page(comparison).encode())
-    except OSError as error:
-        raise UserError(f"--html {path}: cannot be written ({error.strerror}); choose another file") from error

@@ -11,7 +11,6 @@ import math
 import re
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from tracking.compare.curves import curve, gap, marks, means, validation
 from tracking.compare.differences import Difference, format_value
@@ -133,10 +132,10 @@ def _rows_table(pair: Pair) -> str:
         cells = [
             str(row["step"]),
             escape(row["run"]),
-            _number(row["loss"], 10),
-            _number(row["grad_norm"], 8),
-            _number(row["lr"], 6),
-            _number(row["loss_scale"], 6),
+            f"{row['loss']:.10g}",
+            f"{row['grad_norm']:.8g}",
+            f"{row['lr']:.6g}",
+            f"{row['loss_scale']:.6g}",
             "yes" if row["applied"] else "skipped",
             f"<code>{row['sample_ids_sha256']}</code>",
         ]
@@ -199,7 +198,3 @@ def _table(head: list[str], rows: list[str], *, sticky: bool = False) -> str:
     kind = " class='sticky'" if sticky else ""
     top = f"<thead><tr>{''.join(head)}</tr></thead>"
     return f"<div class='scroll'><table{kind}>{top}<tbody>{''.join(rows)}</tbody></table></div>"
-
-
-def _number(value: Any, digits: int) -> str:
-    return f"{value:.{digits}g}" if math.isfinite(value) else str(value)

@@ -90,7 +90,7 @@ def headline(divergence: Divergence) -> str:
     if divergence.tolerance.absolute:
         allowed += f" or {divergence.tolerance.absolute:g} nats"
     if divergence.beyond_tolerance is not None:
-        text += f"; losses are more than {allowed} apart from step {divergence.beyond_tolerance}"
+        text += f"; losses are more than {allowed} apart from step {divergence.beyond_tolerance} on"
     else:
         text += f"; losses stay within {allowed}"
     if not math.isnan(divergence.largest_gap):

@@ -83,8 +83,8 @@ def _rows_table(pair: Pair) -> Table:
         table.add_row(
             str(row["step"]),
             Text(_short(row["run"], 24)),
-            _digits(row["loss"]),
-            _digits(row["grad_norm"]),
+            f"{row['loss']:.9g}",
+            f"{row['grad_norm']:.9g}",
             f"{row['lr']:.4g}",
             f"{row['loss_scale']:g}",
             "yes" if row["applied"] else "skipped",
@@ -92,10 +92,6 @@ def _rows_table(pair: Pair) -> Table:
             style="yellow" if row["step"] in places else "",
         )
     return table
-
-
-def _digits(value: float) -> str:
-    return f"{value:.9g}" if math.isfinite(value) else str(value)
 
 
 def _show_differences(comparison: Comparison, console: Console) -> None:

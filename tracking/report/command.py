@@ -12,7 +12,6 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +28,7 @@ from tracking.report.measures import all_measures, caveats, count_verdicts, read
 from tracking.report.page import resume_command_of, summary_table, write_report
 from tracking.report.service_levels import objectives_from, run_folders, service_levels
 from tracking.report.text import show_findings, show_levels
-from tracking.run_dir import RunDir, write_atomically
+from tracking.run_dir import RunDir, write_page
 from tracking.summary import summarise
 
 CONFIG_ERROR, FAILED = 2, 3
@@ -64,13 +63,15 @@ def _one(options: argparse.Namespace) -> bool:
     findings, remarks = all_measures(context), caveats(context)
     failed = any(item.verdict == "fail" for item in findings)
     summary, command = summarise(run_dir), resume_command_of(run_dir)
-    report = _written(
-        lambda: write_report(
+    report = None
+    try:
+        report = write_report(
             run_dir, sample=None, resume_command=command, findings=findings, remarks=remarks, summary=summary
         )
-    )
+    except OSError as error:  # a run folder that may only be read
+        print(f"report.md was not written: {error.filename}: {error.strerror}", file=sys.stderr)
     if options.html is not None:
-        _write(options.html, run_page(run_dir, summary, findings, remarks))
+        write_page(options.html, run_page(run_dir, summary, findings, remarks))
     if options.json:
         baseline = None if options.baseline is None else str(options.baseline)
         content = {"run": str(options.run), "baseline": baseline, "caveats": remarks, "failed": failed}
@@ -92,7 +93,7 @@ def _many(options: argparse.Namespace) -> bool:
     objectives = objectives_from(options.objective)
     found = service_levels(run_folders(options.runs), objectives=objectives, now=now, since=since)
     if options.html is not None:
-        _write(options.html, levels_page(found))
+        write_page(options.html, levels_page(found))
     if options.json:
         _print_json(found.as_dict())
         return found.failed
@@ -110,22 +111,6 @@ def _console() -> Console:
 
 def _print_json(content: dict[str, Any]) -> None:
     sys.stdout.write(encode(redact("", content)).decode())
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_atomically(path, text.encode())
-    except OSError as error:
-        raise UserError(f"--html {path}: cannot be written ({error.strerror}); choose another file") from error
-
-
-def _written(write: Callable[[], Path]) -> Path | None:
-    """The report's path; None, with a line that says so, where the run folder may only be read."""
-    try:
-        return write()
-    except OSError as error:
-        print(f"report.md was not written: {error.filename}: {error.strerror}", file=sys.stderr)
-        return None
 
 
 class _Parser(argparse.ArgumentParser):

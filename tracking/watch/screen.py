@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +120,7 @@ def _curve(
 
 
 def _number(value: float) -> str:
-    if value != value or value in (float("inf"), float("-inf")):
+    if not math.isfinite(value):
         return str(value)
     if abs(value) >= 1e5:
         return human(value) if abs(value) < 1e12 else f"{value:.1e}"

@@ -119,7 +119,6 @@ class WatchState:
             self._log(event, level)
 
     def _on_nonfinite(self, event: Event) -> None:
-        self.counts["nonfinite", event["kind"]] += 1
         cause = "loss" if event["tensor"] == "loss" else event["module"]
         if cause in self.causes or len(self.causes) < _MAX_LINES:
             self.causes[cause] += 1
@@ -138,11 +137,9 @@ class WatchState:
 
     def _on_checkpoint(self, event: Event) -> None:
         self.checkpoint = event
-        self.counts["checkpoint", "saved"] += 1
         self._log(event, "good")
 
     def _on_note(self, event: Event) -> None:
-        self.counts["note", ""] += 1
         self._log(event, "warn", event["text"])
 
     def _on_fault(self, event: Event) -> None:
