@@ -1,4 +1,4 @@
-"""events.jsonl keeps every number, survives a crash at any byte and tells the one history of a resumed run."""
+"""events.jsonl keeps every number, survives a crash at any byte and yields the one history of a resumed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a run in one pass: the same history as the reference tells, exact, and in little memory."""
+"""Reading a run in one pass: the same history as the reference, exact, and in little memory."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_folder_that_may_only_be_read_still_gets_its_tables(
 
 def test_neither_torch_nor_a_server_is_needed(run: Path) -> None:
     code = (
-        "import sys\nfrom tracking.report import main\ncode = main(sys.argv[1:])\n"
+        "import sys\nfrom tracking.report.command import main\ncode = main(sys.argv[1:])\n"
         "assert not {'torch', 'deepspeed', 'wandb'} & set(sys.modules)\nsys.exit(code)"
     )
     for arguments in ([str(run), "--json"], ["--runs", str(run), "--json"]):

@@ -22,13 +22,13 @@ from tracking.report.relative import peak_flops
 NOW = 2e9
 
 
-def _asked(run: Path, baseline: Path | None = None, **changes: Any) -> MeasureContext:
+def _context(run: Path, baseline: Path | None = None, **changes: Any) -> MeasureContext:
     base = read_run(baseline) if baseline else None
     return replace(MeasureContext(read_run(run), base, LIMITS, price=None, peak=None, now=NOW), **changes)
 
 
 def _found(run: Path, baseline: Path | None = None, **changes: Any) -> dict[str, Finding]:
-    return {finding.key: finding for finding in all_measures(_asked(run, baseline, **changes))}
+    return {finding.key: finding for finding in all_measures(_context(run, baseline, **changes))}
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def baseline(tmp_path: Path) -> Path:
 
 
 def test_there_are_twelve_in_order_and_each_says_how(run: Path) -> None:
-    findings = all_measures(_asked(run))
+    findings = all_measures(_context(run))
     assert [finding.key for finding in findings] == list(TITLES) == list(LIMITS) and len(findings) == 12
     assert all(finding.how and finding.limit for finding in findings)
     assert all((finding.verdict == "not measured") == (finding.value is None) for finding in findings)
@@ -104,14 +104,14 @@ def test_without_the_length_of_an_epoch_a_million_tokens_stand_for_it(tmp_path: 
 @pytest.mark.parametrize(
     ("config", "environment", "keys", "words"),
     [
-        ({}, {"accelerator": {"device": "NVIDIA L4"}}, {"epoch_time", "peak_memory", "epoch_cost"}, "another device"),
-        ({}, {"data": {"fingerprint": "bb"}}, {"validation_delta", "norm_variance"}, "another training set"),
-        ({"batch": {"micro_size": 4}}, {}, {"peak_memory"}, "another micro-batch: 4, not 2"),
+        ({}, {"accelerator": {"device": "NVIDIA L4"}}, {"epoch_time", "peak_memory", "epoch_cost"}, "different device"),
+        ({}, {"data": {"fingerprint": "bb"}}, {"validation_delta", "norm_variance"}, "different training set"),
+        ({"batch": {"micro_size": 4}}, {}, {"peak_memory"}, "different micro-batch: 4, not 2"),
         (
             {"data": {"sequence_length": 9}},
             {},
             {"epoch_time", "peak_memory", "epoch_cost", "validation_delta", "norm_variance"},
-            "another sequence length: 9, not 512",
+            "different sequence length: 9, not 512",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_the_validation_delta_is_taken_at_equal_tokens(tmp_path: Path, baseline:
     run = simple_run(tmp_path / "longer", evals=((30, 4.0), (50, 3.0), (60, 2.0)))
     assert _found(run, baseline)["validation_delta"].value == pytest.approx(3.5 / 3.0 - 1)
     late = simple_run(tmp_path / "late", evals=((50, 3.0),))
-    assert "at no number of tokens" in _found(late, baseline)["validation_delta"].reason
+    assert "no evaluation within the range" in _found(late, baseline)["validation_delta"].reason
 
 
 def test_utilisation_counts_the_models_flops(run: Path, tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_job_succeeds_by_how_it_ended(tmp_path: Path, status: str, code: int, 
     with session(tmp_path) as run:
         run.end(status, code)
     found = _found(tmp_path)["job_success"]
-    assert found.verdict == verdict and "1 of 1 earlier sessions ended without a word" in found.shown
+    assert found.verdict == verdict and "1 of 1 earlier sessions ended without a run_end event" in found.shown
     assert found.reason == ("why it ended" if verdict == "fail" else "")
 
 
@@ -273,11 +273,11 @@ def test_an_empty_session_has_no_measure_and_no_division_by_zero(tmp_path: Path,
     )
 
 
-def test_a_baseline_that_is_not_fp32_or_not_at_its_end_is_told(tmp_path: Path, run: Path, baseline: Path) -> None:
-    with session(tmp_path / "cut", compute="fp16") as run:
-        run.steps(1)
-    assert caveats(_asked(run)) == caveats(_asked(run, baseline)) == []
-    assert caveats(_asked(run, tmp_path / "cut")) == [
+def test_a_baseline_that_is_not_fp32_or_has_not_ended_gets_a_caveat(tmp_path: Path, run: Path, baseline: Path) -> None:
+    with session(tmp_path / "cut", compute="fp16") as cut:
+        cut.steps(1)
+    assert caveats(_context(run)) == caveats(_context(run, baseline)) == []
+    assert caveats(_context(run, tmp_path / "cut")) == [
         "the baseline cut computes in fp16, not in FP32",
         "the baseline cut has not ended",
     ]
@@ -285,14 +285,19 @@ def test_a_baseline_that_is_not_fp32_or_not_at_its_end_is_told(tmp_path: Path, r
 
 @pytest.mark.parametrize(
     ("argument", "words"),
-    [("epoch=1", "unknown measure"), ("drift=small", "no number"), ("drift", "no number"), ("drift=nan", "no limit")],
+    [
+        ("epoch=1", "unknown measure"),
+        ("drift=small", "not a number"),
+        ("drift", "not a number"),
+        ("drift=nan", "not a limit"),
+    ],
 )
 def test_a_limit_that_is_none_is_a_user_error(argument: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         limits_from([argument])
 
 
-def test_a_limit_is_told_as_it_was_given() -> None:
+def test_a_limit_is_printed_as_it_was_given() -> None:
     limits = limits_from(["validation_delta=0.0123", "epoch_time=0.65"])
     assert str(limits["validation_delta"]) == "at most 1.23% above the baseline's"
     assert str(limits["epoch_time"]) == "at most 0.65x the baseline's"

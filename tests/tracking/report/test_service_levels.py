@@ -164,7 +164,7 @@ def test_globs_and_folders_name_each_run_once(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("argument", "words"),
-    [("jobs=0.9", "unknown level"), ("job_success=x", "no number"), ("job_success=1.5", "a share")],
+    [("jobs=0.9", "unknown level"), ("job_success=x", "not a number"), ("job_success=1.5", "a share")],
 )
 def test_an_objective_that_is_none_is_a_user_error(argument: str, words: str) -> None:
     with pytest.raises(UserError, match=words):

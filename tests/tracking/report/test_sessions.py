@@ -1,4 +1,4 @@
-"""What a run's events tell beside its steps, against a plain reading of every event."""
+"""A run's sessions, non-finite steps and drift, compared with a plain reading of every event."""
 
 from __future__ import annotations
 

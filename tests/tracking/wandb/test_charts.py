@@ -128,7 +128,7 @@ def test_alerts_name_the_cause_and_do_not_flood() -> None:
     assert all(word in first["text"] for word in ("SKIP", "step 3", "demo", "nan", "lm_head", "again"))
     assert [alerts.alert(event, "demo", now=10.0 + n) for n in (1, 2)] == [None, None]
     rollback = alerts.alert(event | {"verdict": "ROLLBACK"}, "demo", now=13.0)
-    assert rollback is not None and rollback["level"] == "ERROR", "another verdict is told at once"
+    assert rollback is not None and rollback["level"] == "ERROR", "another verdict is sent at once"
     later = alerts.alert(event, "demo", now=10.0 + ALERT_EVERY_S)
     assert later is not None and "2 more" in later["text"]
     assert alerts.alert(event, "demo", now=STALE_S + 2.0 + ALERT_EVERY_S) is None, "long over"

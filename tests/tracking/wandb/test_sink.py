@@ -245,7 +245,7 @@ def test_an_offline_file_that_is_cut_is_noticed_and_mended(run_dir: RunDir) -> N
         assert left == (int(_rows(path.parent)[-1]["_step"]) if share > 0.7 else left)
     path.write_bytes(content[:100])
     repair_all(run_dir.wandb)
-    assert not path.exists(), "a file that tells of no run stops `wandb sync`"
+    assert not path.exists(), "a file without a run record stops `wandb sync`"
 
 
 def test_two_processes_never_feed_one_run(run_dir: RunDir) -> None:
