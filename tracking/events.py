@@ -9,7 +9,7 @@ Every event has `event`, `step` (optimizer steps attempted so far), `time` (seco
 - `seconds`, `step_seconds`, `stall_seconds` in seconds; `memory_bytes` and `bytes` in bytes.
 
 A number that is not finite is written as the string "inf", "-inf" or "nan". On reading, those strings become floats
-again except in the TEXT_FIELDS, where "nan" is a word (`nonfinite.kind`).
+again except in the TEXT_FIELDS, where "nan" is text (`nonfinite.kind`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The record of a run: each event is checked, stamped with the time and fanned out to the sinks.
 
-`events.jsonl` is the source of truth. A different sink that fails is switched off with one line and training continues;
+`events.jsonl` is the source of truth. Any other sink that fails is switched off with one line and training continues;
 when `events.jsonl` itself cannot be written, that is logged once and every later event is tried again.
 """
 

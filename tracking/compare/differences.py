@@ -77,7 +77,7 @@ def _facts(run: RunFacts) -> Iterator[tuple[tuple[str, str], Any]]:
         yield ("data" if key.startswith(_DATA) else "config", key), value
     for name in ("compute", "zero_stage", "accumulation", "parameters", "model"):
         resolved = name == "compute" and (run.config.get("precision") or {}).get("compute") == start.get(name)
-        if start.get(name) is not None and not resolved:  # the config says so already
+        if start.get(name) is not None and not resolved:  # the config already has it
             yield ("config", f"({name})"), start[name]
     for key, value in flat((run.rare_events.get("run_start") or [{}])[0].get("regions") or {}):  # before any promotion
         yield ("config", f"{_DTYPE} {key}"), value

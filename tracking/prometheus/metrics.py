@@ -62,7 +62,7 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
     "checkpoints_total": (Counter, "Checkpoints published.", ("verified",)),
     "checkpoint_failures_total": (Counter, "Checkpoints that could not be saved.", ()),
     "checkpoint_seconds": (Summary, "Time from a save's start to its published checkpoint.", ()),
-    "checkpoint_stall_seconds_total": (Counter, "Time that saves held training.", ()),
+    "checkpoint_stall_seconds_total": (Counter, "Time that saves blocked training.", ()),
     "checkpoint_bytes": (Gauge, "Size of the newest checkpoint.", ()),
     "checkpoint_step": (Gauge, "Step of the newest checkpoint.", ()),
     "checkpoint_timestamp_seconds": (Gauge, "When the newest checkpoint was recorded; the start before the first.", ()),

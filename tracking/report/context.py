@@ -70,7 +70,7 @@ class MeasureContext:
 
 def measured(context: MeasureContext, key: str, value: float, shown: str, how: str, why: str = "") -> Finding:
     """A measure that has a value. why: the reason shown when it fails."""
-    if context.limits[key].holds(value):
+    if context.limits[key].allows(value):
         return _finding(context, key, value, shown, "pass", how, "")
     return _finding(context, key, value, shown, "fail", how, why)
 

@@ -26,18 +26,18 @@ class Limit:
 
     value: float
     sense: Literal["most", "least"]
-    words: str
+    text: str
     """The limit as text, with {:g} for the value or {:%} for the value in percent."""
     chosen: bool = False
     """Whether the value was chosen by Mantissa, where there is no published one."""
 
-    def holds(self, value: float) -> bool:
+    def allows(self, value: float) -> bool:
         """Whether `value` is within the limit. nan never is."""
         slack = 1e-9 * max(1.0, abs(self.value))
         return value <= self.value + slack if self.sense == "most" else value >= self.value - slack
 
     def __str__(self) -> str:
-        return self.words.replace("{:%}", percent(self.value)).format(self.value)
+        return self.text.replace("{:%}", percent(self.value)).format(self.value)
 
 
 TITLES = {
@@ -105,5 +105,5 @@ def limits_from(arguments: Sequence[str]) -> dict[str, Limit]:
             raise UserError(f"--limit {argument}: {text!r} is not a number; example: --limit epoch_time=0.8") from error
         if math.isnan(value):
             raise UserError(f"--limit {argument}: nan is not a limit; give a number")
-        limits[key] = Limit(value, old.sense, old.words)
+        limits[key] = Limit(value, old.sense, old.text)
     return limits

@@ -30,7 +30,7 @@ FINISH_TIMEOUT_S = 30.0
 
 _CODE_FOLDER = Path(__file__).resolve().parents[2]
 _LOG = "wandb.log"  # in the run folder: standard error of the worker and wandb
-_MARGIN_S = 5.0  # importing wandb, and reading the file a last time
+_MARGIN_S = 5.0  # to import wandb and read the file a last time
 
 
 class WandbSink:

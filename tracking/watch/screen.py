@@ -255,4 +255,4 @@ def _log_panel(state: WatchState, view: View, height: int) -> Panel:
         text.append("\n" if index else "")
         text.append(f"{step:>8,}  " if words else "", style="dim")
         text.append(words, style=_LEVELS[level])
-    return _panel(text, "events", view, width=view.width)
+    return _panel(text, "what happened", view, width=view.width)

@@ -183,7 +183,7 @@ def test_a_frame_fits_its_terminal(width: int, height: int, fp16_run: RunDir) ->
     for text in (shown(state, width=width, height=height), shown(WatchState(), width=width, height=height)):
         lines = text.rstrip("\n").split("\n")
         assert len(lines) <= height and max(len(line) for line in lines) <= width
-    assert " events " in shown(state, width=width, height=36)
+    assert "what happened" in shown(state, width=width, height=36)
 
 
 def test_ascii_is_ascii(fp16_run: RunDir) -> None:
