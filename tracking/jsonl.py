@@ -127,17 +127,21 @@ def decode(line: bytes) -> Event | None:
     return _restore_floats(event) if isinstance(event, dict) else None
 
 
+def open_events(path: Path) -> BinaryIO:
+    """Open `path` for reading. Raises UserError when it cannot be opened."""
+    try:
+        return path.open("rb", buffering=1 << 20)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the events ({error.strerror}); is this a run folder?") from error
+
+
 def read_events(path: Path) -> Iterator[Event]:
     """Every event of `path` in file order, in bounded memory; floats that were not finite are floats again.
 
     An incomplete last line (a crash, or a run that is writing) is left out. Raises UserError when the file cannot be
     opened or another line is damaged.
     """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the events ({error.strerror}); is this a run folder?") from error
-    with file:
+    with open_events(path) as file:
         for number, line in enumerate(file, start=1):
             event = decode(line)
             if event is not None:

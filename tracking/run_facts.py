@@ -19,7 +19,7 @@ import orjson
 
 from config.errors import UserError
 from tracking.events import Event
-from tracking.jsonl import decode
+from tracking.jsonl import decode, open_events
 
 MAX_RARE_EVENTS = 20_000
 """Events of one kind that are kept; of more, the first and the newest half."""
@@ -261,11 +261,7 @@ def read_facts(path: Path, label: str) -> RunFacts:
     be opened, another line is damaged or nothing was recorded.
     """
     collector = Collector()
-    try:
-        file = path.open("rb", buffering=1 << 20)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the events ({error.strerror}); is this a run folder?") from error
-    with file:
+    with open_events(path) as file:
         offset = 0
         for number, line in enumerate(file, start=1):
             if line.startswith(_LARGE):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from config import yaml_text
 from config.errors import UserError
 from tracking.events import Event
 from tracking.run_dir import RunDir
-from tracking.run_facts import read_facts
+from tracking.run_facts import RunFacts, read_facts
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,13 @@ def summarise(run_dir: RunDir) -> Summary:
         memory_bytes=int(facts.peak_memory_bytes) if facts.peak_memory_bytes > 0 else None,
         checkpoint=checkpoints[-1]["path"] if checkpoints else None,
     )
+
+
+def read_run_folder(run_dir: RunDir, label: str) -> RunFacts:
+    """The facts of a run folder with its config, DeepSpeed JSON and environment. Raises UserError as `read_facts`."""
+    config, deepspeed, environment = read_inputs(run_dir)
+    facts = read_facts(run_dir.events, label)
+    return replace(facts, config=config, deepspeed=deepspeed, environment=environment)
 
 
 def read_inputs(run_dir: RunDir) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from glob import has_magic
 from pathlib import Path
 
 from config.errors import UserError
 from tracking.run_dir import RunDir, matching
-from tracking.run_facts import RunFacts, read_facts
-from tracking.summary import read_inputs
+from tracking.run_facts import RunFacts
+from tracking.summary import read_run_folder
 
 WANDB = "wandb:"
 
@@ -48,10 +47,7 @@ def _read(source: str, label: str) -> RunFacts:
         from tracking.compare.wandb_runs import read_wandb
 
         return read_wandb(source.removeprefix(WANDB), label)
-    run_dir = RunDir(Path(source))
-    config, deepspeed, environment = read_inputs(run_dir)
-    facts = read_facts(run_dir.events, label)
-    return replace(facts, config=config, deepspeed=deepspeed, environment=environment)
+    return read_run_folder(RunDir(Path(source)), label)
 
 
 def labels(sources: Sequence[str]) -> list[str]:

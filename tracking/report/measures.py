@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from config.errors import UserError
@@ -25,8 +24,7 @@ from tracking.report.relative import (
 )
 from tracking.report.sessions import read_history
 from tracking.run_dir import RunDir
-from tracking.run_facts import read_facts
-from tracking.summary import read_inputs
+from tracking.summary import read_run_folder
 
 _MEASURES: tuple[Callable[[MeasureContext], Finding], ...] = (
     *(epoch_time, utilisation, peak_memory, nonfinite, validation_delta, epoch_cost),
@@ -62,9 +60,7 @@ def caveats(context: MeasureContext) -> list[str]:
 def read_run(folder: Path) -> Run:
     """Read a run folder. Raises UserError when nothing was recorded there, or when it is damaged."""
     run_dir = RunDir(folder)
-    facts = read_facts(run_dir.events, run_dir.name)
+    facts = read_run_folder(run_dir, run_dir.name)
     if not facts.start:
         raise UserError(f"{run_dir.events}: no run_start event; nothing was recorded in this run folder")
-    config, deepspeed, environment = read_inputs(run_dir)
-    facts = replace(facts, config=config, deepspeed=deepspeed, environment=environment)
     return Run(facts, read_history(run_dir.events))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from config.errors import UserError
 from tracking.events import Event, describe_event
-from tracking.jsonl import decode
+from tracking.jsonl import decode, open_events
 
 SKIPPED_CHECKPOINT = "passed over checkpoint"
 """Prefix of the note that names a checkpoint which a resuming session did not take, and why."""
@@ -189,12 +189,8 @@ def read_history(path: Path) -> RunHistory:
 
     Raises UserError when the file cannot be opened or another line that has to be read is damaged.
     """
-    try:
-        file = path.open("rb", buffering=1 << 20)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the events ({error.strerror}); is this a run folder?") from error
     reader, newest = _Reader(), b""
-    with file:
+    with open_events(path) as file:
         for number, line in enumerate(file, start=1):
             starts = line.startswith((b'{"event":"run_start"', b'{"event": "run_start"'))
             if starts:
