@@ -179,7 +179,7 @@ def test_what_a_dead_wandb_missed_comes_with_the_next_session(
     sink._process.kill()
     sink._process.wait()
     _session(run_dir, sink, 1, 4)
-    assert "wandb_deliver" in capsys.readouterr().err
+    assert "tracking.wandb.deliver" in capsys.readouterr().err
     _session(run_dir, _sink(run_dir, log_every_steps=1), 5, 6)
     rows = [row for folder in sorted(run_dir.wandb.glob("offline-run-*")) for row in _rows(folder)]
     assert [int(row["step"]) for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
