@@ -1,7 +1,7 @@
-"""The run as a person watches it: one live progress line on a terminal, aligned plain lines anywhere else.
+"""The console output of a run: one live progress line on a terminal, aligned plain lines anywhere else.
 
-Besides the progress, only what deserves a look is printed as a line of its own: a skipped step, a change of the loss
-scale, a non-finite tensor, an incident, an evaluation, a checkpoint, the end.
+Besides progress, a line is printed for each skipped step, change of the loss scale, non-finite tensor, incident,
+evaluation and checkpoint, and for the end.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
-from tracking.events import Event
+from tracking.events import Event, describe_event
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 12
 _BAR_WIDTH = 12
-_FIXED = _BAR_WIDTH + 20  # characters of the live line that are always there: spinner, counter, bar
+_FIXED = _BAR_WIDTH + 20  # characters of the live line for spinner, counter and bar
 _SPEED_WINDOW = 20  # steps over which the ETA averages
 
 
@@ -45,17 +45,23 @@ class ConsoleSink:
 
     def write(self, event: Event) -> None:
         """Show one event."""
-        handler = getattr(self, f"_on_{event['event']}", None)
-        if handler is not None:
-            handler(event)
+        match event["event"]:
+            case "run_start":
+                self._on_run_start(event)
+            case "step":
+                self._on_step(event)
+            case "run_end":
+                self._on_run_end(event)
+            case "scale" | "nonfinite" | "incident" | "eval" | "checkpoint":
+                self.print_line(f"step {event['step']}: {describe_event(event)}")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print `text` above the live line."""
         self._console.print(Text(text))
         self._stream.flush()
 
     def close(self) -> None:
-        """Leave the live line, and give the terminal its cursor back."""
+        """End the live line and restore the terminal's cursor."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -65,7 +71,7 @@ class ConsoleSink:
         computes = sorted(set((event.get("regions") or {}).values())) or [event["compute"]]
         self._fp16 = "fp16" in computes
         resumed = f", resumed from {event['resumed_from']}" if event["resumed_from"] else ""
-        self.say(
+        self.print_line(
             f"training {event['parameters']:,} parameters in {' and '.join(computes)}, ZeRO-{event['zero_stage']}, "
             f"{event['world_size']} process{'' if event['world_size'] == 1 else 'es'}{resumed}"
         )
@@ -93,9 +99,9 @@ class ConsoleSink:
             self._progress.update(self._task, completed=event["step"], status=_fit(cells, self._console.width - _FIXED))
         elif event["step"] % self._every == 0 or event["step"] == self._total or not event["applied"]:
             width = len(str(self._total))
-            self.say(f"step {event['step']:>{width}}/{self._total}  " + "  ".join(c for c in cells if c))
+            self.print_line(f"step {event['step']:>{width}}/{self._total}  " + "  ".join(c for c in cells if c))
         if not event["applied"]:
-            self.say(
+            self.print_line(
                 f"step {event['step']}: skipped, the weights are unchanged ({event['skipped_total']} skipped so far)"
             )
 
@@ -130,31 +136,9 @@ class ConsoleSink:
     def _eta(self, step: int) -> float:
         return (self._total - step) * sum(self._seconds) / max(1, len(self._seconds))
 
-    def _on_scale(self, event: Event) -> None:
-        old, new = event["from"], event["to"]
-        change = f"stays {new:g}" if old == new else f"{old:g} -> {new:g}"  # hysteresis keeps the scale for now
-        times = f", {event['consecutive_overflows']} in a row" if event["consecutive_overflows"] else ""
-        self.say(f"step {event['step']}: loss scale {change} ({event['reason']}{times})")
-
-    def _on_nonfinite(self, event: Event) -> None:
-        self.say(
-            f"step {event['step']}: {event['count']} {event['kind']} in the {event['tensor']}"
-            f"{'' if event['tensor'] == 'loss' else ' of ' + event['module']} on rank {event['rank']}"
-        )
-
-    def _on_incident(self, event: Event) -> None:
-        self.say(f"step {event['step']}: {event['verdict']}: {event['reason']}")
-
-    def _on_eval(self, event: Event) -> None:
-        self.say(f"step {event['step']}: validation loss {event['loss']:.4f}, perplexity {event['perplexity']:.2f}")
-
-    def _on_checkpoint(self, event: Event) -> None:
-        size = f", {event['bytes'] / 2**20:,.0f} MiB" if event["bytes"] else ""
-        self.say(f"step {event['step']}: checkpoint {event['path']} in {event['seconds']:.1f} s{size}")
-
     def _on_run_end(self, event: Event) -> None:
         self.close()
-        self.say(f"{event['status']} after {event['step']} steps and {event['tokens']:,} tokens")
+        self.print_line(f"{event['status']} after {event['step']} steps and {event['tokens']:,} tokens")
 
 
 def sparkline(values: list[float], width: int, blocks: str = _BLOCKS) -> str:
@@ -170,7 +154,7 @@ def sparkline(values: list[float], width: int, blocks: str = _BLOCKS) -> str:
 
 
 def _fit(cells: list[str], width: int) -> str:
-    """Those cells, in order, that still fit into `width` characters: the live line has to stay on one line."""
+    """The cells, in order, that fit into `width` characters: the live line has to stay on one line."""
     line = ""
     for cell in filter(None, cells):
         longer = f"{line}  {cell}" if line else cell

@@ -1,16 +1,18 @@
-"""What a run ran on: versions, machine, code commit and command line, for `environment.json` and wandb.
+"""Versions, machine, code commit and command line of a run, for `environment.json` and wandb; and redaction of secrets.
 
-Everything here is chosen by name. Environment variables pass an allow-list and command-line values that look like a
-secret are blanked, since this file is shared far more freely than the machine it came from.
+This file is shared more freely than the machine it came from: environment variables pass an allow-list, and values that
+look like a secret are blanked.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
@@ -52,6 +54,8 @@ SAFE_VARIABLES = (
     "SLURM_JOB_PARTITION",
 )
 HIDDEN = "***"
+SHORTEST_SECRET = 12
+"""Characters that a variable's value needs to be searched for: a shorter one may be an ordinary word."""
 
 _CODE_FOLDER = Path(__file__).resolve().parent.parent
 _GIT_TIMEOUT_S = 10
@@ -67,9 +71,9 @@ _KNOWN_KEYS = re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|wandb_v\d_\w{20,}|gh[pousr]_
 
 
 def environment(extra: dict[str, Any]) -> dict[str, Any]:
-    """A JSON-ready dict of where this process runs, with `extra` (devices, world size, launcher, ...) on top.
+    """A JSON-ready dict of the environment of this process, with `extra` (devices, world size, launcher, ...) on top.
 
-    A package that is not installed and a git commit that cannot be told are None. Memory is in bytes.
+    A package that is not installed and an unknown git commit are None. Memory is in bytes.
     """
     return {
         "start_time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -92,7 +96,7 @@ def environment(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def safe_variables(variables: dict[str, str]) -> dict[str, str]:
-    """Those of `variables` that the allow-list names, sorted; the values of network plug-ins may still hold a login."""
+    """The variables on the allow-list, sorted. Values are redacted too: those of network plug-ins may hold a login."""
     chosen = {k: v for k, v in variables.items() if any(fnmatchcase(k, pattern) for pattern in SAFE_VARIABLES)}
     return {name: redact(name, chosen[name]) for name in sorted(chosen)}
 
@@ -118,6 +122,20 @@ def redact_arguments(arguments: list[str]) -> list[str]:
         hidden.append(HIDDEN if after_flag else redact("", _SECRET_OPTION.sub(rf"\1={HIDDEN}", argument)))
         after_flag = bool(_SECRET_FLAG.match(argument))
     return hidden
+
+
+def known_secrets(variables: Mapping[str, str]) -> list[bytes]:
+    """The values of variables with a name like WANDB_API_KEY, as JSON writes them; longest first."""
+    found = {value for name, value in variables.items() if redact(name, value) == HIDDEN}
+    values = [value for value in found if len(value) >= SHORTEST_SECRET]
+    return [json.dumps(value)[1:-1].encode() for value in sorted(values, key=len, reverse=True)]
+
+
+def hide(text: bytes, secrets: list[bytes]) -> bytes:
+    """A line of JSON without `secrets`."""
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN.encode())
+    return text
 
 
 def _version(package: str) -> str | None:

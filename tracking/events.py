@@ -1,4 +1,4 @@
-"""The vocabulary of `events.jsonl`: which events exist, and which fields each one must carry.
+"""The events of `events.jsonl`: which exist, which fields each one must carry, and each in one line of text.
 
 Every event has `event`, `step` (optimizer steps attempted so far), `time` (seconds since the epoch) and `tokens`
 (global, so far). The further fields below are required; an event may carry more. Units:
@@ -9,7 +9,7 @@ Every event has `event`, `step` (optimizer steps attempted so far), `time` (seco
 - `seconds`, `step_seconds`, `stall_seconds` in seconds; `memory_bytes` and `bytes` in bytes.
 
 A number that is not finite is written as the string "inf", "-inf" or "nan". On reading, those strings become floats
-again except in the TEXT_FIELDS, where "nan" is a word (`nonfinite.kind`).
+again except in the TEXT_FIELDS, where "nan" is text (`nonfinite.kind`).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     "eval": ("loss", "perplexity"),
     "checkpoint": ("path", "seconds", "stall_seconds", "bytes", "verified"),
     "run_end": ("status", "exit_code"),
-    # In which dtypes the forward pass's matmuls really computed: their share of its matmul FLOPs.
+    # In which dtypes the forward pass's matmuls were observed to compute: their share of its matmul FLOPs.
     "precision": ("flop_share",),
-    # What the numbers of each module looked like, by module or parameter name.
+    # Statistics of each module's tensors, by module or parameter name.
     "telemetry": ("gradients", "activation_max", "probe", "drift", "update_ratio", "gradient_exponents"),
-    # A fault that the config asked for struck: for tests and game days.
+    # A fault that the config asks for was injected: for tests and drills.
     "fault": ("kind", "rank", "module"),
-    # Written by the record itself: a sink was lost, or events were.
+    # Free text. The record itself writes one when a sink failed or events were lost.
     "note": ("text",),
 }
 
@@ -79,7 +79,7 @@ TEXT_FIELDS = frozenset(
 def check(event: str, fields: dict[str, Any]) -> None:
     """Raise ValueError when `event` is unknown, lacks a required field or overwrites a common one.
 
-    Such a mistake is in the calling code, so it is loud at once and not a sink's trouble.
+    Such a mistake is in the calling code, so it is raised at once and not treated as a failed sink.
     """
     if event not in REQUIRED_FIELDS:
         near = get_close_matches(event, REQUIRED_FIELDS, n=1)
@@ -89,4 +89,38 @@ def check(event: str, fields: dict[str, Any]) -> None:
     if missing:
         raise ValueError(f"event {event!r} lacks {', '.join(missing)}")
     if "time" in fields:
-        raise ValueError(f"event {event!r} brings its own time; the record's clock sets it")
+        raise ValueError(f"event {event!r} must not set `time`; the record's clock does")
+
+
+def describe_event(event: Event) -> str:
+    """One event in one line of text, without its step."""
+    match event["event"]:
+        case "scale":
+            old, new, in_a_row = event["from"], event["to"], event.get("consecutive_overflows")
+            change = f"stays {new:g}" if old == new else f"{old:g} -> {new:g}"  # hysteresis keeps the scale for now
+            times = f", {in_a_row} in a row" if in_a_row else ""
+            return f"loss scale {change} ({event['reason']}{times})"
+        case "nonfinite":
+            module = "" if event["tensor"] == "loss" else f" of {event['module']}"
+            return f"{event['count']} {event['kind']} in the {event['tensor']}{module} on rank {event['rank']}"
+        case "incident":
+            return f"{event['verdict']}: {event['reason']}"
+        case "fault":
+            return f"injected fault {event['kind']} on rank {event['rank']}, {event['module']}"
+        case "eval":
+            perplexity = f", perplexity {event['perplexity']:.2f}" if event.get("perplexity") else ""
+            return f"validation loss {event['loss']:.4f}{perplexity}"
+        case "checkpoint":
+            seconds = f" in {event['seconds']:.1f} s" if event.get("seconds") is not None else ""
+            size = f", {event['bytes'] / 2**20:,.0f} MiB" if event.get("bytes") else ""
+            return f"checkpoint {event['path']}{seconds}{size}"
+        case "run_start":
+            origin = f"resumed from {event['resumed_from']}" if event.get("resumed_from") else "started"
+            return f"{origin}, {event['world_size']} processes"
+        case "run_end":
+            code = f", exit code {event['exit_code']}" if event.get("exit_code") is not None else ""
+            reason = f": {event['reason']}" if event.get("reason") else ""
+            return f"{event['status']}{code}{reason}"
+        case "precision":
+            return "computes in " + ", ".join(f"{dtype} {share:.1%}" for dtype, share in event["flop_share"].items())
+    return str({key: value for key, value in event.items() if key not in COMMON_FIELDS})

@@ -1,12 +1,12 @@
-"""`events.jsonl`: the truth about a run, one JSON object a line.
+"""`events.jsonl`: the source of truth about a run, one JSON object per line.
 
-Every line is handed to the operating system at once, whole, so a killed process loses nothing and a reader may follow
-the file while the run goes on. Only a machine that loses power can lose lines; checkpoints, the run's end and close()
-are therefore also forced to the disk (an fsync each step would cost milliseconds and protect little).
+Each line is one unbuffered write, so a killed process loses nothing and the file can be read while the run continues.
+Only a power failure can lose lines; the run's start and end, checkpoints and close() are therefore followed by an fsync
+(one per step would cost milliseconds and protect little).
 
-A crash or a full disk can leave half a last line. It is put right before anything is appended: a half line that
-already parses only lost its newline, which is added; any other half line is cut off, since no reader could ever use it
-and it would make the whole file unreadable to jq, pandas and others that take one object a line.
+A crash or a full disk can leave an incomplete last line. It is repaired before anything is appended: a line that parses
+only lacks its newline, which is added; any other is cut off, since it would make the whole file unreadable to jq,
+pandas and others that expect one object per line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from config.errors import UserError
 from tracking.events import TEXT_FIELDS, Event
 
-_FORCED_TO_DISK = frozenset({"run_start", "checkpoint", "run_end"})
+_FSYNC_AFTER = frozenset({"run_start", "checkpoint", "run_end"})
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _TAIL_CHUNK = 1 << 16
 
@@ -46,25 +46,25 @@ def plain(value: Any) -> Any:
 def _text(value: Any) -> str:
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"{type(value).__name__} does not belong in an event: {value!r}; pass plain numbers and text")
+    raise TypeError(f"{type(value).__name__} cannot be part of an event: {value!r}; pass plain numbers and text")
 
 
-def _floats(value: Any) -> Any:
-    """The inverse of `plain`; the fields in TEXT_FIELDS stay words."""
+def _restore_floats(value: Any) -> Any:
+    """The inverse of `plain`; the fields in TEXT_FIELDS stay strings."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     if isinstance(value, list):
-        return [_floats(item) for item in value]
+        return [_restore_floats(item) for item in value]
     if isinstance(value, dict):
-        return {key: item if key in TEXT_FIELDS else _floats(item) for key, item in value.items()}
+        return {key: item if key in TEXT_FIELDS else _restore_floats(item) for key, item in value.items()}
     return value
 
 
 class JsonlSink:
-    """Appends events to one file. Raises OSError when the disk refuses; later events are tried again."""
+    """Appends events to one file. Raises OSError when a write fails; the next may succeed."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path` for appending and put a torn last line right. Raises UserError when it cannot be opened."""
+        """Open `path` for appending and repair an incomplete last line. Raises UserError when it cannot be opened."""
         self.path = path
         try:
             self._file: BinaryIO = path.open("ab+", buffering=0)
@@ -73,7 +73,7 @@ class JsonlSink:
         self._size = _repair(self._file)
 
     def write(self, event: Event) -> None:
-        """Append one event. On failure nothing of it stays in the file, so the next line starts clean."""
+        """Append one event. On failure nothing of it stays in the file."""
         line = encode(event)
         written = 0
         try:
@@ -84,11 +84,11 @@ class JsonlSink:
             self._file.truncate(self._size)
             raise
         self._size += written
-        if event["event"] in _FORCED_TO_DISK:
+        if event["event"] in _FSYNC_AFTER:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Force everything to the disk and close the file."""
+        """Fsync and close the file."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -96,19 +96,19 @@ class JsonlSink:
 
 def _repair(file: BinaryIO) -> int:
     """Complete or cut off a last line without newline; returns the size of the file in bytes afterwards."""
-    torn = _after_last_newline(file)
+    incomplete = _after_last_newline(file)
     size = file.seek(0, os.SEEK_END)
-    if not torn:
+    if not incomplete:
         return size
-    if decode(torn) is not None:
+    if decode(incomplete) is not None:
         file.write(b"\n")
         return size + 1
-    file.truncate(size - len(torn))
-    return size - len(torn)
+    file.truncate(size - len(incomplete))
+    return size - len(incomplete)
 
 
 def _after_last_newline(file: BinaryIO) -> bytes:
-    """The bytes behind the last newline; empty when the file ends as it should. Reads from the end, in chunks."""
+    """The bytes after the last newline; empty for a complete last line. Reads from the end, in chunks."""
     tail, start = b"", file.seek(0, os.SEEK_END)
     while start > 0 and b"\n" not in tail:
         step = min(_TAIL_CHUNK, start)
@@ -124,20 +124,24 @@ def decode(line: bytes) -> Event | None:
         event = json.loads(line)
     except ValueError:
         return None
-    return _floats(event) if isinstance(event, dict) else None
+    return _restore_floats(event) if isinstance(event, dict) else None
+
+
+def open_events(path: Path) -> BinaryIO:
+    """Open `path` for reading. Raises UserError when it cannot be opened."""
+    try:
+        return path.open("rb", buffering=1 << 20)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the events ({error.strerror}); is this a run folder?") from error
 
 
 def read_events(path: Path) -> Iterator[Event]:
     """Every event of `path` in file order, in bounded memory; floats that were not finite are floats again.
 
-    A torn last line (a crash, or a run that is writing just now) is left out. Raises UserError when the file cannot be
+    An incomplete last line (a crash, or a run that is writing) is left out. Raises UserError when the file cannot be
     opened or another line is damaged.
     """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the events ({error.strerror}); is this a run folder?") from error
-    with file:
+    with open_events(path) as file:
         for number, line in enumerate(file, start=1):
             event = decode(line)
             if event is not None:
@@ -151,7 +155,7 @@ def surviving(events: Iterable[Event]) -> list[Event]:
 
     A resumed or rolled-back run attempts some steps again. What an abandoned attempt recorded is dropped, together
     with every step that came after it, since none of those updates is part of the weights any more. `run_start`,
-    `run_end`, `incident`, `nonfinite` and `note` tell about the session and not about its state, and always stay.
+    `run_end`, `incident`, `nonfinite` and `note` belong to the session and not to the run's state, and always stay.
     """
     kept: list[Event] = []
     newest_step = -1  # index in `kept` of the newest step event
@@ -161,7 +165,7 @@ def surviving(events: Iterable[Event]) -> list[Event]:
             newest_step = _last_step_index(kept)
         elif event["event"] == "step":
             if newest_step >= 0 and event["step"] <= kept[newest_step]["step"]:
-                # Events behind the newest step event may already belong to the new attempt at this very step.
+                # Events after the newest step event may already belong to the new attempt at this very step.
                 kept = [
                     old
                     for index, old in enumerate(kept)
@@ -178,8 +182,3 @@ def _is_state(event: Event) -> bool:
 
 def _last_step_index(events: list[Event]) -> int:
     return max((index for index, event in enumerate(events) if event["event"] == "step"), default=-1)
-
-
-def history(path: Path) -> list[Event]:
-    """The `step` events of `path` in step order, each step once: the last attempt at it, as in `surviving`."""
-    return [event for event in surviving(read_events(path)) if event["event"] == "step"]

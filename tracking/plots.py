@@ -1,4 +1,4 @@
-"""The picture of a run: loss, gradient norm, learning rate, and the loss scale or the speed, drawn from its events."""
+"""The plot of a run: loss, gradient norm, learning rate, and loss scale or speed, from its events."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _INK, _FAINT, _ACCENT, _ALARM = "#1f4e79", "#a9c1d9", "#d1660f", "#c00000"
-_SMOOTH_FROM = 100  # steps from which on a running median is drawn over the raw curve
-_MANY_SKIPS = 200  # marks beyond this number would hide the curves
+_SMOOTH_FROM = 100  # steps from which a running median is drawn over the raw curve
+_MANY_SKIPS = 200  # more marks would hide the curves
 STYLE: dict[Any, Any] = {
     "font.size": 12,
     "axes.titlesize": 13,
@@ -36,7 +36,7 @@ STYLE: dict[Any, Any] = {
 def plot_run(events: Path, png: Path) -> Path:
     """Draw the run recorded in `events` to `png` (1560 x 975 pixels) and return `png`.
 
-    Of a step attempted more than once the last attempt is drawn. Values that are not finite are gaps, and every
+    Of a step attempted more than once the last attempt is drawn. Non-finite values are gaps, and every
     skipped step is a red line. Raises UserError when there is no step to draw.
     """
     timeline = surviving(read_events(events))
@@ -82,7 +82,7 @@ def _title(name: str, start: Event, steps: list[Event]) -> str:
 
 
 def _column(events: list[Event], name: str) -> list[float]:
-    """One field over the events; what was not recorded or is not finite is a gap in the curve."""
+    """One field over the events; nan, a gap in the curve, where it was not recorded or is not finite."""
     values = (event[name] for event in events)
     return [value if value is not None and math.isfinite(value) else math.nan for value in values]
 
@@ -92,7 +92,7 @@ def _numbers(events: list[Event]) -> list[int]:
 
 
 def _curve(axis: Axes, x: list[int], y: list[float], label: str) -> None:
-    """The raw curve, and over long runs a running median that the eye can follow."""
+    """The raw curve, and for long runs a running median over it."""
     if len(y) < _SMOOTH_FROM:
         axis.plot(x, y, color=_INK, linewidth=1.8, label=label)
         return

@@ -1,4 +1,4 @@
-"""What a step event says about single ranks: every rank's number in small runs, where the numbers lie in large ones."""
+"""Per-rank numbers of a step event: every rank's in small runs, least, median and most in large ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Spread:
     median: float
     most: float
     rank: int
-    """That has the most."""
+    """The rank with the most."""
     all: tuple[float, ...]
     """By rank; empty in runs of which only the other fields were recorded."""
 

@@ -1,7 +1,7 @@
 """The record of a run: each event is checked, stamped with the time and fanned out to the sinks.
 
-`events.jsonl` is the truth and every other sink is a window on it, so a window that breaks is closed with one line and
-training goes on. When the disk refuses the truth itself, that is told once and every later event is tried again.
+`events.jsonl` is the source of truth. Any other sink that fails is switched off with one line and training continues;
+when `events.jsonl` itself cannot be written, that is logged once and every later event is tried again.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tracking.jsonl import JsonlSink
 
 
 class Sink(Protocol):
-    """Where events go. `write` may raise anything; the record decides what that means."""
+    """A destination of events. `write` may raise anything; the record handles it."""
 
     def write(self, event: Event) -> None:
-        """Take one event, a dict of plain Python values."""
+        """Write one event, a dict of plain Python values."""
 
     def close(self) -> None:
-        """Finish within a bounded time."""
+        """Flush and close, within a bounded time."""
 
 
 class Record:
@@ -33,11 +33,11 @@ class Record:
         self._sinks = list(sinks)
         self._clock = clock
         self._lost_events = 0
-        self._last: tuple[int, int] = (0, 0)  # step and tokens of the newest event, for the record's own notes
+        self._last: tuple[int, int] = (0, 0)  # step and tokens of the newest event, for `note`
 
     @classmethod
     def silent(cls) -> Record:
-        """A record without sinks, for ranks other than 0; it still checks what it is given."""
+        """A record without sinks, for ranks other than 0; it still checks events."""
         return cls([])
 
     def event(self, event: str, *, step: int, tokens: int, **fields: Any) -> None:
@@ -67,46 +67,46 @@ class Record:
         self.event("scale", step=step, tokens=tokens, lr=lr, momentum_norm=momentum_norm, **fields)
 
     def note(self, text: str, **fields: Any) -> None:
-        """Record a free-text `note` at the newest step, such as a sink that was lost. fields: for programs."""
+        """Record a free-text `note` at the newest step, such as a failed sink. fields: further fields, for programs."""
         self.event("note", step=self._last[0], tokens=self._last[1], text=text, **fields)
 
     def close(self) -> None:
-        """Close every sink; trouble on the way is told in one line and never raised."""
+        """Close every sink; an error is logged in one line and never raised."""
         for sink in self._sinks:
             try:
                 sink.close()
             except Exception as error:  # a sink must not turn a finished run into a failed one
-                _tell(f"{_name(sink)}: could not be closed cleanly ({_one_line(error)}); the run is not affected")
+                _log(f"{_name(sink)}: could not be closed cleanly ({_one_line(error)}); the run is not affected")
         self._sinks = []
 
     def _fan_out(self, event: Event) -> None:
-        broken: dict[int, str] = {}  # index of the sink -> what it died of
+        broken: dict[int, str] = {}  # index of the sink -> message
         for index, sink in enumerate(self._sinks):
             if isinstance(sink, JsonlSink):
-                self._write_truth(sink, event)
+                self._write_events_file(sink, event)
                 continue
             try:
                 sink.write(event)
-            except Exception as error:  # whatever a window on the run does, training goes on
+            except Exception as error:  # whatever happens to a sink, training continues
                 broken[index] = f"{_name(sink)} is switched off for the rest of this run: {_one_line(error)}"
         self._sinks = [sink for index, sink in enumerate(self._sinks) if index not in broken]
         for text in broken.values():
-            _tell(f"{text}; training goes on and events.jsonl has every event")
+            _log(f"{text}; training continues and events.jsonl has every event")
             self.note(text)
 
-    def _write_truth(self, sink: JsonlSink, event: Event) -> None:
-        """Write to events.jsonl; a full disk is told once for each stretch of lost events."""
+    def _write_events_file(self, sink: JsonlSink, event: Event) -> None:
+        """Write to events.jsonl; a full disk is logged once per run of lost events."""
         try:
             sink.write(event)
         except OSError as error:
             if self._lost_events == 0:
-                _tell(f"{sink.path}: event not written ({_one_line(error)}); training goes on, later events are tried")
+                _log(f"{sink.path}: event not written ({_one_line(error)}); training continues, later events are tried")
             self._lost_events += 1
             return
         if self._lost_events:
             lost, self._lost_events = self._lost_events, 0
             text = f"{lost} events before this one could not be written to {sink.path.name}"
-            _tell(f"{sink.path}: writing works again; {lost} events were lost")
+            _log(f"{sink.path}: writing works again; {lost} events were lost")
             self.note(text)
 
 
@@ -119,5 +119,5 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     print(f"mantissa: {text}", file=sys.stderr, flush=True)

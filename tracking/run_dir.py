@@ -1,9 +1,9 @@
-"""The run folder: where everything about one run lies, and how it is made without losing an earlier run.
+"""The run folder: the files of one run, and how it is created without losing an earlier run.
 
-runs/<name>/config.yaml        the resolved run config          config.1.yaml, ...: those of earlier sessions
+runs/<name>/config.yaml        the resolved run config          config.1.yaml, ...: earlier sessions
            ds_config.json      the resolved DeepSpeed JSON, no "auto" left
            environment.json    versions, hardware, git commit
-           events.jsonl        the truth; every sink is fed from it
+           events.jsonl        the source of truth; the plots, the report and wandb are made from it
            checkpoints/  plots/  wandb/  report.md  sample.txt
 """
 
@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from glob import has_magic
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from config.files import write_atomically
 
 @dataclass(frozen=True)
 class RunDir:
-    """Names of the files of one run folder. Making the object touches nothing; `create` makes the folder."""
+    """Paths of the files of one run folder. The constructor touches nothing; `create` makes the folder."""
 
     path: Path
 
@@ -106,7 +107,7 @@ class RunDir:
         return cls(path)
 
     def write_inputs(self, config: dict[str, Any], deepspeed: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Write what the run was given, each file whole or not at all.
+        """Write the inputs of the run, each file atomically.
 
         In a resumed run a file that differs from the one already there is kept as config.1.yaml and so on; the
         highest number is the newest of the earlier ones.
@@ -114,6 +115,20 @@ class RunDir:
         _publish(self.config, yaml_text.dump(config))
         _publish(self.deepspeed_config, json.dumps(deepspeed, indent=2) + "\n")
         _publish(self.environment, json.dumps(environment, indent=2) + "\n")
+
+
+def matching(pattern: str) -> list[Path]:
+    """Paths that match a glob, sorted; for a pattern without wildcards that path, whether it exists or not."""
+    path = Path(pattern).expanduser()
+    return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) if has_magic(pattern) else [path]
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write the page that --html asks for. Raises UserError when it cannot be written."""
+    try:
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise UserError(f"--html {path}: cannot be written ({error.strerror}); choose another file") from error
 
 
 def _publish(path: Path, text: str) -> None:

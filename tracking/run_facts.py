@@ -1,8 +1,8 @@
-"""One run as columns: what `events.jsonl` says, read in one pass and kept at 136 bytes a step.
+"""One run as columns: `events.jsonl` read in one pass and kept at 136 bytes a step.
 
-Numbers of steps are arrays, so that two runs of a million steps are held against each other exactly; the events that
-are rare (scale changes, evaluations, checkpoints, incidents) stay whole. Resumed and rolled-back runs are told as
-`tracking.jsonl.surviving` tells them: the last attempt at a step is the one that counts.
+The numbers of steps are arrays, so that two runs of a million steps can be compared exactly; rare events (scale
+changes, evaluations, checkpoints, incidents) stay whole. Of a step attempted more than once (resume, rollback) the last
+attempt counts, as in `tracking.jsonl.surviving`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import orjson
 
 from config.errors import UserError
 from tracking.events import Event
-from tracking.jsonl import decode
+from tracking.jsonl import decode, open_events
 
-MOST_MARKS = 20_000
-"""Events of one kind that are kept whole; of more, the first and the newest half."""
+MAX_RARE_EVENTS = 20_000
+"""Events of one kind that are kept; of more, the first and the newest half."""
 
 _NUMBERS = (
     "time",
@@ -38,13 +38,13 @@ _NUMBERS = (
     "data_seconds",
 )
 _STATE = ("scale", "eval", "checkpoint")  # dropped with the attempt that recorded them
-_LARGE = (b'{"event":"telemetry"', b'{"event": "telemetry"')  # not read here, and worth not parsing
+_LARGE = (b'{"event":"telemetry"', b'{"event": "telemetry"')  # not used here, and slow to parse
 _HASH_DIGITS = 15  # of sample_ids_sha256: 60 bits, so that they fit a signed 64-bit integer
 
 
 @dataclass(frozen=True)
 class Columns:
-    """One value a surviving step, in step order, each array of shape (steps,); nan where nothing was recorded.
+    """One value per surviving step, in step order, each array of shape (steps,); nan where nothing was recorded.
 
     Units are those of `tracking.events`. `seconds`: running time until after the step, abandoned attempts and resumed
     sessions included, pauses between sessions not. `order`: the first 60 bits of `sample_ids_sha256`, -1 for none.
@@ -75,12 +75,12 @@ class Columns:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run, as far as its events tell it; files beside them are read by `tracking.compare.sources`.
+    """A run as recorded in its events; the files beside them are added by `tracking.compare.sources`.
 
-    marks: kind to its events, in file order: `scale`, `eval` and `checkpoint` of the surviving history, all others
+    rare_events: events by kind, in file order: `scale`, `eval` and `checkpoint` of the surviving history, all others
     (`run_start`, `run_end`, `incident`, `nonfinite`, `fault`, `precision`, `note`) of every session.
-    counts: events of each kind over all sessions, those included that are no longer in `marks`. scale_reasons: the
-    same for scale events, by reason.
+    counts: events of each kind over all sessions, including those no longer in `rare_events`. scale_reasons: the same
+    for scale events, by reason.
     abandoned: step attempts that a later attempt replaced. wall_seconds: from the first to the last event of each
     session, summed. running_seconds: the sum of step_seconds over every attempt.
     """
@@ -89,7 +89,7 @@ class RunFacts:
     source: str
     events: Path | None
     columns: Columns
-    marks: dict[str, list[Event]]
+    rare_events: dict[str, list[Event]]
     counts: Counter[str]
     scale_reasons: Counter[str]
     abandoned: int
@@ -102,25 +102,31 @@ class RunFacts:
     @property
     def start(self) -> Event:
         """The newest `run_start` event; empty when none was recorded."""
-        return (self.marks.get("run_start") or [{}])[-1]
+        return (self.rare_events.get("run_start") or [{}])[-1]
 
     @property
     def end(self) -> Event | None:
         """The `run_end` of the newest session; None while it runs, or when it crashed."""
-        ends, starts = self.marks.get("run_end"), self.marks.get("run_start")
+        ends, starts = self.rare_events.get("run_end"), self.rare_events.get("run_start")
         if not ends or (starts and ends[-1]["time"] < starts[-1]["time"]):
             return None
         return ends[-1]
 
     @property
     def status(self) -> str:
-        """done, preempted or aborted; or that there is no end."""
+        """done, preempted or aborted; or that no end was recorded."""
         return self.end["status"] if self.end else "running or crashed"
 
     @property
     def world_size(self) -> int:
         """Processes, each with its device; 1 when that was not recorded."""
         return int(self.start.get("world_size") or self.environment.get("world_size") or 1)
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        """Of the largest rank; nan where it was not recorded."""
+        known = self.columns.memory_bytes[self.columns.memory_bytes > 0]
+        return float(known.max()) if known.size else math.nan
 
 
 class Collector:
@@ -131,9 +137,9 @@ class Collector:
         self._seconds, self._step, self._order, self._offset = array("d"), array("q"), array("q"), array("q")
         self._applied = array("b")
         self._state: dict[str, list[tuple[int, Event]]] = {kind: [] for kind in _STATE}
-        self._told: dict[str, list[Event]] = {}
-        self._serial = self._began = 0  # how many events came; the step that the session went on from
-        self._serials = array("q")  # which of them each step was
+        self._events: dict[str, list[Event]] = {}
+        self._serial = self._began = 0  # events so far; the step that the session started from
+        self._serials = array("q")  # position of each step among them
         self._running = self._wall = self._last_time = 0.0
         self._session_began: float | None = None
         self.counts: Counter[str] = Counter()
@@ -143,7 +149,7 @@ class Collector:
         """The newest event."""
 
     def add(self, event: Event, offset: int = -1) -> None:
-        """Take one event. Step events may hold numbers as the words "inf", "-inf" and "nan"."""
+        """Add one event. Step events may hold numbers as the strings "inf", "-inf" and "nan"."""
         kind = event["event"]
         self._serial += 1
         self.counts[kind] += 1
@@ -156,29 +162,29 @@ class Collector:
                 self.scale_reasons[event["reason"]] += 1
             _keep(self._state[kind], (self._serial, event))
         elif kind == "precision":
-            told = self._told.setdefault(kind, [])
-            if not told or told[-1].get("flop_share") != event.get("flop_share"):
-                _keep(told, event)
+            kept = self._events.setdefault(kind, [])
+            if not kept or kept[-1].get("flop_share") != event.get("flop_share"):
+                _keep(kept, event)
         else:
             if kind == "run_start":
                 self._began = event["step"]
-                self._go_back(event["step"] + 1, also_newest=True)
-            _keep(self._told.setdefault(kind, []), event)
+                self._drop_steps(event["step"] + 1, also_newest=True)
+            _keep(self._events.setdefault(kind, []), event)
 
     def skip(self, kind: str) -> None:
-        """Count an event that is not looked at."""
+        """Count an event without parsing it."""
         self._serial += 1
         self.counts[kind] += 1
 
     def _add_step(self, event: Event, offset: int) -> None:
         step = event["step"]
         if self._step and step <= self._step[-1]:
-            self._go_back(step, also_newest=False)
+            self._drop_steps(step, also_newest=False)
         for name, column in self._numbers.items():
             value = event.get(name)
             column.append(math.nan if value is None else float(value))
         seconds = self._numbers["step_seconds"][-1]
-        covered = max(1, step - (self._step[-1] if self._step else self._began))  # more where steps were left out
+        covered = max(1, step - (self._step[-1] if self._step else self._began))  # wandb leaves steps out
         self._running += seconds * covered if math.isfinite(seconds) else 0.0
         self._seconds.append(self._running)
         self._step.append(step)
@@ -188,10 +194,10 @@ class Collector:
         self._offset.append(offset)
         self._serials.append(self._serial)
 
-    def _go_back(self, step: int, *, also_newest: bool) -> None:
+    def _drop_steps(self, step: int, *, also_newest: bool) -> None:
         """Drop steps from `step` on and what they recorded.
 
-        also_newest False: events behind the newest step event may already belong to the new attempt at `step`.
+        also_newest False: events after the newest step event may already belong to the new attempt at `step`.
         """
         kept = int(np.searchsorted(np.frombuffer(self._step, np.int64), step)) if self._step else 0
         self.abandoned += len(self._step) - kept
@@ -215,7 +221,7 @@ class Collector:
         self._last_time = time
 
     def facts(self, label: str, source: str, events: Path | None) -> RunFacts:
-        """What was collected; nothing may be added afterwards."""
+        """The run so far; nothing may be added afterwards."""
         numbers = {name: np.frombuffer(column, np.float64) for name, column in self._numbers.items()}
         columns = Columns(
             step=np.frombuffer(self._step, np.int64),
@@ -232,7 +238,7 @@ class Collector:
             source=source,
             events=events,
             columns=columns,
-            marks={kind: marks for kind, marks in {**state, **self._told}.items() if marks},
+            rare_events={kind: kept for kind, kept in {**state, **self._events}.items() if kept},
             counts=self.counts,
             scale_reasons=self.scale_reasons,
             abandoned=self.abandoned,
@@ -242,37 +248,33 @@ class Collector:
 
 
 def _keep(kept: list[Any], item: Any) -> None:
-    """Append, and once there are too many leave out the middle: beginning and end tell most."""
-    if len(kept) >= MOST_MARKS:
-        del kept[MOST_MARKS // 2]
+    """Append, and once there are too many drop the middle one."""
+    if len(kept) >= MAX_RARE_EVENTS:
+        del kept[MAX_RARE_EVENTS // 2]
     kept.append(item)
 
 
 def read_facts(path: Path, label: str) -> RunFacts:
     """The facts of one `events.jsonl`, in one pass.
 
-    A torn last line (a crash, or a run that is writing just now) is left out. Raises UserError when the file cannot
+    An incomplete last line (a crash, or a run that is writing) is left out. Raises UserError when the file cannot
     be opened, another line is damaged or nothing was recorded.
     """
     collector = Collector()
-    try:
-        file = path.open("rb", buffering=1 << 20)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the events ({error.strerror}); is this a run folder?") from error
-    with file:
+    with open_events(path) as file:
         offset = 0
         for number, line in enumerate(file, start=1):
             if line.startswith(_LARGE):
                 collector.skip("telemetry")
             else:
-                _take(collector, line, offset, f"{path}: line {number}")
+                _add_line(collector, line, offset, f"{path}: line {number}")
             offset += len(line)
     if not collector.counts:
         raise UserError(f"{path}: nothing was recorded in this run folder")
     return collector.facts(label, str(path.parent), path)
 
 
-def _take(collector: Collector, line: bytes, offset: int, where: str) -> None:
+def _add_line(collector: Collector, line: bytes, offset: int, where: str) -> None:
     try:
         event = orjson.loads(line)
         if event["event"] != "step":

@@ -1,9 +1,9 @@
-"""The numbers that sum up a run, computed from its folder alone (finished, crashed or still running)."""
+"""The summary of a run in numbers, from its folder alone (finished, crashed or still running)."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,16 @@ from config import yaml_text
 from config.errors import UserError
 from tracking.events import Event
 from tracking.run_dir import RunDir
-from tracking.run_facts import read_facts
+from tracking.run_facts import RunFacts, read_facts
 
 
 @dataclass(frozen=True)
 class Summary:
     """One run in numbers. Losses in nats, times in seconds, memory in bytes; None where nothing was recorded.
 
-    `steps` and everything counted per step tell about the surviving history (see `tracking.jsonl.surviving`);
+    `steps` and everything counted per step are of the surviving history (see `tracking.jsonl.surviving`);
     scale events, incidents and non-finite tensors are counted over all sessions. `nonfinite` holds at most
-    `tracking.run_facts.MOST_MARKS` events.
+    `tracking.run_facts.MAX_RARE_EVENTS` events.
     """
 
     name: str
@@ -59,19 +59,16 @@ class Summary:
 
 
 def summarise(run_dir: RunDir) -> Summary:
-    """Sum up `run_dir/events.jsonl`, in one pass, 136 bytes a step. Raises UserError when there is none or nothing
-    has been recorded.
-    """
+    """Summarise `run_dir/events.jsonl` in one pass. Raises UserError when nothing was recorded."""
     facts = read_facts(run_dir.events, run_dir.name)
     if not facts.start:
         raise UserError(f"{run_dir.events}: no run_start event; nothing was recorded in this run folder")
-    steps, marks = facts.columns, facts.marks
+    steps, rare = facts.columns, facts.rare_events
     finite = np.flatnonzero(np.isfinite(steps.loss))
     losses = steps.loss[finite]
     best = int(np.argmin(losses)) if losses.size else None
     norms = steps.grad_norm[np.isfinite(steps.grad_norm)]
-    evals, checkpoints = marks.get("eval", []), marks.get("checkpoint", [])
-    memory = steps.memory_bytes[steps.memory_bytes > 0]
+    evals, checkpoints = rare.get("eval", []), rare.get("checkpoint", [])
     return Summary(
         name=run_dir.name,
         status=facts.end["status"] if facts.end else "running or crashed (no run_end event)",
@@ -97,20 +94,35 @@ def summarise(run_dir: RunDir) -> Summary:
         first_scale=float(steps.loss_scale[0]) if len(steps) else None,
         last_scale=float(steps.loss_scale[-1]) if len(steps) else None,
         incidents=facts.counts["incident"],
-        nonfinite=marks.get("nonfinite", []),
-        notes=[event["text"] for event in marks.get("note", [])],
+        nonfinite=rare.get("nonfinite", []),
+        notes=[event["text"] for event in rare.get("note", [])],
         tokens_per_second=float(np.median(steps.tokens_per_second)) if len(steps) else None,
         step_seconds=float(np.median(steps.step_seconds)) if len(steps) else None,
         wall_seconds=facts.wall_seconds,
-        memory_bytes=int(memory.max()) if memory.size else None,
+        memory_bytes=int(facts.peak_memory_bytes) if facts.peak_memory_bytes > 0 else None,
         checkpoint=checkpoints[-1]["path"] if checkpoints else None,
     )
+
+
+def read_run_folder(run_dir: RunDir, label: str) -> RunFacts:
+    """The facts of a run folder with its config, DeepSpeed JSON and environment. Raises UserError as `read_facts`."""
+    config, deepspeed, environment = read_inputs(run_dir)
+    facts = read_facts(run_dir.events, label)
+    return replace(facts, config=config, deepspeed=deepspeed, environment=environment)
 
 
 def read_inputs(run_dir: RunDir) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The resolved config, DeepSpeed JSON and environment of the run; an absent file gives an empty dict."""
     config = _load(run_dir.config, yaml_text.parse)
     return config, _load(run_dir.deepspeed_config, json.loads), _load(run_dir.environment, json.loads)
+
+
+def setting(config: dict[str, Any], dotted: str) -> Any:
+    """A value of the resolved config by its dotted key; None when it is not there."""
+    value: Any = config
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def _load(path: Path, parse: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from config.cli import DIVERGED, DONE, PREEMPTED, UNSAVED
 from data.prepare import Corpus
 from data.tokenizer import load_tokenizer
 from modeling.generate import sample_text
-from tracking.report.command import summary_table, write_report
+from tracking.report.page import summary_table, write_report
 from training.loop import Ending
 from training.parts import Parts
 from training.session import run_dir_of

@@ -48,9 +48,11 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
     every = config.tracking.log_every_steps
     console = ConsoleSink(config.run.steps, log_every_steps=every)
     if engine.slow_fp16:
-        console.say("this CPU has no FP16 instructions: FP16 runs on torch's slow kernels, good only for trying it out")
+        console.print_line(
+            "this CPU has no FP16 instructions: FP16 runs on torch's slow kernels, good only for trying it out"
+        )
     for entry in ledger:
-        console.say(
+        console.print_line(
             f"  {entry.what:<28} {entry.dtype:<10} {entry.bytes / 1e6:>10,.1f} MB"
             if entry.bytes
             else f"  {entry.what:<28} {entry.dtype}"
@@ -80,7 +82,7 @@ def _prometheus(config: Config, console: ConsoleSink) -> Sink:
         address=config.tracking.prometheus_address,
     )
     if sink.url:
-        console.say(f"metrics for Prometheus: {sink.url}")
+        console.print_line(f"metrics for Prometheus: {sink.url}")
     return sink
 
 

@@ -1,4 +1,4 @@
-"""Run folders for the tests of tracking.compare, written through the real sink, with a divergence planted."""
+"""Run folders for the tests of tracking.compare, written through the real sink, with a planted divergence."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RunWriter:
         self.event("run_start", step, **start_fields(**fields))
 
     def step(self, step: int, **fields: Any) -> None:
-        """One step; its losses are a function of the step alone, so that two runs are the same unless told."""
+        """One step; its losses are a function of the step alone, so that runs are the same unless `fields` differ."""
         made = step_fields(
             step, step_seconds=0.5, loss=3.0 + 5.0 / (1 + step / 10) + random.Random(step).gauss(0, 0.02)
         )

@@ -1,4 +1,4 @@
-"""Run folders for the tests of the report: a few lines say what happened, the real record writes it down."""
+"""Run folders for the tests of the report: a few lines describe what happened, the real record writes it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ENVIRONMENT: dict[str, Any] = {
 }
 
 
-class Told:
+class SessionWriter:
     """One session under way: its methods record what happens next."""
 
     def __init__(self, record: Record, step: int) -> None:
         self._record, self.step = record, step
 
-    def say(self, event: str, **fields: Any) -> None:
+    def event(self, event: str, **fields: Any) -> None:
         """Record an event of any kind where the run is."""
         self._record.event(event, step=self.step, tokens=self.step * TOKENS_PER_STEP, **fields)
 
@@ -38,7 +38,7 @@ class Told:
         """Go on by `count` steps."""
         for _ in range(count):
             self.step += 1
-            self.say("step", **step_fields(self.step, **{"loss_scale": 1.0} | fields))
+            self.event("step", **step_fields(self.step, **{"loss_scale": 1.0} | fields))
 
     def overflow(self, *, reason: str | None = "overflow", loss: float = 3.0) -> None:
         """One step that overflows; reason None: no loss scale answers it."""
@@ -55,29 +55,31 @@ class Told:
 
     def evaluate(self, loss: float) -> None:
         """An evaluation."""
-        self.say("eval", loss=loss, perplexity=math.exp(loss))
+        self.event("eval", loss=loss, perplexity=math.exp(loss))
 
     def save(self) -> None:
         """A checkpoint."""
-        self.say("checkpoint", path=f"step-{self.step}", seconds=1.0, stall_seconds=0.1, bytes=10, verified=True)
+        self.event("checkpoint", path=f"step-{self.step}", seconds=1.0, stall_seconds=0.1, bytes=10, verified=True)
 
     def incident(self, verdict: str, **fields: Any) -> None:
         """An incident."""
-        self.say("incident", verdict=verdict, reason="the loss is nan", modules=[], replay="", **fields)
+        self.event("incident", verdict=verdict, reason="the loss is nan", modules=[], replay="", **fields)
 
     def end(self, status: str, exit_code: int = 0) -> None:
         """The end of the session."""
-        self.say("run_end", status=status, exit_code=exit_code, reason="" if exit_code == 0 else "why it ended")
+        self.event("run_end", status=status, exit_code=exit_code, reason="" if exit_code == 0 else "why it ended")
 
 
 @contextmanager
-def session(folder: Path, *, step: int = 0, time: float = 1.7e9, seconds: float = 0.5, **start: Any) -> Iterator[Told]:
+def session(
+    folder: Path, *, step: int = 0, time: float = 1.7e9, seconds: float = 0.5, **start: Any
+) -> Iterator[SessionWriter]:
     """A session of the run in `folder`, from `step` on; times of its events are `seconds` apart."""
     folder.mkdir(parents=True, exist_ok=True)
     record = Record([JsonlSink(RunDir(folder).events)], clock=ticking_clock(time, seconds))
-    told = Told(record, step)
-    told.say("run_start", **start_fields(**start))
-    yield told
+    run = SessionWriter(record, step)
+    run.event("run_start", **start_fields(**start))
+    yield run
     record.close()
 
 
@@ -93,12 +95,12 @@ def simple_run(
     environment: dict[str, Any] | None = None,
 ) -> Path:
     """A finished run of one session. evals: (step, loss)."""
-    with session(folder, compute=compute, seconds=seconds) as told:
+    with session(folder, compute=compute, seconds=seconds) as run:
         for step in range(1, steps + 1):
-            told.steps(1, step_seconds=seconds, tokens_per_second=TOKENS_PER_STEP / seconds, **fields or {})
+            run.steps(1, step_seconds=seconds, tokens_per_second=TOKENS_PER_STEP / seconds, **fields or {})
             for _, loss in (item for item in evals if item[0] == step):
-                told.evaluate(loss)
-        told.save()
-        told.end("done")
+                run.evaluate(loss)
+        run.save()
+        run.end("done")
     RunDir(folder).write_inputs(CONFIG if config is None else config, {}, environment or ENVIRONMENT)
     return folder

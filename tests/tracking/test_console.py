@@ -97,7 +97,7 @@ def test_on_a_terminal_there_is_one_live_line_and_the_cursor_comes_back(tmp_path
         "console = ConsoleSink(3, log_every_steps=1); record = Record([console])\n"
         "record.event('run_start', step=0, tokens=0, **start_fields())\n"
         "for n in (1, 2, 3): record.event('step', step=n, tokens=n, **step_fields(n))\n"
-        "console.say('a [bold]line[/bold] above'); raise SystemError('crash')"
+        "console.print_line('a [bold]line[/bold] above'); raise SystemError('crash')"
     )
     master, slave = pty.openpty()
     variables = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}

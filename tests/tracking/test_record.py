@@ -113,11 +113,11 @@ def test_all_windows_may_break_at_once_and_closing_may_fail(
     assert [e["event"] for e in read_events(run_dir.events)] == ["step", "step", "note", "note", "step"]
 
 
-def test_a_full_disk_is_told_once_and_writing_goes_on_when_there_is_room(
+def test_a_full_disk_is_logged_once_and_writing_resumes_when_there_is_room(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    window = Memory()
-    record = Record([JsonlSink(run_dir.events), window])
+    memory = Memory()
+    record = Record([JsonlSink(run_dir.events), memory])
     _step(record, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (run_dir.events.stat().st_size + 7, hard))
@@ -131,5 +131,5 @@ def test_a_full_disk_is_told_once_and_writing_goes_on_when_there_is_room(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and "not written" in lines[0] and "3 events were lost" in lines[1]
     assert [e["step"] for e in read_events(run_dir.events) if e["event"] == "step"] == [1, 5]
-    assert [e["step"] for e in window.events if e["event"] == "step"] == [1, 2, 3, 4, 5]
+    assert [e["step"] for e in memory.events if e["event"] == "step"] == [1, 2, 3, 4, 5]
     assert any(e["event"] == "note" and e["text"].startswith("3 events") for e in read_events(run_dir.events))

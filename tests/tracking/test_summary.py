@@ -15,7 +15,8 @@ from config.errors import UserError
 from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
-from tracking.report.command import main, summary_table, write_report
+from tracking.report.command import main
+from tracking.report.page import summary_table, write_report
 from tracking.run_dir import RunDir
 from tracking.summary import summarise
 
@@ -98,7 +99,7 @@ def test_the_table_for_the_console(fp16_run: RunDir) -> None:
     assert "demo: done" in text and "58 applied" in text and "7.5943 -> 3.6796" in text
 
 
-def test_a_crashed_and_resumed_run_is_told_as_one(run_dir: RunDir) -> None:
+def test_a_crashed_and_resumed_run_is_summarised_as_one(run_dir: RunDir) -> None:
     """Killed within step 9, resumed from step 4; no config, no environment, the pause between does not count."""
     clock = ticking_clock(seconds=1.0)
     for start, stop, pause in ((0, 8, 0.0), (4, 12, 5000.0)):

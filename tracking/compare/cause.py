@@ -1,8 +1,8 @@
-"""Why two runs part where they part, in plain words, from what both recorded. The first rule that fits answers.
+"""Why two runs diverge where they do, in plain words, from what both recorded. The first rule that fits answers.
 
-The rules go from what was seen to happen in one run only (a fault, a promotion) over what drives a step from outside
-(data order, learning rate, loss scale) to what only the settings can explain. Where nothing recorded explains it, the
-answer says so and names what differed.
+The rules go from what happened in one run only (a fault, a promotion) over what drives a step from outside (data order,
+learning rate, loss scale) to what only the settings can explain. Where nothing recorded explains it, the answer says so
+and lists what differs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from tracking.compare.differences import Difference, side_by_side
-from tracking.compare.divergence import Parting, near
-from tracking.events import Event
+from tracking.compare.divergence import Divergence, events_near
+from tracking.compare.measures import median
+from tracking.events import Event, describe_event
 from tracking.run_facts import RunFacts
 
 _ORDER_KEYS = ("run.seed", "data.", "batch.", "(fingerprint)", "tokenizer")
@@ -26,237 +27,214 @@ _GRADIENT_KEYS = (
     *("(zero_stage)", "(accumulation)", "batch.micro_size", "model.", "processes"),
 )
 _UPDATE_KEYS = ("optimizer.",)
-_MOST_KEYS = 4
-_NO_DIFFERENCE = "no setting, version or machine differs as far as recorded, so some of the work is not repeatable"
+_MAX_SETTINGS = 4
+_UNEXPLAINED = "no recorded setting, version or machine differs, so some of the computation is not deterministic"
 _SAME_SPEED = 1.05
-"""Median step times whose ratio is below this are told as the same speed; chosen, not measured."""
+"""Median step times whose ratio is below this count as the same speed; chosen, not measured."""
 
 
-def cause(parting: Parting, found: Sequence[Difference]) -> str:
-    """One sentence: why the runs part at `parting.step`, or how they differ when their numbers never do."""
-    if parting.first_step is None:
+def cause(divergence: Divergence, found: Sequence[Difference]) -> str:
+    """One sentence: why the runs diverge at `divergence.step`, or how their speeds compare when they never do."""
+    if divergence.first_step is None:
         return "the runs have no step in common"
-    if parting.step is None:
-        return f"same numbers to step {parting.last_step}{_speed(parting, found)}"
-    return next(answer for rule in _RULES if (answer := rule(parting, parting.step, found)))
+    if divergence.step is None:
+        return f"same numbers to step {divergence.last_step}{_describe_speed(divergence, found)}"
+    return next(answer for rule in _RULES if (answer := rule(divergence, divergence.step, found)))
 
 
-def beyond_cause(parting: Parting) -> str:
+def tolerance_cause(divergence: Divergence) -> str:
     """One sentence on what happened between the first difference and the first one beyond the tolerance."""
-    if parting.beyond is None or parting.step is None or parting.beyond == parting.step:
+    beyond, step = divergence.beyond_tolerance, divergence.step
+    if beyond is None or step is None or beyond == step:
         return ""
     turns = [
-        f"{_NAMES[name]} part at step {step}"
-        for name, step in sorted(parting.firsts.items(), key=lambda item: item[1])
-        if name in ("order", "tokens", "applied", "lr", "loss_scale") and parting.step < step <= parting.beyond
+        f"{_COLUMN_NAMES[name]} differ from step {first}"
+        for name, first in sorted(divergence.first_differences.items(), key=lambda item: item[1])
+        if name in _COLUMN_NAMES and step < first <= beyond
     ]
-    since = f"{parting.beyond - parting.step} steps after the first difference"
+    since = f"{beyond - step} steps after the first difference"
     return f"{since}; between them {', '.join(turns)}" if turns else f"{since}, which grew"
 
 
-_NAMES = {
+_COLUMN_NAMES = {
     "order": "data orders",
-    "tokens": "tokens a step",
+    "tokens": "tokens per step",
     "applied": "skipped steps",
     "lr": "learning rates",
     "loss_scale": "loss scales",
 }
 
 
-def _fault(parting: Parting, step: int, found: Sequence[Difference]) -> str:
-    for run, event in _one_sided(parting, "fault", step - 1, step):
+def _fault(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
+    for run, event in _only_in_one_run(divergence, "fault", step - 1, step):
         where = f" in {event['module']}" if event.get("module") else ""
-        return f"step {event['step']}: a planted fault ({event['kind']}) struck{where} in {run.label} only"
+        return f"step {event['step']}: an injected fault ({event['kind']}){where} in {run.label} only"
     return ""
 
 
-def _order(parting: Parting, step: int, found: Sequence[Difference]) -> str:
-    if parting.firsts.get("order") != step:
+def _order(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
+    if divergence.first_differences.get("order") != step:
         return ""
     reasons = _settings(found, _ORDER_KEYS)
-    for run in (parting.baseline, parting.run):
-        backs = [event for event in run.marks.get("incident", ()) if event["verdict"] == "ROLLBACK"]
-        if any(event.get("rolled_back_to", step) < step <= event["step"] + 1 for event in backs):
-            reasons.insert(0, f"{run.label} rolled back and left batches out")
-    shifted = _shift(parting, step)
-    why = "; ".join([*reasons, *([shifted] if shifted else [])]) or "no recorded setting explains it"
-    weights = " and other initial weights" if step == 1 and any(item.key == "run.seed" for item in found) else ""
-    return f"the data order is another one from step {step} on{weights}: {why}"
+    for run in (divergence.baseline, divergence.run):
+        rollbacks = [event for event in run.rare_events.get("incident", ()) if event["verdict"] == "ROLLBACK"]
+        if any(event.get("rolled_back_to", step) < step <= event["step"] + 1 for event in rollbacks):
+            reasons.insert(0, f"{run.label} rolled back and skipped batches")
+    why = "; ".join(filter(None, [*reasons, _shift(divergence, step)])) or "no recorded setting explains it"
+    weights = ", and so do the initial weights" if step == 1 and any(item.key == "run.seed" for item in found) else ""
+    return f"the data order differs from step {step}{weights}: {why}"
 
 
-def _shift(parting: Parting, step: int) -> str:
+def _shift(divergence: Divergence, step: int) -> str:
     """Whether the sequences that the run sees at `step` are those of another step of the baseline."""
-    a, b = parting.baseline.columns, parting.run.columns
+    a, b = divergence.baseline.columns, divergence.run.columns
     wanted = b.order[np.searchsorted(b.step, step)]
     same = np.flatnonzero(a.order == wanted)
     if not same.size:
         return ""
     other = int(a.step[same[0]])
-    return f"what {parting.run.label} sees at step {step}, {parting.baseline.label} sees at step {other}"
+    return f"what {divergence.run.label} sees at step {step}, {divergence.baseline.label} sees at step {other}"
 
 
-def _tokens(parting: Parting, step: int, found: Sequence[Difference]) -> str:
-    if parting.firsts.get("tokens") != step:
+def _tokens(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
+    if divergence.first_differences.get("tokens") != step:
         return ""
     keys = "; ".join(_settings(found, ("batch.", "data.sequence_length")))
-    return f"another number of tokens from step {step} on: {keys or 'no recorded setting explains it'}"
+    return f"the number of tokens differs from step {step}: {keys or 'no recorded setting explains it'}"
 
 
-def _applied(parting: Parting, step: int, found: Sequence[Difference]) -> str:
-    if parting.firsts.get("applied") != step:
+def _applied(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
+    if divergence.first_differences.get("applied") != step:
         return ""
-    columns = parting.run.columns
+    columns = divergence.run.columns
     applied = bool(columns.applied[np.searchsorted(columns.step, step)])
-    run, other = (parting.baseline, parting.run) if applied else (parting.run, parting.baseline)
-    reasons = [_told(event) for event in near(run, step) if event["step"] == step and event["event"] in _REASONS]
-    why = "; ".join(dict.fromkeys(filter(None, reasons))) or "no reason was recorded"
+    run, other = (divergence.baseline, divergence.run) if applied else (divergence.run, divergence.baseline)
+    kinds = ("fault", "nonfinite", "incident", "scale")
+    events = [event for event in events_near(run, step) if event["step"] == step and event["event"] in kinds]
+    why = "; ".join(dict.fromkeys(map(describe_event, events))) or "no reason was recorded"
     return f"step {step} was skipped in {run.label} and applied in {other.label}: {why}"
 
 
-_REASONS = ("fault", "nonfinite", "incident", "scale")
-
-
-def _told(event: Event) -> str:
-    match event["event"]:
-        case "nonfinite":
-            return f"{event['count']} {event['kind']} in the {event['tensor']} of {event['module']}"
-        case "incident":
-            return f"{event['verdict']}, {event['reason']}"
-        case "scale":
-            return f"loss scale {event['from']:g} -> {event['to']:g} ({event['reason']})"
-        case "fault":
-            return f"a planted fault ({event['kind']})"
-    return ""
-
-
-def _incident(parting: Parting, step: int, found: Sequence[Difference]) -> str:
-    for run, event in _one_sided(parting, "incident", step - 1, step):
-        modules = ", ".join(event.get("modules") or []) or "no module"
+def _incident(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
+    for run, event in _only_in_one_run(divergence, "incident", step - 1, step):
+        at, reason = event["step"], event["reason"]
         match event["verdict"]:
             case "PROMOTE":
-                return (
-                    f"step {event['step']}: {modules} promoted to {event.get('promoted_to', '?')} in {run.label} only"
-                )
+                modules = ", ".join(event.get("modules") or []) or "no module"
+                return f"step {at}: {modules} promoted to {event.get('promoted_to', '?')} in {run.label} only"
             case "CUT_LR":
-                return f"step {event['step']}: the learning rate was cut in {run.label} only ({event['reason']})"
+                return f"step {at}: the learning rate was cut in {run.label} only ({reason})"
             case "ROLLBACK":
-                back = event.get("rolled_back_to", "?")
-                return f"step {event['step']}: {run.label} rolled back to step {back} ({event['reason']})"
+                return f"step {at}: {run.label} rolled back to step {event.get('rolled_back_to', '?')} ({reason})"
     return ""
 
 
-def _resumed(parting: Parting, step: int, found: Sequence[Difference]) -> str:
-    for run, event in _one_sided(parting, "run_start", step - 1, step - 1):
+def _resumed(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
+    for run, event in _only_in_one_run(divergence, "run_start", step - 1, step - 1):
         if event.get("resumed_from"):
             count = event["world_size"]
             return f"{run.label} was resumed after step {event['step']}, with {count} process{'es' * (count > 1)}"
     return ""
 
 
-def _loss_scale(parting: Parting, step: int, found: Sequence[Difference]) -> str:
-    if parting.firsts.get("loss_scale") != step:
+def _loss_scale(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
+    if divergence.first_differences.get("loss_scale") != step:
         return ""
     reasons = _settings(found, _SCALE_KEYS) or [
-        f"{run.label} at step {event['step']}: {_told(event)}"
-        for run, event in _one_sided(parting, "scale", step - 1, step)
+        f"{run.label} at step {event['step']}: {describe_event(event)}"
+        for run, event in _only_in_one_run(divergence, "scale", step - 1, step)
     ]
-    values = _pair(parting, "loss_scale", step)
-    return f"the loss scale is another one from step {step} on ({values}): {'; '.join(reasons) or 'no reason recorded'}"
+    values = _both_values(divergence, "loss_scale", step)
+    return f"the loss scale differs from step {step} ({values}): {'; '.join(reasons) or 'no reason recorded'}"
 
 
-def _rate(parting: Parting, step: int, found: Sequence[Difference]) -> str:
-    if parting.firsts.get("lr") != step or parting.firsts.get("loss") == step:
+def _rate(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
+    if divergence.first_differences.get("lr") != step or divergence.first_differences.get("loss") == step:
         return ""
     keys = "; ".join(_settings(found, _RATE_KEYS)) or "no recorded setting explains it"
-    return f"the learning rate is another one from step {step} on ({_pair(parting, 'lr', step)}): {keys}"
+    return f"the learning rate differs from step {step} ({_both_values(divergence, 'lr', step)}): {keys}"
 
 
-def _first_step(parting: Parting, step: int, found: Sequence[Difference]) -> str:
-    """From the start on: everything that was set differently and shapes a first loss."""
-    if step != parting.first_step or parting.firsts.get("loss") != step:
+def _first_step(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
+    """From the start: everything that was set differently and affects a first loss."""
+    if step != divergence.first_step or divergence.first_differences.get("loss") != step:
         return ""
-    order, keys = _order(parting, step, found), _settings(found, (*_MODEL_KEYS, *_GRADIENT_KEYS))
+    order, keys = _order(divergence, step, found), _settings(found, (*_MODEL_KEYS, *_GRADIENT_KEYS))
     if order:
-        return f"{order}; and {_list(keys)}" if keys else order
-    keys = _settings(found, ("run.seed",)) + keys or _anything(found)
-    return f"apart from their first step on: {_list(keys)}"
+        return f"{order}; and {_join_settings(keys)}" if keys else order
+    keys = _settings(found, ("run.seed",)) + keys or _all_differences(found)
+    return f"different from the first step: {_join_settings(keys)}"
 
 
-def _gradient(parting: Parting, step: int, found: Sequence[Difference]) -> str:
-    if parting.firsts.get("grad_norm") != step or parting.firsts.get("loss") == step:
+def _gradient(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
+    if divergence.first_differences.get("grad_norm") != step or divergence.first_differences.get("loss") == step:
         return ""
-    keys = _settings(found, _GRADIENT_KEYS) or _anything(found)
-    return f"same batch and loss at step {step}, but another gradient: {_list(keys)}"
+    keys = _settings(found, _GRADIENT_KEYS) or _all_differences(found)
+    return f"same batch and loss at step {step}, but a different gradient: {_join_settings(keys)}"
 
 
-def _update(parting: Parting, step: int, found: Sequence[Difference]) -> str:
+def _update(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
     keys = _settings(found, _UPDATE_KEYS)
     if keys:
-        return f"same batch, gradient norm and learning rate before step {step}, but another update: {_list(keys)}"
-    keys = _anything(found)
+        same = f"same batch, gradient norm and learning rate before step {step}"
+        return f"{same}, but a different update: {_join_settings(keys)}"
+    keys = _all_differences(found)
     if keys:
-        return f"nothing that was recorded before step {step} explains it; what differed: {_list(keys)}"
-    return f"nothing that was recorded explains it: {_NO_DIFFERENCE}"
+        return f"nothing recorded before step {step} explains it; what differs: {_join_settings(keys)}"
+    return f"nothing recorded explains it: {_UNEXPLAINED}"
 
 
-_RULES: tuple[Callable[[Parting, int, Sequence[Difference]], str], ...] = (
+_RULES: tuple[Callable[[Divergence, int, Sequence[Difference]], str], ...] = (
     *(_fault, _first_step, _order, _tokens, _applied, _incident, _resumed, _loss_scale, _rate, _gradient, _update),
 )
 
 
-def _one_sided(parting: Parting, kind: str, low: int, high: int) -> Iterator[tuple[RunFacts, Event]]:
+def _only_in_one_run(divergence: Divergence, kind: str, low: int, high: int) -> Iterator[tuple[RunFacts, Event]]:
     """Events of that kind within these steps that the other run has none like."""
-    runs = (parting.baseline, parting.run)
-    own = [[event for event in run.marks.get(kind, ()) if low <= event["step"] <= high] for run in runs]
+    runs = (divergence.baseline, divergence.run)
+    own = [[event for event in run.rare_events.get(kind, ()) if low <= event["step"] <= high] for run in runs]
     for run, events, others in zip(runs, own, reversed(own), strict=True):
-        told = {_likeness(event) for event in others}
-        yield from ((run, event) for event in events if _likeness(event) not in told)
+        shared = {_event_key(event) for event in others}
+        yield from ((run, event) for event in events if _event_key(event) not in shared)
 
 
-def _likeness(event: Event) -> tuple[str, ...]:
+def _event_key(event: Event) -> tuple[str, ...]:
     names = ("step", "verdict", "kind", "module", "modules", "from", "to", "reason" if "from" in event else "")
     return tuple(str(event.get(name)) for name in names)
 
 
-def _pair(parting: Parting, name: str, step: int) -> str:
-    columns = (parting.baseline.columns, parting.run.columns)
-    values = [float(getattr(column, name)[np.searchsorted(column.step, step)]) for column in columns]
-    return side_by_side(values)
+def _both_values(divergence: Divergence, name: str, step: int) -> str:
+    columns = (divergence.baseline.columns, divergence.run.columns)
+    return side_by_side([float(getattr(column, name)[np.searchsorted(column.step, step)]) for column in columns])
 
 
 def _settings(found: Sequence[Difference], prefixes: tuple[str, ...]) -> list[str]:
     """What differs among the keys that begin so, in the order of `prefixes`: what matters most comes first."""
-    items = [item for prefix in prefixes for item in found if item.key.startswith(prefix) and item.told]
-    return list(dict.fromkeys(f"{item.key} {side_by_side(item.values)}" for item in items))
+    items = [item for prefix in prefixes for item in found if item.key.startswith(prefix)]
+    return list(dict.fromkeys(_all_differences(items)))
 
 
-def _anything(found: Sequence[Difference]) -> list[str]:
+def _all_differences(found: Sequence[Difference]) -> list[str]:
     """What differs and may change numbers; settings before code, code before versions and hardware."""
-    return [f"{item.key} {side_by_side(item.values)}" for item in found if item.told]
+    return [f"{item.key} {side_by_side(item.values)}" for item in found if item.may_explain]
 
 
-def _list(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
-    return "; ".join(keys[:_MOST_KEYS]) + more if keys else _NO_DIFFERENCE
+def _join_settings(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _MAX_SETTINGS} more" if len(keys) > _MAX_SETTINGS else ""
+    return "; ".join(keys[:_MAX_SETTINGS]) + more if keys else _UNEXPLAINED
 
 
-def _speed(parting: Parting, found: Sequence[Difference]) -> str:
+def _describe_speed(divergence: Divergence, found: Sequence[Difference]) -> str:
     """How the speeds compare, and what the difference may come from."""
-    a, b = (_median(run, "step_seconds") for run in (parting.baseline, parting.run))
+    runs = (divergence.baseline.columns, divergence.run.columns)
+    a, b = (median(columns.step_seconds) for columns in runs)
     if not (a > 0 and b > 0) or 1 / _SAME_SPEED < b / a < _SAME_SPEED:
         return ", same speed" if a > 0 and b > 0 else ""
-    word = "slower" if b > a else "faster"
-    text = f", {word}: {b:.3g} s a step against {a:.3g} s"
-    waits = [_median(run, "data_seconds") for run in (parting.baseline, parting.run)]
-    if all(math.isfinite(wait) for wait in waits):
-        share = (waits[1] - waits[0]) / (b - a)
-        part = f"data wait {waits[1]:.3g} s against {waits[0]:.3g} s"
-        return f"{text}; {part}, {'most' if share > 0.5 else f'{share:.0%}'} of the difference"
+    text = f", {'slower' if b > a else 'faster'}: {b:.3g} s a step, baseline {a:.3g} s"
+    base_wait, wait = (median(columns.data_seconds) for columns in runs)
+    if math.isfinite(base_wait) and math.isfinite(wait):
+        share = (wait - base_wait) / (b - a)
+        amount = "most" if share > 0.5 else f"{share:.0%}"
+        return f"{text}; data wait {wait:.3g} s, baseline {base_wait:.3g} s: {amount} of the difference"
     keys = _settings(found, ("data.workers", "processes", "accelerator", "cpu", "hostname", "$"))
-    return f"{text}" + (f"; {_list(keys)}" if keys else "")
-
-
-def _median(run: RunFacts, name: str) -> float:
-    values = getattr(run.columns, name)
-    values = values[np.isfinite(values)]
-    return float(np.median(values)) if values.size else math.nan
+    return f"{text}; {_join_settings(keys)}" if keys else text

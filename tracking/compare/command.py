@@ -1,8 +1,8 @@
 """Compare runs: `python -m tracking.compare RUN RUN [RUN ...]`; the first is the baseline.
 
-What differed before they began, where they first part and why, and who is better. A RUN is a run folder (finished,
-crashed or still running), a glob of them, wandb:entity/project/run, or wandb:FOLDER of an offline wandb run. One run
-alone is shown by itself.
+What differs between them, where they first diverge and why, and which is better. A RUN is a run folder (finished,
+crashed or still running), a glob of them, wandb:entity/project/run, or wandb:FOLDER of an offline wandb run. A single
+run is shown without a comparison.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from rich.console import Console
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
-from config.files import write_atomically
 from tracking.compare.divergence import Tolerance
-from tracking.compare.result import Comparison, compare
+from tracking.compare.result import compare
 from tracking.compare.sources import read_runs
 from tracking.compare.text import show
 from tracking.jsonl import encode
+from tracking.run_dir import write_page
 
-PARTED = 3
+DIVERGED = 3
 _WIDTH = 120  # columns of tables that go to a file or a pipe
 
 
 @entry_point(closed_pipe=0)
 def main(arguments: list[str] | None = None) -> int:
-    """Compare and show; 0, or 2 when a run cannot be read, or 3 when --tolerance was given and a run is beyond it."""
+    """Compare and print; returns 0, or 2 when a run cannot be read, or 3 when a run is beyond a given --tolerance."""
     options = _parser().parse_args(arguments)
     tolerance = Tolerance(
         relative=Tolerance.relative if options.tolerance is None else options.tolerance,
@@ -37,10 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
     gated = options.tolerance is not None or options.absolute is not None
     runs = read_runs(options.runs)
     if gated and len(runs) < 2:
-        raise UserError(f"--tolerance takes two runs or more, and only {runs[0].source} was named; name another one")
+        raise UserError(f"--tolerance needs two runs or more, and only {runs[0].source} was given; give another one")
     comparison = compare(runs, tolerance=tolerance, price=options.price)
     if options.html is not None:
-        _write_html(comparison, options.html)
+        from tracking.compare.html import page  # brings plotly
+
+        write_page(options.html, page(comparison))
     if options.json:
         sys.stdout.write(encode(comparison.as_dict()).decode())
     else:
@@ -49,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         show(comparison, console)
     if options.html is not None:
         print(options.html, file=sys.stderr if options.json else sys.stdout)
-    return PARTED if gated and not comparison.within_tolerance else 0
+    return DIVERGED if gated and not comparison.within_tolerance else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,20 +63,11 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerance",
         type=float,
         metavar="SHARE",
-        help="relative distance of losses that is allowed, 0.01 for 1 %% (the default); given, a run beyond it ends "
-        "with exit code 3",
+        help="allowed relative difference of losses, 0.01 for 1 %% (the default); when given, a run beyond it gives "
+        "exit code 3",
     )
-    parser.add_argument("--absolute", type=float, metavar="NATS", help="distance of losses that is allowed in any case")
+    parser.add_argument("--absolute", type=float, metavar="NATS", help="difference of losses that is always allowed")
     parser.add_argument("--price", type=float, metavar="MONEY", help="price of one device for one hour, for costs")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write one interactive page, readable offline")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
-
-
-def _write_html(comparison: Comparison, path: Path) -> None:
-    from tracking.compare.html import page
-
-    try:
-        write_atomically(path, page(comparison).encode())
-    except OSError as error:
-        raise UserError(f"--html {path}: cannot be written ({error.strerror}); choose another file") from error

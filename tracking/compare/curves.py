@@ -1,4 +1,4 @@
-"""A run's curves in at most a few thousand points, such that no peak, skip or change of scale is lost."""
+"""A run's curves in at most a few thousand points, without losing a peak, a skip or a change of the loss scale."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from tracking.compare.divergence import Parting
+from tracking.compare.divergence import Divergence
 from tracking.compare.measures import evaluations
-from tracking.compare.text import told
+from tracking.compare.text import event_line
 from tracking.run_facts import RunFacts
 
 BUCKETS = 500
-"""Stretches of a long run of which extremes and means are kept; shorter runs than twice this are kept whole."""
+"""Segments of a long run whose extremes and means are kept; runs shorter than twice this are kept whole."""
 
-MOST_MARKS = 300
-"""Marks of one kind and run on the page, spread over the run where there are more."""
+MAX_MARKS = 300
+"""Marks of one kind and run on the page; of more, an even selection."""
 
 _AXES = ("step", "tokens", "seconds")
 _DRAWN = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_second", "memory_bytes")
@@ -32,7 +32,7 @@ def curve(run: RunFacts) -> dict[str, list[float | None]]:
 
 
 def means(run: RunFacts) -> dict[str, list[float | None]]:
-    """The same columns averaged over BUCKETS stretches of all steps, for smoothing; what is not finite is left out."""
+    """The same columns averaged over BUCKETS segments of all steps, for smoothing; what is not finite is left out."""
     columns, edges = run.columns, _edges(len(run.columns))
     found: dict[str, list[float | None]] = {}
     for name in (*_AXES, *_DRAWN):
@@ -48,13 +48,13 @@ def means(run: RunFacts) -> dict[str, list[float | None]]:
 
 
 def _edges(steps: int) -> np.ndarray:
-    """Where the stretches begin, and the end; (stretches + 1,)."""
+    """Indices at which the segments begin, and the end; shape (segments + 1,)."""
     count = steps if steps <= 2 * BUCKETS else BUCKETS
     return np.unique(np.linspace(0, steps, count + 1).astype(int))
 
 
 def _chosen(run: RunFacts) -> np.ndarray:
-    """Indices of the steps that are drawn: all of a short run, else each stretch's ends and extremes."""
+    """Indices of the steps that are drawn: all of a short run, else each segment's ends and extremes."""
     columns = run.columns
     steps = len(columns)
     if steps <= 2 * BUCKETS:
@@ -69,11 +69,11 @@ def _chosen(run: RunFacts) -> np.ndarray:
                 part = values[low:high][finite]
                 chosen.append(low + finite[[int(np.argmin(part)), int(np.argmax(part))]])
     changes = np.flatnonzero(np.diff(columns.loss_scale) != 0)
-    chosen.append(spread(np.union1d(changes, changes + 1), 4 * BUCKETS))
+    chosen.append(thin_out(np.union1d(changes, changes + 1), 4 * BUCKETS))
     return np.unique(np.concatenate(chosen))
 
 
-def spread(values: np.ndarray, most: int) -> np.ndarray:
+def thin_out(values: np.ndarray, most: int) -> np.ndarray:
     """At most `most` of `values`, evenly."""
     if len(values) <= most:
         return values
@@ -85,7 +85,7 @@ def _columns(run: RunFacts, chosen: np.ndarray) -> dict[str, list[float | None]]
 
 
 def plain_list(values: np.ndarray) -> list[float | None]:
-    """As JSON takes them: None for what is not finite, whole numbers as such, else seven digits."""
+    """For JSON: None for what is not finite, whole numbers as such, else seven digits."""
     return [
         None if not math.isfinite(value) else int(value) if value.is_integer() else float(f"{value:.{_DIGITS}g}")
         for value in values.tolist()
@@ -97,9 +97,9 @@ def validation(run: RunFacts) -> dict[str, list[float | None]]:
     return {name: plain_list(values) for name, values in zip((*_AXES, "loss"), evaluations(run), strict=True)}
 
 
-def gap(parting: Parting) -> dict[str, list[float | None]]:
-    """Distance of the run's loss from the baseline's in per cent of the latter, the largest of each stretch."""
-    a, b = parting.baseline.columns, parting.run.columns
+def gap(divergence: Divergence) -> dict[str, list[float | None]]:
+    """Difference of the run's loss from the baseline's in percent of the latter, the largest of each segment."""
+    a, b = divergence.baseline.columns, divergence.run.columns
     _, left, right = np.intersect1d(a.step, b.step, assume_unique=True, return_indices=True)
     with np.errstate(invalid="ignore", divide="ignore"):
         share = 100 * (b.loss[right] - a.loss[left]) / np.abs(a.loss[left])
@@ -115,23 +115,23 @@ def gap(parting: Parting) -> dict[str, list[float | None]]:
 
 
 def marks(run: RunFacts) -> list[dict[str, Any]]:
-    """What happened, each with its place on every axis, the loss there, and a line of text."""
+    """Notable events, each with its position on every axis, the loss there, and a line of text."""
     columns = run.columns
     if not len(columns):
         return []
     found = [
         mark
         for kind in _MARKED
-        for event in _spread_events(run.marks.get(kind, []))
+        for event in _thin_out_events(run.rare_events.get(kind, []))
         if kind != "run_start" or event.get("resumed_from")
-        for mark in [_mark(run, kind, event["step"], told(event))]
+        for mark in [_mark(run, kind, event["step"], event_line(event))]
     ]
-    skipped = spread(np.flatnonzero(~columns.applied), MOST_MARKS)
+    skipped = thin_out(np.flatnonzero(~columns.applied), MAX_MARKS)
     return found + [_mark(run, "skip", int(columns.step[index]), "skipped") for index in skipped]
 
 
-def _spread_events(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [events[index] for index in spread(np.arange(len(events)), MOST_MARKS)]
+def _thin_out_events(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [events[index] for index in thin_out(np.arange(len(events)), MAX_MARKS)]
 
 
 def _mark(run: RunFacts, kind: str, step: int, text: str) -> dict[str, Any]:

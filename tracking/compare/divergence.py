@@ -1,4 +1,4 @@
-"""Where two runs first part, to the step: bit by bit, and beyond a tolerance; and what each recorded just there."""
+"""The step at which two runs first diverge: bit by bit, and beyond a tolerance; and what each recorded around it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ from tracking.events import Event
 from tracking.jsonl import decode
 from tracking.run_facts import RunFacts
 
-WATCHED = ("order", "tokens", "applied", "lr", "loss_scale", "loss", "grad_norm")
-"""Columns that tell two histories apart; a step's loss is that of its batch under the weights before the step."""
+COMPARED = ("order", "tokens", "applied", "lr", "loss_scale", "loss", "grad_norm")
+"""Columns that are compared; a step's loss is that of its batch under the weights before the step."""
 
-NEAR = 2
-"""Steps on either side of the parting that are shown."""
+CONTEXT_STEPS = 2
+"""Steps on either side of the divergence that are shown."""
 
-_MOST_NEAR_LINES = 400
+_MAX_LINES = 400  # of the events file that are read around a step
 _NOTABLE = ("scale", "nonfinite", "incident", "fault", "eval", "checkpoint", "run_start", "run_end", "precision")
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far losses may lie apart: |a - b| <= max(absolute, relative x |a|), a the baseline's; in nats and a share."""
+    """Allowed distance of losses: |a - b| <= max(absolute, relative x |a|), where a is the baseline's."""
 
     relative: float = 0.01
     absolute: float = 0.0
+    """[nats]"""
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """One run against the baseline, over the steps that both have.
 
-    common: how many steps these are. first_step, last_step: of those; None when there is none. firsts: column of
-    WATCHED to the first step at which it differs, columns that never differ left out. step: the smallest of these;
+    common: number of these steps. first_step, last_step: of those; None when there is none. first_differences: column
+    of COMPARED to the first step at which it differs, without the columns that never do. step: the smallest of these;
     None for identical runs. identical_to: last common step before it, None when there is none.
-    beyond: first step with losses further apart than the tolerance, a loss that is finite in one run only included.
+    beyond_tolerance: first step with losses further apart than the tolerance, or a loss that is finite in one run only.
     largest_gap: the largest |a - b| of losses in nats, at largest_gap_step; nan when there is none.
-    near: rows around `step`, and around `beyond`; events: what both runs recorded there, as (label, event).
+    rows: the compared numbers around `step`, and around `beyond_tolerance`; events: what both runs recorded there, as
+    (label, event).
     """
 
     baseline: RunFacts
@@ -49,46 +51,46 @@ class Parting:
     common: int
     first_step: int | None
     last_step: int | None
-    firsts: dict[str, int]
+    first_differences: dict[str, int]
     step: int | None
     identical_to: int | None
-    beyond: int | None
+    beyond_tolerance: int | None
     largest_gap: float
     largest_gap_step: int | None
-    near: list[dict[str, Any]]
+    rows: list[dict[str, Any]]
     events: list[tuple[str, Event]]
 
 
-def part(baseline: RunFacts, run: RunFacts, tolerance: Tolerance) -> Parting:
-    """Hold `run` against `baseline`, step by step, exactly."""
+def find_divergence(baseline: RunFacts, run: RunFacts, tolerance: Tolerance) -> Divergence:
+    """Compare `run` with `baseline`, step by step, exactly."""
     a, b = baseline.columns, run.columns
     steps, left, right = np.intersect1d(a.step, b.step, assume_unique=True, return_indices=True)
-    firsts = {}
-    for name in WATCHED:
+    first_differences = {}
+    for name in COMPARED:
         differing = np.flatnonzero(_differ(name, getattr(a, name)[left], getattr(b, name)[right]))
         if differing.size:
-            firsts[name] = int(steps[differing[0]])
+            first_differences[name] = int(steps[differing[0]])
     gap, outside = _gaps(a.loss[left], b.loss[right], tolerance)
     beyond = int(steps[outside[0]]) if outside.size else None
     largest = int(np.nanargmax(gap)) if np.isfinite(gap).any() else None
-    step = min(firsts.values(), default=None)
+    step = min(first_differences.values(), default=None)
     places = [place for place in dict.fromkeys((step, beyond)) if place is not None]
-    return Parting(
+    return Divergence(
         baseline=baseline,
         run=run,
         tolerance=tolerance,
         common=int(steps.size),
         first_step=int(steps[0]) if steps.size else None,
         last_step=int(steps[-1]) if steps.size else None,
-        firsts=firsts,
+        first_differences=first_differences,
         step=step,
         identical_to=_before(steps, step),
-        beyond=beyond,
+        beyond_tolerance=beyond,
         largest_gap=float(gap[largest]) if largest is not None else float("nan"),
         largest_gap_step=int(steps[largest]) if largest is not None else None,
-        near=_once(row for place in places for row in _rows(baseline, run, place)),
-        events=_once(
-            (item.label, event) for item in (baseline, run) for place in places for event in near(item, place)
+        rows=_deduplicated(row for place in places for row in _rows(baseline, run, place)),
+        events=_deduplicated(
+            (item.label, event) for item in (baseline, run) for place in places for event in events_near(item, place)
         ),
     )
 
@@ -99,7 +101,7 @@ def _before(steps: np.ndarray, step: int | None) -> int | None:
     return int(earlier[-1]) if earlier.size else None
 
 
-def _once(items: Iterable[Any]) -> list[Any]:
+def _deduplicated(items: Iterable[Any]) -> list[Any]:
     """`items` without repeats: the steps around two places may be the same ones."""
     found: list[Any] = []
     for item in items:
@@ -109,7 +111,7 @@ def _once(items: Iterable[Any]) -> list[Any]:
 
 
 def _differ(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Where the values are not the same; two that are nan are, and an order that one run has not recorded is."""
+    """Where values differ. Two nans are equal, and so is a data order that one of the runs did not record."""
     if name == "order":
         return (a != b) & (a >= 0) & (b >= 0)
     if a.dtype != np.float64:
@@ -118,7 +120,7 @@ def _differ(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _gaps(a: np.ndarray, b: np.ndarray, tolerance: Tolerance) -> tuple[np.ndarray, np.ndarray]:
-    """|a - b|, nan where one is not finite, and the indices at which it is more than the tolerance allows."""
+    """|a - b|, nan where one is not finite, and the indices at which it exceeds the tolerance."""
     finite = np.isfinite(a) & np.isfinite(b)
     gap = np.full(len(a), np.nan)
     np.subtract(a, b, out=gap, where=finite)
@@ -129,38 +131,38 @@ def _gaps(a: np.ndarray, b: np.ndarray, tolerance: Tolerance) -> tuple[np.ndarra
 
 
 def _rows(baseline: RunFacts, run: RunFacts, place: int) -> Iterator[dict[str, Any]]:
-    """The watched numbers of both runs, from NEAR steps before `place` to NEAR behind it."""
+    """The compared numbers of both runs, from CONTEXT_STEPS before step `place` to CONTEXT_STEPS after it."""
     for item in (baseline, run):
         columns = item.columns
-        low, high = np.searchsorted(columns.step, (place - NEAR, place + NEAR + 1))
+        low, high = np.searchsorted(columns.step, (place - CONTEXT_STEPS, place + CONTEXT_STEPS + 1))
         for index in range(low, high):
             row: dict[str, Any] = {"run": item.label, "step": int(columns.step[index])}
             for name in ("loss", "grad_norm", "lr", "loss_scale", "step_seconds"):
                 row[name] = float(getattr(columns, name)[index])
             row["applied"] = bool(columns.applied[index])
-            row["sample_ids_sha256"] = order_text(int(columns.order[index]))
+            row["sample_ids_sha256"] = sample_ids_text(int(columns.order[index]))
             yield row
 
 
-def order_text(order: int) -> str:
+def sample_ids_text(order: int) -> str:
     """The first ten digits of a batch's sample_ids_sha256; empty where it was not recorded."""
     return f"{order:015x}"[:10] if order >= 0 else ""
 
 
-def near(run: RunFacts, place: int) -> list[Event]:
-    """Notable events of `run` close to step `place`: read from the file again, since few are kept in memory."""
-    low, high = place - NEAR, place + NEAR
+def events_near(run: RunFacts, place: int) -> list[Event]:
+    """Notable events of `run` close to step `place`: read from the file again, since not all are kept in memory."""
+    low, high = place - CONTEXT_STEPS, place + CONTEXT_STEPS
     if run.events is None:
-        marks = [event for kind in _NOTABLE for event in run.marks.get(kind, ()) if low <= event["step"] <= high]
-        return sorted(marks, key=lambda event: (event["step"], event["time"]))
+        kept = [event for kind in _NOTABLE for event in run.rare_events.get(kind, ()) if low <= event["step"] <= high]
+        return sorted(kept, key=lambda event: (event["step"], event["time"]))
     index = int(np.searchsorted(run.columns.step, low))
     if index >= len(run.columns):
         return []
     found = []
     with run.events.open("rb") as file:
-        # What a step left behind it, a resume for one, may stand before the next step's line.
+        # A resume, or what else follows a step, stands before the next step's line.
         file.seek(int(run.columns.offset[max(0, index - 1)]), os.SEEK_SET)
-        for _, line in zip(range(_MOST_NEAR_LINES), file, strict=False):
+        for _, line in zip(range(_MAX_LINES), file, strict=False):
             event = decode(line)
             if event is None or (event["event"] == "step" and event["step"] > high):
                 break

@@ -11,18 +11,17 @@ import math
 import re
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from tracking.compare.curves import curve, gap, marks, means, validation
-from tracking.compare.differences import Difference, shown
+from tracking.compare.differences import Difference, format_value
 from tracking.compare.measures import Measure
 from tracking.compare.result import Comparison, Pair
-from tracking.compare.text import ALIKE, SIDE_BY_SIDE, told, value_text
+from tracking.compare.text import COMPARABLE, SIDE_BY_SIDE, event_line, format_measure
 from tracking.environment import redact
 from tracking.run_facts import RunFacts
 
 _PAGE, _SCRIPT, _STYLE = (Path(__file__).with_name(f"page.{suffix}") for suffix in ("html", "js", "css"))
-_MOST_EVENTS = 60
+_MAX_EVENTS = 60
 
 
 def page(comparison: Comparison) -> str:
@@ -38,21 +37,19 @@ def page(comparison: Comparison) -> str:
         "@LEGEND@": "".join(_chip(index, run) for index, run in enumerate(comparison.runs)),
         "@CAVEATS@": _caveats(comparison) if comparison.pairs else "",
         "@ANSWERS@": _answers(comparison, few),
-        "@PARTINGS@": _section("The steps around", "".join(_pair(pair, few) for pair in comparison.pairs)),
+        "@DIVERGENCES@": _section("The steps around", "".join(_pair(pair, few) for pair in comparison.pairs)),
         "@MEASURES@": _measures(comparison),
-        "@DIFFERENCES@": _section("What differed", _differences(comparison) if comparison.pairs else ""),
+        "@DIFFERENCES@": _section("What differs", _differences(comparison) if comparison.pairs else ""),
         "@DATA@": data(comparison),
         "@SCRIPT@": _SCRIPT.read_text(),
         "@PLOTLY@": get_plotlyjs(),
     }
-    pieces: list[str] = re.split(
-        r"(@[A-Z]+@)", _PAGE.read_text()
-    )  # before anything is put in: a part may hold such a word too
+    pieces: list[str] = re.split(r"(@[A-Z]+@)", _PAGE.read_text())  # once: an inserted part may hold such a word too
     return "".join(parts.get(piece, piece) for piece in pieces)
 
 
 def data(comparison: Comparison) -> str:
-    """What the script draws, as JSON that may stand within a <script>."""
+    """What the script draws, as JSON that is safe within a <script>."""
     runs = [
         {
             "label": run.label,
@@ -63,12 +60,12 @@ def data(comparison: Comparison) -> str:
         }
         for run in comparison.runs
     ]
-    gaps = [gap(pair.parting) for pair in comparison.pairs]
-    partings = [
-        {"run": index, "step": pair.parting.step, "beyond": pair.parting.beyond}
+    gaps = [gap(pair.divergence) for pair in comparison.pairs]
+    divergences = [
+        {"run": index, "step": pair.divergence.step, "beyond": pair.divergence.beyond_tolerance}
         for index, pair in enumerate(comparison.pairs, start=1)
     ]
-    content = redact("", {"runs": runs, "gaps": gaps, "partings": partings})
+    content = redact("", {"runs": runs, "gaps": gaps, "divergences": divergences})
     return json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -83,9 +80,9 @@ def _chip(index: int, run: RunFacts) -> str:
 
 def _caveats(comparison: Comparison) -> str:
     if not comparison.caveats:
-        return f'<div class="note good"><b>{ALIKE}</b></div>'
+        return f'<div class="note good"><b>{COMPARABLE}</b></div>'
     lines = "".join(f"<li>{escape(line)}</li>" for line in comparison.caveats)
-    return f'<div class="note warn"><b>Not apples to apples</b><ul>{lines}</ul></div>'
+    return f'<div class="note warn"><b>Not directly comparable</b><ul>{lines}</ul></div>'
 
 
 def _section(title: str, content: str) -> str:
@@ -93,48 +90,52 @@ def _section(title: str, content: str) -> str:
 
 
 def _answers(comparison: Comparison, few: bool) -> str:
-    partings = "".join(_brief(pair, few) for pair in comparison.pairs)
+    divergences = "".join(_brief(pair, few) for pair in comparison.pairs)
     verdicts = "".join(f"<li>{escape(line)}</li>" for line in comparison.verdicts) or "<li>no difference</li>"
-    if not partings:
+    if not divergences:
         return ""
-    return f"{_section('Where they part', f'<ul>{partings}</ul>')}{_section('Who is better', f'<ul>{verdicts}</ul>')}"
+    where, which = (
+        _section("Where they diverge", f"<ul>{divergences}</ul>"),
+        _section("Which is better", f"<ul>{verdicts}</ul>"),
+    )
+    return where + which
 
 
 def _brief(pair: Pair, few: bool) -> str:
-    step = pair.parting.step
-    headline = f"{escape(pair.headline)}<br>" if few or step is None else f"part at step {step}: "
+    step = pair.divergence.step
+    headline = f"{escape(pair.headline)}<br>" if few or step is None else f"diverge at step {step}: "
     return f"<li><b>{escape(pair.run.label)}</b>: {headline}{escape(pair.cause)}</li>"
 
 
 def _pair(pair: Pair, few: bool) -> str:
-    parting = pair.parting
+    divergence = pair.divergence
     buttons = "".join(
-        f'<button class="go" data-step="{step}">look at step {step}</button>'
-        for step in dict.fromkeys((parting.step, parting.beyond))
+        f'<button class="go" data-step="{step}">show step {step}</button>'
+        for step in dict.fromkeys((divergence.step, divergence.beyond_tolerance))
         if step is not None
     )
-    beyond = f"<p>Beyond the tolerance {escape(pair.beyond_cause)}.</p>" if pair.beyond_cause else ""
-    unfolded = " open" if few and parting.step is not None else ""
+    beyond = f"<p>Beyond the tolerance {escape(pair.tolerance_cause)}.</p>" if pair.tolerance_cause else ""
+    unfolded = " open" if few and divergence.step is not None else ""
     return (
         f"<details{unfolded} class='pair'><summary><b>{escape(pair.run.label)}</b> "
         f"{escape(pair.headline)}</summary><p><b>Cause:</b> {escape(pair.cause)}.</p>{beyond}{buttons}"
-        f"{_near(pair)}{_events(pair)}</details>"
+        f"{_rows_table(pair)}{_events(pair)}</details>"
     )
 
 
-def _near(pair: Pair) -> str:
-    if not pair.parting.near:
+def _rows_table(pair: Pair) -> str:
+    if not pair.divergence.rows:
         return ""
-    places = {pair.parting.step, pair.parting.beyond}
+    places = {pair.divergence.step, pair.divergence.beyond_tolerance}
     rows = []
-    for row in sorted(pair.parting.near, key=lambda row: row["step"]):
+    for row in sorted(pair.divergence.rows, key=lambda row: row["step"]):
         cells = [
             str(row["step"]),
             escape(row["run"]),
-            _number(row["loss"], 10),
-            _number(row["grad_norm"], 8),
-            _number(row["lr"], 6),
-            _number(row["loss_scale"], 6),
+            f"{row['loss']:.10g}",
+            f"{row['grad_norm']:.8g}",
+            f"{row['lr']:.6g}",
+            f"{row['loss_scale']:.6g}",
             "yes" if row["applied"] else "skipped",
             f"<code>{row['sample_ids_sha256']}</code>",
         ]
@@ -146,8 +147,8 @@ def _near(pair: Pair) -> str:
 
 def _events(pair: Pair) -> str:
     lines = [
-        f"<li>step {event['step']}, {escape(label)}: {escape(str(redact('', told(event))))}</li>"
-        for label, event in pair.parting.events[:_MOST_EVENTS]
+        f"<li>step {event['step']}, {escape(label)}: {escape(str(redact('', event_line(event))))}</li>"
+        for label, event in pair.divergence.events[:_MAX_EVENTS]
     ]
     return f"<ul class='events'>{''.join(lines)}</ul>" if lines else ""
 
@@ -162,13 +163,13 @@ def _measure(row: Measure) -> str:
     for index, value in enumerate(row.values):
         look = "best" * (index in row.best) or "text" * (row.kind == "text")
         cells.append(
-            f"<td class='{look}'>{escape(value_text(row.kind, value))}{_change(row, value) if index else ''}</td>"
+            f"<td class='{look}'>{escape(format_measure(row.kind, value))}{_change(row, value) if index else ''}</td>"
         )
     return f"<tr><th>{escape(row.title)}</th>{''.join(cells)}</tr>"
 
 
 def _change(row: Measure, value: float | str) -> str:
-    """How far a value is from the baseline's, marked as better or worse; empty where that says nothing."""
+    """Relative change from the baseline's value, marked as better or worse; empty where there is none."""
     base = row.values[0]
     if not row.better or isinstance(value, str) or isinstance(base, str) or value == base or not base:
         return ""
@@ -182,12 +183,13 @@ def _change(row: Measure, value: float | str) -> str:
 def _differences(comparison: Comparison) -> str:
     head = ["<th></th>", "<th></th>", *(f"<th>{escape(run.label)}</th>" for run in comparison.runs)]
     rows = [_difference(item) for item in comparison.differences]
-    return _table(head, rows, sticky=True) if rows else "<p>Nothing that was recorded.</p>"
+    return _table(head, rows, sticky=True) if rows else "<p>Nothing recorded.</p>"
 
 
 def _difference(item: Difference) -> str:
     cells = "".join(
-        f"<td{'' if value == item.values[0] else ' class=other'}>{escape(shown(value))}</td>" for value in item.values
+        f"<td{'' if value == item.values[0] else ' class=other'}>{escape(format_value(value))}</td>"
+        for value in item.values
     )
     return f"<tr><td class='dim'>{item.group}</td><th><code>{escape(item.key)}</code></th>{cells}</tr>"
 
@@ -196,7 +198,3 @@ def _table(head: list[str], rows: list[str], *, sticky: bool = False) -> str:
     kind = " class='sticky'" if sticky else ""
     top = f"<thead><tr>{''.join(head)}</tr></thead>"
     return f"<div class='scroll'><table{kind}>{top}<tbody>{''.join(rows)}</tbody></table></div>"
-
-
-def _number(value: Any, digits: int) -> str:
-    return f"{value:.{digits}g}" if math.isfinite(value) else str(value)

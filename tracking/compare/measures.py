@@ -1,7 +1,7 @@
-"""Who is better: each measure of each run, losses at equal tokens and at equal time among them.
+"""Which run is better: each measure of each run, among them losses at equal tokens and at equal time.
 
-A loss "at" a place is the mean over the applied steps of the window that ends there, WINDOW of the way, since single
-steps are noisy. A validation loss is interpolated between the two evaluations around the place.
+Single steps are noisy, so a training loss "at" a point is the mean over the applied steps of the window that ends
+there. A validation loss is interpolated between the two evaluations around the point.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from tracking.console import duration
 from tracking.run_facts import RunFacts
 
 WINDOW = 0.05
-"""Share of the tokens, or of the time, over which a training loss is averaged."""
+"""Share of the tokens, or of the time, up to a point over which a training loss is averaged."""
 
 FEWEST = 10
-"""Steps that a training loss is averaged over at least, where there are as many."""
+"""A training loss is averaged over at least so many steps, where there are as many."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One row: a value a run, in their order. `better`: lower, higher, or empty where neither is.
+    """One row: a value per run, in their order. better: lower, higher, or empty where neither is.
 
-    value: nan where nothing was recorded. noise: how far each loss may be off by chance, two standard errors of the
+    values: nan where nothing was recorded. noise: how far each loss may be off by chance, two standard errors of the
     mean; empty where that is not known. kind: how the value is shown: loss, count, seconds, bytes, rate, share, money
     or text (then `values` are text).
     """
@@ -55,7 +55,7 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
     rows = [
         Measure("status", "status", "text", "", tuple(run.status for run in runs)),
         _loss("loss_at_equal_tokens", f"training loss at {tokens:,.0f} tokens", runs, tokens, "tokens"),
-        _loss("loss_at_equal_time", f"training loss after {_clock(seconds)}", runs, seconds, "seconds"),
+        _loss("loss_at_equal_time", f"training loss after {format_seconds(seconds)}", runs, seconds, "seconds"),
         *_validation(runs),
         Measure("steps", "steps attempted", "count", "", _each(runs, lambda run: len(run.columns))),
         Measure("tokens", "tokens", "count", "", _each(runs, lambda run: _last(run.columns.tokens))),
@@ -66,7 +66,7 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
         _median("tokens_per_second", "tokens/s (median)", "rate", "higher", runs),
         _median("step_seconds", "seconds a step (median)", "seconds", "lower", runs),
         _median("data_seconds", "data wait a step (median)", "seconds", "lower", runs),
-        Measure("memory_bytes", "peak memory", "bytes", "lower", _each(runs, _peak)),
+        Measure("memory_bytes", "peak memory", "bytes", "lower", _each(runs, lambda run: run.peak_memory_bytes)),
         Measure("sessions", "sessions", "count", "", _each(runs, lambda run: max(1, run.counts["run_start"]))),
         Measure("abandoned", "steps done again", "count", "lower", _each(runs, lambda run: run.abandoned)),
         Measure("running_seconds", "time in steps", "seconds", "", _each(runs, lambda run: run.running_seconds)),
@@ -77,7 +77,8 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
     return [row for row in rows if any(value != "" if row.kind == "text" else _finite(value) for value in row.values)]
 
 
-def _clock(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
+    """Below 100 s with three digits, else as `duration`."""
     return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
 
 
@@ -114,7 +115,7 @@ def loss_at(run: RunFacts, place: float, axis: str) -> tuple[float, float]:
 
 def evaluations(run: RunFacts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """step, tokens, seconds (running time) and loss of the surviving evaluations, each (evaluations,)."""
-    events = run.marks.get("eval", [])
+    events = run.rare_events.get("eval", [])
     steps = np.array([event["step"] for event in events], float)
     tokens = np.array([event["tokens"] for event in events], float)
     losses = np.array([math.nan if event["loss"] is None else float(event["loss"]) for event in events], float)
@@ -134,7 +135,7 @@ def _validation(runs: Sequence[RunFacts]) -> list[Measure]:
     for axis, key in ((1, "tokens"), (2, "time")):
         place = min(float(item[axis][-1]) for item in found if len(item[3]))
         values = tuple(_interpolated(item[axis], item[3], place) for item in found)
-        where = f"at {place:,.0f} tokens" if key == "tokens" else f"after {_clock(place)}"
+        where = f"at {place:,.0f} tokens" if key == "tokens" else f"after {format_seconds(place)}"
         title = f"validation loss {where}"
         rows.append(Measure(f"validation_at_equal_{key}", title, "loss", "lower", values))
     best = tuple(float(np.nanmin(item[3])) if np.isfinite(item[3]).any() else math.nan for item in found)
@@ -156,15 +157,15 @@ def _skipped(run: RunFacts) -> float:
 
 
 def _scale(run: RunFacts) -> str:
-    """The scale's way and why it changed; empty for a run that does not scale."""
+    """First and last scale and why it changed; empty for a run that does not scale."""
     scales = run.columns.loss_scale[np.isfinite(run.columns.loss_scale)]
     if not scales.size or (np.all(scales == scales[0]) and not run.counts["scale"]):
         return "" if not scales.size or scales[0] == 1.0 else f"{scales[0]:g}, never changed"
     reasons: dict[str, int] = {}
-    for event in run.marks.get("scale", ()):
+    for event in run.rare_events.get("scale", ()):
         reasons[event["reason"]] = reasons.get(event["reason"], 0) + 1
     why = ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items()))
-    return f"{scales[0]:g} -> {scales[-1]:g} ({why or 'set anew'})"
+    return f"{scales[0]:g} -> {scales[-1]:g} ({why or 'set by the config'})"
 
 
 def _median(name: str, title: str, kind: str, better: str, runs: Sequence[RunFacts]) -> Measure:
@@ -177,15 +178,10 @@ def median(values: np.ndarray) -> float:
     return float(np.median(finite)) if finite.size else math.nan
 
 
-def _peak(run: RunFacts) -> float:
-    known = run.columns.memory_bytes[np.isfinite(run.columns.memory_bytes)]
-    return float(known.max()) if known.size and known.max() > 0 else math.nan
-
-
 def _to_reach(runs: Sequence[RunFacts]) -> Measure:
-    """Running time until the mean loss over WINDOW of the run's steps first is what the baseline's is at its end."""
+    """Running time until the mean loss over WINDOW of the run's steps reaches the baseline's final one."""
     goal = loss_at(runs[0], _last(runs[0].columns.tokens), "tokens")[0]
-    title = f"time to the baseline's last loss, {goal:.4f}"
+    title = f"time to the baseline's final loss, {goal:.4f}"
     return Measure("seconds_to_baseline", title, "seconds", "lower", _each(runs, lambda run: _reached(run, goal)))
 
 
@@ -219,13 +215,13 @@ def _finite(value: float | str) -> bool:
 
 
 def verdicts(runs: Sequence[RunFacts], rows: Sequence[Measure]) -> list[str]:
-    """One sentence for each measure that decides: who is best, and by how much of the baseline's, or the next's, value.
+    """One sentence for each main measure: which run is best, and its distance from the baseline or the next best.
 
-    Losses that lie closer than chance explains, and values closer than _EQUAL, have no winner.
+    Losses closer than their noise, and values closer than _EQUAL, have no winner.
     """
-    told = []
+    lines = []
     for row in rows:
-        if row.key not in _DECIDING or not row.best:
+        if row.key not in _MAIN_MEASURES or not row.best:
             continue
         best, second = _first_two(row)
         name, gap = runs[best].label, abs(_number(row, best) - _number(row, second))
@@ -234,22 +230,22 @@ def verdicts(runs: Sequence[RunFacts], rows: Sequence[Measure]) -> list[str]:
         if gap <= equal and row.kind not in _EQUAL:
             continue  # a tie of counts
         if gap <= equal:
-            told.append(
+            lines.append(
                 f"{row.title}: no winner, {name} and {runs[second].label} are within {100 * _EQUAL[row.kind]:g} %"
             )
         elif gap <= chance:
-            told.append(f"{row.title}: no clear winner, {name} is lowest within the noise of {chance:.2g} nats")
+            lines.append(f"{row.title}: no clear winner, {name} is lowest within the noise of {chance:.2g} nats")
         else:
-            told.append(f"{row.title}: {name} is best{_margin(row, best, second, runs)}")
-    return told
+            lines.append(f"{row.title}: {name} is best{_margin(row, best, second, runs)}")
+    return lines
 
 
 def _margin(row: Measure, best: int, second: int, runs: Sequence[RunFacts]) -> str:
-    against, who = (0, "the baseline") if best else (second, runs[second].label)
-    base = _number(row, against)
+    other, who = (0, "the baseline") if best else (second, runs[second].label)
+    base = _number(row, other)
     if not math.isfinite(base) or base == 0:
         return ""
-    return f", {_number(row, best) / base - 1:+.1%} against {who}"
+    return f", {_number(row, best) / base - 1:+.1%} relative to {who}"
 
 
 def _first_two(row: Measure) -> tuple[int, int]:
@@ -263,9 +259,9 @@ def _number(row: Measure, index: int) -> float:
 
 
 _EQUAL = {"loss": 0.0005, "rate": 0.02, "bytes": 0.01, "money": 0.02}
-"""Relative distance below which two values are told as the same; chosen, not measured."""
+"""Relative distance below which two values count as the same; chosen, not measured."""
 
-_DECIDING = frozenset(
+_MAIN_MEASURES = frozenset(
     {
         *("loss_at_equal_tokens", "loss_at_equal_time", "validation_at_equal_tokens", "validation_at_equal_time"),
         *("tokens_per_second", "memory_bytes", "skipped", "cost"),

@@ -3,7 +3,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const charts = document.getElementById("charts");
 const state = { axis: "step", smoothing: 0, log: false, events: true, cut: false, range: null, hidden: new Set(), focus: null };
-const CUT = 0.05; // share of a run at its start that the height of a chart leaves out when `cut` is set
+const CUT = 0.05; // share of a run at its start that the height of a chart ignores when `cut` is set
 
 // Six hues that stay apart for colour-blind eyes (after Okabe and Ito), in a shade for each theme; then other dashes.
 const HUES = {
@@ -15,7 +15,7 @@ const SYMBOLS = {
   incident: "diamond", nonfinite: "cross", fault: "star", scale: "triangle-down", skip: "x", checkpoint: "square", run_start: "triangle-right",
 };
 const KINDS = {
-  incident: "incident", nonfinite: "non-finite", fault: "planted fault", scale: "loss scale", skip: "skipped",
+  incident: "incident", nonfinite: "non-finite", fault: "injected fault", scale: "loss scale", skip: "skipped",
   checkpoint: "checkpoint", run_start: "resumed",
 };
 const AXES = { step: "optimizer step", tokens: "tokens", seconds: "running time (s)" };
@@ -111,10 +111,10 @@ function wrapped(text) {
   return (safe.match(/.{1,70}(\s|$)|\S+/g) || []).join("<br>");
 }
 
-// The places where runs part, on the axis in use; only for few runs, a dozen lines would say nothing.
+// The steps at which runs diverge, on the current axis; only for few runs, a dozen lines would hide the curves.
 function lines() {
   if (data.runs.length > 4) return [];
-  return data.partings.flatMap(({ run, step, beyond }) =>
+  return data.divergences.flatMap(({ run, step, beyond }) =>
     [...new Set([step, beyond])].filter((place) => place !== null && !state.hidden.has(run)).map((place) => ({
       type: "line", yref: "paper", y0: 0, y1: 1, x0: at(run, place), x1: at(run, place),
       line: { color: colour(run), width: 1.2, dash: "dot" },
@@ -127,7 +127,7 @@ function at(run, step) {
   return curve[state.axis][index < 0 ? curve.step.length - 1 : index];
 }
 
-// The height of a chart without the first steps, whose losses and norms dwarf all others; null for all of it.
+// The y range of a chart without the first steps, whose losses and norms dwarf all others; null for the full range.
 function heights(chart, log) {
   if (!state.cut || !chart.cut || state.range) return null;
   let [low, high] = [Infinity, -Infinity];
@@ -240,7 +240,7 @@ const GLYPHS = {
 };
 const present = Object.keys(KINDS).filter((kind) => data.runs.some((run) => run.marks.some((mark) => mark.kind === kind)));
 document.getElementById("key").textContent =
-  present.map((kind) => `${GLYPHS[kind]} ${KINDS[kind]}`).join("   ") + (data.partings.length && few ? "   \u2506 where runs part" : "");
+  present.map((kind) => `${GLYPHS[kind]} ${KINDS[kind]}`).join("   ") + (data.divergences.length && few ? "   \u2506 where runs diverge" : "");
 for (const chart of CHARTS) {
   chart.element = document.createElement("div");
   chart.element.className = chart.wide ? "chart wide" : "chart";

@@ -1,4 +1,4 @@
-"""A whole comparison, ready to be shown or written: computed once, by every window the same."""
+"""A whole comparison, computed once for the terminal, the page and JSON."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tracking.compare.cause import beyond_cause, cause
+from tracking.compare.cause import cause, tolerance_cause
 from tracking.compare.differences import Difference, caveats, differences
-from tracking.compare.divergence import Parting, Tolerance, part
+from tracking.compare.divergence import Divergence, Tolerance, find_divergence
 from tracking.compare.measures import Measure, measures, verdicts
 from tracking.environment import redact
 from tracking.run_facts import RunFacts
@@ -17,18 +17,18 @@ from tracking.run_facts import RunFacts
 
 @dataclass(frozen=True)
 class Pair:
-    """One run against the baseline, in words."""
+    """One run compared with the baseline. headline, cause, tolerance_cause: a sentence each."""
 
     run: RunFacts
-    parting: Parting
+    divergence: Divergence
     headline: str
     cause: str
-    beyond_cause: str
+    tolerance_cause: str
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """runs: the baseline first. caveats: why it is not apples to apples; none when it is."""
+    """runs: the baseline first. caveats: why the runs are not directly comparable; none when they are."""
 
     runs: Sequence[RunFacts]
     caveats: list[str]
@@ -40,7 +40,9 @@ class Comparison:
     @property
     def within_tolerance(self) -> bool:
         """Whether every run stays within the tolerance of the baseline, over the steps both have."""
-        return all(pair.parting.beyond is None and pair.parting.first_step is not None for pair in self.pairs)
+        return all(
+            pair.divergence.beyond_tolerance is None and pair.divergence.first_step is not None for pair in self.pairs
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON; floats that are not finite stay floats."""
@@ -48,7 +50,7 @@ class Comparison:
             "runs": [_run(run) for run in self.runs],
             "apples_to_apples": not self.caveats,
             "caveats": self.caveats,
-            "differences": [asdict(item) for item in self.differences],
+            "differences": [_difference(item) for item in self.differences],
             "partings": [_pair(pair) for pair in self.pairs],
             "measures": [asdict(row) | {"best": row.best} for row in self.measures],
             "verdicts": self.verdicts,
@@ -60,42 +62,48 @@ def compare(runs: Sequence[RunFacts], *, tolerance: Tolerance, price: float | No
     found = differences(runs)
     pairs = []
     for run in runs[1:]:
-        parting = part(runs[0], run, tolerance)
-        why = cause(parting, differences([runs[0], run]))
-        pairs.append(Pair(run, parting, headline(parting), why, beyond_cause(parting)))
+        divergence = find_divergence(runs[0], run, tolerance)
+        why = cause(divergence, differences([runs[0], run]))
+        pairs.append(Pair(run, divergence, headline(divergence), why, tolerance_cause(divergence)))
     rows = measures(runs, price=price)
     return Comparison(runs, caveats(runs, found), found, pairs, rows, verdicts(runs, rows))
 
 
-def headline(parting: Parting) -> str:
-    """Where the run parts from the baseline: bit by bit, then beyond the tolerance."""
-    if parting.first_step is None:
+def headline(divergence: Divergence) -> str:
+    """Where the run diverges from the baseline: bit by bit, then beyond the tolerance."""
+    if divergence.first_step is None:
         return "no step in common"
-    of = len(parting.baseline.columns), len(parting.run.columns)
-    sparse = f" (of {parting.common} steps that both have)" if parting.common < min(of) or _has_holes(parting) else ""
-    if parting.step is None:
-        return f"identical to step {parting.last_step}, the last that both have{sparse}"
-    same = "" if parting.identical_to is None else f"identical to step {parting.identical_to}, "
-    names = ", ".join(_WORDS[name] for name, step in parting.firsts.items() if step == parting.step)
-    text = f"{same}part at step {parting.step} ({names}){sparse}"
-    allowed = f"{parting.tolerance.relative:.3%}".rstrip("0%").rstrip(".") + " %"
-    if parting.tolerance.absolute:
-        allowed += f" or {parting.tolerance.absolute:g} nats"
-    if parting.beyond is not None:
-        text += f"; losses are more than {allowed} apart from step {parting.beyond} on"
+    of = len(divergence.baseline.columns), len(divergence.run.columns)
+    sparse = (
+        f" (of {divergence.common} steps that both have)"
+        if divergence.common < min(of) or _has_gaps(divergence)
+        else ""
+    )
+    if divergence.step is None:
+        return f"identical to step {divergence.last_step}, the last that both have{sparse}"
+    same = "" if divergence.identical_to is None else f"identical to step {divergence.identical_to}, "
+    names = ", ".join(
+        _COLUMN_NAMES[name] for name, step in divergence.first_differences.items() if step == divergence.step
+    )
+    text = f"{same}diverge at step {divergence.step} ({names}){sparse}"
+    allowed = f"{divergence.tolerance.relative:.3%}".rstrip("0%").rstrip(".") + " %"
+    if divergence.tolerance.absolute:
+        allowed += f" or {divergence.tolerance.absolute:g} nats"
+    if divergence.beyond_tolerance is not None:
+        text += f"; losses are more than {allowed} apart from step {divergence.beyond_tolerance} on"
     else:
         text += f"; losses stay within {allowed}"
-    if not math.isnan(parting.largest_gap):
-        text += f", at most {parting.largest_gap:.3g} nats (step {parting.largest_gap_step})"
+    if not math.isnan(divergence.largest_gap):
+        text += f", largest gap {divergence.largest_gap:.3g} nats (step {divergence.largest_gap_step})"
     return text
 
 
-def _has_holes(parting: Parting) -> bool:
-    first, last = parting.first_step, parting.last_step
-    return first is not None and last is not None and parting.common < last - first + 1
+def _has_gaps(divergence: Divergence) -> bool:
+    first, last = divergence.first_step, divergence.last_step
+    return first is not None and last is not None and divergence.common < last - first + 1
 
 
-_WORDS = {
+_COLUMN_NAMES = {
     "order": "sample ids",
     "tokens": "tokens",
     "applied": "skipped",
@@ -118,21 +126,25 @@ def _run(run: RunFacts) -> dict[str, Any]:
     }
 
 
+def _difference(item: Difference) -> dict[str, Any]:
+    return {"group": item.group, "key": item.key, "values": item.values, "told": item.may_explain}
+
+
 def _pair(pair: Pair) -> dict[str, Any]:
-    parting = pair.parting
+    divergence = pair.divergence
     return {
-        "baseline": parting.baseline.label,
+        "baseline": divergence.baseline.label,
         "run": pair.run.label,
         "headline": pair.headline,
         "cause": pair.cause,
-        "identical_to": parting.identical_to,
-        "step": parting.step,
-        "firsts": parting.firsts,
-        "beyond_tolerance_at": parting.beyond,
-        "beyond_cause": pair.beyond_cause,
-        "tolerance": asdict(parting.tolerance),
-        "largest_gap": parting.largest_gap,
-        "largest_gap_step": parting.largest_gap_step,
-        "near": parting.near,
-        "events": [{"run": label, **redact("", event)} for label, event in parting.events],
+        "identical_to": divergence.identical_to,
+        "step": divergence.step,
+        "firsts": divergence.first_differences,
+        "beyond_tolerance_at": divergence.beyond_tolerance,
+        "beyond_cause": pair.tolerance_cause,
+        "tolerance": asdict(divergence.tolerance),
+        "largest_gap": divergence.largest_gap,
+        "largest_gap_step": divergence.largest_gap_step,
+        "near": divergence.rows,
+        "events": [{"run": label, **redact("", event)} for label, event in divergence.events],
     }

@@ -1,22 +1,21 @@
-"""What `python -m tracking.compare` is pointed at: run folders, globs of them, and wandb runs."""
+"""Read the runs that `python -m tracking.compare` is given: run folders, globs of them, and wandb runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from glob import has_magic
 from pathlib import Path
 
 from config.errors import UserError
-from tracking.run_dir import RunDir
-from tracking.run_facts import RunFacts, read_facts
-from tracking.summary import read_inputs
+from tracking.run_dir import RunDir, matching
+from tracking.run_facts import RunFacts
+from tracking.summary import read_run_folder
 
 WANDB = "wandb:"
 
 
 def read_runs(arguments: Sequence[str]) -> list[RunFacts]:
-    """The runs that `arguments` name, in that order, each once; the labels are the shortest that tell them apart.
+    """The runs that `arguments` name, in that order, each once; the labels are the shortest that are distinct.
 
     Raises UserError when an argument names no run.
     """
@@ -25,13 +24,13 @@ def read_runs(arguments: Sequence[str]) -> list[RunFacts]:
 
 
 def _expanded(argument: str) -> list[str]:
-    """Run folders that one argument stands for; of a glob, those with events, in the order of their names."""
+    """Run folders that one argument names; of a glob, those with events, sorted by name."""
     if argument.startswith(WANDB):
         return [argument]
     path = Path(argument).expanduser()
     if not has_magic(argument) or path.exists():
         return [str(_folder(path))]
-    found = sorted(str(_folder(match)) for match in Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    found = sorted(str(_folder(match)) for match in matching(argument))
     runs = [folder for folder in dict.fromkeys(found) if RunDir(Path(folder)).events.exists()]
     if not runs:
         raise UserError(f"{argument}: no folder with an events.jsonl matches; give run folders such as 'runs/*'")
@@ -39,7 +38,7 @@ def _expanded(argument: str) -> list[str]:
 
 
 def _folder(path: Path) -> Path:
-    """The run folder itself, also where its events.jsonl was named."""
+    """The run folder, also for a path to its events.jsonl."""
     return path.parent if path.name == "events.jsonl" else path
 
 
@@ -48,10 +47,7 @@ def _read(source: str, label: str) -> RunFacts:
         from tracking.compare.wandb_runs import read_wandb
 
         return read_wandb(source.removeprefix(WANDB), label)
-    run_dir = RunDir(Path(source))
-    config, deepspeed, environment = read_inputs(run_dir)
-    facts = read_facts(run_dir.events, label)
-    return replace(facts, config=config, deepspeed=deepspeed, environment=environment)
+    return read_run_folder(RunDir(Path(source)), label)
 
 
 def labels(sources: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A run as wandb has it: from the server, or from the folder of an offline run. Nothing is uploaded.
+"""Read a run from wandb: from the server, or from the folder of an offline run. Nothing is uploaded.
 
 wandb gets every `tracking.log_every_steps`-th step, so such a run has fewer steps than the run folder it came from.
 """
@@ -15,10 +15,9 @@ from typing import Any
 from config.errors import UserError
 from tracking.events import Event
 from tracking.run_facts import Collector, RunFacts
+from tracking.wandb.transaction_log import records
 
 _EVENTS = ("scale", "eval", "checkpoint", "incident", "nonfinite")
-_HEADER, _BLOCK = 7, 1 << 15  # LevelDB's log format, which wandb's file follows
-_WHOLE, _LAST = 1, 4
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "incident": {"verdict": "?", "reason": "", "modules": [], "replay": ""},
     "nonfinite": {"rank": 0, "module": "?", "tensor": "?", "kind": "?", "count": 0},
@@ -55,7 +54,7 @@ def read_wandb(path: str, label: str) -> RunFacts:
 
 
 def as_events(rows: Iterable[dict[str, Any]], config: dict[str, Any]) -> Iterator[Event]:
-    """wandb's history rows as the events they were made from, `run_start` first."""
+    """The events that wandb's history rows were made from, `run_start` first."""
     environment = config.get("environment") or {}
     first = {"event": "run_start", "resumed_from": None, "world_size": environment.get("world_size") or 1}
     compute = ((config.get("run") or {}).get("precision") or {}).get("compute")
@@ -82,7 +81,7 @@ def as_events(rows: Iterable[dict[str, Any]], config: dict[str, Any]) -> Iterato
 
 
 def _groups(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """`train/loss: 3` as {"train": {"loss": 3}}; words for what is not finite become floats."""
+    """`train/loss: 3` as {"train": {"loss": 3}}; strings for non-finite numbers become floats."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in row.items():
         group, slash, name = key.partition("/")
@@ -101,7 +100,7 @@ def _online(path: str) -> tuple[Iterable[dict[str, Any]], dict[str, Any], str]:
     try:
         run = wandb.Api(timeout=20).run(path)
         return sorted(run.scan_history(), key=lambda row: row.get("_step", 0)), dict(run.config), run.state
-    except Exception as error:  # no login, no network, no such run: the client has an own class for each
+    except Exception as error:  # no login, no network, no such run: the client has a class of its own for each
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(
             f"wandb:{path}: cannot be read ({why}); check the name, `wandb login` and the network"
@@ -110,16 +109,12 @@ def _online(path: str) -> tuple[Iterable[dict[str, Any]], dict[str, Any], str]:
 
 def offline(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """History rows and config of an offline run, from its transaction logs: a session has one each."""
-    from wandb.proto import wandb_internal_pb2 as stored
-
     files = sorted(folder.glob("*.wandb")) or sorted(folder.glob("offline-run-*/*.wandb"))
     if not files:
         raise UserError(f"wandb:{folder}: holds no .wandb file; name the folder of an offline run")
     rows: list[dict[str, Any]] = []
     config: dict[str, Any] = {}
-    for message in chain.from_iterable(_messages(file.read_bytes()) for file in files):
-        record = stored.Record.FromString(message)  # type: ignore[attr-defined]
-        kind = record.WhichOneof("record_type")
+    for kind, record, _ in chain.from_iterable(records(file) for file in files):
         if kind == "history":
             items = record.history.item
             rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
@@ -127,21 +122,3 @@ def offline(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             updates = record.run.config.update if kind == "run" else record.config.update
             config |= {item.key: json.loads(item.value_json) for item in updates if item.key}
     return rows, config
-
-
-def _messages(content: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log: pieces of a 7-byte header and a payload, in blocks of 32 KiB."""
-    position, message = _HEADER, b""
-    while position + _HEADER <= len(content):
-        if _BLOCK - position % _BLOCK < _HEADER:  # a header never crosses blocks
-            position += _BLOCK - position % _BLOCK
-            continue
-        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
-        piece = content[position + _HEADER : position + _HEADER + length]
-        if len(piece) < length:
-            return
-        message += piece
-        position += _HEADER + length
-        if kind in (_WHOLE, _LAST):
-            yield message
-            message = b""

@@ -1,1 +1,1 @@
-"""Prometheus as a sink: metrics.py says what is exposed and how each event moves it, sink.py serves it."""
+"""Prometheus as a sink: metrics.py defines the metrics and how each event updates them, sink.py serves them."""

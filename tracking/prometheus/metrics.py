@@ -1,8 +1,8 @@
-"""What Prometheus is told about a run: every metric with its unit and meaning, and how each event moves it.
+"""The Prometheus metrics of a run: each with its unit and meaning, and how each event updates it.
 
 Names follow Prometheus' own rules: base units in the name, `_total` on counters. Every metric has the label `run`; a
-`rank` only where the number belongs to one rank. Counters count what this process has seen, from zero; a resumed run
-is a new process, and `rate` and `increase` know that. Gauges carry the run's own count, such as the step.
+`rank` only where the number belongs to one rank. Counters start at zero in each process; a resumed run is a new
+process, which `rate` and `increase` handle. Gauges carry the run's own count, such as the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERDICTS = ("SKIP", "CUT_LR", "PROMOTE", "ROLLBACK", "ABORT")
 _TENSORS = ("activation", "gradient", "parameter", "loss")
 _KINDS = ("inf", "nan")
 _SCALE_REASONS = ("overflow", "hysteresis", "growth")
-_RANKS_SHOWN = 16  # ranks that get series of their own; a step event lists no more than these
+_RANKS_SHOWN = 16  # ranks with series of their own; a step event lists no more
 
 # Name without the prefix: (type, help, further labels).
 METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
@@ -44,7 +44,7 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
     "consecutive_skipped_steps": (Gauge, "Skipped steps in a row, up to the newest.", ()),
     "tokens_per_second": (Gauge, "Tokens of the newest step over its duration, all ranks together.", ()),
     "memory_peak_bytes": (Gauge, "Peak memory of the rank that needs most; resident memory on a CPU.", ()),
-    "steps_total": (Counter, "Optimizer steps attempted, by what became of them.", ("outcome",)),
+    "steps_total": (Counter, "Optimizer steps attempted, by outcome.", ("outcome",)),
     "tokens_total": (Counter, "Tokens trained on, those of skipped steps and repeated ones included.", ()),
     "step_seconds": (Histogram, "Duration of a step, data wait included.", ()),
     "data_wait_seconds_total": (Counter, "Time that rank 0 waited for its batches.", ()),
@@ -52,17 +52,17 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
     "incidents_total": (Counter, "Steps the guard refused, by its verdict.", ("verdict",)),
     "nonfinite_total": (
         Counter,
-        "Tensors found to hold inf or nan, of steps whose causes were sought.",
+        "Tensors found to hold inf or nan, in steps that were attributed.",
         ("tensor", "kind"),
     ),
     "nonfinite_by_rank_total": (Counter, "The same tensors, by the rank they were found on.", ("rank",)),
-    "injected_faults_total": (Counter, "Faults the config asked for that struck.", ()),
-    "notes_total": (Counter, "Notes, such as a window on the run that was lost.", ()),
+    "injected_faults_total": (Counter, "Faults injected by the config.", ()),
+    "notes_total": (Counter, "Notes, such as a sink that failed.", ()),
     "validation_loss_nats": (Gauge, "Newest validation loss, in nats per label token.", ()),
     "checkpoints_total": (Counter, "Checkpoints published.", ("verified",)),
     "checkpoint_failures_total": (Counter, "Checkpoints that could not be saved.", ()),
     "checkpoint_seconds": (Summary, "Time from a save's start to its published checkpoint.", ()),
-    "checkpoint_stall_seconds_total": (Counter, "Time that saves held training.", ()),
+    "checkpoint_stall_seconds_total": (Counter, "Time that saves blocked training.", ()),
     "checkpoint_bytes": (Gauge, "Size of the newest checkpoint.", ()),
     "checkpoint_step": (Gauge, "Step of the newest checkpoint.", ()),
     "checkpoint_timestamp_seconds": (Gauge, "When the newest checkpoint was recorded; the start before the first.", ()),
@@ -75,11 +75,11 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
     ),
     "work_seconds": (Gauge, "Own work of the ranks in the newest step: least, median, most.", ("statistic",)),
     "slowest_rank": (Gauge, "The rank with the most own work in the newest step.", ()),
-    "end_timestamp_seconds": (Gauge, "When training ended, by how.", ("status",)),
+    "end_timestamp_seconds": (Gauge, "When training ended, by status.", ("status",)),
     "exit_code": (Gauge, "Exit code that training ended with: 0 done, 3 numerics, 74 checkpoints, 75 preempted.", ()),
 }
 
-# Counters are there from the start, at zero: `increase` cannot see one that appears with its first count.
+# Counters exist from the start, at zero: `increase` misses the first count of a series that appears with it.
 _KNOWN_LABELS: dict[str, list[tuple[str, ...]]] = {
     "steps_total": [("applied",), ("skipped",)],
     "scale_changes_total": [(reason,) for reason in _SCALE_REASONS],
@@ -125,7 +125,7 @@ class Metrics:
         return self._children[key]
 
     def update(self, event: Event) -> None:
-        """Let one event move the metrics."""
+        """Update the metrics with one event."""
         self._of("last_event_timestamp_seconds").set(event["time"])
         handler = getattr(self, f"_on_{event['event']}", None)
         if handler is not None:

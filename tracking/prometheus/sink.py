@@ -1,11 +1,11 @@
-"""Prometheus as one more window on the run: rank 0 answers `GET /metrics` from a daemon thread.
+"""Prometheus as a sink: rank 0 answers `GET /metrics` from a daemon thread.
 
-Loopback only, unless `tracking.prometheus_address` says otherwise: whoever reaches the port can read the run's name,
-host and losses, and nothing here asks who they are.
+Loopback only, unless `tracking.prometheus_address` is set: there is no authentication, and whoever reaches the port can
+read the run's name, host and losses.
 
 The last events of a run are those that page people, and they would be lost between two scrapes. So `close` waits for
-one more scrape: only when someone has scraped before, no longer than they usually take, and never for a run that was
-asked to stop and has little time left.
+one more scrape: only when there were scrapes before, for little longer than their interval, and never for a preempted
+run, which has little time left.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tracking.events import Event
 from tracking.prometheus.metrics import Metrics
 
 LONGEST_WAIT_S = 30.0
-_SLACK = 1.5  # a scrape may come this much later than the one before did
-_ANSWERED_S = 0.2  # from collecting to the last byte of the answer
+_SLACK = 1.5  # a scrape may take so many times the interval before it
+_ANSWERED_S = 0.2  # from collecting to the last byte of the response
 
 
 class PrometheusSink:
-    """Serves the metrics of one run. Trouble with the port is raised by the first `write`, as RuntimeError."""
+    """Serves the metrics of one run. A port that cannot be opened raises RuntimeError in the first `write`."""
 
     def __init__(self, run: str, *, planned_steps: int, port: int, address: str = "127.0.0.1") -> None:
-        """Open the port at once; 0 takes any that is free (see `url`). address: of the interface to listen on."""
-        disable_created_metrics()  # a second series for each counter that nothing here asks for
+        """Open the port at once; 0 takes any free one (see `url`). address: of the interface to listen on."""
+        disable_created_metrics()  # an unneeded second series for each counter
         self.url: str | None = None
-        """Where the metrics are; None when the port could not be had."""
+        """URL of the metrics; None when the port could not be opened."""
         self._failure = ""
         self._server: Any = None
-        self._last_words = False  # an end that someone should hear of
+        self._await_scrape = False  # whether the end should be scraped
         self._metrics = Metrics(
             run, planned_steps=planned_steps, facts={"host": socket.gethostname(), "scheduler_job": _scheduler_job()}
         )
@@ -54,27 +54,27 @@ class PrometheusSink:
         self.url = f"http://{host}:{self._server.server_port}/metrics"
 
     def write(self, event: Event) -> None:
-        """Let the event move the metrics. RuntimeError when the port could not be opened."""
+        """Update the metrics. RuntimeError when the port could not be opened."""
         if self._failure:
             raise RuntimeError(self._failure)
         self._metrics.update(event)
         if event["event"] == "run_end":
-            self._last_words = event["status"] != "preempted"
-            self._scrapes.forget()
+            self._await_scrape = event["status"] != "preempted"
+            self._scrapes.reset()
 
     def close(self) -> None:
         """Wait for one last scrape, for at most `LONGEST_WAIT_S`, and close the port."""
         if self._server is None:
             return
         server, self._server = self._server, None
-        if self._last_words and self._scrapes.wait():
+        if self._await_scrape and self._scrapes.wait():
             time.sleep(_ANSWERED_S)
         server.shutdown()
         server.server_close()
 
 
 class _Scrapes:
-    """A collector that takes note of being collected, which is once a scrape."""
+    """A collector that counts scrapes: it is collected once in each."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -92,12 +92,12 @@ class _Scrapes:
         self._count += 1
         self._seen.set()
 
-    def forget(self) -> None:
-        """From here on only a later scrape counts."""
+    def reset(self) -> None:
+        """From now on only a later scrape counts."""
         self._seen.clear()
 
     def wait(self) -> bool:
-        """Until the scrape that is due has come; False when it did not, or when there is no reason to expect one."""
+        """Wait for the next scrape; False when it did not come, or when there was none to derive an interval from."""
         if self._interval is None or self._last is None:
             return False
         due = self._last + min(_SLACK * self._interval, LONGEST_WAIT_S)
@@ -105,7 +105,7 @@ class _Scrapes:
 
 
 def _scheduler_job() -> str:
-    """The job as GPU exporters name it: the Slurm job's number, or the pod's name."""
+    """The job as GPU exporters name it: the Slurm job ID, or the pod's name."""
     if "SLURM_JOB_ID" in os.environ:
         return os.environ["SLURM_JOB_ID"]
     return socket.gethostname() if "KUBERNETES_SERVICE_HOST" in os.environ else ""

@@ -12,7 +12,6 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,20 +20,17 @@ from rich.console import Console
 
 from config.cli import entry_point
 from config.errors import UserError
-from config.files import write_atomically
 from tracking.environment import redact
 from tracking.jsonl import encode
-from tracking.report.context import Question
+from tracking.report.context import MeasureContext
 from tracking.report.finding import limits_from
 from tracking.report.html import levels_page, run_page
-from tracking.report.measures import caveats, counted, read_run, twelve
+from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
 from tracking.report.page import resume_command_of, summary_table, write_report
 from tracking.report.service_levels import objectives_from, run_folders, service_levels
 from tracking.report.text import show_findings, show_levels
-from tracking.run_dir import RunDir
+from tracking.run_dir import RunDir, write_page
 from tracking.summary import summarise
-
-__all__ = ["main", "summary_table", "write_report"]
 
 FAILED = 3
 _DAY = 86400.0
@@ -54,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _one(options: argparse.Namespace) -> bool:
     """Whether a measure of the run fails."""
     run_dir = RunDir(options.run)
-    asked = Question(
+    context = MeasureContext(
         run=read_run(run_dir.path),
         baseline=read_run(options.baseline) if options.baseline is not None else None,
         limits=limits_from(options.limit),
@@ -62,16 +58,18 @@ def _one(options: argparse.Namespace) -> bool:
         peak=None if options.peak_tflops is None else options.peak_tflops * 1e12,
         now=time.time(),
     )
-    findings, remarks = twelve(asked), caveats(asked)
+    findings, remarks = all_measures(context), caveats(context)
     failed = any(item.verdict == "fail" for item in findings)
     summary, command = summarise(run_dir), resume_command_of(run_dir)
-    report = _written(
-        lambda: write_report(
+    report = None
+    try:
+        report = write_report(
             run_dir, sample=None, resume_command=command, findings=findings, remarks=remarks, summary=summary
         )
-    )
+    except OSError as error:  # a run folder that may only be read
+        print(f"report.md was not written: {error.filename}: {error.strerror}", file=sys.stderr)
     if options.html is not None:
-        _write(options.html, run_page(run_dir, summary, findings, remarks))
+        write_page(options.html, run_page(run_dir, summary, findings, remarks))
     if options.json:
         baseline = None if options.baseline is None else str(options.baseline)
         content = {"run": str(options.run), "baseline": baseline, "caveats": remarks, "failed": failed}
@@ -80,7 +78,7 @@ def _one(options: argparse.Namespace) -> bool:
     console = _console()
     console.print(summary_table(run_dir, summary))
     show_findings(findings, remarks, console)
-    console.print(counted(findings))
+    console.print(count_verdicts(findings))
     for path in filter(None, (report, options.html)):
         print(path)
     return failed
@@ -93,7 +91,7 @@ def _many(options: argparse.Namespace) -> bool:
     objectives = objectives_from(options.objective)
     found = service_levels(run_folders(options.runs), objectives=objectives, now=now, since=since)
     if options.html is not None:
-        _write(options.html, levels_page(found))
+        write_page(options.html, levels_page(found))
     if options.json:
         _print_json(found.as_dict())
         return found.failed
@@ -111,22 +109,6 @@ def _console() -> Console:
 
 def _print_json(content: dict[str, Any]) -> None:
     sys.stdout.write(encode(redact("", content)).decode())
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_atomically(path, text.encode())
-    except OSError as error:
-        raise UserError(f"--html {path}: cannot be written ({error.strerror}); choose another file") from error
-
-
-def _written(write: Callable[[], Path]) -> Path | None:
-    """The report's path; None, with a line that says so, where the run folder may only be read."""
-    try:
-        return write()
-    except OSError as error:
-        print(f"report.md was not written: {error.filename}: {error.strerror}", file=sys.stderr)
-        return None
 
 
 class _Parser(argparse.ArgumentParser):

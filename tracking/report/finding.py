@@ -1,4 +1,4 @@
-"""One measure of a run with its verdict, and the limits that verdicts are held against."""
+"""One measure of a run with its verdict, and the limits that decide the verdict."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ Verdict = Literal["pass", "fail", "not measured"]
 
 
 def percent(share: float, digits: int = 4) -> str:
-    """A share in percent, without digits that say nothing."""
+    """A share in percent, with `digits` significant digits."""
     return f"{100 * share:.{digits}g}%"
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What a measure may be. `sense` "most": the value may be at most this; "least": it has to be at least this."""
+    """The limit of a measure. sense: "most" is an upper limit, "least" a lower one."""
 
     value: float
     sense: Literal["most", "least"]
-    words: str
-    """The limit in words, {:g} where the value goes, or {:%} where it goes in percent."""
+    text: str
+    """The limit as text, with {:g} for the value or {:%} for the value in percent."""
     chosen: bool = False
-    """Whether the value is Mantissa's own choice and not the field's."""
+    """Whether the value was chosen by Mantissa, where there is no published one."""
 
-    def holds(self, value: float) -> bool:
-        """Whether `value` keeps to it. nan never does."""
+    def allows(self, value: float) -> bool:
+        """Whether `value` is within the limit. nan never is."""
         slack = 1e-9 * max(1.0, abs(self.value))
         return value <= self.value + slack if self.sense == "most" else value >= self.value - slack
 
     def __str__(self) -> str:
-        return self.words.replace("{:%}", percent(self.value)).format(self.value)
+        return self.text.replace("{:%}", percent(self.value)).format(self.value)
 
 
 TITLES = {
@@ -70,16 +70,16 @@ LIMITS = {
     "low_precision": Limit(0.95, "least", "at least {:%} of the FLOPs", chosen=True),
     "drift": Limit(0.0, "most", "at most {:g}", chosen=True),
 }
-"""By measure. Where `chosen`, the field names no number: the value was set here."""
+"""By measure."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A measure, its value and its verdict, in words that stand for themselves.
+    """A measure, its value and its verdict.
 
-    value: what the limit is held against; None where it was not measured. shown: the value for people; it may be there
-    where the one that counts, relative to a baseline, is not. how: how it was computed. reason: why it fails, or why it
-    was not measured.
+    value: what is compared with the limit; None where it was not measured. shown: the value for people; it may be given
+    where the value relative to a baseline is not known. how: how it was computed. reason: why it fails, or why it was
+    not measured.
     """
 
     key: str
@@ -102,8 +102,8 @@ def limits_from(arguments: Sequence[str]) -> dict[str, Limit]:
         except KeyError as error:
             raise UserError(f"--limit {argument}: unknown measure; take one of {', '.join(LIMITS)}") from error
         except ValueError as error:
-            raise UserError(f"--limit {argument}: {text!r} is no number; example: --limit epoch_time=0.8") from error
+            raise UserError(f"--limit {argument}: {text!r} is not a number; example: --limit epoch_time=0.8") from error
         if math.isnan(value):
-            raise UserError(f"--limit {argument}: nan is no limit; give a number")
-        limits[key] = Limit(value, old.sense, old.words)
+            raise UserError(f"--limit {argument}: nan is not a limit; give a number")
+        limits[key] = Limit(value, old.sense, old.text)
     return limits

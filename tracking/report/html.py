@@ -1,4 +1,4 @@
-"""A report as one self-contained page: plain HTML, the plot inlined, light or dark as the reader's system is."""
+"""A report as one self-contained HTML page with the plot inlined, in the light or dark theme of the reader's system."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from html import escape
 
 from tracking.environment import redact
 from tracking.report.finding import Finding, percent
-from tracking.report.measures import counted
+from tracking.report.measures import count_verdicts
 from tracking.report.page import results
-from tracking.report.service_levels import Level, ServiceLevels, Tally, told_budget, told_level
+from tracking.report.service_levels import Level, ServiceLevels, Tally, format_budget, format_level
 from tracking.run_dir import RunDir
 from tracking.summary import Summary
 
@@ -56,7 +56,7 @@ def run_page(run_dir: RunDir, summary: Summary, findings: Sequence[Finding], rem
         source = b64encode(plot.read_bytes()).decode()
         picture = f'<h2>Curves</h2><img alt="loss, gradient norm, learning rate" src="data:image/png;base64,{source}">'
     head = f"<h1>{_text(summary.name)}</h1><p>{_text(summary.status)}</p>"
-    verdicts = f"<h2>Measures</h2><p>{_text(counted(findings))}</p>{_remarks(remarks)}{_findings(findings)}"
+    verdicts = f"<h2>Measures</h2><p>{_text(count_verdicts(findings))}</p>{_remarks(remarks)}{_findings(findings)}"
     return _page(summary.name, f"{head}{verdicts}{picture}<h2>Results</h2>{_table((), rows)}")
 
 
@@ -69,17 +69,17 @@ def levels_page(found: ServiceLevels) -> str:
         f"<tr><th>{week}</th>{''.join(_week(level, level.weeks.get(week)) for level in found.levels)}</tr>"
         for week in weeks
     )
-    troubles = "".join(
+    failures = "".join(
         f"<tr><td class=dim>{item.when}</td><th>{_text(item.run)}</th><td>{_text(item.what)}</td></tr>"
-        for item in found.troubles
+        for item in found.failures
     )
     parts = [
         f"<h1>Service levels of {found.ended:,} ended runs</h1>{_remarks(found.remarks)}{_table(head, rows)}",
         f"<h2>By week (UTC, of a run's end)</h2>{_table(('week', *(level.title for level in found.levels)), by_week)}",
     ]
-    if troubles:
-        more = f"<p class=dim>and {found.more_troubles:,} older ones</p>" if found.more_troubles else ""
-        parts.append(f"<h2>What went wrong</h2>{_table((), troubles, kind='stack')}{more}")
+    if failures:
+        more = f"<p class=dim>and {found.more_failures:,} older ones</p>" if found.more_failures else ""
+        parts.append(f"<h2>What went wrong</h2>{_table((), failures, kind='stack')}{more}")
     return _page("service levels", "".join(parts))
 
 
@@ -108,8 +108,8 @@ def _level(level: Level) -> str:
     cells = (
         f"at least {percent(level.objective)}",
         f"{level.total.good:,} of {level.total.count:,}",
-        told_level(level),
-        f"{bar}{_text(told_budget(level))}",
+        format_level(level),
+        f"{bar}{_text(format_budget(level))}",
         _mark(level.verdict),
     )
     return f"<tr><th>{_text(level.title)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"

@@ -1,19 +1,18 @@
-"""The field's twelve measures of a mixed-precision run, each with a verdict, from its run folder alone.
+"""The twelve measures of a mixed-precision run, each with a verdict, from its run folder alone.
 
-What is relative is held against a baseline, the same work in FP32; a measure whose inputs were not recorded, or whose
-baseline did other work, is not measured and says why. Nothing is guessed.
+Relative measures are compared with a baseline, the same work in FP32. A measure whose inputs were not recorded, or
+whose baseline is not comparable, is not measured and says why. Nothing is guessed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from config.errors import UserError
 from tracking.report.absolute import drift, job_success, low_precision, nonfinite, overflow_rate, restore_success
-from tracking.report.context import Question, Run
+from tracking.report.context import MeasureContext, Run
 from tracking.report.finding import Finding
 from tracking.report.relative import (
     epoch_cost,
@@ -23,38 +22,37 @@ from tracking.report.relative import (
     utilisation,
     validation_delta,
 )
-from tracking.report.sessions import read_story
+from tracking.report.sessions import read_history
 from tracking.run_dir import RunDir
-from tracking.run_facts import read_facts
-from tracking.summary import read_inputs
+from tracking.summary import read_run_folder
 
-_MEASURES: tuple[Callable[[Question], Finding], ...] = (
+_MEASURES: tuple[Callable[[MeasureContext], Finding], ...] = (
     *(epoch_time, utilisation, peak_memory, nonfinite, validation_delta, epoch_cost),
     *(restore_success, overflow_rate, norm_variance, job_success, low_precision, drift),
 )
 
 
-def twelve(asked: Question) -> list[Finding]:
-    """All twelve, in the order of `report_finding.TITLES`."""
-    return [measure(asked) for measure in _MEASURES]
+def all_measures(context: MeasureContext) -> list[Finding]:
+    """All twelve, in the order of `finding.TITLES`."""
+    return [measure(context) for measure in _MEASURES]
 
 
-def counted(findings: Sequence[Finding]) -> str:
-    """How many of them came out how, in words."""
+def count_verdicts(findings: Sequence[Finding]) -> str:
+    """How many passed, failed and were not measured, as a sentence."""
     count = Counter(finding.verdict for finding in findings)
     failed = f"{count['fail']} failed" if count["fail"] else "none failed"
     return f"{count['pass']} of {len(findings)} measures pass, {failed}, {count['not measured']} not measured"
 
 
-def caveats(asked: Question) -> list[str]:
-    """What to know before the verdicts are believed, a sentence each."""
-    baseline = asked.baseline
+def caveats(context: MeasureContext) -> list[str]:
+    """What limits the verdicts, a sentence each."""
+    baseline = context.baseline
     if baseline is None:
         return []
     found = []
     if baseline.low_precision is not None:
         found.append(f"the baseline {baseline.name} computes in {baseline.low_precision}, not in FP32")
-    if baseline.story.end is None:
+    if baseline.history.end is None:
         found.append(f"the baseline {baseline.name} has not ended")
     return found
 
@@ -62,9 +60,7 @@ def caveats(asked: Question) -> list[str]:
 def read_run(folder: Path) -> Run:
     """Read a run folder. Raises UserError when nothing was recorded there, or when it is damaged."""
     run_dir = RunDir(folder)
-    facts = read_facts(run_dir.events, run_dir.name)
+    facts = read_run_folder(run_dir, run_dir.name)
     if not facts.start:
         raise UserError(f"{run_dir.events}: no run_start event; nothing was recorded in this run folder")
-    config, deepspeed, environment = read_inputs(run_dir)
-    facts = replace(facts, config=config, deepspeed=deepspeed, environment=environment)
-    return Run(facts, read_story(run_dir.events))
+    return Run(facts, read_history(run_dir.events))

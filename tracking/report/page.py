@@ -1,4 +1,4 @@
-"""`report.md`, one page about a run, read from its folder alone; and the same numbers as a table for the console."""
+"""`report.md`, one page about a run from its folder alone; and the same numbers as a table for the console."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from rich.table import Table
 
 from config.files import write_atomically
 from tracking.console import duration, human
+from tracking.events import describe_event
 from tracking.plots import plot_run
-from tracking.report.context import Question
+from tracking.report.context import MeasureContext
 from tracking.report.finding import LIMITS, Finding
-from tracking.report.measures import counted, read_run, twelve
+from tracking.report.measures import all_measures, count_verdicts, read_run
 from tracking.report.text import markdown
 from tracking.run_dir import RunDir
-from tracking.summary import Summary, read_inputs, summarise
+from tracking.summary import Summary, read_inputs, setting, summarise
 
 
 def write_report(
@@ -32,21 +33,20 @@ def write_report(
 ) -> Path:
     """Draw the plot, write `report.md` and return its path.
 
-    sample: text from the trained model, kept in `sample.txt`; None takes what is already there. findings: the twelve
-    measures; None measures them without a baseline. remarks: what to know before these are believed. summary: the
-    run's; None reads it.
+    sample: text from the trained model, written to `sample.txt`; None uses the one already there. findings: the twelve
+    measures; None measures without a baseline. remarks: sentences that limit the verdicts. summary: None reads it.
     Raises UserError when nothing has been recorded in the run folder.
     """
     summary = summary or summarise(run_dir)
     if findings is None:
-        alone = Question(read_run(run_dir.path), None, LIMITS, price=None, peak=None, now=time.time())
-        findings = twelve(alone)
+        alone = MeasureContext(read_run(run_dir.path), None, LIMITS, price=None, peak=None, now=time.time())
+        findings = all_measures(alone)
     config, deepspeed, environment = read_inputs(run_dir)
     if sample is not None:
         write_atomically(run_dir.sample, sample.encode())
     text = run_dir.sample.read_text() if run_dir.sample.exists() else None
     parts = [f"# {summary.name}\n"]
-    hypothesis = _at(config, "run.hypothesis")
+    hypothesis = setting(config, "run.hypothesis")
     if hypothesis:
         parts.append(f"> {' '.join(str(hypothesis).split())}\n")
     parts.append(f"**{summary.status}**" + _sessions(summary) + "\n")
@@ -55,7 +55,7 @@ def write_report(
     if summary.steps:
         plot_run(run_dir.events, run_dir.plots / "run.png")
         parts.append("![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)\n")
-    parts.append(f"## Measures\n\n{counted(findings)}.\n\n{markdown(findings, remarks)}")
+    parts.append(f"## Measures\n\n{count_verdicts(findings)}.\n\n{markdown(findings, remarks)}")
     if environment.get("ledger"):
         parts.append("## Dtypes\n\n" + _ledger(environment["ledger"]))
     if summary.notes:
@@ -63,7 +63,7 @@ def write_report(
     if text:
         parts.append(f"## A sample from the trained model\n\n{_fenced(text)}\n")
     checkpoint = f"Newest checkpoint: `{summary.checkpoint or 'none'}`"
-    parts.append(f"## Go on\n\n{checkpoint}\n\n" + _fenced(resume_command, "bash"))
+    parts.append(f"## Resume\n\n{checkpoint}\n\n" + _fenced(resume_command, "bash"))
     write_atomically(run_dir.report, "\n".join(parts).encode())
     return run_dir.report
 
@@ -83,7 +83,7 @@ def summary_table(run_dir: RunDir, summary: Summary | None = None) -> Table:
 
 
 def results(summary: Summary) -> list[tuple[str, str]]:
-    """What came out, as (measure, value) rows; a measure that does not apply is left out."""
+    """The results as (measure, value) rows; a measure that does not apply is left out."""
     best = "never finite"
     if summary.best_loss_step is not None:
         best = f"best {_number(summary.best_loss)} at step {summary.best_loss_step}"
@@ -96,10 +96,10 @@ def results(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("validation loss (nats)", f"{evaluated} (perplexity {summary.perplexity:.2f})"))
     rows += [
         ("steps", f"{summary.steps} attempted, {summary.applied} applied, {summary.skipped} skipped"),
-        ("loss scale", _scale_story(summary)),
-        ("gradient norm", _norm_story(summary)),
+        ("loss scale", _scale_summary(summary)),
+        ("gradient norm", _norm_summary(summary)),
         ("incidents", str(summary.incidents) if summary.incidents else ""),
-        ("non-finite tensors", _nonfinite_story(summary)),
+        ("non-finite tensors", _nonfinite_summary(summary)),
         ("tokens", f"{summary.tokens:,}"),
         ("speed (median)", _speed(summary)),
         ("wall time", duration(summary.wall_seconds)),
@@ -113,14 +113,14 @@ def _sessions(summary: Summary) -> str:
     return f" in {summary.sessions} sessions" if summary.sessions > 1 else ""
 
 
-def _scale_story(summary: Summary) -> str:
+def _scale_summary(summary: Summary) -> str:
     if summary.start["compute"] != "fp16" or summary.first_scale is None:
         return ""
     reasons = ", ".join(f"{count} x {reason}" for reason, count in sorted(summary.scale_reasons.items()))
     return f"{summary.first_scale:g} -> {summary.last_scale:g} ({reasons or 'never changed'})"
 
 
-def _norm_story(summary: Summary) -> str:
+def _norm_summary(summary: Summary) -> str:
     if summary.grad_norm_median is None:
         return ""
     return (
@@ -129,14 +129,11 @@ def _norm_story(summary: Summary) -> str:
     )
 
 
-def _nonfinite_story(summary: Summary) -> str:
+def _nonfinite_summary(summary: Summary) -> str:
     if not summary.nonfinite:
         return ""
     first = summary.nonfinite[0]
-    where = (
-        f"{first['kind']} in the {first['tensor']} of {first['module']} on rank {first['rank']}, step {first['step']}"
-    )
-    return f"{len(summary.nonfinite)} found; the first: {where}"
+    return f"{len(summary.nonfinite)} found; the first: {describe_event(first)}, step {first['step']}"
 
 
 def _speed(summary: Summary) -> str:
@@ -151,18 +148,18 @@ def _what_ran(
     start = summary.start
     versions = environment.get("versions", {})
     git = environment.get("git") or {}
-    global_size, micro = _at(config, "batch.global_size"), _at(config, "batch.micro_size")
-    model = start.get("model") or _at(config, "model.name_or_path") or _at(config, "model.architecture")
+    global_size, micro = setting(config, "batch.global_size"), setting(config, "batch.micro_size")
+    model = start.get("model") or setting(config, "model.name_or_path") or setting(config, "model.architecture")
     rows = [
         ("model", f"{model or '?'}, {start['parameters']:,} parameters"),
-        ("data", _join(_at(config, "data.source"), _at(config, "data.path"), _at(config, "data.name"))),
-        ("tokenizer", str(_at(config, "data.tokenizer") or "")),
+        ("data", _join(setting(config, "data.source"), setting(config, "data.path"), setting(config, "data.name"))),
+        ("tokenizer", str(setting(config, "data.tokenizer") or "")),
         (
             "batch",
-            f"{global_size} sequences of {_at(config, 'data.sequence_length')} tokens, micro-batch {micro}, "
+            f"{global_size} sequences of {setting(config, 'data.sequence_length')} tokens, micro-batch {micro}, "
             f"accumulation {start.get('accumulation') or deepspeed.get('gradient_accumulation_steps', '?')}",
         ),
-        ("precision", f"{start['compute']} compute, FP32 masters, {_at(config, 'precision.path') or 'cast'} path"),
+        ("precision", f"{start['compute']} compute, FP32 masters, {setting(config, 'precision.path') or 'cast'} path"),
         ("ZeRO", f"stage {start['zero_stage']}, {start['world_size']} process(es)"),
         ("hardware", _hardware(environment, start["world_size"])),
         ("software", ", ".join(f"{name} {number}" for name, number in versions.items() if number)),
@@ -173,20 +170,13 @@ def _what_ran(
 
 
 def _hardware(environment: dict[str, Any], world_size: int) -> str:
-    """Host and devices: the accelerators as training named them, else the CPU."""
+    """Host and devices: the accelerators as recorded by training, else the CPU."""
     accelerator = (environment.get("accelerator") or {}).get("device", "cpu")
     cpu = environment.get("cpu", {})
     devices = f"{cpu.get('model', '?')}, {cpu.get('usable_cores', '?')} cores"
     if accelerator != "cpu":
         devices = accelerator if world_size == 1 else f"{world_size} x {accelerator}"
     return f"{environment.get('hostname', '?')}: {devices}"
-
-
-def _at(config: dict[str, Any], dotted: str) -> Any:
-    value: Any = config
-    for key in dotted.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
 
 
 def _join(*parts: Any) -> str:
@@ -223,6 +213,6 @@ def _gib(value: int | None) -> str:
 
 
 def resume_command_of(run_dir: RunDir) -> str:
-    """How to go on with the run: what training noted in environment.json, else the command line it was started with."""
+    """The command that resumes the run: the one in environment.json, else the command line it was started with."""
     environment = read_inputs(run_dir)[2]
     return environment.get("resume_command") or shlex.join(environment.get("command_line", ["train.py"]))

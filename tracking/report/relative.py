@@ -1,4 +1,4 @@
-"""The measures of a report that are about speed, memory, cost and loss: most are held against a baseline."""
+"""The measures of speed, memory, cost and loss: most are compared with a baseline."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import math
 
 import numpy as np
 
-from tracking.compare.measures import evaluations
-from tracking.console import duration, human
-from tracking.report.context import SAME_DATA, SAME_MEMORY, SAME_SPEED, Question, Run, found, missing, unlike
+from tracking.compare.measures import evaluations, format_seconds
+from tracking.console import human
+from tracking.report.context import (
+    SAME_DATA,
+    SAME_MEMORY,
+    SAME_SPEED,
+    MeasureContext,
+    Run,
+    baseline_mismatch,
+    measured,
+    not_measured,
+)
 from tracking.report.finding import Finding
 from tracking.run_facts import RunFacts
 
@@ -16,111 +25,117 @@ _MILLION = 1_000_000
 _FEWEST_NORMS = 20
 
 
-def epoch_time(asked: Question) -> Finding:
+def epoch_time(context: MeasureContext) -> Finding:
     """Time per epoch against the baseline's."""
-    tokens, what = _amount(asked.run)
+    tokens, what = _amount(context.run)
     how = f"seconds for {what} ({tokens:,} tokens) at the median tokens/s of all steps, against the baseline's speed"
-    if asked.run.epoch_tokens is None:
-        how += "; how many tokens an epoch has was not recorded, the ratio is that of an epoch all the same"
-    speed = asked.run.tokens_per_second
+    if context.run.epoch_tokens is None:
+        how += "; how many tokens an epoch has was not recorded, the ratio is the same as for an epoch"
+    speed = context.run.tokens_per_second
     if not speed > 0:
-        return missing(asked, "epoch_time", "no step was recorded", how)
-    own = f"{_clock(tokens / speed)} for {what}"
-    other = unlike(asked, same=SAME_SPEED)
-    if other or asked.baseline is None:
-        return missing(asked, "epoch_time", other, how, own)
-    base = asked.baseline.tokens_per_second
+        return not_measured(context, "epoch_time", "no step was recorded", how)
+    own = f"{format_seconds(tokens / speed)} for {what}"
+    other = baseline_mismatch(context, same=SAME_SPEED)
+    if other or context.baseline is None:
+        return not_measured(context, "epoch_time", other, how, own)
+    base = context.baseline.tokens_per_second
     if not base > 0:
-        return missing(asked, "epoch_time", f"{asked.baseline.name} recorded no step", how, own)
-    return found(
-        asked, "epoch_time", base / speed, f"{base / speed:.3f}x ({own}; baseline {_clock(tokens / base)})", how
+        return not_measured(context, "epoch_time", f"{context.baseline.name} recorded no step", how, own)
+    return measured(
+        context,
+        "epoch_time",
+        base / speed,
+        f"{base / speed:.3f}x ({own}; baseline {format_seconds(tokens / base)})",
+        how,
     )
 
 
-def utilisation(asked: Question) -> Finding:
+def utilisation(context: MeasureContext) -> Finding:
     """Share of the device's peak FLOP/s that the model uses."""
-    run = asked.run
+    run = context.run
     how = (
         "model FLOPs utilisation (PaLM, appendix B): tokens/s of one device x (6 x parameters + 12 x layers x hidden "
         "size x sequence length), over the device's dense 16-bit peak; recomputed activations do not count"
     )
-    peak = asked.peak or peak_flops(run.device)
+    peak = context.peak or peak_flops(run.device)
     if peak is None:
         no_peak = (
-            "a CPU's peak FLOP/s are not known" if run.device == "cpu" else f"no peak FLOP/s known for {run.device}"
+            "the peak FLOP/s of a CPU are unknown" if run.device == "cpu" else f"no peak FLOP/s known for {run.device}"
         )
-        return missing(asked, "utilisation", f"{no_peak}; give --peak-tflops", how)
+        return not_measured(context, "utilisation", f"{no_peak}; give --peak-tflops", how)
     if run.low_precision is None:
-        return missing(asked, "utilisation", "the run computes in FP32, whose peak depends on TF32", how)
+        return not_measured(context, "utilisation", "the run computes in FP32, whose peak depends on TF32", how)
     if not run.tokens_per_second > 0:
-        return missing(asked, "utilisation", "no step was recorded", how)
+        return not_measured(context, "utilisation", "no step was recorded", how)
     layers, hidden = run.setting("model.config.num_hidden_layers"), run.setting("model.config.hidden_size")
     length = run.setting("data.sequence_length")
     attention = 0 if None in (layers, hidden, length) else 12 * layers * hidden * length
     if not attention:
         how += "; the attention term is left out, since the config does not name layers and hidden size"
     flops = run.tokens_per_second / run.facts.world_size * (6 * run.facts.start["parameters"] + attention)
-    return found(asked, "utilisation", flops / peak, f"{flops / peak:.1%} ({flops / 1e12:.3g} TFLOP/s a device)", how)
+    return measured(
+        context, "utilisation", flops / peak, f"{flops / peak:.1%} ({flops / 1e12:.3g} TFLOP/s a device)", how
+    )
 
 
-def peak_memory(asked: Question) -> Finding:
+def peak_memory(context: MeasureContext) -> Finding:
     """Peak memory against the baseline's."""
     how = "peak of the largest rank: device memory allocated by torch, or the process's resident set on a CPU"
-    own = asked.run.memory_bytes
+    own = context.run.facts.peak_memory_bytes
     if not own > 0:
-        return missing(asked, "peak_memory", "no step recorded its memory", how)
-    other = unlike(asked, same=SAME_MEMORY)
-    if other or asked.baseline is None:
-        return missing(asked, "peak_memory", other, how, _gib(own))
-    base = asked.baseline.memory_bytes
+        return not_measured(context, "peak_memory", "no step recorded its memory", how)
+    other = baseline_mismatch(context, same=SAME_MEMORY)
+    if other or context.baseline is None:
+        return not_measured(context, "peak_memory", other, how, _gib(own))
+    base = context.baseline.facts.peak_memory_bytes
     if not base > 0:
-        return missing(asked, "peak_memory", f"{asked.baseline.name} recorded no memory", how, _gib(own))
-    return found(asked, "peak_memory", own / base, f"{own / base:.3f}x ({_gib(own)}; baseline {_gib(base)})", how)
+        return not_measured(context, "peak_memory", f"{context.baseline.name} recorded no memory", how, _gib(own))
+    return measured(context, "peak_memory", own / base, f"{own / base:.3f}x ({_gib(own)}; baseline {_gib(base)})", how)
 
 
 def _gib(value: float) -> str:
     return f"{value / 2**30:.2f} GiB"
 
 
-def validation_delta(asked: Question) -> Finding:
+def validation_delta(context: MeasureContext) -> Finding:
     """Validation loss against the baseline's at equal tokens."""
     how = "validation loss over the baseline's, at the most tokens at which both were evaluated, interpolated between"
-    _, tokens, _, losses = evaluations(asked.run.facts)
+    _, tokens, _, losses = evaluations(context.run.facts)
     if not len(losses):
-        return missing(asked, "validation_delta", "no evaluation was recorded", how)
+        return not_measured(context, "validation_delta", "no evaluation was recorded", how)
     own = f"{losses[-1]:.4f} nats at {human(tokens[-1])} tokens"
-    other = unlike(asked, same=SAME_DATA)
-    if other or asked.baseline is None:
-        return missing(asked, "validation_delta", other, how, own)
-    _, its_tokens, _, its_losses = evaluations(asked.baseline.facts)
+    other = baseline_mismatch(context, same=SAME_DATA)
+    if other or context.baseline is None:
+        return not_measured(context, "validation_delta", other, how, own)
+    _, its_tokens, _, its_losses = evaluations(context.baseline.facts)
     if not len(its_losses):
-        reason = f"{asked.baseline.name} recorded no evaluation"
-        return missing(asked, "validation_delta", reason, how, own)
+        reason = f"{context.baseline.name} recorded no evaluation"
+        return not_measured(context, "validation_delta", reason, how, own)
     place = min(tokens[-1], its_tokens[-1])
     if place < max(tokens[0], its_tokens[0]):
-        reason = f"{asked.baseline.name} was evaluated at no number of tokens that the run was evaluated around"
-        return missing(asked, "validation_delta", reason, how, own)
+        reason = f"{context.baseline.name} has no evaluation within the range of the run's"
+        return not_measured(context, "validation_delta", reason, how, own)
     mine, base = float(np.interp(place, tokens, losses)), float(np.interp(place, its_tokens, its_losses))
     delta = mine / base - 1 if base else math.nan
     shown = f"{delta:+.3%} ({mine:.4f}, baseline {base:.4f} nats at {human(place)} tokens)"
-    return found(asked, "validation_delta", delta, shown, how)
+    return measured(context, "validation_delta", delta, shown, how)
 
 
-def norm_variance(asked: Question) -> Finding:
+def norm_variance(context: MeasureContext) -> Finding:
     """How much gradient norms vary, against the baseline's."""
     how = "variance of the finite gradient norms over their squared mean, over the second half of the applied steps"
-    own, count = _relative_variance(asked.run.facts)
+    own, count = _relative_variance(context.run.facts)
     if count < _FEWEST_NORMS:
         reason = f"the second half of the run has {count} applied steps; {_FEWEST_NORMS} are the fewest"
-        return missing(asked, "norm_variance", reason, how)
-    other = unlike(asked, same=(*SAME_DATA, "number of parameters"))
-    if other or asked.baseline is None:
-        return missing(asked, "norm_variance", other, how, f"{own:.3g}")
-    base, its = _relative_variance(asked.baseline.facts)
+        return not_measured(context, "norm_variance", reason, how)
+    other = baseline_mismatch(context, same=(*SAME_DATA, "number of parameters"))
+    if other or context.baseline is None:
+        return not_measured(context, "norm_variance", other, how, f"{own:.3g}")
+    base, its = _relative_variance(context.baseline.facts)
     if its < _FEWEST_NORMS or not base > 0:
-        reason = f"{asked.baseline.name} has too few applied steps"
-        return missing(asked, "norm_variance", reason, how, f"{own:.3g}")
-    return found(asked, "norm_variance", own / base, f"{own / base:.3f}x ({own:.3g}; baseline {base:.3g})", how)
+        reason = f"{context.baseline.name} has too few applied steps"
+        return not_measured(context, "norm_variance", reason, how, f"{own:.3g}")
+    return measured(context, "norm_variance", own / base, f"{own / base:.3f}x ({own:.3g}; baseline {base:.3g})", how)
 
 
 def _relative_variance(facts: RunFacts) -> tuple[float, int]:
@@ -132,30 +147,30 @@ def _relative_variance(facts: RunFacts) -> tuple[float, int]:
     return float(half.var(ddof=1) / half.mean() ** 2), half.size
 
 
-def epoch_cost(asked: Question) -> Finding:
+def epoch_cost(context: MeasureContext) -> Finding:
     """Cost per epoch against the baseline's."""
-    tokens, what = _amount(asked.run)
+    tokens, what = _amount(context.run)
     how = (
         f"price x devices x hours for {what}; hours are those of all sessions, with evaluations, saves and steps done "
         "again, over the tokens that count"
     )
-    own = _hours_a_token(asked.run) * tokens
+    own = _hours_a_token(context.run) * tokens
     if not own > 0:
-        return missing(asked, "epoch_cost", "no step was recorded", how)
-    price = asked.price
+        return not_measured(context, "epoch_cost", "no step was recorded", how)
+    price = context.price
     shown = f"{own:.3g} device hours" if price is None else f"{own * price:.4g}"
     shown += f" for {what}"
-    other = unlike(asked, same=("number of parameters", "sequence length", "device"))
-    if other or asked.baseline is None:
+    other = baseline_mismatch(context, same=("number of parameters", "sequence length", "device"))
+    if other or context.baseline is None:
         reason = other + ("" if price is not None else "; --price gives money")
-        return missing(asked, "epoch_cost", reason, how, shown)
-    base = _hours_a_token(asked.baseline) * tokens
+        return not_measured(context, "epoch_cost", reason, how, shown)
+    base = _hours_a_token(context.baseline) * tokens
     if not base > 0:
-        return missing(asked, "epoch_cost", f"{asked.baseline.name} recorded no step", how, shown)
+        return not_measured(context, "epoch_cost", f"{context.baseline.name} recorded no step", how, shown)
     if price is None:
         how += "; without --price, hours stand for money"
     its = f"{base * (price or 1.0):.3g}"
-    return found(asked, "epoch_cost", own / base, f"{own / base:.3f}x ({shown}; baseline {its})", how)
+    return measured(context, "epoch_cost", own / base, f"{own / base:.3f}x ({shown}; baseline {its})", how)
 
 
 def _hours_a_token(run: Run) -> float:
@@ -164,12 +179,8 @@ def _hours_a_token(run: Run) -> float:
 
 
 def _amount(run: Run) -> tuple[int, str]:
-    """Tokens that times and costs are told for: those of an epoch, where they were recorded."""
+    """Tokens that times and costs are given for: those of an epoch, where they were recorded."""
     return (run.epoch_tokens, "an epoch") if run.epoch_tokens else (_MILLION, "a million tokens")
-
-
-def _clock(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
 
 
 _PEAK_TFLOPS = (
@@ -186,8 +197,8 @@ _PEAK_TFLOPS = (
     ("V100 PCIE", 112.0),
     ("T4", 65.0),
 )
-"""Words of the device's name as the driver tells it, and its dense (not sparse) FP16 tensor-core peak with FP32
-accumulation in TFLOP/s, BF16's being the same where there is BF16; the first that fits counts."""
+"""Words of the device's name as the driver reports it, and its dense (not sparse) FP16 tensor-core peak with FP32
+accumulation in TFLOP/s, equal to BF16's where there is BF16; the first match counts."""
 
 
 def peak_flops(device: str) -> float | None:

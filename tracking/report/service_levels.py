@@ -1,9 +1,9 @@
-"""Service levels of many runs: how many ended as they should, and what is left of the error budget.
+"""Service levels of many runs: how many ended as they should, and how much of the error budget is left.
 
-The words are those of Google's SRE workbook. An indicator is good events over valid events; an objective is what it has
-to be at least; the error budget is one minus the objective, times the valid events: how many may go wrong. A burn rate
-of 1 spends exactly the budget of its period. A run that may still be running is no valid event yet. One run at a time
-is held in memory.
+The terms are those of Google's SRE workbook. An indicator is good events over valid events; an objective is its
+minimum; the error budget is one minus the objective, times the valid events: how many may fail. A burn rate of
+1 spends exactly the budget of its period. A run that may still be running is not counted yet. Only one run at a time is
+held in memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from config.cli import DIVERGED
 from config.errors import UserError
 from tracking.report.absolute import GOOD_ENDINGS, SILENT_SECONDS
 from tracking.report.finding import Verdict, percent
-from tracking.report.sessions import Story, read_story
-from tracking.run_dir import RunDir
+from tracking.report.sessions import RunHistory, read_history
+from tracking.run_dir import RunDir, matching
 
 OBJECTIVES = {"job_success": 0.99, "no_divergence": 0.99, "restore_success": 1.0}
 """Least share of good events by level. That of job success and of restores is the field's, the other was chosen."""
@@ -33,12 +32,12 @@ TITLES = {
     "no_divergence": "runs without numeric divergence",
     "restore_success": "restores that succeeded",
 }
-_MOST_TROUBLES = 20
+_MAX_FAILURES = 20
 
 
 @dataclass
 class Tally:
-    """Valid events, counted."""
+    """Counted events."""
 
     good: int = 0
     count: int = 0
@@ -70,7 +69,7 @@ class Level:
 
     @property
     def title(self) -> str:
-        """The level in words."""
+        """Name of the level for people."""
         return TITLES[self.key]
 
     @property
@@ -98,7 +97,7 @@ class Level:
 
 
 @dataclass(frozen=True, order=True)
-class Trouble:
+class Failure:
     """A run that spent error budget. Ordered by time."""
 
     time: float
@@ -108,7 +107,7 @@ class Trouble:
     @property
     def when(self) -> str:
         """The day, UTC."""
-        return _moment(self.time).strftime("%Y-%m-%d")
+        return _utc(self.time).strftime("%Y-%m-%d")
 
 
 @dataclass
@@ -119,10 +118,10 @@ class ServiceLevels:
     ended: int = 0
     running: int = 0
     left_out: int = 0
-    """Runs that ended before the period asked for."""
-    troubles: list[Trouble] = field(default_factory=list)
+    """Runs that ended before the requested period."""
+    failures: list[Failure] = field(default_factory=list)
     """The newest, newest first."""
-    more_troubles: int = 0
+    more_failures: int = 0
     unreadable: list[str] = field(default_factory=list)
 
     @property
@@ -165,8 +164,8 @@ class ServiceLevels:
                 }
                 for level in self.levels
             ],
-            "troubles": [{"time": item.time, "run": item.run, "what": item.what} for item in self.troubles],
-            "more_troubles": self.more_troubles,
+            "troubles": [{"time": item.time, "run": item.run, "what": item.what} for item in self.failures],
+            "more_troubles": self.more_failures,
             "remarks": self.remarks,
         }
 
@@ -174,84 +173,82 @@ class ServiceLevels:
 def service_levels(
     folders: Iterable[Path], *, objectives: Mapping[str, float], now: float, since: float = -math.inf
 ) -> ServiceLevels:
-    """Count the runs in `folders`. since: runs that ended before are not counted; both in seconds since the epoch."""
+    """Count the runs in `folders` that ended after `since`. now, since: seconds since the epoch."""
     found = ServiceLevels([Level(key, objective) for key, objective in objectives.items()])
-    newest: list[Trouble] = []
+    newest: list[Failure] = []
     for folder in folders:
         try:
-            story = read_story(RunDir(folder).events)
+            history = read_history(RunDir(folder).events)
         except UserError as error:
             found.unreadable.append(str(error))
             continue
-        if not story.sessions:
+        if not history.sessions:
             found.unreadable.append(f"{folder}: no run_start event; nothing was recorded")
             continue
-        ended = story.sessions[-1].last
-        if story.end is None and now - ended < SILENT_SECONDS:
+        ended = history.sessions[-1].last
+        if history.end is None and now - ended < SILENT_SECONDS:
             found.running += 1
         elif ended < since:
             found.left_out += 1
         else:
             found.ended += 1
-            _count(found.levels, story, _moment(ended))
-            for what in _troubles(story):
-                heapq.heappush(newest, Trouble(ended, str(folder), what))
-                if len(newest) > _MOST_TROUBLES:
+            _count(found.levels, history, _utc(ended))
+            for what in _failures(history):
+                heapq.heappush(newest, Failure(ended, str(folder), what))
+                if len(newest) > _MAX_FAILURES:
                     heapq.heappop(newest)
-                    found.more_troubles += 1
-    found.troubles = sorted(newest, reverse=True)
+                    found.more_failures += 1
+    found.failures = sorted(newest, reverse=True)
     return found
 
 
-def _count(levels: Sequence[Level], story: Story, ended: datetime) -> None:
+def _count(levels: Sequence[Level], history: RunHistory, ended: datetime) -> None:
     week = f"{ended.isocalendar().year}-W{ended.isocalendar().week:02d}"
     for level in levels:
-        good, count = _events(level.key, story)
+        good, count = _events(level.key, history)
         level.total.add(good, count)
         if count:
             level.weeks[week].add(good, count)
 
 
-def _events(key: str, story: Story) -> tuple[int, int]:
+def _events(key: str, history: RunHistory) -> tuple[int, int]:
     """(good, valid) events of one run."""
     match key:
         case "job_success":
-            return int(story.end is not None and story.end["status"] in GOOD_ENDINGS), 1
+            return int(history.end is not None and history.end["status"] in GOOD_ENDINGS), 1
         case "no_divergence":
-            return int(not _diverged(story)), 1
+            return int(not _diverged(history)), 1
         case _:
-            return story.restores
+            return history.restores
 
 
-def _diverged(story: Story) -> bool:
-    return story.diverged is not None or any(
-        session.end is not None and session.end["exit_code"] == DIVERGED for session in story.sessions
+def _diverged(history: RunHistory) -> bool:
+    return history.diverged is not None or any(
+        session.end is not None and session.end["exit_code"] == DIVERGED for session in history.sessions
     )
 
 
-def _troubles(story: Story) -> list[str]:
-    """What went wrong, in words; a run that diverged is told once."""
-    restored, due = story.restores
-    told = []
-    if story.end is None:
-        told.append("crashed: no run_end event")
-    elif story.end["status"] not in GOOD_ENDINGS:
-        why = f": {story.end['reason']}" if story.end.get("reason") else ""
-        told.append(f"{story.end['status']}, exit code {story.end['exit_code']}{why}")
-    if _diverged(story) and not (story.end and story.end["exit_code"] == DIVERGED):
-        told.append(f"stopped on numerics in an earlier session: {story.diverged or 'no reason recorded'}")
+def _failures(history: RunHistory) -> list[str]:
+    """What went wrong, one line each; a run that diverged gets one line."""
+    restored, due = history.restores
+    lines = []
+    if history.end is None:
+        lines.append("crashed: no run_end event")
+    elif history.end["status"] not in GOOD_ENDINGS:
+        why = f": {history.end['reason']}" if history.end.get("reason") else ""
+        lines.append(f"{history.end['status']}, exit code {history.end['exit_code']}{why}")
+    if _diverged(history) and not (history.end and history.end["exit_code"] == DIVERGED):
+        lines.append(f"stopped on numerics in an earlier session: {history.diverged or 'no reason recorded'}")
     if restored < due:
-        told.append(f"{due - restored} of {due} restores failed")
-    return told
+        lines.append(f"{due - restored} of {due} restores failed")
+    return lines
 
 
 def run_folders(patterns: Sequence[str]) -> list[Path]:
     """The run folders that folders and globs name, each once, by name. Raises UserError when there is none."""
     found: dict[Path, None] = {}
     for pattern in patterns:
-        path = Path(pattern).expanduser()
-        matches = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) if has_magic(pattern) else [path]
-        found |= {match: None for match in matches if RunDir(match).events.is_file()}
+        found |= {path: None for path in matching(pattern) if RunDir(path).events.is_file()}
     if not found:
         raise UserError(
             f"--runs {' '.join(patterns)}: no folder with an events.jsonl; give run folders such as 'runs/*'"
@@ -260,7 +257,7 @@ def run_folders(patterns: Sequence[str]) -> list[Path]:
 
 
 def objectives_from(arguments: Sequence[str]) -> dict[str, float]:
-    """OBJECTIVES with those replaced that KEY=SHARE `arguments` name. Raises UserError for what is no such thing."""
+    """OBJECTIVES with those replaced that KEY=SHARE `arguments` name. Raises UserError for a wrong argument."""
     objectives = dict(OBJECTIVES)
     for argument in arguments:
         key, _, text = argument.partition("=")
@@ -269,20 +266,20 @@ def objectives_from(arguments: Sequence[str]) -> dict[str, float]:
         try:
             value = float(text)
         except ValueError as error:
-            raise UserError(f"--objective {argument}: {text!r} is no number; example: {key}=0.99") from error
+            raise UserError(f"--objective {argument}: {text!r} is not a number; example: {key}=0.99") from error
         if not 0.0 < value <= 1.0:
             raise UserError(f"--objective {argument}: a share above 0 and at most 1 is needed; example: {key}=0.99")
         objectives[key] = value
     return objectives
 
 
-def told_level(level: Level) -> str:
-    """The share of good events in words."""
+def format_level(level: Level) -> str:
+    """The share of good events as text."""
     return "-" if level.total.level is None else percent(level.total.level)
 
 
-def told_budget(level: Level) -> str:
-    """The error budget in words."""
+def format_budget(level: Level) -> str:
+    """The error budget as text."""
     if level.total.level is None:
         return "-"
     if level.budget_left is None:
@@ -291,5 +288,5 @@ def told_budget(level: Level) -> str:
     return f"{percent(level.budget_left)} ({spent})" if level.budget_left >= 0 else f"overspent ({spent})"
 
 
-def _moment(time: float) -> datetime:
+def _utc(time: float) -> datetime:
     return datetime.fromtimestamp(time, UTC)

@@ -1,4 +1,4 @@
-"""What the events of a run tell beside its steps: its sessions, what was not finite, drift. One pass, bounded memory.
+"""A run's sessions, non-finite steps and drift, read from its events in one pass with bounded memory.
 
 Lines of ordinary steps are not parsed, so that hundreds of runs, and runs of a million steps, are read in seconds.
 """
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config.errors import UserError
-from tracking.events import Event
-from tracking.jsonl import decode
+from tracking.events import Event, describe_event
+from tracking.jsonl import decode, open_events
 
-PASSED_OVER = "passed over checkpoint"
-"""How a note begins that says which checkpoint a resuming session did not take, and why."""
+SKIPPED_CHECKPOINT = "passed over checkpoint"
+"""Prefix of the note that names a checkpoint which a resuming session did not take, and why."""
 
-_ANSWERS = ("overflow", "hysteresis")  # reasons of scale events by which the loss scale answers an overflow
+_HANDLED = ("overflow", "hysteresis")  # reasons of scale events that follow an overflow
 _STEP = (b'{"event":"step"', b'{"event": "step"')
 _TELEMETRY = (b'{"event":"telemetry"', b'{"event": "telemetry"')
 _NOT_FINITE = (b'"nan"', b'inf"')
@@ -32,7 +32,7 @@ class Session:
     """Whether an earlier session had recorded a checkpoint."""
     last: float
     """Time of its newest event."""
-    passed_over: int = 0
+    skipped_checkpoints: int = 0
     """Checkpoints that it did not take because they were damaged or of another run."""
     rollbacks: int = 0
     end: Event | None = None
@@ -41,24 +41,24 @@ class Session:
 
     @property
     def should_restore(self) -> bool:
-        """Whether it had a checkpoint to go on from."""
-        return self.could_resume or self.resumed_from is not None or self.passed_over > 0
+        """Whether it had a checkpoint to resume from."""
+        return self.could_resume or self.resumed_from is not None or self.skipped_checkpoints > 0
 
     @property
     def restored(self) -> bool:
-        """Whether it went on from the newest checkpoint that it found."""
-        return self.resumed_from is not None and self.passed_over == 0
+        """Whether it resumed from the newest checkpoint that it found."""
+        return self.resumed_from is not None and self.skipped_checkpoints == 0
 
 
 @dataclass
-class Story:
-    """A run's sessions and troubles, over all attempts at steps, abandoned ones included."""
+class RunHistory:
+    """A run's sessions and failures, over all attempts at steps, including abandoned ones."""
 
     sessions: list[Session] = field(default_factory=list)
     attempts: int = 0
     """Steps attempted."""
     overflows: int = 0
-    """Attempts with a finite loss that were not finite and that a dynamic loss scale answered."""
+    """Attempts with a finite loss and a non-finite gradient that the dynamic loss scale handled."""
     nonfinite: int = 0
     """All other attempts whose loss or gradient norm was not finite."""
     first_nonfinite: str = ""
@@ -81,7 +81,7 @@ class Story:
 
     @property
     def restores(self) -> tuple[int, int]:
-        """(restored, should have been): sessions with a checkpoint to go on from, and rollbacks."""
+        """(restored, should have been): sessions with a checkpoint to resume from, and rollbacks."""
         rollbacks = sum(session.rollbacks for session in self.sessions)
         due = [session for session in self.sessions if session.should_restore]
         return rollbacks + sum(session.restored for session in due), rollbacks + len(due)
@@ -89,25 +89,25 @@ class Story:
 
 @dataclass
 class _Attempt:
-    """A step attempt that may turn out as not finite."""
+    """An attempt at a step that was not finite, until its other events are read."""
 
     step: int
     loss_finite: bool = True
-    answered: bool = False
+    handled: bool = False
     cause: str = ""
 
 
 class _Reader:
     def __init__(self) -> None:
-        self.story = Story()
+        self.history = RunHistory()
         self._saved = False
         self._attempt: _Attempt | None = None
         self._first_step = True
 
-    def take(self, line: bytes, where: str) -> None:
+    def read_line(self, line: bytes, where: str) -> None:
         if line.startswith(_STEP):
-            self.settle()
-            self.story.attempts += 1
+            self.finish_attempt()
+            self.history.attempts += 1
             if not self._first_step and not any(word in line for word in _NOT_FINITE):
                 return
         elif line.startswith(_TELEMETRY) and (b'"drift":null' in line or b'"drift": null' in line):
@@ -124,91 +124,86 @@ class _Reader:
         except (KeyError, TypeError) as error:
             raise UserError(f"{where} is not an event as docs/run-folder.md has them: {line[:60]!r}") from error
 
-    def settle(self) -> None:
-        """Count the attempt that all is known of."""
+    def finish_attempt(self) -> None:
+        """Count the attempt, once all its events are read."""
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
-        if attempt.answered and attempt.loss_finite:
-            self.story.overflows += 1
+        if attempt.handled and attempt.loss_finite:
+            self.history.overflows += 1
             return
-        self.story.nonfinite += 1
-        if not self.story.first_nonfinite:
-            self.story.first_nonfinite = f"step {attempt.step}{attempt.cause}"
+        self.history.nonfinite += 1
+        if not self.history.first_nonfinite:
+            self.history.first_nonfinite = f"step {attempt.step}{attempt.cause}"
 
     def _on_run_start(self, event: Event) -> None:
-        self.settle()
+        self.finish_attempt()
         self._first_step, time = True, event["time"]
-        self.story.sessions.append(Session(time, event["resumed_from"], could_resume=self._saved, last=time))
+        self.history.sessions.append(Session(time, event["resumed_from"], could_resume=self._saved, last=time))
 
     def _on_step(self, event: Event) -> None:
         self._first_step = False
-        self.story.scaled = self.story.scaled or event["loss_scale"] not in (None, 1.0)
+        self.history.scaled = self.history.scaled or event["loss_scale"] not in (None, 1.0)
         numbers = [event["loss"], event["grad_norm"]]
         if not all(math.isfinite(number) for number in numbers if number is not None):
             self._attempt = _Attempt(event["step"], loss_finite=numbers[0] is None or math.isfinite(numbers[0]))
 
     def _on_scale(self, event: Event) -> None:
-        self.story.scaled = True
-        if self._attempt is not None and self._attempt.step == event["step"] and event["reason"] in _ANSWERS:
-            self._attempt.answered = True
+        self.history.scaled = True
+        if self._attempt is not None and self._attempt.step == event["step"] and event["reason"] in _HANDLED:
+            self._attempt.handled = True
 
     def _on_nonfinite(self, event: Event) -> None:
         if self._attempt is None:
             self._attempt = _Attempt(event["step"])
         if not self._attempt.cause:
-            where = "" if event["tensor"] == "loss" else f" of {event['module']}"
-            self._attempt.cause = f": {event['kind']} in the {event['tensor']}{where}, rank {event['rank']}"
+            self._attempt.cause = f": {describe_event(event)}"
 
     def _on_incident(self, event: Event) -> None:
-        if event["verdict"] == "ABORT" and self.story.sessions and self.story.sessions[-1].aborted is None:
-            self.story.sessions[-1].aborted = event["reason"]
-        if event["verdict"] == "ROLLBACK" and event.get("rolled_back_to") is not None and self.story.sessions:
-            self.story.sessions[-1].rollbacks += 1
+        if event["verdict"] == "ABORT" and self.history.sessions and self.history.sessions[-1].aborted is None:
+            self.history.sessions[-1].aborted = event["reason"]
+        if event["verdict"] == "ROLLBACK" and event.get("rolled_back_to") is not None and self.history.sessions:
+            self.history.sessions[-1].rollbacks += 1
 
     def _on_note(self, event: Event) -> None:
-        if self.story.sessions and event["text"].startswith(PASSED_OVER):
-            self.story.sessions[-1].passed_over += 1
+        if self.history.sessions and event["text"].startswith(SKIPPED_CHECKPOINT):
+            self.history.sessions[-1].skipped_checkpoints += 1
 
     def _on_checkpoint(self, event: Event) -> None:
         self._saved = True
 
     def _on_run_end(self, event: Event) -> None:
-        if self.story.sessions:
-            self.story.sessions[-1].end = event
+        if self.history.sessions:
+            self.history.sessions[-1].end = event
 
     def _on_telemetry(self, event: Event) -> None:
         if event["drift"] is not None:
-            self.story.telemetry += 1
-            largest, value = self.story.drift, event["drift"]["maximum"]
-            if largest is None or (not math.isnan(largest) and not value <= largest):  # nan is the worst and stays
-                self.story.drift = value
+            self.history.telemetry += 1
+            largest, value = self.history.drift, event["drift"]["maximum"]
+            if largest is None or (not math.isnan(largest) and not value <= largest):  # nan counts as the largest
+                self.history.drift = value
 
 
-def read_story(path: Path) -> Story:
-    """The story of one `events.jsonl`. A torn last line is left out.
+def read_history(path: Path) -> RunHistory:
+    """The history of one `events.jsonl`. An incomplete last line is left out.
 
     Raises UserError when the file cannot be opened or another line that has to be read is damaged.
     """
-    try:
-        file = path.open("rb", buffering=1 << 20)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the events ({error.strerror}); is this a run folder?") from error
     reader, newest = _Reader(), b""
-    with file:
+    with open_events(path) as file:
         for number, line in enumerate(file, start=1):
             starts = line.startswith((b'{"event":"run_start"', b'{"event": "run_start"'))
             if starts:
-                _close_session(reader.story, newest)
-            reader.take(line, f"{path}: line {number}")
+                _close_session(reader.history, newest)
+            reader.read_line(line, f"{path}: line {number}")
             if line.endswith(b"\n"):
                 newest = line
-    reader.settle()
-    _close_session(reader.story, newest)
-    return reader.story
+    reader.finish_attempt()
+    _close_session(reader.history, newest)
+    return reader.history
 
 
-def _close_session(story: Story, newest: bytes) -> None:
+def _close_session(history: RunHistory, newest: bytes) -> None:
     event = decode(newest) if newest else None
-    if event is not None and story.sessions:
-        story.sessions[-1].last = event["time"]
+    if event is not None and history.sessions:
+        history.sessions[-1].last = event["time"]

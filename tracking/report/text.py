@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tracking.report.finding import Finding, Verdict, percent
-from tracking.report.service_levels import Level, ServiceLevels, told_budget, told_level
+from tracking.report.service_levels import Level, ServiceLevels, format_budget, format_level
 
 STYLES: dict[Verdict, str] = {"pass": "green", "fail": "bold red", "not measured": "dim"}
 
@@ -53,14 +53,14 @@ def show_levels(found: ServiceLevels, console: Console) -> None:
     for level in found.levels:
         verdict = Text(level.verdict, style=STYLES[level.verdict])
         good = f"{level.total.good:,} of {level.total.count:,}"
-        reached = told_level(level)
-        table.add_row(level.title, f"at least {percent(level.objective)}", good, reached, told_budget(level), verdict)
+        reached = format_level(level)
+        table.add_row(level.title, f"at least {percent(level.objective)}", good, reached, format_budget(level), verdict)
     console.print(table)
     console.print(_weeks(found.levels))
-    for trouble in found.troubles:
-        console.print(Text(f"{trouble.when}  {trouble.run}: {trouble.what}"), soft_wrap=True)
-    if found.more_troubles:
-        console.print(Text(f"and {found.more_troubles:,} more; the newest are shown", style="dim"))
+    for failure in found.failures:
+        console.print(Text(f"{failure.when}  {failure.run}: {failure.what}"), soft_wrap=True)
+    if found.more_failures:
+        console.print(Text(f"and {found.more_failures:,} more; the newest are shown", style="dim"))
     for remark in found.remarks:
         console.print(Text(f"! {remark}", style="yellow"), soft_wrap=True)
 

@@ -1,5 +1,5 @@
-"""wandb as a sink: rank 0 only, offline by default, never in training's way.
+"""wandb as a sink: rank 0 only, offline by default, never blocking training.
 
-Read sink.py (what the run holds), worker.py (the process that owns wandb), follow.py (how it reads `events.jsonl`),
+Read sink.py (what training uses), worker.py (the process that runs wandb), follow.py (how it reads `events.jsonl`),
 upload.py (events into one wandb run: charts.py, tables.py, models.py), then deliver.py and view.py, which are commands.
 """

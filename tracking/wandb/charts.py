@@ -1,12 +1,12 @@
-"""What wandb draws: each event's numbers as chart values on one axis that never goes back.
+"""Rows for wandb's charts: each event's numbers on one axis that never goes back.
 
 A run that was rolled back, or killed and resumed, attempts some steps again, so `step` goes back. The axis of the
 charts is therefore `attempt`: how many steps were attempted so far, over all sessions, the abandoned ones included. It
 is `step` as long as nothing is repeated. `step`, `applied` and `tokens` are beside it in every row and can be chosen as
 the axis in wandb.
 
-wandb's own minima and means (`define_metric(summary=...)`) begin anew with every session of a run (measured with 0.31),
-so the lowest validation loss is kept here.
+wandb's own minima and means (`define_metric(summary=...)`) start over in every session of a run (measured with 0.31),
+so the lowest validation loss is tracked here.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ _STEP_FIELDS = (
     "memory_bytes",
 )
 _STEP_LINE = b'"event":"step"'
-_EVENT_PLACE = 40  # bytes: the name of the event is what a line begins with
+_EVENT_PLACE = 40  # bytes: the name of the event is at the start of a line
 
 
 class Rows:
-    """Events in file order as rows of charts. Earlier sessions' events have to come by too: they are counted."""
+    """Events in file order as rows of charts. Events of earlier sessions have to be passed too: they are counted."""
 
     def __init__(self) -> None:
         """No event was seen yet. `attempts`: step events so far."""
         self.attempts = 0
-        self._applied: int | None = None  # unknown until a step says it
+        self._applied: int | None = None  # unknown until the first step
         self._totals: dict[str, int] = {}
         self._lowest = math.inf
 
     def pass_step(self, line: bytes) -> bool:
-        """Whether `line` is a step event, which is then counted without being read."""
+        """Whether `line` is a step event, which is then counted without being parsed."""
         found = _STEP_LINE in line[:_EVENT_PLACE]
         self.attempts += found
         return found
 
     def pass_event(self, event: Event) -> None:
-        """Take note of an event that is not a step."""
+        """Count an event that is not a step."""
         for name in _counted(event):
             self._totals[name] = self._totals.get(name, 0) + 1
         if event["event"] == "eval":
             self._lowest = min(self._lowest, event["loss"])  # a loss that is nan leaves it as it is
 
     def row(self, event: Event) -> dict[str, Any]:
-        """Count `event`, and what it adds to the charts."""
+        """Count `event`; returns its chart row."""
         if event["event"] == "step":
             self.attempts += 1
             self._applied = event["step"] - event["skipped_total"]

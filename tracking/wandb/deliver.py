@@ -1,11 +1,11 @@
-"""Give wandb what it has not been given of a run, and record checkpoints and exports of it as models.
+"""Send wandb what it does not have of a run yet, and record checkpoints and exports of the run as models.
 
     python -m tracking.wandb.deliver runs/demo --online
     python -m tracking.wandb.deliver runs/demo --online --export exported/demo
     python -m tracking.wandb.deliver runs/demo --online --checkpoint runs/demo/checkpoints/step-400 --parity parity.json
 
 All of it goes to the wandb run that the run folder names. Without --online an offline run is written, for `wandb sync`.
-Exit code 0: delivered. 1: wandb failed, and why. 2: it cannot be done, and why.
+Exit code 0: delivered; 1: wandb failed; 2: wrong arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FINISH_TIMEOUT_S = 600.0
 
 
 def deliver(run_dir: RunDir, *, online: bool, models: Sequence[dict[str, Any]]) -> None:
-    """Deliver and wait for it. Raises UserError for no run folder, RuntimeError when wandb fails."""
+    """Deliver and wait. Raises UserError for no run folder, RuntimeError when wandb fails."""
     run, deepspeed, environment = read_inputs(run_dir)
     if not run or not run_dir.events.is_file():
         raise UserError(f"{run_dir.path}: holds no config.yaml and events.jsonl; give a run folder")
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parity = parity_facts(options.parity) if options.parity else None
         if parity and not options.checkpoint:
-            raise UserError("--parity: is the verdict on a --checkpoint; an export brings its own")
+            raise UserError("--parity: needs a --checkpoint; an export has its own verdict")
         run_dir = RunDir(options.run)
         config = dict(zip(("run", "deepspeed", "environment"), read_inputs(run_dir), strict=True))
         models = [named_checkpoint_facts(path, config, parity) for path in options.checkpoint]

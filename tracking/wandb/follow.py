@@ -1,7 +1,7 @@
-"""`events.jsonl` read line by line as it grows, and how much of it wandb has been given.
+"""Read `events.jsonl` line by line as it grows, and keep how many lines wandb has stored.
 
-How far that is lies in the run folder, as a number of lines. What a session could not give to wandb, because wandb had
-died or the machine had, the next session gives.
+That number is a file in the run folder. What a session could not deliver, because wandb or the machine died, the next
+session delivers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 from config.files import write_atomically
 
-NOTE_EVERY_S = 5.0
+SAVE_EVERY_S = 5.0
 
 _RETRY_S = 0.2
 
@@ -37,7 +37,7 @@ class Follower:
         self._number = 0
 
     def new_lines(self, most: int = 10_000) -> list[Line]:
-        """The lines that were completed since the last call, at most so many."""
+        """The lines that were completed since the last call, at most `most`."""
         if self._file is None:
             if not self._path.exists():
                 return []
@@ -55,37 +55,37 @@ class Follower:
 
 
 class Delivered:
-    """How many lines of the events are safe with wandb, over all sessions."""
+    """How many lines of the events wandb has stored, over all sessions."""
 
     def __init__(self, path: Path) -> None:
-        """path: where the number lies."""
+        """path: the file of the number."""
         self._path = path
-        self._noted_at = -NOTE_EVERY_S
+        self._saved_at = -SAVE_EVERY_S
         try:
             self.lines = int(path.read_text())
         except (FileNotFoundError, ValueError):
             self.lines = 0
 
     def due(self) -> bool:
-        """Whether it is time for the next note."""
-        return time.monotonic() - self._noted_at > NOTE_EVERY_S
+        """Whether it is time to save again."""
+        return time.monotonic() - self._saved_at > SAVE_EVERY_S
 
-    def note(self, lines: int) -> None:
-        """wandb has so many lines."""
+    def save(self, lines: int) -> None:
+        """wandb has stored so many lines."""
         self.lines = lines
-        self._noted_at = time.monotonic()
+        self._saved_at = time.monotonic()
         try:
             write_atomically(self._path, str(self.lines).encode())
         except OSError:
-            return  # a full disk; at worst the next session gives some lines again
+            return  # a full disk; at worst the next session delivers some lines again
 
 
 @contextmanager
-def alone(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold the lock file `path`, so that one process at a time feeds wandb from a run folder.
+def exclusive_lock(path: Path, wait_s: float) -> Iterator[None]:
+    """Hold the lock file `path`, so that only one process delivers a run folder to wandb.
 
-    Waits, since a session that was started right after another ended finds its worker still delivering. Raises
-    RuntimeError after `wait_s` seconds. A file system without locks is taken as it is.
+    Waits, since the worker of a session that just ended may still be delivering. Raises RuntimeError after `wait_s`
+    seconds. On a file system without locks it does nothing.
     """
     with path.open("ab") as file:
         until = time.monotonic() + wait_s
@@ -94,7 +94,7 @@ def alone(path: Path, wait_s: float) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > until:
-                    raise RuntimeError(f"another process gives {path.parent} to wandb already") from None
+                    raise RuntimeError(f"another process is already delivering {path.parent} to wandb") from None
                 time.sleep(_RETRY_S)
                 continue
             except OSError:

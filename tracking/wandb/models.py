@@ -1,7 +1,7 @@
-"""Checkpoints and exports as artifact references: wandb holds where a model lies and what is known of it, no weights.
+"""Checkpoints and exports as artifact references: wandb gets the location and metadata of a model, no weights.
 
-An artifact's digest is made of the references' names and places. The name carries the first letters of the content's
-hash, so that a step that was saved again after a rollback becomes a version of its own.
+An artifact's digest is made of the references' names and URLs. The name has the first characters of the content's hash,
+so that a step that is saved again after a rollback becomes a new version.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tracking.environment import redact
 from tracking.events import Event
 
 MODEL = "model"
-"""Type of the artifacts, the one that W&B's registry links."""
+"""Type of the artifacts: the one that W&B's registry links."""
 
-_LONGEST_NAME = 128
-_SHORT = 12  # letters of a hash
+_MAX_NAME = 128
+_SHORT = 12  # characters of a hash
 
 
 def checkpoint_facts(event: Event, config: dict[str, Any]) -> dict[str, Any]:
-    """What to record of the checkpoint that `event` tells of. Its hash is None when the manifest cannot be read."""
+    """What to record of the checkpoint of a `checkpoint` event. Its hash is None when the manifest cannot be read."""
     return _checkpoint(event["path"], event["step"], config) | {
         "tokens": event["tokens"],
         "bytes": event["bytes"],
@@ -33,7 +33,7 @@ def checkpoint_facts(event: Event, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_checkpoint_facts(folder: Path, config: dict[str, Any], parity: dict[str, Any] | None) -> dict[str, Any]:
-    """What to record of a checkpoint by hand, with a parity report's verdict. Raises UserError for no checkpoint."""
+    """What to record of a checkpoint folder, with a parity verdict. Raises UserError when it is none."""
     step = re.fullmatch(r"step-(\d+)", folder.resolve().name)
     if step is None or not (folder / "manifest.json").is_file():
         raise UserError(f"--checkpoint {folder}: is not a whole checkpoint; give a checkpoints/step-N folder")
@@ -50,7 +50,7 @@ def _checkpoint(path: str, step: int, config: dict[str, Any]) -> dict[str, Any]:
         "reference": path if "://" in path else Path(path).resolve().as_uri(),
         "manifest_sha256": None if "://" in path else _sha256(Path(path) / "manifest.json"),
         "step": step,
-        "dtype": "fp32",  # the masters, which every checkpoint has
+        "dtype": "fp32",  # the FP32 masters, which every checkpoint has
         "compute": precision.get("manifest") or precision.get("compute"),
         "zero_stage": (deepspeed.get("zero_optimization") or {}).get("stage", 0),
         "parity": None,
@@ -99,11 +99,11 @@ def log_artifact(run: Any, facts: dict[str, Any]) -> None:
     facts = redact("", facts)
     short = (facts["manifest_sha256"] or "unknown")[:_SHORT]
     verdict = (facts["parity"] or {}).get("verdict", "")
-    name = re.sub(r"[^\w.-]", "-", f"{facts['run'] or run.id}-{facts['kind']}")[-_LONGEST_NAME:]
+    name = re.sub(r"[^\w.-]", "-", f"{facts['run'] or run.id}-{facts['kind']}")[-_MAX_NAME:]
     artifact = wandb.Artifact(
         name,
         type=MODEL,
-        description=f"{facts['kind']} of step {facts['step']}, {facts['dtype']}; parity: {verdict or 'not judged'}",
+        description=f"{facts['kind']} of step {facts['step']}, {facts['dtype']}; parity: {verdict or 'not tested'}",
         metadata=facts,
     )
     entry = "-".join(filter(None, (f"step-{facts['step']}", facts["dtype"], short, verdict.replace(" ", "-"))))

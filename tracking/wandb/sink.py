@@ -1,11 +1,11 @@
-"""wandb as one more window on the run: rank 0 only, offline by default, never in training's way.
+"""wandb as a sink: rank 0 only, offline by default, and it never blocks training.
 
 wandb runs in a process of its own (`tracking.wandb.worker`) that follows `events.jsonl` as it grows. Training does not
-import wandb, waits for it nowhere but in `close` (for a limited time), and needs no queue: the file is the queue.
-A slow start, a dead server, a stuck upload or a crash inside wandb can therefore not hold a step or the end of the
-run, and when training itself is killed the worker still delivers the last events and marks the wandb run as failed.
+import wandb, waits for it only in `close` (for a limited time), and needs no queue: the file is the queue. A slow
+start, a dead server, a stuck upload or a crash inside wandb therefore cannot block a step or the end of the run, and
+when training is killed the worker still delivers the last events and marks the wandb run as failed.
 
-The record has to hold a `JsonlSink` on the same run folder; this sink only starts, watches and ends the worker.
+The record needs a `JsonlSink` on the same run folder; this sink only starts, monitors and ends the worker.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from typing import Any
 from config.cli import REPOSITORY
 from config.files import write_atomically
 from config.machine.binding import unbind
-from tracking.environment import redact
+from tracking.environment import hide, known_secrets, redact
 from tracking.events import Event
 from tracking.run_dir import RunDir
-from tracking.wandb.secrets import hide, known_secrets
 
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
 
 _CODE_FOLDER = Path(__file__).resolve().parents[2]
-_LOG = "wandb.log"  # in the run folder: what the worker and wandb had to say
-_MARGIN_S = 5.0  # importing wandb and a last look at the file
+_LOG = "wandb.log"  # in the run folder: standard error of the worker and wandb
+_MARGIN_S = 5.0  # to import wandb and read the file a last time
 
 
 class WandbSink:
-    """Feeds one wandb run. `write` raises RuntimeError once the worker has died; `close` returns within its limit."""
+    """Logs to one wandb run. `write` raises RuntimeError once the worker has died; `close` returns within its limit."""
 
     def __init__(
         self,
@@ -52,15 +51,15 @@ class WandbSink:
         init_timeout_s: float = INIT_TIMEOUT_S,
         finish_timeout_s: float = FINISH_TIMEOUT_S,
     ) -> None:
-        """Start the worker and return at once; events that wandb has not been given yet, and new ones, reach it.
+        """Start the worker and return at once; it delivers new events and those that wandb does not have yet.
 
         config: resolved run config, DeepSpeed JSON and environment; what looks like a secret is blanked.
         mode: offline, online or disabled (then nothing is started). Online without a login or a reachable server
-        becomes offline, told in one line. models: facts as in `tracking.wandb.models`, recorded at the end.
+        becomes offline, with one line. models: facts as in `tracking.wandb.models`, recorded at the end.
         """
         self._run_dir = run_dir
         self._limit = init_timeout_s + finish_timeout_s + _MARGIN_S
-        self._last_words = ""
+        self._error_line = ""
         self._failure: OSError | None = None
         self._process: subprocess.Popen[bytes] | None = None
         if mode == "disabled":
@@ -76,19 +75,19 @@ class WandbSink:
             "init_timeout_s": init_timeout_s,
             "finish_timeout_s": finish_timeout_s,
         }
-        told = redact("", {"notes": notes, "config": config | {"manifest": _manifest(config)}})
-        init = {"project": project, "name": name, "resume": "allow", "allow_val_change": True, **told}
+        redacted = redact("", {"notes": notes, "config": config | {"manifest": _manifest(config)}})
+        init = {"project": project, "name": name, "resume": "allow", "allow_val_change": True, **redacted}
         try:
             job["init"] = {**init, "id": run_id(run_dir), "dir": str(run_dir.path.resolve())}
             self._process = self._start(job)
-        except OSError as error:  # a full disk, no process to be had: the first write tells it
+        except OSError as error:  # a full disk, no process left: raised by the first write
             self._failure = error
 
     def _start(self, job: dict[str, Any]) -> subprocess.Popen[bytes]:
         # tracking.wandb in the run config decides, so that the mode is on record; WANDB_MODE does not.
         variables = {name: value for name, value in os.environ.items() if name != "WANDB_MODE"}
-        variables.setdefault("WANDB_ERROR_REPORTING", "false")  # its makers need not hear of this machine
-        # What wandb prepares for an upload stays in the run folder, which `wandb sync` on another machine needs whole.
+        variables.setdefault("WANDB_ERROR_REPORTING", "false")  # no error reports to wandb from this machine
+        # Files staged for upload stay in the run folder, so that `wandb sync` works from a copy of it elsewhere.
         variables.setdefault("WANDB_DATA_DIR", str(self._run_dir.wandb.resolve()))
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_CODE_FOLDER), variables.get("PYTHONPATH")]))
         with (self._run_dir.path / _LOG).open("ab") as stderr:
@@ -98,9 +97,9 @@ class WandbSink:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=variables,
-                start_new_session=True,  # Ctrl-C is for training; the worker ends when training has ended
+                start_new_session=True,  # Ctrl-C is for training; the worker ends after it
             )
-        unbind(process.pid)  # the cores of rank 0 are for training
+        unbind(process.pid)  # not on the cores of rank 0
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         process.stdin.write(hide(json.dumps(job, default=str).encode(), known_secrets(os.environ)) + b"\n")
@@ -108,7 +107,7 @@ class WandbSink:
         return process
 
     def write(self, event: Event) -> None:
-        """Look after the worker; the event itself reaches it through the file. RuntimeError when it has died."""
+        """Check the worker; the event itself reaches it through the file. RuntimeError when it has died."""
         if self._failure is not None:
             raise RuntimeError(f"wandb could not be started: {self._failure}") from self._failure
         if self._process is None:
@@ -116,10 +115,10 @@ class WandbSink:
         code = self._process.poll()
         self._relay(self._process)
         if code is not None:
-            raise RuntimeError(self._why(code))
+            raise RuntimeError(self._failure_message(code))
 
     def close(self) -> None:
-        """Let wandb deliver what there is, for a limited time. Raises RuntimeError when it failed or was too slow."""
+        """Wait for wandb to deliver the rest, for a limited time. RuntimeError when it failed or was too slow."""
         if self._failure is not None:
             raise RuntimeError(f"wandb could not be started: {self._failure}") from self._failure
         if self._process is None:
@@ -129,14 +128,14 @@ class WandbSink:
             self._end(process)
             code = process.wait(self._limit)
         except subprocess.TimeoutExpired:
-            process.kill()  # wandb's own helper watches the worker and ends with it
+            process.kill()  # wandb's own helper ends with the worker
             process.wait()
             later = f"`wandb sync` on the newest folder in {self._run_dir.wandb} delivers the rest"
             raise RuntimeError(f"wandb did not finish within {self._limit:.0f} s; {later}") from None
         finally:
             self._relay(process)
         if code != 0:
-            raise RuntimeError(self._why(code))
+            raise RuntimeError(self._failure_message(code))
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
@@ -144,25 +143,25 @@ class WandbSink:
             process.stdin.write(b"end\n")  # a closed pipe is not enough: forked data workers may hold it open
             process.stdin.close()
         except BrokenPipeError:
-            return  # it is already gone; its exit code tells how
+            return  # it is already gone; its exit code is checked next
 
-    def _why(self, code: int) -> str:
+    def _failure_message(self, code: int) -> str:
         later = f"`python -m tracking.wandb.deliver {self._run_dir.path}` delivers the rest"
-        return f"wandb failed: {self._last_words or f'exit code {code}'}; {later}; see {_LOG}"
+        return f"wandb failed: {self._error_line or f'exit code {code}'}; {later}; see {_LOG}"
 
     def _relay(self, process: subprocess.Popen[bytes]) -> None:
         """Print the worker's lines for the user, such as a server that cannot be reached."""
         assert process.stdout is not None
         for line in (process.stdout.read() or b"").decode(errors="replace").splitlines():
             kind, _, text = line.partition(": ")
-            if kind == "tell":
+            if kind == "log":
                 print(f"mantissa: {text}", file=sys.stderr, flush=True)
             else:
-                self._last_words = text
+                self._error_line = text
 
 
 def _manifest(config: dict[str, Any]) -> Any:
-    """The content of the precision manifest that the run config names; None for none, or one that cannot be read."""
+    """The content of the precision manifest that the run config names; None when there is none or it cannot be read."""
     path = ((config.get("run") or {}).get("precision") or {}).get("manifest")
     try:
         return json.loads((REPOSITORY / path).read_text()) if path else None
@@ -171,10 +170,10 @@ def _manifest(config: dict[str, Any]) -> Any:
 
 
 def run_id(run_dir: RunDir) -> str:
-    """The wandb id of this run, made once and kept in the run folder: a resumed run goes on in the same wandb run."""
+    """The wandb id of this run, created once and kept in the run folder: a resumed run continues the same wandb run."""
     path = run_dir.path / "wandb_run_id"
     if not path.exists():
-        # Under `wandb agent` wandb takes no other id than the agent's.
+        # Under `wandb agent` wandb accepts only the agent's id.
         named = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
         write_atomically(path, (named or uuid.uuid4().hex[:12]).encode())
     return path.read_text().strip()

@@ -1,4 +1,4 @@
-"""Tables of what went wrong, and an alert for each incident."""
+"""Tables of incidents, non-finite tensors and scale events; and an alert for each incident."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 from tracking.events import Event
 
-MOST_ROWS = 2000
-"""Rows that a table keeps: the newest. wandb uploads a table whole each time."""
+MAX_ROWS = 2000
+"""The newest rows that a table keeps: wandb uploads the whole table each time."""
 TABLE_EVERY_S = 60.0
 ALERT_EVERY_S = 300.0
 """Seconds between two alerts of one verdict."""
 STALE_S = 900.0
-"""Seconds after which an incident that comes late, from a session whose wandb had died, raises no alert any more."""
+"""An incident older than this, from a session whose wandb had died, raises no alert."""
 
 _COLUMNS = {
     "incident": ("verdict", "reason", "modules", "promoted_to", "rolled_back_to", "replay"),
@@ -20,7 +20,7 @@ _COLUMNS = {
     "scale": ("from", "to", "reason", "consecutive_overflows", "lr", "momentum_norm"),
 }
 _LEVELS = {"ABORT": "ERROR", "ROLLBACK": "ERROR"}
-_LONGEST_TITLE = 63
+_MAX_TITLE = 63
 
 
 class Tables:
@@ -32,18 +32,18 @@ class Tables:
         self._logged = 0.0
 
     def add(self, event: Event, attempt: int, *, delivered: bool) -> None:
-        """Take a row where `event` makes one. delivered: wandb has it from an earlier session."""
+        """Add a row if `event` belongs in a table. delivered: wandb has it from an earlier session."""
         kind = event["event"]
         if kind not in _COLUMNS:
             return
         rows = self._rows.setdefault(kind, [])
         rows.append([attempt, event["step"], *(_cell(event.get(name)) for name in _COLUMNS[kind])])
-        del rows[:-MOST_ROWS]
+        del rows[:-MAX_ROWS]
         if not delivered:
             self._changed.add(kind)
 
     def due(self, now: float) -> bool:
-        """Whether a table changed, and none was logged for a while."""
+        """Whether a table changed, and none was logged for TABLE_EVERY_S. now: monotonic seconds."""
         return bool(self._changed) and now - self._logged >= TABLE_EVERY_S
 
     def take(self, now: float) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Tables:
 
 
 def _cell(value: Any) -> Any:
-    """Lists as text; words for what is not finite, since a table's JSON has no number for it."""
+    """Lists and non-finite numbers as text, since a table's JSON has neither."""
     if isinstance(value, list | tuple):
         return ", ".join(str(item) for item in value)
     if isinstance(value, float) and value - value != 0:
@@ -92,7 +92,7 @@ class Alerts:
         if event["replay"]:
             lines.append(f"replay: {event['replay']}")
         return {
-            "title": f"{verdict} in {run_name}"[:_LONGEST_TITLE],
+            "title": f"{verdict} in {run_name}"[:_MAX_TITLE],
             "text": "\n".join(lines),
             "level": _LEVELS.get(verdict, "WARN"),
             "wait_duration": ALERT_EVERY_S,

@@ -10,20 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tracking.environment import hide, known_secrets
 from tracking.events import Event
 from tracking.jsonl import decode
 from tracking.wandb.charts import AXIS, Rows, histograms
 from tracking.wandb.follow import Delivered, Line
 from tracking.wandb.models import checkpoint_facts, log_artifact
-from tracking.wandb.secrets import hide, known_secrets
 from tracking.wandb.tables import Alerts, Tables
-from tracking.wandb.transaction_log import at_rest, last_step, mend, require_end, require_room
+from tracking.wandb.transaction_log import last_step, repair, require_exit_record, require_free_space, wait_until_stable
 
 _PREEMPTED = "preempted"
 
 
 class Delivery:
-    """Gives events to one wandb run. What is not a row of a chart may fail without ending it."""
+    """Logs events to one wandb run. Only a failing chart row ends it; tables, models and alerts may fail."""
 
     def __init__(self, run: Any, job: dict[str, Any]) -> None:
         self._run = run
@@ -31,15 +31,15 @@ class Delivery:
         self._every = job["log_every_steps"]
         self._file = Path(run.settings.sync_file)
         self._delivered = Delivered(Path(job["delivered"]))
-        # A server knows itself what it has; offline it is what was found in the files of earlier sessions.
+        # The server knows what it has; offline it is what was found in the files of earlier sessions.
         self._skip = self._delivered.lines if run.offline else max(0, run.starting_step - 1)
         self._rows, self._tables, self._alerts = Rows(), Tables(), Alerts()
         self._line = Line(0, b"")
         self._secrets = known_secrets(os.environ)
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._end: Event | None = None
 
-    def take(self, line: Line) -> None:
+    def add(self, line: Line) -> None:
         """Log a new line; one of an earlier session is only counted."""
         earlier = line.number <= self._skip
         self._line = line
@@ -47,7 +47,7 @@ class Delivery:
             return
         event = decode(hide(line.text, self._secrets))
         if event is None:
-            return  # a damaged line is the readers' to report, not a reason to lose the rest
+            return  # readers of the file report a damaged line; the rest is logged
         if event["event"] in ("run_start", "run_end"):
             self._end = event if event["event"] == "run_end" else None
         if earlier:
@@ -57,17 +57,17 @@ class Delivery:
         self._tables.add(event, self._rows.attempts, delivered=earlier)
         if not earlier and self._delivered.due():
             if self._run.offline:
-                require_room(self._file)
-            self.note()
+                require_free_space(self._file)
+            self.save()
 
-    def give_up(self) -> None:
-        """Write down how much is safe after wandb failed."""
-        at_rest(self._file)
-        self._delivered.note(max(self._skip, mend(self._file)))
+    def save_after_failure(self) -> None:
+        """Record how much wandb has stored, after it failed."""
+        wait_until_stable(self._file)
+        self._delivered.save(max(self._skip, repair(self._file)))
 
-    def note(self) -> None:
-        """Write down how much is safe, which is what wandb's own file holds."""
-        self._delivered.note(max(self._skip, last_step(self._file)))
+    def save(self) -> None:
+        """Record how much wandb has stored: what its own file holds."""
+        self._delivered.save(max(self._skip, last_step(self._file)))
 
     def _log(self, event: Event, number: int) -> None:
         row, kind = self._rows.row(event), event["event"]
@@ -82,7 +82,7 @@ class Delivery:
             self._try("an alert", lambda: self._alert(event))
 
     def _artifact(self, event: Event) -> None:
-        if "://" in event["path"] or Path(event["path"]).is_dir():  # it may be gone by now, to make room
+        if "://" in event["path"] or Path(event["path"]).is_dir():  # it may have been deleted to make room
             log_artifact(self._run, checkpoint_facts(event, self._config))
 
     def _alert(self, event: Event) -> None:
@@ -91,7 +91,7 @@ class Delivery:
             self._run.alert(**arguments)
 
     def tables(self, *, now: bool = False) -> None:
-        """Log the tables that changed, when that is due or `now`."""
+        """Log the tables that changed, when due or `now`."""
         clock = time.monotonic()
         if self._tables.due(clock) or now:
             self._try("a table", lambda: self._log_tables(clock))
@@ -101,14 +101,14 @@ class Delivery:
             self._run.log(tables | {AXIS: self._rows.attempts}, step=self._line.number)
 
     def _try(self, what: str, act: Callable[[], None]) -> None:
-        """Do it; trouble is told once for each kind of thing, and goes to the run's wandb.log whole."""
+        """Call `act`; an error is logged once per `what`, and goes to the run's wandb.log in full."""
         try:
             act()
         except Exception as error:
             traceback.print_exc()
-            if what not in self._told:
-                self._told.add(what)
-                say("tell", f"wandb did not take {what}: {one_line(error)}; the rest goes on")
+            if what not in self._reported:
+                self._reported.add(what)
+                report("log", f"wandb did not take {what}: {one_line(error)}; the rest continues")
 
     def finish(self) -> None:
         """Close the wandb run as training ended; without a `run_end` it crashed."""
@@ -117,12 +117,12 @@ class Delivery:
             self._run.mark_preempting()
         self._run.finish(exit_code=1 if self._end is None else self._end["exit_code"])
         if self._run.offline:
-            require_end(self._file)
-        self._delivered.note(self._line.number)
+            require_exit_record(self._file)
+        self._delivered.save(self._line.number)
 
 
-def say(kind: str, text: str) -> None:
-    """One line to training; it may be gone already, and that is no trouble."""
+def report(kind: str, text: str) -> None:
+    """One line to training, which may be gone already."""
     try:
         print(f"{kind}: {text}", flush=True)
     except BrokenPipeError:

@@ -1,10 +1,10 @@
-"""Make the saved view that compares runs of a wandb project.
+"""Create the saved view that compares runs of a wandb project.
 
     python -m tracking.wandb.view ENTITY/PROJECT
     python -m tracking.wandb.view ENTITY/PROJECT --show
 
-The panels are in docs/wandb/saved_view.yaml. Each call makes a new view; an old one is deleted in wandb. --show prints
-what would be sent and reaches no server. Needs wandb-workspaces. Exit code 0: made, 2: it cannot be, and why.
+The panels are in docs/wandb/saved_view.yaml. Each call creates a new view; delete old ones in wandb. --show prints
+it and contacts no server. Needs wandb-workspaces. Exit code 0: created; 2: it cannot be created.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def build(entity: str, project: str, definition: dict[str, Any]) -> Any:
             sections=sections,
             settings=ws.WorkspaceSettings(x_axis="attempt", max_runs=20),
             runset_settings=ws.RunsetSettings(pinned_columns=columns),
-            auto_generate_panels=True,  # below ours: what telemetry has by module, histograms
+            auto_generate_panels=True,  # below ours: telemetry by module, histograms
         )
     except (KeyError, TypeError, ValueError) as error:
         why = " ".join(str(error).split())[:200]
-        raise UserError(f"the definition of the view is wrong ({type(error).__name__}: {why}); put it right") from None
+        raise UserError(f"the definition of the view is wrong ({type(error).__name__}: {why}); correct it") from None
 
 
 def _panel(panel: dict[str, Any]) -> Any:
@@ -63,7 +63,7 @@ def _panel(panel: dict[str, Any]) -> Any:
         return reports.WeavePanelSummaryTable(table_name=panel["table"])
     if kind == "line":
         return reports.LinePlot(title=panel["title"], x=panel["x"], y=panel["y"], log_y=panel.get("log_y"))
-    raise ValueError(f"panel: {kind} is none of line, table, run_comparer")
+    raise ValueError(f"panel: {kind} is not one of line, table, run_comparer")
 
 
 @entry_point()
@@ -76,12 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--definition", type=Path, default=DEFINITION, metavar="FILE", help="the panels, in YAML")
     parser.add_argument("--show", action="store_true", help="print the view as JSON and send nothing")
     options = parser.parse_args(arguments)
-    print(_make(options.project, options.definition, show=options.show))
+    print(_create_view(options.project, options.definition, show=options.show))
     return 0
 
 
-def _make(path: str, definition: Path, *, show: bool) -> str:
-    """Make the view; its address, or with `show` its JSON."""
+def _create_view(path: str, definition: Path, *, show: bool) -> str:
+    """Create the view; returns its URL, or with `show` its JSON."""
     entity, _, project = path.partition("/")
     if not entity or not project or "/" in project:
         raise UserError(f"{path}: is not ENTITY/PROJECT; give a wandb user or team and a project")
@@ -95,7 +95,7 @@ def _make(path: str, definition: Path, *, show: bool) -> str:
     try:
         view.save()
         return str(view.url)
-    except Exception as error:  # no login, no network, no such project: the client has an own class for each
+    except Exception as error:  # no login, no network, no such project: the client has a class of its own for each
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path}: not saved ({why}); check the name, `wandb login` and the network") from None
 

@@ -1,7 +1,7 @@
-"""The process that owns wandb: follows `events.jsonl` and logs it, until told to end or training is gone.
+"""The process that runs wandb: follows `events.jsonl` and logs it until training says "end" or is gone.
 
 Started by `tracking.wandb.sink`, never by hand. Standard input brings one line of JSON (the job) and later the line
-"end"; standard output takes one-line messages: "tell: ..." for the user, "failed: ..." as last words.
+"end"; standard output carries one-line messages: "log: ..." for the user, "failed: ..." before it exits.
 
 wandb's own step counter is the line number of the event in `events.jsonl`. It never goes back, also not over resumed
 sessions, so wandb drops nothing. The axis of the charts is in `tracking.wandb.charts`.
@@ -19,23 +19,23 @@ from pathlib import Path
 from typing import Any
 
 from tracking.wandb.charts import AXIS
-from tracking.wandb.follow import Delivered, Follower, alone
+from tracking.wandb.follow import Delivered, Follower, exclusive_lock
 from tracking.wandb.models import log_artifact
-from tracking.wandb.transaction_log import FileNotWhole, mend_all
-from tracking.wandb.upload import Delivery, one_line, say
+from tracking.wandb.transaction_log import IncompleteFile, repair_all
+from tracking.wandb.upload import Delivery, one_line, report
 
 POLL_S = 0.5
 ATTEMPTS = 3
 
 
 def start_run(job: dict[str, Any]) -> Any:
-    """Start the wandb run, offline when online cannot be had."""
+    """Start the wandb run, offline when online fails."""
     import wandb
 
     settings = wandb.Settings(
         silent=True,
         console="off",
-        # The raw command line, git remotes and the user's e-mail stay out; our config says what matters.
+        # Command line, git remotes and the user's e-mail stay out; our config has what matters.
         disable_git=True,
         disable_code=True,
         x_disable_meta=True,
@@ -51,8 +51,8 @@ def start_run(job: dict[str, Any]) -> Any:
             if not wandb.login(prompt=False):
                 raise RuntimeError("no login: run `wandb login` or set WANDB_API_KEY")
             run = wandb.init(mode="online", settings=settings, reinit="create_new", **job["init"])
-        except Exception as error:  # every way of not reaching the server ends in an offline run
-            say("tell", f"wandb is recorded offline, since online failed: {one_line(error)}")
+        except Exception as error:  # whatever the reason, an offline run is started instead
+            report("log", f"wandb is recorded offline, since online failed: {one_line(error)}")
     if run is None:
         run = wandb.init(mode="offline", settings=settings, reinit="create_new", **job["init"])
     run.define_metric(AXIS)
@@ -69,21 +69,21 @@ def follow(run: Any, delivery: Delivery, job: dict[str, Any]) -> None:
         last_round = bool(ready) or os.getppid() != job["training_pid"]
         while lines := follower.new_lines():
             for line in lines:
-                delivery.take(line)
+                delivery.add(line)
         delivery.tables()
     for facts in job["models"]:
         log_artifact(run, facts)
     delivery.finish()
 
 
-def attempt(job: dict[str, Any]) -> None:
-    """Follow the events; when wandb dies on the way start it again, and go on behind what is safe.
+def follow_with_retries(job: dict[str, Any]) -> None:
+    """Follow the events; when wandb dies, start it again after the last saved line.
 
-    wandb's helper ends at the SIGTERM that a scheduler or launcher sends to all of a job, long before training does.
+    wandb's helper ends at the SIGTERM that a scheduler or launcher sends to the whole job, long before training does.
     """
-    newest, delivered = mend_all(Path(job["init"]["dir"]) / "wandb"), Delivered(Path(job["delivered"]))
+    newest, delivered = repair_all(Path(job["init"]["dir"]) / "wandb"), Delivered(Path(job["delivered"]))
     if 0 < newest < delivered.lines:
-        delivered.note(newest)  # a machine that lost power lost what its disk had not got
+        delivered.save(newest)  # a power failure lost what was not yet on the disk
     for left in reversed(range(ATTEMPTS)):
         run = start_run(job)
         delivery = Delivery(run, job)
@@ -92,33 +92,33 @@ def attempt(job: dict[str, Any]) -> None:
             return
         except Exception as error:
             traceback.print_exc()
-            forget_wandb()
-            delivery.give_up()
-            if left == 0 or isinstance(error, FileNotWhole):
+            reset_wandb()
+            delivery.save_after_failure()
+            if left == 0 or isinstance(error, IncompleteFile):
                 raise
 
 
-def forget_wandb() -> None:
-    """Make the next start of wandb a fresh one."""
+def reset_wandb() -> None:
+    """Reset wandb, so that it can be started again."""
     import wandb
 
     try:
         wandb.teardown(exit_code=1)
     except Exception:
-        traceback.print_exc()  # it is dead, which is why
+        traceback.print_exc()  # expected: it is dead
 
 
 def main() -> int:
     """Read the job, run it; 1 after any failure, whose traceback goes to standard error (the run's wandb.log)."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a scheduler signals the whole job; the events are still to be delivered
+        signal.signal(number, signal.SIG_IGN)  # a scheduler signals the whole job; the last events are still to come
     job = json.loads(sys.stdin.readline())
     try:
-        with alone(Path(job["lock"]), job["finish_timeout_s"]):
-            attempt(job)
+        with exclusive_lock(Path(job["lock"]), job["finish_timeout_s"]):
+            follow_with_retries(job)
     except Exception as error:
         traceback.print_exc()
-        say("failed", one_line(error))
+        report("failed", one_line(error))
         return 1
     return 0
 

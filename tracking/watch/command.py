@@ -1,7 +1,7 @@
-"""A run in the terminal, live or when it is over: `python -m tracking.watch RUN`.
+"""Show a run in the terminal, live or when it has ended: `python -m tracking.watch RUN`.
 
-Reads nothing but the run folder, so it works for a run on any machine that shares its disk, and disturbs none. Keys: q
-leaves, x puts the steps on a logarithmic axis. With --once, or when the output is no terminal, one frame is printed.
+Reads only the run folder, so it works for a run on any machine that shares its disk, and does not affect it. Keys: q
+quits, x toggles a logarithmic step axis. With --once, or when the output is no terminal, one frame is printed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tracking.watch.state import WatchState
 from tracking.watch.tail import EventTail
 
 _REFRESH_S = 0.5
-_SLICE_S = 0.2  # of reading between two frames
+_SLICE_S = 0.2  # reading time between two frames
 _DUMB_REFRESH_S = 10.0
 _ONCE_HEIGHT = 36
 
 
 class Watch:
-    """Follows one run folder and draws it."""
+    """Reads one run folder as it grows and draws it."""
 
     def __init__(self, run_dir: RunDir, *, log_steps: bool = False, ascii_only: bool = False) -> None:
         self._run_dir = run_dir
@@ -44,7 +44,7 @@ class Watch:
         self._planned: int | None = None
 
     def read(self, seconds: float) -> bool:
-        """Take in new events for at most so long; whether there is more to read at once."""
+        """Read new events for at most `seconds`; returns whether there is more to read."""
         if self._tail.replaced():
             self._tail.close()
             self.state, self._tail = WatchState(), EventTail(self._run_dir.events)
@@ -55,7 +55,7 @@ class Watch:
         return not self._tail.at_end
 
     def view(self, width: int, height: int, *, keys: bool) -> View:
-        """What the next frame is drawn for."""
+        """What the next frame is drawn with."""
         size = 0 if self._tail.at_end else self._tail.size
         return View(
             name=self._run_dir.name,
@@ -75,12 +75,12 @@ def _planned_steps(run_dir: RunDir) -> int | None:
     try:
         steps = (read_inputs(run_dir)[0].get("run") or {}).get("steps")
     except UserError:
-        return None  # being written, or damaged: the events are worth watching all the same
+        return None  # being written, or damaged: the events are shown all the same
     return steps if isinstance(steps, int) else None
 
 
 def once(watch: Watch, console: Console, *, svg: Path | None = None) -> None:
-    """Print one frame of everything there is."""
+    """Read everything and print one frame."""
     while watch.read(60.0):
         pass
     console.print(frame(watch.state, watch.view(console.width, _ONCE_HEIGHT, keys=False)))
@@ -102,8 +102,8 @@ def live(watch: Watch, console: Console) -> None:
                 watch.log_steps = not watch.log_steps
 
 
-def repeat(watch: Watch, console: Console) -> None:
-    """For a terminal that cannot move its cursor: a frame now and then, until the run has ended."""
+def print_repeatedly(watch: Watch, console: Console) -> None:
+    """For a terminal that cannot move its cursor: a frame every 10 s, until the run has ended."""
     while True:
         while watch.read(_DUMB_REFRESH_S):
             pass
@@ -115,7 +115,7 @@ def repeat(watch: Watch, console: Console) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Any]:
-    """A function that waits so many seconds for a key and returns it, or None. Without a keyboard it only waits."""
+    """A function that waits for a key, at most so many seconds, and returns it or None. Without a keyboard it waits."""
     if not sys.stdin.isatty():
         yield time.sleep
         return
@@ -140,8 +140,8 @@ def _keys() -> Iterator[Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Watch one run; 2 when the folder does not exist."""
     parser = Arguments(prog="python -m tracking.watch", description=__doc__)
-    parser.add_argument("run", type=Path, help="run folder, such as runs/demo; it may still be empty")
-    parser.add_argument("--once", action="store_true", help="print one frame and leave")
+    parser.add_argument("run", type=Path, help="run folder, such as runs/demo; may still be empty")
+    parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument("--log-steps", action="store_true", help="steps on a logarithmic axis")
     parser.add_argument("--ascii", action="store_true", help="only ASCII characters")
     parser.add_argument("--svg", type=Path, help="with --once: also write the frame to this file")
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.once or given.svg or not console.is_terminal:
             once(watch, console, svg=given.svg)
         elif console.is_dumb_terminal:
-            repeat(watch, console)
+            print_repeatedly(watch, console)
         else:
             live(watch, console)
     except KeyboardInterrupt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.text import Text
 
@@ -12,7 +12,9 @@ from tracking.watch.series import Bucket, Series
 
 LABEL = 9  # characters left of a curve
 _DOT = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of a braille character by row and column
-_FAR = 2.0  # heights of the middle 96% of a curve beyond which a value is cut off, lest it flattens all others
+_FAR = (
+    2.0  # a value further out than so many heights of the middle 96% is cut off, so that it does not flatten the curve
+)
 _MARK = "not dim bold red"
 
 
@@ -23,7 +25,7 @@ class Line:
     series: Series
     style: str
     points: bool = False
-    """Only marks, one for each bucket: for what is measured now and then."""
+    """Only points, one per bucket: for what is measured now and then."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,10 @@ class Axes:
 
 
 def draw(lines: Sequence[Line], marks: Series, axes: Axes, label: Callable[[float], str]) -> Text:
-    """The panel as `axes.height` lines of text. marks: steps to point out below, such as the skipped ones.
+    """The panel as `axes.height` lines of text. marks: steps to mark on the axis below, such as skipped ones.
 
     Where several steps share a column of dots, the bright line is their mean and the dim band reaches from the lowest
-    to the highest. A value far outside all others is cut off and pointed out.
+    to the highest. A value far outside all others is cut off and marked.
     """
     columns, rows = max(4, axes.width - LABEL), max(1, axes.height - 1)
     known = [bucket for line in lines for bucket in line.series.buckets]
@@ -68,7 +70,7 @@ def draw(lines: Sequence[Line], marks: Series, axes: Axes, label: Callable[[floa
 
 
 def _range(known: Sequence[Bucket], to: Callable[[float], float]) -> tuple[float, float]:
-    """Lowest and highest value to show, a little apart at least."""
+    """Lowest and highest value to show, never the same."""
     lows, highs = sorted(to(bucket.low) for bucket in known), sorted(to(bucket.high) for bucket in known)
     aside = len(known) // 50
     bottom, top = lows[aside], highs[-1 - aside]
@@ -115,7 +117,7 @@ class _Canvas:
         return min(dots - 1, max(0, int((self._high - self._to(value)) / (self._high - self._low) * (dots - 1) + 0.5)))
 
     def points(self, line: Line) -> None:
-        """One mark for each bucket."""
+        """One point per bucket."""
         for bucket in line.series.buckets:
             place = self._y(bucket.total / bucket.count) // 4, self._x(bucket.last) // 2
             self._signs[place] = "o" if self._axes.ascii else "●"
@@ -126,13 +128,10 @@ class _Canvas:
         columns: dict[int, Bucket] = {}
         for bucket in line.series.buckets:
             x = self._x(bucket.last)
-            if x not in columns:
-                columns[x] = Bucket(**{name: getattr(bucket, name) for name in Bucket.__slots__})
-                continue
-            into = columns[x]
-            into.low, into.high = min(into.low, bucket.low), max(into.high, bucket.high)
-            into.total += bucket.total
-            into.count += bucket.count
+            if x in columns:
+                columns[x].merge(bucket)
+            else:
+                columns[x] = replace(bucket)
         for x, column in columns.items():
             self._vertical(x, self._y(column.high), self._y(column.low), f"dim {line.style}")
         before: tuple[int, int] | None = None
@@ -142,11 +141,11 @@ class _Canvas:
             before = here
         for x, column in columns.items():
             if self._to(column.high) > self._high:
-                self._point_out(0, x // 2, "^" if self._axes.ascii else "▲")
+                self._mark_cut_off(0, x // 2, "^" if self._axes.ascii else "▲")
             if self._to(column.low) < self._low:
-                self._point_out(self._rows - 1, x // 2, "v" if self._axes.ascii else "▼")
+                self._mark_cut_off(self._rows - 1, x // 2, "v" if self._axes.ascii else "▼")
 
-    def _point_out(self, row: int, column: int, sign: str) -> None:
+    def _mark_cut_off(self, row: int, column: int, sign: str) -> None:
         self._signs[row, column] = sign
         self._styles[row][column] = _MARK
 
@@ -173,7 +172,7 @@ class _Canvas:
         left, right = f"{self._first:,}", f" {self._axes.last_step:,}"
         cells = list((left + right.rjust(self._columns - len(left)))[: self._columns])
         marked = sorted({self._x(bucket.first) // 2 for bucket in marks.buckets})
-        for column in marked:  # over the numbers, too: a skipped step matters more
+        for column in marked:  # also over the step numbers: a skipped step matters more
             cells[column] = "!" if self._axes.ascii else "▾"
         line = Text(" " * LABEL + "".join(cells), style="dim", no_wrap=True)
         for column in marked:

@@ -1,7 +1,8 @@
-"""The dashboard: one frame of a run, cut to the terminal it is shown on."""
+"""The dashboard: one frame of a run, fitted to the terminal."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +23,12 @@ _TWO_COLUMNS = 100  # characters from which curves stand side by side
 _FACTS = 42  # characters of the column of numbers
 _HEAD = 2  # lines above everything
 _LOSS = "loss, nats per token"
-_SLOW = 1.3  # times the median that a rank may need before it stands out
+_SLOW = 1.3  # times the median from which the slowest rank is highlighted
 
 
 @dataclass(frozen=True)
 class View:
-    """What one frame is drawn for."""
+    """What one frame is drawn with besides the state."""
 
     name: str
     planned_steps: int | None
@@ -41,7 +42,7 @@ class View:
     """[fraction] Of the events file that has been read."""
     damaged: int = 0
     keys: bool = False
-    """Whether someone can press keys."""
+    """Whether keys are read, so that the help for them is shown."""
 
 
 def frame(state: WatchState, view: View) -> RenderableType:
@@ -53,10 +54,10 @@ def frame(state: WatchState, view: View) -> RenderableType:
 
 
 def _wide(state: WatchState, view: View) -> list[RenderableType]:
-    """Curves beside numbers, what happened below."""
+    """Curves beside numbers, events below."""
     room = view.height - _HEAD
-    remarks = min(10, max(1, room // 4 - 1))
-    body = room - remarks - 2
+    log_lines = min(10, max(1, room // 4 - 1))
+    body = room - log_lines - 2
     facts = _facts(state, view)[: body - 2]
     ranks = _ranks(state, body - len(facts) - 4)
     right = [_panel(_rows(facts, _FACTS - 4), "now", view)]
@@ -76,7 +77,7 @@ def _wide(state: WatchState, view: View) -> list[RenderableType]:
     grid.add_column(width=wide)
     grid.add_column(width=_FACTS)
     grid.add_row(Group(_curve("loss", _LOSS, state, view, wide, max(3, body - lower - 4)), halves), Group(*right))
-    return [grid, _remarks(state, view, remarks)]
+    return [grid, _log_panel(state, view, log_lines)]
 
 
 def _narrow(state: WatchState, view: View) -> list[RenderableType]:
@@ -85,11 +86,13 @@ def _narrow(state: WatchState, view: View) -> list[RenderableType]:
     half = (view.width - 6) // 2
     facts = _facts(state, view)[: 2 * max(1, min(6, (room - 7) // 2))]
     rows = (len(facts) + 1) // 2
-    remarks = min(8, max(0, room - rows - 12))
-    curve = _curve("loss", _LOSS, state, view, view.width, max(2, room - rows - 4 - (remarks + 2 if remarks else 0)))
+    log_lines = min(8, max(0, room - rows - 12))
+    curve = _curve(
+        "loss", _LOSS, state, view, view.width, max(2, room - rows - 4 - (log_lines + 2 if log_lines else 0))
+    )
     numbers = Table.grid(padding=(0, 1, 0, 0))
     numbers.add_row(_rows(facts[:rows], half), _rows(facts[rows:], half))
-    return [curve, _panel(numbers, "now", view), *([_remarks(state, view, remarks)] if remarks else [])]
+    return [curve, _panel(numbers, "now", view), *([_log_panel(state, view, log_lines)] if log_lines else [])]
 
 
 def _scaled(state: WatchState) -> bool:
@@ -117,7 +120,7 @@ def _curve(
 
 
 def _number(value: float) -> str:
-    if value != value or value in (float("inf"), float("-inf")):
+    if not math.isfinite(value):
         return str(value)
     if abs(value) >= 1e5:
         return human(value) if abs(value) < 1e12 else f"{value:.1e}"
@@ -146,7 +149,7 @@ def _status(state: WatchState, view: View) -> tuple[str, str]:
         return f"{state.end['status']} (exit {state.end['exit_code']})", "bold green" if good else "bold red"
     silent = state.silent_seconds(view.now)
     if silent is not None:
-        return f"no event for {duration(silent)}: stalled, or ended without a word", "bold red"
+        return f"no event for {duration(silent)}: stalled or killed", "bold red"
     return "running", "bold green"
 
 
@@ -162,7 +165,7 @@ def _progress(state: WatchState, view: View) -> Text:
     if view.damaged:
         words.append(f"{view.damaged} damaged lines")
     if view.keys:
-        words.append("q leaves, x log steps")
+        words.append("q quits, x log steps")
     text = "   ".join(words)
     room = min(40, view.width - len(text) - 3)
     bar = Text(no_wrap=True, overflow="ellipsis")
@@ -176,7 +179,7 @@ def _progress(state: WatchState, view: View) -> Text:
 
 
 def _facts(state: WatchState, view: View) -> list[tuple[str, str, str]]:
-    """(what, value, style) of everything worth a look now, the unhealthy in colour; what does not apply is left out."""
+    """(name, value, style) of the current numbers, problems in colour; what does not apply is left out."""
     newest: dict[str, Any] = state.newest or {}
     count = state.counts
     skipped = newest.get("skipped_total", 0)
@@ -204,7 +207,7 @@ def _facts(state: WatchState, view: View) -> list[tuple[str, str, str]]:
 
 
 def _tail(text: str, width: int) -> str:
-    """The end of a module's name tells most."""
+    """At most `width` characters of a module's name, the end of it."""
     return text if len(text) <= width else "..." + text[3 - width :]
 
 
@@ -226,7 +229,7 @@ def _rows(rows: Sequence[tuple[str, str, str]], width: int) -> Text:
 
 
 def _ranks(state: WatchState, most: int) -> list[tuple[str, str, str]]:
-    """Own work and memory, least, median and most, and of every rank where they fit into `most` rows."""
+    """Own work and memory: least, median and most, and of every rank where that fits into `most` rows."""
     newest: dict[str, Any] = state.newest or {}
     memory, work = spread(newest, "memory_bytes"), spread(newest, "work_seconds")
     rows = []
@@ -245,9 +248,9 @@ def _ranks(state: WatchState, most: int) -> list[tuple[str, str, str]]:
     return rows[: max(0, most)]
 
 
-def _remarks(state: WatchState, view: View, height: int) -> Panel:
+def _log_panel(state: WatchState, view: View, height: int) -> Panel:
     text = Text(no_wrap=True, overflow="ellipsis")
-    newest = list(state.remarks)[-height:]
+    newest = list(state.log)[-height:]
     for index, (step, level, words) in enumerate([(0, "plain", "")] * (height - len(newest)) + newest):
         text.append("\n" if index else "")
         text.append(f"{step:>8,}  " if words else "", style="dim")

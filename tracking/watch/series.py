@@ -1,4 +1,4 @@
-"""A curve of any length in bounded memory: neighbouring steps share a bucket that keeps lowest, highest and mean."""
+"""A curve of any length in bounded memory: neighbouring steps share a bucket with their lowest, highest and mean."""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ class Bucket:
     """Sum of the values."""
     count: int
 
+    def merge(self, later: Bucket) -> None:
+        """Add the values of a later bucket."""
+        self.last = later.last
+        self.low, self.high = min(self.low, later.low), max(self.high, later.high)
+        self.total += later.total
+        self.count += later.count
+
 
 class Series:
-    """Values over ascending steps. A spike of a single step stays to be seen however much is thinned out."""
+    """Values over ascending steps. Thinning out keeps the spike of a single step."""
 
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []
@@ -32,7 +39,7 @@ class Series:
         """Steps that share a bucket: a power of two."""
 
     def add(self, step: int, value: float) -> None:
-        """Append a value. step: not below the ones before. What is not finite is no point of a curve and left out."""
+        """Append a value; a non-finite one is left out. step: not below the ones before."""
         if not math.isfinite(value):
             return
         buckets = self.buckets
@@ -57,19 +64,15 @@ class Series:
             merged: list[Bucket] = []
             for bucket in self.buckets:
                 if merged and merged[-1].first // self.width == bucket.first // self.width:
-                    into = merged[-1]
-                    into.last = bucket.last
-                    into.total += bucket.total
-                    into.count += bucket.count
-                    into.low, into.high = min(into.low, bucket.low), max(into.high, bucket.high)
+                    merged[-1].merge(bucket)
                 else:
                     merged.append(bucket)
             self.buckets = merged
 
     def cut(self, step: int) -> None:
-        """Forget what comes after `step`: a resumed or rolled-back run attempts it again.
+        """Drop what comes after `step`: a resumed or rolled-back run attempts it again.
 
-        A bucket that the cut goes through keeps its numbers, in which forgotten steps have a part.
+        The bucket that contains `step` keeps its numbers, dropped steps included.
         """
         while self.buckets and self.buckets[-1].first > step:
             self.buckets.pop()

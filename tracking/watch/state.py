@@ -1,4 +1,4 @@
-"""What a run looks like now, folded from its events one at a time, in memory that does not grow with the run."""
+"""The current state of a run, updated event by event, in memory that does not grow with the run."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import math
 from collections import Counter, deque
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from tracking.console import human
-from tracking.events import Event
+from tracking.events import Event, describe_event
 from tracking.watch.series import Series
 
 _RECENT_STEPS = 50  # the speed and the ETA are medians over these
-_REMARKS = 200
+_MAX_LINES = 200
 _CURVES = ("loss", "grad_norm", "loss_scale", "tokens_per_second", "lr")
 SILENT_S, SILENT_STEPS = 60.0, 10.0
-"""A run that has recorded nothing for this long, and for this many median steps, is called silent."""
+"""A run that has recorded nothing for so many seconds and so many median steps is reported as silent."""
 
 
 class WatchState:
-    """A run up to its newest event. Of a step attempted twice the last attempt counts, as everywhere."""
+    """A run up to its newest event. Of a step attempted twice the last attempt counts."""
 
     def __init__(self) -> None:
         self.start: Event | None = None
@@ -37,19 +35,19 @@ class WatchState:
         self.skips = Series()
         self.nonfinite_losses = 0
         self.counts: Counter[tuple[str, str]] = Counter()
-        """How often by (event, what), over all sessions: ("incident", "SKIP"), ("scale", "overflow") and so on."""
+        """Events over all sessions, by (event, kind): ("incident", "SKIP"), ("scale", "overflow") and so on."""
         self.causes: Counter[str] = Counter()
-        """How often a module was found to hold inf or nan; of the first few hundred."""
+        """How often each module, of the first few hundred, was found to hold inf or nan."""
         self.checkpoint: Event | None = None
         self.validated: Event | None = None
         self.flop_share: dict[str, float] = {}
         self.memory_bytes = 0
-        self.remarks: deque[tuple[int, str, str]] = deque(maxlen=_REMARKS)
+        self.log: deque[tuple[int, str, str]] = deque(maxlen=_MAX_LINES)
         """(step, level, text), oldest first; level: good, plain, warn or bad."""
         self._recent: deque[Event] = deque(maxlen=_RECENT_STEPS)
 
     def add(self, event: Event) -> None:
-        """Take the next event. One that lacks what its kind must have is left out."""
+        """Add the next event. One that lacks a required field is left out."""
         handler = getattr(self, f"_on_{event['event']}", None)
         try:
             self.time = event["time"]
@@ -69,13 +67,13 @@ class WatchState:
         return median(event["tokens_per_second"] for event in self._recent) if self._recent else None
 
     def eta_seconds(self, planned: int | None) -> float | None:
-        """Steps that remain at the median duration; evaluations and saves come on top. None when it cannot be known."""
+        """Remaining steps times the median duration, without evaluations and saves. None when it is unknown."""
         if planned is None or self.step_seconds is None or self.end is not None:
             return None
         return max(0, planned - self.step) * self.step_seconds
 
     def silent_seconds(self, now: float) -> float | None:
-        """Since when nothing came, once that is longer than usual; None for a run that is going on or has ended."""
+        """Seconds since the newest event, once that is unusually long; None for a running or ended run."""
         if self.end is not None or self.time is None:
             return None
         silence = now - self.time
@@ -86,8 +84,8 @@ class WatchState:
             series.cut(step)
         self.step = step
 
-    def _remark(self, event: Event, level: str, text: str) -> None:
-        self.remarks.append((event["step"], level, " ".join(text.split())))
+    def _log(self, event: Event, level: str, text: str | None = None) -> None:
+        self.log.append((event["step"], level, " ".join((text or describe_event(event)).split())))
 
     def _on_run_start(self, event: Event) -> None:
         self.start, self.end = event, None
@@ -96,7 +94,7 @@ class WatchState:
         self._recent.clear()
         self._cut(event["step"])
         if self.sessions > 1:
-            self._remark(event, "plain", f"started again, session {self.sessions}")
+            self._log(event, "plain", f"restarted, session {self.sessions}")
 
     def _on_step(self, event: Event) -> None:
         step = event["step"]
@@ -118,49 +116,38 @@ class WatchState:
         self.counts["scale", event["reason"]] += 1
         if event["from"] != event["to"]:
             level = "warn" if event["to"] < event["from"] else "plain"
-            self._remark(event, level, f"loss scale {event['from']:g} -> {event['to']:g} ({event['reason']})")
+            self._log(event, level)
 
     def _on_nonfinite(self, event: Event) -> None:
-        where = "" if event["tensor"] == "loss" else f" of {event['module']}"
-        self.counts["nonfinite", event["kind"]] += 1
         cause = "loss" if event["tensor"] == "loss" else event["module"]
-        if cause in self.causes or len(self.causes) < _REMARKS:
+        if cause in self.causes or len(self.causes) < _MAX_LINES:
             self.causes[cause] += 1
-        what = f"{event['count']:,} {event['kind']} in the {event['tensor']}{where}, rank {event['rank']}"
-        self._remark(event, "bad", what)
+        self._log(event, "bad")
 
     def _on_incident(self, event: Event) -> None:
         self.counts["incident", event["verdict"]] += 1
-        self._remark(event, "bad", f"{event['verdict']}: {event['reason']}")
+        self._log(event, "bad")
         if "rolled_back_to" in event:
-            self._remark(event, "warn", f"rolled back to {Path(event['rolled_back_to']).name}")
+            self._log(event, "warn", f"rolled back to {Path(event['rolled_back_to']).name}")
 
     def _on_eval(self, event: Event) -> None:
         self.validation.add(event["step"], event["loss"])
         self.validated = event
-        self._remark(event, "good", f"validation loss {event['loss']:.4f}, perplexity {event['perplexity']:.2f}")
+        self._log(event, "good")
 
     def _on_checkpoint(self, event: Event) -> None:
         self.checkpoint = event
-        self.counts["checkpoint", "saved"] += 1
-        size = f", {human(event['bytes'])}B" if event["bytes"] else ""
-        self._remark(event, "good", f"checkpoint {Path(event['path']).name} in {event['seconds']:.1f} s{size}")
+        self._log(event, "good")
 
     def _on_note(self, event: Event) -> None:
-        self.counts["note", ""] += 1
-        self._remark(event, "warn", event["text"])
+        self._log(event, "warn", event["text"])
 
     def _on_fault(self, event: Event) -> None:
-        self._remark(event, "warn", f"injected fault: {event['kind']} on rank {event['rank']}")
+        self._log(event, "warn")
 
     def _on_precision(self, event: Event) -> None:
         self.flop_share = dict(event["flop_share"] or {})
 
     def _on_run_end(self, event: Event) -> None:
         self.end = event
-        self._remark(event, "good" if event["exit_code"] == 0 else "bad", _ending(event))
-
-
-def _ending(event: dict[str, Any]) -> str:
-    reason = f": {event['reason']}" if event.get("reason") else ""
-    return f"{event['status']}, exit code {event['exit_code']}{reason}"
+        self._log(event, "good" if event["exit_code"] == 0 else "bad")

@@ -1,6 +1,6 @@
-"""Follow `events.jsonl` as it grows, from its first line on, a slice of time at a time.
+"""Follow `events.jsonl` as it grows, from its first line, for a limited time per call.
 
-A million lines take seconds to read, so they are read between two frames and the screen is there at once.
+A million lines take seconds to read, so they are read between frames and the screen appears at once.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _NOT_SHOWN = (b'{"event":"telemetry"', b'{"event": "telemetry"')
 class EventTail:
     """The whole lines of a growing file as events, each once.
 
-    Half a last line is left for later, and read anew then: a resumed run may have cut it off.
+    An incomplete last line is read again later: a resumed run may have cut it off.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
         self.damaged = 0
-        """Lines that are no JSON object."""
+        """Lines that are not a JSON object."""
         self.read_bytes = 0
         """Bytes of the file up to the last whole line that was read."""
         self.at_end = False
-        """Whether the last call of `events` came to the end of the file."""
+        """Whether the last call of `events` reached the end of the file."""
 
     @property
     def size(self) -> int:
@@ -46,20 +46,19 @@ class EventTail:
             return 0
 
     def replaced(self) -> bool:
-        """Whether another file lies at the path than the one being read, as after a start with run.resume=never."""
+        """Whether the path now has another file than the one being read, as after a start with run.resume=never."""
         if self._file is None:
             return False
         try:
             now = self._path.stat()
         except OSError:
-            return False  # between two names: the next look tells
+            return False  # being renamed: the next call decides
         return now.st_ino != os.fstat(self._file.fileno()).st_ino or now.st_size < self.read_bytes
 
     def events(self, seconds: float) -> Iterator[Event]:
-        """The next events, until the file's present end or until `seconds` are over.
+        """The next events, until the current end of the file or for at most `seconds`.
 
-        Raises UserError when the file is there and may not be read. Telemetry, which is long and not shown, is left
-        out unread.
+        Raises UserError when the file exists and cannot be read. Telemetry, which is long and not shown, is skipped.
         """
         deadline = time.monotonic() + seconds
         self.at_end = False
@@ -103,7 +102,7 @@ class EventTail:
 
 
 def _decode(line: bytes) -> Event | None:
-    """As `tracking.jsonl.decode`, which has to look at every value; here only lines that hold a word for a number."""
+    """As `tracking.jsonl.decode`, which visits every value; only needed for lines with a non-finite number."""
     if b'nan"' in line or b'inf"' in line:
         return decode(line)
     try:

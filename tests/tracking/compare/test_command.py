@@ -1,4 +1,4 @@
-"""compare names the step at which two runs part and why, and says who is better and what is not apples to apples."""
+"""compare names the step at which two runs diverge and why, which run is better, and why runs are not comparable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from config.errors import UserError
 from tests.support.compare_runs import CONFIG, RunWriter, write_run
 from tests.support.synthetic_events import TOKENS_PER_STEP
 from tracking.compare.command import main
-from tracking.compare.divergence import Tolerance, near, part
+from tracking.compare.divergence import Tolerance, events_near, find_divergence
 from tracking.compare.measures import loss_at, measures
 from tracking.compare.result import Comparison, compare
 from tracking.compare.sources import labels, read_runs
@@ -40,8 +40,8 @@ _SCALE["momentum_norm"] = None
 
 
 def _incident(verdict: str, **fields: Any) -> dict[str, Any]:
-    told = {"verdict": verdict, "reason": "2 steps in a row", "modules": ["model.up_proj"], "replay": "python -m x"}
-    return {"event": "incident", **told, **fields}
+    common = {"verdict": verdict, "reason": "2 steps in a row", "modules": ["model.up_proj"], "replay": "python -m x"}
+    return {"event": "incident", **common, **fields}
 
 
 def _from(step: int, **fields: Any) -> Any:
@@ -70,7 +70,7 @@ PLANTED: dict[str, tuple[dict[str, Any], int, str]] = {
             )
         },
         20,
-        "the data order is another one from step 20 on: no recorded setting explains it",
+        "the data order differs from step 20: no recorded setting explains it",
     ),
     "another seed from the start": (
         {
@@ -78,9 +78,9 @@ PLANTED: dict[str, tuple[dict[str, Any], int, str]] = {
             "config": {"run.seed": 1},
         },
         1,
-        "the data order is another one from step 1 on and other initial weights: run.seed 0 / 1",
+        "the data order differs from step 1, and so do the initial weights: run.seed 0 / 1",
     ),
-    "batches left out": (
+    "skipped batches": (
         {
             "change": lambda step, _: (
                 {"sample_ids_sha256": f"{step + 4:04x}" * 16, "loss": 9.0} if step >= 20 else None
@@ -88,7 +88,7 @@ PLANTED: dict[str, tuple[dict[str, Any], int, str]] = {
             "after": {19: [_incident("ROLLBACK", at=22, rolled_back_to=19, position=23)]},
         },
         20,
-        "rolled back and left batches out; what run sees at step 20, base sees at step 24",
+        "rolled back and skipped batches; what run sees at step 20, base sees at step 24",
     ),
     "a promoted module": (
         {"change": _from(22, loss=4.0), "after": {21: [_incident("PROMOTE", promoted_to="fp32")]}},
@@ -103,27 +103,27 @@ PLANTED: dict[str, tuple[dict[str, Any], int, str]] = {
     "an overflow": (
         {"change": _only(20, applied=False, grad_norm=math.inf), "after": {20: [_INF, _SCALE]}},
         20,
-        "step 20 was skipped in run and applied in base: 3 inf in the gradient of model.up_proj; loss scale 65536 -> 3",
+        "step 20 was skipped in run and applied in base: 3 inf in the gradient of model.up_proj on rank 1; loss",
     ),
-    "a planted fault": (
+    "an injected fault": (
         {"change": _only(20, loss=99.0), "after": {19: [{**_FAULT, "at": 20, "kind": "loss_spike"}]}},
         20,
-        "step 20: a planted fault (loss_spike) struck in model.up_proj in run only",
+        "step 20: an injected fault (loss_spike) in model.up_proj in run only",
     ),
     "another loss scale": (
         {"change": _from(1, loss_scale=4096.0), "config": {"precision.loss_scale.initial": 4096.0}},
         1,
-        "the loss scale is another one from step 1 on (65536.0 / 4096.0): precision.loss_scale.initial - / 4096.0",
+        "the loss scale differs from step 1 (65536.0 / 4096.0): precision.loss_scale.initial - / 4096.0",
     ),
     "another schedule": (
         {"change": _from(11, lr=1e-9), "config": {"schedule.warmup_steps": 11}},
         11,
-        "the learning rate is another one from step 11 on (0.0003 / 1e-09): schedule.warmup_steps - / 11",
+        "the learning rate differs from step 11 (0.0003 / 1e-09): schedule.warmup_steps - / 11",
     ),
     "another batch": (
         {"change": lambda step, _: {"tokens": step * 2 * TOKENS_PER_STEP}, "config": {"batch.global_size": 16}},
         1,
-        "another number of tokens from step 1 on: batch.global_size 8 / 16",
+        "the number of tokens differs from step 1: batch.global_size 8 / 16",
     ),
     "another precision": (
         {
@@ -131,24 +131,24 @@ PLANTED: dict[str, tuple[dict[str, Any], int, str]] = {
             "config": {"precision.compute": "fp16", "run.hypothesis": "h"},
         },
         1,
-        "apart from their first step on: precision.compute bf16 / fp16",
+        "different from the first step: precision.compute bf16 / fp16",
     ),
     "another gradient": (
         {"change": _from(5, grad_norm=7.0), "config": {"precision.reduce": "compute"}},
         5,
-        "same batch and loss at step 5, but another gradient: precision.reduce - / compute",
+        "same batch and loss at step 5, but a different gradient: precision.reduce - / compute",
     ),
     "another update": (
         {"change": _from(2, loss=4.0), "config": {"optimizer.weight_decay": 0.5}},
         2,
-        "before step 2, but another update: optimizer.weight_decay - / 0.5",
+        "before step 2, but a different update: optimizer.weight_decay - / 0.5",
     ),
     "another version": (
         {"change": _from(2, loss=4.0), "environment": {"versions.torch": "2.14.0"}},
         2,
-        "nothing that was recorded before step 2 explains it; what differed: torch 2.13.0 / 2.14.0",
+        "nothing recorded before step 2 explains it; what differs: torch 2.13.0 / 2.14.0",
     ),
-    "no reason at all": ({"change": _from(30, loss=4.0)}, 30, "so some of the work is not repeatable"),
+    "no reason at all": ({"change": _from(30, loss=4.0)}, 30, "so some of the computation is not deterministic"),
 }
 
 
@@ -156,13 +156,13 @@ PLANTED: dict[str, tuple[dict[str, Any], int, str]] = {
 def test_the_step_and_the_cause_of_a_planted_divergence_are_named(tmp_path: Path, name: str) -> None:
     planted, step, cause = PLANTED[name]
     pair = _compared(write_run(tmp_path, "base"), write_run(tmp_path, "run", **planted)).pairs[0]
-    assert pair.parting.step == step, pair.headline
+    assert pair.divergence.step == step, pair.headline
     assert cause in pair.cause
-    assert pair.parting.identical_to == (step - 1 or None)
+    assert pair.divergence.identical_to == (step - 1 or None)
 
 
 def test_a_fault_that_struck_both_runs_is_no_cause(tmp_path: Path) -> None:
-    """Both runs skip steps 20 and 21 alike; what one of them did about it is what parts them."""
+    """Both runs skip steps 20 and 21 alike; what one of them did about it is why they diverge."""
     skip = {"applied": False, "grad_norm": math.inf}
     both = {20: [_FAULT, _INF], 21: [_FAULT, _INF]}
     one = {**both, 21: [_FAULT, _INF, _incident("PROMOTE", promoted_to="bf16")]}
@@ -175,9 +175,9 @@ def test_a_fault_that_struck_both_runs_is_no_cause(tmp_path: Path) -> None:
 
     base = write_run(tmp_path, "base", change=change, after=both)
     pair = _compared(base, write_run(tmp_path, "run", change=promoted, after=one)).pairs[0]
-    assert (pair.parting.step, pair.cause) == (22, "step 21: model.up_proj promoted to bf16 in run only")
-    near = [(label, event["event"], event["step"]) for label, event in pair.parting.events]
-    assert ("run", "incident", 21) in near and ("base", "fault", 20) in near
+    assert (pair.divergence.step, pair.cause) == (22, "step 21: model.up_proj promoted to bf16 in run only")
+    nearby = [(label, event["event"], event["step"]) for label, event in pair.divergence.events]
+    assert ("run", "incident", 21) in nearby and ("base", "fault", 20) in nearby
 
 
 def test_a_resume_that_changes_the_numbers_is_named(tmp_path: Path) -> None:
@@ -192,8 +192,8 @@ def test_a_resume_that_changes_the_numbers_is_named(tmp_path: Path) -> None:
     for step in range(11, 41):
         writer.step(step, loss=3.5)
     pair = _compared(base, writer.end()).pairs[0]
-    assert (pair.parting.step, pair.cause) == (11, "run was resumed after step 10, with 4 processes")
-    assert any(event["event"] == "run_start" for _, event in pair.parting.events)
+    assert (pair.divergence.step, pair.cause) == (11, "run was resumed after step 10, with 4 processes")
+    assert any(event["event"] == "run_start" for _, event in pair.divergence.events)
 
 
 def test_identical_runs_of_different_speed(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_identical_runs_of_different_speed(tmp_path: Path) -> None:
     pair = comparison.pairs[0]
     assert pair.headline == "identical to step 40, the last that both have"
     assert pair.cause.startswith(
-        "same numbers to step 40, slower: 1 s a step against 0.5 s; data wait 0.5 s against 0.01"
+        "same numbers to step 40, slower: 1 s a step, baseline 0.5 s; data wait 0.5 s, baseline 0.01 s"
     )
     assert "most of the difference" in pair.cause and comparison.caveats == [] and comparison.within_tolerance
 
@@ -231,7 +231,7 @@ def test_both_steps_are_those_that_a_plain_loop_finds(
         for step, loss in enumerate(column, start=1):
             writer.step(step, loss=loss)
         runs.append(str(writer.end().path))
-    parting = part(*read_runs(runs), Tolerance(relative, absolute))
+    divergence = find_divergence(*read_runs(runs), Tolerance(relative, absolute))
     exact = next((step for step, (x, y) in enumerate(zip(a, b, strict=True), 1) if x != y), None)
     beyond = next(
         (
@@ -241,16 +241,15 @@ def test_both_steps_are_those_that_a_plain_loop_finds(
         ),
         None,
     )
-    assert (parting.step, parting.beyond) == (exact, beyond)
+    assert (divergence.step, divergence.beyond_tolerance) == (exact, beyond)
 
 
-def test_what_differed_is_told_side_by_side_and_nothing_else(tmp_path: Path) -> None:
+def test_what_differs_is_listed_side_by_side_and_nothing_else(tmp_path: Path) -> None:
     base = write_run(tmp_path, "base")
     changed = {"optimizer.learning_rate": 1e-3, "data.path": f"https://me:{SECRET}@host/x", "hub_token": SECRET}
     machine = {"versions.torch": "2.14.0", "hostname": "node8", "git.commit": "f" * 16}
     comparison = _compared(base, write_run(tmp_path, "run", config=changed, environment=machine))
-    told = {item.key: item.values for item in comparison.differences}
-    assert told == {
+    assert {item.key: item.values for item in comparison.differences} == {
         "optimizer.learning_rate": (3e-4, 1e-3),
         "data.path": (None, "https://***@host/x"),
         "hub_token": (None, "***"),
@@ -263,21 +262,21 @@ def test_what_differed_is_told_side_by_side_and_nothing_else(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("config", "environment", "caveat"),
     [
-        ({"data.tokenizer": "bytes"}, {"data.vocab_size": 257}, "another tokenizer: a loss is in nats per token"),
-        ({}, {"data.fingerprint": "bb"}, "other data"),
-        ({"data.sequence_length": 1024}, {}, "another sequence length"),
-        ({"batch.global_size": 16}, {}, "another batch"),
-        ({"precision.compute": "fp32"}, {}, "another precision"),
-        ({"run.steps": 80}, {}, "another schedule"),
-        ({}, {"accelerator.device": "NVIDIA A100"}, "other hardware"),
+        ({"data.tokenizer": "bytes"}, {"data.vocab_size": 257}, "different tokenizer: a loss is in nats per token"),
+        ({}, {"data.fingerprint": "bb"}, "different data"),
+        ({"data.sequence_length": 1024}, {}, "different sequence length"),
+        ({"batch.global_size": 16}, {}, "different batch"),
+        ({"precision.compute": "fp32"}, {}, "different precision"),
+        ({"run.steps": 80}, {}, "different schedule"),
+        ({}, {"accelerator.device": "NVIDIA A100"}, "different hardware"),
     ],
 )
-def test_what_is_not_apples_to_apples_is_said(
+def test_runs_that_are_not_comparable_get_a_caveat(
     tmp_path: Path, config: dict[str, Any], environment: dict[str, Any], caveat: str
 ) -> None:
     base = write_run(tmp_path, "base")
-    told = _compared(base, write_run(tmp_path, "run", config=config, environment=environment)).caveats
-    assert len(told) == 1 and told[0].startswith(caveat)
+    found = _compared(base, write_run(tmp_path, "run", config=config, environment=environment)).caveats
+    assert len(found) == 1 and found[0].startswith(caveat)
 
 
 def test_data_order_tokens_and_a_missing_config_are_caveats_too(tmp_path: Path) -> None:
@@ -285,9 +284,9 @@ def test_data_order_tokens_and_a_missing_config_are_caveats_too(tmp_path: Path) 
     other = write_run(tmp_path, "run", steps=30, change=_from(5, sample_ids_sha256="ff" * 32))
     other.config.unlink()
     assert _compared(base, other).caveats == [
-        "another data order: run sees other sequences than base from step 5 on",
-        "the config of run is not known",
-        "other numbers of tokens seen: base 163,840, run 122,880; equal tokens means the smallest of these",
+        "different data order: run sees other sequences than base from step 5",
+        "the config of run is unknown",
+        "different numbers of tokens seen: base 163,840, run 122,880; equal tokens means the smallest of these",
     ]
 
 
@@ -326,10 +325,10 @@ def test_a_winner_needs_more_than_noise(tmp_path: Path) -> None:
         for index, made in enumerate(noisy)
     ]
     low = write_run(tmp_path, "low", steps=200, change=lambda step, _: {"loss": 2.0 + noisy[0][step]["loss"] / 100})
-    told = [line for line in _compared(*folders).verdicts if line.startswith("training loss at")]
-    assert len(told) == 1 and ("no clear winner" in told[0] or "no winner" in told[0])
-    told = [line for line in _compared(folders[0], low).verdicts if line.startswith("training loss at")]
-    assert "low is best" in told[0]
+    lines = [line for line in _compared(*folders).verdicts if line.startswith("training loss at")]
+    assert len(lines) == 1 and ("no clear winner" in lines[0] or "no winner" in lines[0])
+    lines = [line for line in _compared(folders[0], low).verdicts if line.startswith("training loss at")]
+    assert "low is best" in lines[0]
 
 
 def test_a_run_that_is_being_written_or_crashed_is_compared(tmp_path: Path) -> None:
@@ -356,7 +355,7 @@ def test_a_run_that_died_before_its_first_step_is_no_trouble(
 def test_what_stands_before_the_first_step_shown_is_found_too(tmp_path: Path) -> None:
     """A fault is recorded before the step it strikes, and a resume behind the steps that it undoes."""
     run = read_runs([str(write_run(tmp_path, "run", after={17: [{**_FAULT, "at": 18}]}).path)])[0]
-    assert [(event["event"], event["step"]) for event in near(run, 20)] == [("fault", 18), ("eval", 20)]
+    assert [(event["event"], event["step"]) for event in events_near(run, 20)] == [("fault", 18), ("eval", 20)]
 
 
 def test_labels_are_the_shortest_that_differ() -> None:
@@ -386,14 +385,14 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     other = str(write_run(tmp_path, "other", change=_from(20, loss=4.0), config={"hub_token": SECRET}).path)
     assert main([base, other]) == 0, "without --tolerance nothing is gated"
     text = capsys.readouterr().out
-    assert "identical to step 19, part at step 20" in text and "base  baseline, done" in text and SECRET not in text
+    assert "identical to step 19, diverge at step 20" in text and "base  baseline, done" in text and SECRET not in text
     assert main([base, same, "--tolerance", "0"]) == 0 and main([base, other, "--tolerance", "0.01"]) == 3
     assert main([base, other, "--tolerance", "0.01", "--absolute", "3"]) == 0
     capsys.readouterr()
     assert main([base, other, "--json", "--price", "2"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["partings"][0]["step"] == 20 and told["apples_to_apples"] and SECRET not in json.dumps(told)
-    assert {row["key"] for row in told["measures"]} >= {"loss_at_equal_tokens", "cost", "memory_bytes"}
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["partings"][0]["step"] == 20 and printed["apples_to_apples"] and SECRET not in json.dumps(printed)
+    assert {row["key"] for row in printed["measures"]} >= {"loss_at_equal_tokens", "cost", "memory_bytes"}
     for wrong in ([base, str(tmp_path / "absent")], [base, base, "--tolerance", "0"], [base, "--html", "/dev/null/x"]):
         assert main(wrong) == 2
         assert capsys.readouterr().err.count("\n") == 1
@@ -402,7 +401,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_one_run_alone_is_shown_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(write_run(tmp_path, "alone").path)]) == 0
     text = capsys.readouterr().out
-    assert "steps attempted" in text and "Where they part" not in text and "pples" not in text
+    assert "steps attempted" in text and "Where they diverge" not in text and "omparable" not in text
 
 
 def test_a_dozen_runs_fit_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -418,7 +417,7 @@ def test_a_dozen_runs_fit_on_the_terminal(tmp_path: Path, capsys: pytest.Capture
 def test_no_torch_is_imported(tmp_path: Path) -> None:
     runs = [str(write_run(tmp_path, name, steps=3).path) for name in "ab"]
     code = (
-        "import sys; from tracking.compare import main; code = main(sys.argv[1:])\n"
+        "import sys; from tracking.compare.command import main; code = main(sys.argv[1:])\n"
         "print(code, [name for name in ('torch', 'deepspeed', 'wandb') if name in sys.modules])"
     )
     page = ["--html", str(tmp_path / "page.html")]

@@ -30,7 +30,7 @@ def _comparison(folders: list[str]) -> Comparison:
 
 
 @pytest.fixture
-def parted(tmp_path: Path) -> Comparison:
+def comparison(tmp_path: Path) -> Comparison:
     """Two runs, the second with a hostile name, a skip, an incident and a secret in its config."""
     incident = {"event": "incident", "verdict": "CUT_LR", "reason": "</script><b>", "modules": [], "replay": SECRET}
     skip = {"applied": False, "grad_norm": math.inf}
@@ -65,15 +65,15 @@ class _Reader(HTMLParser):
             self.scripts[-1] += data
 
 
-def test_the_page_stands_alone_and_escapes_what_runs_brought(parted: Comparison) -> None:
-    text = page(parted)
+def test_the_page_stands_alone_and_escapes_what_runs_brought(comparison: Comparison) -> None:
+    text = page(comparison)
     reader = _Reader()
     reader.feed(text)
     assert reader.loaded == [] and "img" not in reader.tags and len(reader.scripts) == 3
-    assert json.loads(reader.scripts[0])["partings"] == [{"run": 1, "step": 20, "beyond": 20}]
+    assert json.loads(reader.scripts[0])["divergences"] == [{"run": 1, "step": 20, "beyond": 20}]
     assert "@" not in re.sub(r"<script.*?</script>|<style.*?</style>", "", text, flags=re.DOTALL)
-    assert SECRET not in text and "&lt;img src=x&gt;" in text and "part at step 20" in text
-    for word in ("Who is better", "What differed", "hub_token", "steps attempted", "look at step 20"):
+    assert SECRET not in text and "&lt;img src=x&gt;" in text and "diverge at step 20" in text
+    for word in ("Which is better", "What differs", "hub_token", "steps attempted", "show step 20"):
         assert word in text
 
 
@@ -100,15 +100,15 @@ def test_short_runs_are_drawn_whole_and_long_ones_keep_every_extreme(tmp_path: P
     assert mean["loss"][1233 // 8] == pytest.approx(np.mean(run.columns.loss[low:high]), rel=1e-6)
 
 
-def test_what_happened_is_marked_where_it_happened(parted: Comparison) -> None:
-    found = {(mark["kind"], mark["step"]) for mark in marks(parted.runs[1])}
+def test_what_happened_is_marked_where_it_happened(comparison: Comparison) -> None:
+    found = {(mark["kind"], mark["step"]) for mark in marks(comparison.runs[1])}
     assert found == {("incident", 25), ("skip", 30)}
-    drawn = json.loads(data(parted))
+    drawn = json.loads(data(comparison))
     (incident,) = [mark for mark in drawn["runs"][1]["marks"] if mark["kind"] == "incident"]
     assert incident["loss"] == pytest.approx(4.25) and "***" in incident["text"]
     gaps = drawn["gaps"][0]
     assert gaps["gap"][:19] == [0] * 19 and gaps["step"] == list(range(1, 41))
-    a, b = (run.columns.loss[29] for run in parted.runs)
+    a, b = (run.columns.loss[29] for run in comparison.runs)
     assert gaps["gap"][29] == pytest.approx(100 * (b - a) / a, rel=1e-6)
 
 

@@ -67,8 +67,8 @@ def test_another_seed_in_the_middle_of_a_real_run_is_found(tmp_path: Path) -> No
     runs = read_runs([str(tmp_path / "runs" / kind) for kind in ("plain", "planted")])
     comparison = compare(runs, tolerance=Tolerance(), price=None)
     (pair,) = comparison.pairs
-    assert (pair.parting.step, pair.parting.identical_to) == (PLANTED_AT, PLANTED_AT - 1), pair.headline
-    assert pair.cause.startswith(f"the data order is another one from step {PLANTED_AT} on: no recorded setting")
+    assert (pair.divergence.step, pair.divergence.identical_to) == (PLANTED_AT, PLANTED_AT - 1), pair.headline
+    assert pair.cause.startswith(f"the data order differs from step {PLANTED_AT}: no recorded setting")
     assert comparison.caveats == [
-        f"another data order: planted sees other sequences than plain from step {PLANTED_AT} on"
+        f"different data order: planted sees other sequences than plain from step {PLANTED_AT}"
     ]

@@ -1,4 +1,4 @@
-"""Reading a run in one pass: the same history as the reference tells, exact, and in little memory."""
+"""Reading a run in one pass: the same history as the reference, exact, and in little memory."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _SESSION = st.tuples(
 def _history(sessions: list[Any]) -> list[dict[str, Any]]:
     """Events of a run that goes back now and then; every one bears a mark of its own as its loss."""
     events, reached, mark = [{"event": "run_start", "step": 0}], 0, 0
-    for back, told, announced in sessions:
+    for back, recorded, announced in sessions:
         reached = min(back, reached)
         if announced:
             events.append({"event": "run_start", "step": reached})
-        for _, kind in told:
+        for _, kind in recorded:
             mark += 1
             reached += kind == "step"
             events.append({"event": kind, "step": reached, "loss": float(mark), "reason": "growth"})
@@ -52,7 +52,7 @@ def test_the_history_is_the_one_that_surviving_tells(tmp_path: Path, sessions: l
     assert facts.columns.step.tolist() == [event["step"] for event in steps]
     assert facts.columns.loss.tolist() == [event["loss"] for event in steps]
     for kind in ("scale", "eval", "checkpoint", "incident", "run_start"):
-        assert facts.marks.get(kind, []) == [event for event in kept if event["event"] == kind]
+        assert facts.rare_events.get(kind, []) == [event for event in kept if event["event"] == kind]
     assert facts.abandoned == sum(event["event"] == "step" for event in events) - len(steps)
     whole = path.read_bytes()
     for offset, event in zip(facts.columns.offset.tolist(), steps, strict=True):
@@ -106,13 +106,13 @@ def test_a_torn_last_line_is_left_out_and_another_one_is_named(tmp_path: Path) -
 def test_of_too_many_rare_events_the_first_and_the_newest_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_facts, "MOST_MARKS", 10)
+    monkeypatch.setattr(run_facts, "MAX_RARE_EVENTS", 10)
     writer = RunWriter(tmp_path, "x")
     writer.start()
     for step in range(1, 101):
         writer.event("eval", step, loss=float(step), perplexity=1.0)
     facts = read_facts(writer.end(100).events, "x")
-    assert [event["step"] for event in facts.marks["eval"]] == [1, 2, 3, 4, 5, 96, 97, 98, 99, 100]
+    assert [event["step"] for event in facts.rare_events["eval"]] == [1, 2, 3, 4, 5, 96, 97, 98, 99, 100]
     assert facts.counts["eval"] == 100
 
 

@@ -123,8 +123,8 @@ def test_an_offline_run_of_wandb_is_its_run_folder(
         a, b = (getattr(run.columns, name).tolist() for run in (local, kept))
         assert a == pytest.approx(b, nan_ok=True), name
     assert (kept.config, kept.environment, kept.abandoned) == (local.config, local.environment, 1)
-    assert [event["loss"] for event in kept.marks["eval"]] == [2.5]
-    assert [(event["from"], event["to"]) for event in kept.marks["scale"]] == [(2.0, 1.0)]
+    assert [event["loss"] for event in kept.rare_events["eval"]] == [2.5]
+    assert [(event["from"], event["to"]) for event in kept.rare_events["scale"]] == [(2.0, 1.0)]
     assert main([str(run_dir.path), f"wandb:{folder}", "--tolerance", "0"]) == 0
     assert "identical to step 6" in capsys.readouterr().out
 
@@ -137,9 +137,9 @@ def test_the_server_s_run_is_its_run_folder(recorded: tuple[RunDir, Path], serve
     options: dict[str, Any] = {"cwd": REPOSITORY, "env": variables, "capture_output": True, "text": True}
     done = subprocess.run([*command, "wandb:team/p/abc", "--json", "--tolerance", "0"], **options)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["partings"][0]["step"] is None and told["partings"][0]["identical_to"] == 6
-    assert [run["status"] for run in told["runs"]] == ["done", "done"] and told["differences"] == []
+    printed = json.loads(done.stdout)
+    assert printed["partings"][0]["step"] is None and printed["partings"][0]["identical_to"] == 6
+    assert [run["status"] for run in printed["runs"]] == ["done", "done"] and printed["differences"] == []
     missing = subprocess.run([*command, "wandb:team/p/other"], **options)
     assert missing.returncode == 2 and missing.stderr.startswith("error: wandb:team/p/other: cannot be read")
 
@@ -175,7 +175,7 @@ def test_rows_of_the_server_become_events() -> None:
     assert (evaluation["event"], evaluation["loss"], evaluation["perplexity"]) == ("eval", 2.0, math.inf)
 
 
-def test_what_cannot_be_read_is_told_in_one_line(
+def test_what_cannot_be_read_is_printed_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("WANDB_API_KEY", "NETRC"):
@@ -183,7 +183,7 @@ def test_what_cannot_be_read_is_told_in_one_line(
     monkeypatch.setenv("HOME", str(tmp_path))
     for source, why in (("wandb:me/p/abc", "wandb login"), (f"wandb:{tmp_path}", "no .wandb file")):
         assert main([source]) == 2
-        told = capsys.readouterr().err.strip().splitlines()
-        assert len(told) == 1 and told[0].startswith("error: wandb:") and why in told[0]
+        printed = capsys.readouterr().err.strip().splitlines()
+        assert len(printed) == 1 and printed[0].startswith("error: wandb:") and why in printed[0]
     with pytest.raises(UserError, match="entity/project/run"):
         read_wandb("me/p", "x")

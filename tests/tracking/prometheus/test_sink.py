@@ -109,7 +109,7 @@ def test_what_is_scraped_is_what_was_recorded(sink: PrometheusSink, tmp_path: Pa
     assert value(found, "session_start_timestamp_seconds") == events[0]["time"]
 
 
-def test_a_loss_that_is_not_finite_is_told_as_it_is(sink: PrometheusSink) -> None:
+def test_a_loss_that_is_not_finite_is_exposed_as_it_is(sink: PrometheusSink) -> None:
     for step, loss in ((1, float("inf")), (2, float("-inf"))):
         sink.write({"event": "step", "step": step, "time": 1.0, "tokens": 1, **step_fields(step, loss=loss)})
         assert value(scrape(sink), "loss_nats") == loss
@@ -129,7 +129,7 @@ def test_ranks_have_series_of_their_own_in_small_runs_only(sink: PrometheusSink)
     assert value(found, "rank_memory_peak_bytes", rank="0") == 10
 
 
-def test_a_failed_checkpoint_and_the_end_are_told(sink: PrometheusSink) -> None:
+def test_a_failed_checkpoint_and_the_end_are_exposed(sink: PrometheusSink) -> None:
     record = Record([sink])
     record.event("note", step=1, tokens=1, text="wandb is lost")
     assert value(scrape(sink), "checkpoint_failures_total") == 0
@@ -148,7 +148,7 @@ def test_every_metric_is_named_as_prometheus_wants_it() -> None:
             assert unit not in name.split("_"), f"{name}: base units only"
 
 
-def test_only_the_loopback_interface_is_bound_unless_told(sink: PrometheusSink) -> None:
+def test_only_the_loopback_interface_is_bound_by_default(sink: PrometheusSink) -> None:
     assert sink.url is not None and sink.url.startswith("http://127.0.0.1:")
     port = int(sink.url.rsplit(":", 1)[1].split("/")[0])
     with pytest.raises(OSError):

@@ -54,9 +54,9 @@ class _Cells(HTMLParser):
 
 def test_one_run_as_json(run: Path, baseline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run), "--baseline", str(baseline), "--json", "--price", "2"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    measures = {item["key"]: item for item in told["measures"]}
-    assert list(measures) == list(TITLES) and told["failed"] and told["baseline"] == str(baseline)
+    printed = json.loads(capsys.readouterr().out)
+    measures = {item["key"]: item for item in printed["measures"]}
+    assert list(measures) == list(TITLES) and printed["failed"] and printed["baseline"] == str(baseline)
     assert measures["epoch_time"]["value"] == pytest.approx(0.6)
     assert measures["epoch_time"]["verdict"] == "pass" and measures["utilisation"]["verdict"] == "fail"
     assert measures["drift"]["value"] is None
@@ -89,11 +89,11 @@ def test_the_page_of_a_run_stands_alone(run: Path, tmp_path: Path) -> None:
 
 def test_what_a_run_recorded_cannot_break_the_page_or_the_report(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>|[bold]"
-    with session(tmp_path / "run", compute="fp16") as told:
-        told.steps(3)
-        told.overflow(loss=float("nan"), reason=None)
-        told.say("nonfinite", rank=0, module=evil, tensor="gradient", kind="nan", count=1)
-        told.say("run_end", status="aborted", exit_code=3, reason=evil)
+    with session(tmp_path / "run", compute="fp16") as run:
+        run.steps(3)
+        run.overflow(loss=float("nan"), reason=None)
+        run.event("nonfinite", rank=0, module=evil, tensor="gradient", kind="nan", count=1)
+        run.event("run_end", status="aborted", exit_code=3, reason=evil)
     assert main([str(tmp_path / "run"), "--html", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert "<script>" not in page and "&lt;script&gt;" in page
@@ -102,8 +102,8 @@ def test_what_a_run_recorded_cannot_break_the_page_or_the_report(tmp_path: Path)
 
 
 def test_many_runs(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with session(tmp_path / "lost", time=1.6e9) as told:
-        told.steps(1)
+    with session(tmp_path / "lost", time=1.6e9) as run:
+        run.steps(1)
     file, command = tmp_path / "levels.html", ["--runs", str(tmp_path / "*")]
     assert main([*command, "--html", str(file)]) == 0
     shown, page = capsys.readouterr().out, _Cells(file.read_text())
@@ -137,8 +137,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     run: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(run) if word == "RUN" else word for word in arguments]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1 and words in told
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1 and words in printed
 
 
 def test_a_folder_that_may_only_be_read_still_gets_its_tables(
@@ -147,13 +147,13 @@ def test_a_folder_that_may_only_be_read_still_gets_its_tables(
     """The folder of the plot is a file, as root may write everywhere else."""
     (run / "plots").write_text("")
     assert main([str(run), "--json"]) == 0
-    told = capsys.readouterr()
-    assert "report.md was not written" in told.err and len(json.loads(told.out)["measures"]) == 12
+    printed = capsys.readouterr()
+    assert "report.md was not written" in printed.err and len(json.loads(printed.out)["measures"]) == 12
 
 
 def test_neither_torch_nor_a_server_is_needed(run: Path) -> None:
     code = (
-        "import sys\nfrom tracking.report import main\ncode = main(sys.argv[1:])\n"
+        "import sys\nfrom tracking.report.command import main\ncode = main(sys.argv[1:])\n"
         "assert not {'torch', 'deepspeed', 'wandb'} & set(sys.modules)\nsys.exit(code)"
     )
     for arguments in ([str(run), "--json"], ["--runs", str(run), "--json"]):

@@ -16,10 +16,10 @@ from tracking.report.service_levels import (
     OBJECTIVES,
     Level,
     Tally,
+    format_budget,
     objectives_from,
     run_folders,
     service_levels,
-    told_budget,
 )
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC).timestamp()
@@ -31,21 +31,21 @@ def _make(folder: Path, kind: str, ended: float) -> None:
     """A run that came to that end at `ended`."""
     code = {"done": 0, "preempted": 75, "aborted": 74, "diverged": 3, "rescued": 0}
     if kind == "rescued":
-        with session(folder, time=ended - 100) as told:
-            told.steps(1)
-            told.save()
-            told.incident("ABORT")
-            told.end("aborted", 3)
-        with session(folder, time=ended, seconds=0.0, step=1, resumed_from="step-1") as told:
-            told.end("done")
+        with session(folder, time=ended - 100) as run:
+            run.steps(1)
+            run.save()
+            run.incident("ABORT")
+            run.end("aborted", 3)
+        with session(folder, time=ended, seconds=0.0, step=1, resumed_from="step-1") as run:
+            run.end("done")
         return
     time = NOW - 60 if kind == "running" else ended
-    with session(folder, time=time, seconds=0.0) as told:
-        told.steps(1)
+    with session(folder, time=time, seconds=0.0) as run:
+        run.steps(1)
         if kind == "diverged":
-            told.incident("ABORT")
+            run.incident("ABORT")
         if kind in code:
-            told.end("aborted" if code[kind] in (3, 74) else kind, code[kind])
+            run.end("aborted" if code[kind] in (3, 74) else kind, code[kind])
 
 
 def _levels(folders: list[Path], **options: float) -> dict[str, Level]:
@@ -56,7 +56,7 @@ def _levels(folders: list[Path], **options: float) -> dict[str, Level]:
 def test_many_runs_are_counted_by_level_and_week(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     jobs, numerics, weeks = Counter[str](), Counter[str](), defaultdict(Counter)
-    troubles: list[float] = []
+    failures: list[float] = []
     for number in range(80):
         kind, ended = draw.choice(KINDS), NOW - DAY * draw.uniform(1, 60)
         _make(tmp_path / f"run-{number}", kind, ended)
@@ -67,7 +67,7 @@ def test_many_runs_are_counted_by_level_and_week(tmp_path: Path, seed: int) -> N
             weeks[f"{year}-W{week:02d}"]["good"] += kind in ("done", "preempted", "rescued")
             weeks[f"{year}-W{week:02d}"]["count"] += 1
             numerics[kind] += 1
-            troubles += [ended] * (kind not in ("done", "preempted"))
+            failures += [ended] * (kind not in ("done", "preempted"))
     found = service_levels(run_folders([str(tmp_path / "*")]), objectives=OBJECTIVES, now=NOW)
     job, divergence, restore = found.levels
     assert (job.total.good, job.total.count, found.ended) == (jobs["good"], jobs["count"], jobs["count"])
@@ -77,15 +77,15 @@ def test_many_runs_are_counted_by_level_and_week(tmp_path: Path, seed: int) -> N
     assert {week: (tally.good, tally.count) for week, tally in job.weeks.items()} == {
         week: (count["good"], count["count"]) for week, count in weeks.items()
     }
-    assert len(found.troubles) + found.more_troubles == len(troubles) > 20
-    assert [item.time for item in found.troubles] == sorted(troubles, reverse=True)[:20]
+    assert len(found.failures) + found.more_failures == len(failures) > 20
+    assert [item.time for item in found.failures] == sorted(failures, reverse=True)[:20]
 
 
 def test_the_error_budget_is_what_may_go_wrong() -> None:
     """The workbook's arithmetic: 99 % of 200 runs allows two failures."""
     level = Level("job_success", 0.99, Tally(good=199, count=200))
     assert level.allowed == pytest.approx(2) and level.budget_left == pytest.approx(0.5) and level.verdict == "pass"
-    assert told_budget(level) == "50% (1 of 2 spent)"
+    assert format_budget(level) == "50% (1 of 2 spent)"
     assert level.burn_rate(Tally(good=9, count=10)) == pytest.approx(10)
     spent = Level("job_success", 0.99, Tally(good=99, count=100))
     assert spent.budget_left == pytest.approx(0) and spent.verdict == "pass", "exactly at the objective it is met"
@@ -93,19 +93,19 @@ def test_the_error_budget_is_what_may_go_wrong() -> None:
     assert (
         over.budget_left == pytest.approx(-2)
         and over.verdict == "fail"
-        and told_budget(over) == "overspent (3 of 1 spent)"
+        and format_budget(over) == "overspent (3 of 1 spent)"
     )
     strict = Level("restore_success", 1.0, Tally(good=9, count=10))
     assert strict.budget_left is None and strict.burn_rate(strict.total) is None and strict.verdict == "fail"
     empty = Level("restore_success", 1.0)
-    assert empty.verdict == "not measured" and told_budget(empty) == "-"
+    assert empty.verdict == "not measured" and format_budget(empty) == "-"
 
 
 def test_troubles_say_what_went_wrong(tmp_path: Path) -> None:
     for place, kind in enumerate(KINDS):
         _make(tmp_path / kind, kind, NOW - DAY * (10 + place))
     found = service_levels([tmp_path / kind for kind in KINDS], objectives=OBJECTIVES, now=NOW)
-    assert [(Path(item.run).name, item.what, item.when) for item in found.troubles] == [
+    assert [(Path(item.run).name, item.what, item.when) for item in found.failures] == [
         ("aborted", "aborted, exit code 74: why it ended", "2026-11-09"),
         ("diverged", "aborted, exit code 3: why it ended", "2026-11-08"),
         ("rescued", "stopped on numerics in an earlier session: the loss is nan", "2026-11-07"),
@@ -127,8 +127,8 @@ def test_runs_that_ended_before_the_period_are_not_counted(tmp_path: Path) -> No
 
 def test_a_run_that_ended_just_now_counts_and_one_that_diverged_without_a_word_diverged(tmp_path: Path) -> None:
     _make(tmp_path / "just-now", "done", NOW - 60)
-    with session(tmp_path / "lost", time=NOW - DAY) as told:
-        told.incident("ABORT")
+    with session(tmp_path / "lost", time=NOW - DAY) as run:
+        run.incident("ABORT")
     levels = _levels(run_folders([str(tmp_path / "*")]))
     assert levels["job_success"].total == levels["no_divergence"].total == Tally(1, 2)
 
@@ -164,7 +164,7 @@ def test_globs_and_folders_name_each_run_once(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("argument", "words"),
-    [("jobs=0.9", "unknown level"), ("job_success=x", "no number"), ("job_success=1.5", "a share")],
+    [("jobs=0.9", "unknown level"), ("job_success=x", "not a number"), ("job_success=1.5", "a share")],
 )
 def test_an_objective_that_is_none_is_a_user_error(argument: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
@@ -174,8 +174,8 @@ def test_an_objective_that_is_none_is_a_user_error(argument: str, words: str) ->
 
 def test_memory_does_not_grow_with_the_number_of_runs_or_their_length(tmp_path: Path) -> None:
     """Hundreds of runs are one run read hundreds of times; a long run is one with its steps repeated."""
-    with session(tmp_path / "short", time=NOW - 10 * DAY) as told:
-        told.steps(200)
+    with session(tmp_path / "short", time=NOW - 10 * DAY) as run:
+        run.steps(200)
     start, *steps = (tmp_path / "short/events.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "long").mkdir()
     (tmp_path / "long/events.jsonl").write_bytes(start + b"".join(steps) * 60)

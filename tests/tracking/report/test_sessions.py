@@ -1,4 +1,4 @@
-"""What a run's events tell beside its steps, against a plain reading of every event."""
+"""A run's sessions, non-finite steps and drift, compared with a plain reading of every event."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from config.errors import UserError
-from tests.support.report_runs import Told, session
+from tests.support.report_runs import SessionWriter, session
 from tracking.jsonl import read_events
-from tracking.report.sessions import Story, read_story
+from tracking.report.sessions import RunHistory, read_history
 
 
 def _events(folder: Path) -> Path:
@@ -29,93 +29,93 @@ def _plainly(path: Path) -> tuple[int, int, int]:
     overflows = nonfinite = 0
     for step, *others in groups:
         kinds = {event["event"] for event in others}
-        answered = any(event["event"] == "scale" and event["reason"] in ("overflow", "hysteresis") for event in others)
+        handled = any(event["event"] == "scale" and event["reason"] in ("overflow", "hysteresis") for event in others)
         broken = not math.isfinite(step["loss"]) or not math.isfinite(step["grad_norm"]) or "nonfinite" in kinds
-        if broken and answered and math.isfinite(step["loss"]):
+        if broken and handled and math.isfinite(step["loss"]):
             overflows += 1
         elif broken:
             nonfinite += 1
     return len(groups), overflows, nonfinite
 
 
-def _at_random(told: Told, draw: random.Random) -> None:
+def _at_random(run: SessionWriter, draw: random.Random) -> None:
     match draw.randrange(8):
         case 0:
-            told.overflow(reason=draw.choice(["overflow", "hysteresis", None]))
+            run.overflow(reason=draw.choice(["overflow", "hysteresis", None]))
             if draw.random() < 0.5:
-                told.say("nonfinite", rank=0, module="m", tensor="gradient", kind="inf", count=1)
+                run.event("nonfinite", rank=0, module="m", tensor="gradient", kind="inf", count=1)
         case 1:
-            told.overflow(loss=draw.choice([math.nan, math.inf, -math.inf]), reason=draw.choice(["overflow", None]))
+            run.overflow(loss=draw.choice([math.nan, math.inf, -math.inf]), reason=draw.choice(["overflow", None]))
         case 2:
-            told.steps(1, loss_scale=2.0)
-            told.scale("growth")
+            run.steps(1, loss_scale=2.0)
+            run.scale("growth")
         case 3:
-            told.steps(1)
-            told.say("nonfinite", rank=1, module="m", tensor="parameter", kind="nan", count=1)
+            run.steps(1)
+            run.event("nonfinite", rank=1, module="m", tensor="parameter", kind="nan", count=1)
         case _:
-            told.steps(draw.randrange(1, 4))
+            run.steps(draw.randrange(1, 4))
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_steps_that_were_not_finite_are_counted_as_a_plain_reading_counts_them(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     for start in (0, draw.randrange(3, 20)):  # the second session repeats steps: abandoned attempts count too
-        with session(tmp_path, step=start) as told:
+        with session(tmp_path, step=start) as run:
             for _ in range(60):
-                _at_random(told, draw)
-    story = read_story(_events(tmp_path))
-    assert (story.attempts, story.overflows, story.nonfinite) == _plainly(_events(tmp_path))
-    assert story.overflows > 0 and story.nonfinite > 0
+                _at_random(run, draw)
+    history = read_history(_events(tmp_path))
+    assert (history.attempts, history.overflows, history.nonfinite) == _plainly(_events(tmp_path))
+    assert history.overflows > 0 and history.nonfinite > 0
 
 
 def test_the_first_step_that_was_not_finite_is_named_with_its_cause(tmp_path: Path) -> None:
-    with session(tmp_path) as told:
-        told.steps(3)
-        told.overflow()
-        told.steps(2, loss_scale=512.0)
-        told.overflow(loss=math.nan, reason=None)
-        told.say("nonfinite", rank=3, module="lm_head", tensor="activation", kind="nan", count=7)
-        told.overflow(loss=math.nan, reason=None)
-    story = read_story(_events(tmp_path))
-    assert story.first_nonfinite == "step 7: nan in the activation of lm_head, rank 3"
+    with session(tmp_path) as run:
+        run.steps(3)
+        run.overflow()
+        run.steps(2, loss_scale=512.0)
+        run.overflow(loss=math.nan, reason=None)
+        run.event("nonfinite", rank=3, module="lm_head", tensor="activation", kind="nan", count=7)
+        run.overflow(loss=math.nan, reason=None)
+    history = read_history(_events(tmp_path))
+    assert history.first_nonfinite == "step 7: 7 nan in the activation of lm_head on rank 3"
 
 
-def _restarted(folder: Path) -> Story:
+def _restarted(folder: Path) -> RunHistory:
     """Four sessions: no checkpoint to go on from; restored; started anew by mistake; an older checkpoint taken."""
-    with session(folder, time=1e9) as told:
-        told.steps(2)
-    with session(folder, time=2e9) as told:
-        told.steps(4)
-        told.save()
-    with session(folder, time=3e9, step=4, resumed_from="step-4") as told:
-        told.incident("ROLLBACK", rolled_back_to="step-4")
-        told.incident("ROLLBACK")
-        told.end("preempted", 75)
-    with session(folder, time=4e9) as told:
-        told.incident("ABORT")
-        told.incident("ABORT")
-        told.end("aborted", 3)
-    with session(folder, time=5e9, step=4, resumed_from="step-4") as told:
-        told.say("note", text="passed over checkpoint step-9: rng-rank-1.pt is missing")
-        told.say("note", text="a window was lost")
-    return read_story(_events(folder))
+    with session(folder, time=1e9) as run:
+        run.steps(2)
+    with session(folder, time=2e9) as run:
+        run.steps(4)
+        run.save()
+    with session(folder, time=3e9, step=4, resumed_from="step-4") as run:
+        run.incident("ROLLBACK", rolled_back_to="step-4")
+        run.incident("ROLLBACK")
+        run.end("preempted", 75)
+    with session(folder, time=4e9) as run:
+        run.incident("ABORT")
+        run.incident("ABORT")
+        run.end("aborted", 3)
+    with session(folder, time=5e9, step=4, resumed_from="step-4") as run:
+        run.event("note", text="passed over checkpoint step-9: rng-rank-1.pt is missing")
+        run.event("note", text="a sink was lost")
+    return read_history(_events(folder))
 
 
 def test_sessions_and_restores(tmp_path: Path) -> None:
-    story = _restarted(tmp_path)
-    assert [item.should_restore for item in story.sessions] == [False, False, True, True, True]
-    assert [item.restored for item in story.sessions] == [False, False, True, False, False]
-    assert story.restores == (1 + 1, 1 + 3), "one rollback, and one of three sessions"
-    assert [item.end and item.end["status"] for item in story.sessions] == [None, None, "preempted", "aborted", None]
-    assert story.end is None and story.diverged == "the loss is nan"
-    assert [item.began for item in story.sessions] == [1e9, 2e9, 3e9, 4e9, 5e9]
-    assert [item.last for item in story.sessions] == [1e9 + 1, 2e9 + 2.5, 3e9 + 1.5, 4e9 + 1.5, 5e9 + 1]
+    history = _restarted(tmp_path)
+    assert [item.should_restore for item in history.sessions] == [False, False, True, True, True]
+    assert [item.restored for item in history.sessions] == [False, False, True, False, False]
+    assert history.restores == (1 + 1, 1 + 3), "one rollback, and one of three sessions"
+    assert [item.end and item.end["status"] for item in history.sessions] == [None, None, "preempted", "aborted", None]
+    assert history.end is None and history.diverged == "the loss is nan"
+    assert [item.began for item in history.sessions] == [1e9, 2e9, 3e9, 4e9, 5e9]
+    assert [item.last for item in history.sessions] == [1e9 + 1, 2e9 + 2.5, 3e9 + 1.5, 4e9 + 1.5, 5e9 + 1]
 
 
 def test_drift_is_the_largest_and_nan_stays(tmp_path: Path) -> None:
-    with session(tmp_path) as told:
+    with session(tmp_path) as run:
         for drift in (None, {"maximum": 0.0, "rms": 0.0}, {"maximum": 0.5, "rms": 0.1}, {"maximum": 0.25, "rms": 0.1}):
-            told.say(
+            run.event(
                 "telemetry",
                 gradients={},
                 activation_max={},
@@ -124,11 +124,11 @@ def test_drift_is_the_largest_and_nan_stays(tmp_path: Path) -> None:
                 update_ratio=None,
                 gradient_exponents={},
             )
-    story = read_story(_events(tmp_path))
-    assert (story.telemetry, story.drift) == (3, 0.5)
-    with session(tmp_path) as told:
+    history = read_history(_events(tmp_path))
+    assert (history.telemetry, history.drift) == (3, 0.5)
+    with session(tmp_path) as run:
         for drift in (math.nan, 0.75):
-            told.say(
+            run.event(
                 "telemetry",
                 gradients={},
                 activation_max={},
@@ -137,36 +137,36 @@ def test_drift_is_the_largest_and_nan_stays(tmp_path: Path) -> None:
                 update_ratio=None,
                 gradient_exponents={},
             )
-    assert math.isnan(read_story(_events(tmp_path)).drift or 0.0)
+    assert math.isnan(read_history(_events(tmp_path)).drift or 0.0)
 
 
 def test_a_static_loss_scale_is_seen_without_scale_events(tmp_path: Path) -> None:
-    with session(tmp_path / "static") as told:
-        told.steps(3, loss_scale=128.0)
-    with session(tmp_path / "none") as told:
-        told.steps(3)
-    assert read_story(_events(tmp_path / "static")).scaled
-    assert not read_story(_events(tmp_path / "none")).scaled
+    with session(tmp_path / "static") as run:
+        run.steps(3, loss_scale=128.0)
+    with session(tmp_path / "none") as run:
+        run.steps(3)
+    assert read_history(_events(tmp_path / "static")).scaled
+    assert not read_history(_events(tmp_path / "none")).scaled
 
 
 def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(tmp_path: Path) -> None:
-    with session(tmp_path) as told:
-        told.steps(3)
+    with session(tmp_path) as run:
+        run.steps(3)
     with _events(tmp_path).open("a") as file:
         file.write('{"event":"run_end","st')
-    assert read_story(_events(tmp_path)).end is None
+    assert read_history(_events(tmp_path)).end is None
     with _events(tmp_path).open("a") as file:
         file.write("\n")
     with pytest.raises(UserError, match="line 5 is not an event"):
-        read_story(_events(tmp_path))
+        read_history(_events(tmp_path))
     with pytest.raises(UserError, match="is this a run folder"):
-        read_story(tmp_path / "absent.jsonl")
+        read_history(tmp_path / "absent.jsonl")
 
 
 def test_an_event_without_its_fields_is_a_user_error(tmp_path: Path) -> None:
-    with session(tmp_path) as told:
-        told.steps(1)
+    with session(tmp_path) as run:
+        run.steps(1)
     with _events(tmp_path).open("a") as file:
         file.write('{"event":"run_start"}\n')
     with pytest.raises(UserError, match="line 3 is not an event as docs/run-folder.md"):
-        read_story(_events(tmp_path))
+        read_history(_events(tmp_path))

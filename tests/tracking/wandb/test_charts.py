@@ -10,12 +10,12 @@ import pytest
 
 from config import yaml_text
 from tests.support.synthetic_events import start_fields, step_fields
+from tracking.environment import hide, known_secrets
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
 from tracking.wandb.charts import Rows, chart_values, histograms
 from tracking.wandb.follow import Delivered, Follower
-from tracking.wandb.secrets import hide, known_secrets
-from tracking.wandb.tables import ALERT_EVERY_S, MOST_ROWS, STALE_S, Alerts, Tables
+from tracking.wandb.tables import ALERT_EVERY_S, MAX_ROWS, STALE_S, Alerts, Tables
 from tracking.wandb.view import DEFINITION, build
 
 _COMMON: dict[str, Any] = {"step": 3, "tokens": 30, "time": 1.0}
@@ -114,10 +114,10 @@ def test_tables_hold_all_sessions_and_are_logged_when_they_changed() -> None:
     assert not tables.due(2000.0)
     tables.add(_event("incident", **_INCIDENT), 9, delivered=False)
     assert not tables.due(1001.0) and tables.due(2000.0)
-    for attempt in range(MOST_ROWS + 5):
+    for attempt in range(MAX_ROWS + 5):
         tables.add(_event("incident", **_INCIDENT), attempt, delivered=False)
     data = tables.take(2000.0)["tables/incident"].data
-    assert len(data) == MOST_ROWS and data[-1][0] == MOST_ROWS + 4 and data[0][0] == 5
+    assert len(data) == MAX_ROWS and data[-1][0] == MAX_ROWS + 4 and data[0][0] == 5
 
 
 def test_alerts_name_the_cause_and_do_not_flood() -> None:
@@ -128,7 +128,7 @@ def test_alerts_name_the_cause_and_do_not_flood() -> None:
     assert all(word in first["text"] for word in ("SKIP", "step 3", "demo", "nan", "lm_head", "again"))
     assert [alerts.alert(event, "demo", now=10.0 + n) for n in (1, 2)] == [None, None]
     rollback = alerts.alert(event | {"verdict": "ROLLBACK"}, "demo", now=13.0)
-    assert rollback is not None and rollback["level"] == "ERROR", "another verdict is told at once"
+    assert rollback is not None and rollback["level"] == "ERROR", "another verdict is sent at once"
     later = alerts.alert(event, "demo", now=10.0 + ALERT_EVERY_S)
     assert later is not None and "2 more" in later["text"]
     assert alerts.alert(event, "demo", now=STALE_S + 2.0 + ALERT_EVERY_S) is None, "long over"
@@ -152,7 +152,7 @@ def test_the_follower_takes_whole_lines(tmp_path: Path) -> None:
 def test_what_was_delivered_is_remembered(tmp_path: Path) -> None:
     path = tmp_path / "delivered"
     assert Delivered(path).lines == 0
-    Delivered(path).note(3)
+    Delivered(path).save(3)
     assert Delivered(path).lines == 3
     path.write_text("")
     assert Delivered(path).lines == 0

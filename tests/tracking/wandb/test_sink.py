@@ -21,7 +21,7 @@ from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from tracking.wandb.sink import WandbSink, run_id
-from tracking.wandb.transaction_log import _has_end, last_step, mend, mend_all
+from tracking.wandb.transaction_log import _has_exit_record, last_step, repair, repair_all
 
 
 def _sink(run_dir: RunDir, mode: str = "offline", **changes: Any) -> WandbSink:
@@ -167,7 +167,7 @@ def test_a_worker_that_dies_costs_one_line_and_the_sink(run_dir: RunDir, capsys:
     sink._process.wait(20)
     _session(run_dir, sink, 1, 2)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and "broken installation" in lines[0] and "training goes on" in lines[0]
+    assert len(lines) == 1 and "broken installation" in lines[0] and "training continues" in lines[0]
     assert '"note"' in run_dir.events.read_text() and "Traceback" in (run_dir.path / "wandb.log").read_text()
 
 
@@ -179,7 +179,7 @@ def test_what_a_dead_wandb_missed_comes_with_the_next_session(
     sink._process.kill()
     sink._process.wait()
     _session(run_dir, sink, 1, 4)
-    assert "wandb_deliver" in capsys.readouterr().err
+    assert "tracking.wandb.deliver" in capsys.readouterr().err
     _session(run_dir, _sink(run_dir, log_every_steps=1), 5, 6)
     rows = [row for folder in sorted(run_dir.wandb.glob("offline-run-*")) for row in _rows(folder)]
     assert [int(row["step"]) for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
@@ -231,21 +231,21 @@ def test_an_offline_file_that_is_cut_is_noticed_and_mended(run_dir: RunDir) -> N
     path = next(next(run_dir.wandb.glob("offline-run-*")).glob("*.wandb"))
     content = path.read_bytes()
     assert len(content) > 5 * 32768
-    assert _has_end(path)
+    assert _has_exit_record(path)
     last = [row["_step"] for row in _rows(path.parent)]
     for share in (0.3, 0.4, 0.7, 0.9, 0.99):
         cut = int(share * len(content))
         path.write_bytes(content[:cut])
-        assert not _has_end(path)
+        assert not _has_exit_record(path)
         left = last_step(path)
         path.write_bytes(content[:cut] + b"\xff" * 100)
-        assert mend(path) == left
+        assert repair(path) == left
         assert content.startswith(path.read_bytes()) and cut - 32768 < path.stat().st_size <= cut
         assert [row["_step"] for row in _rows(path.parent)] == last[: len(_rows(path.parent))]
         assert left == (int(_rows(path.parent)[-1]["_step"]) if share > 0.7 else left)
     path.write_bytes(content[:100])
-    mend_all(run_dir.wandb)
-    assert not path.exists(), "a file that tells of no run stops `wandb sync`"
+    repair_all(run_dir.wandb)
+    assert not path.exists(), "a file without a run record stops `wandb sync`"
 
 
 def test_two_processes_never_feed_one_run(run_dir: RunDir) -> None:

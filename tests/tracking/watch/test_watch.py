@@ -1,4 +1,4 @@
-"""The dashboard tells what the events say, in any terminal, of runs of any length that are over, going on or broken."""
+"""The dashboard shows what was recorded, in any terminal, of runs of any length: running, ended or crashed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from config.cli import REPOSITORY
 from config.errors import UserError
 from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.events import Event
-from tracking.jsonl import JsonlSink, encode, history, read_events
+from tracking.jsonl import JsonlSink, encode, read_events, surviving
 from tracking.ranks import spread
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -93,7 +93,7 @@ def test_a_cut_series_forgets_what_came_after() -> None:
 
 
 def test_the_curves_are_the_surviving_history(run_dir: RunDir) -> None:
-    """A crash with repeated steps, a roll-back and a resumed run, as `history` tells them."""
+    """A crash with repeated steps, a roll-back and a resumed run, as `tracking.jsonl.surviving` orders them."""
     record, noise = Record([JsonlSink(run_dir.events)], clock=ticking_clock()), random.Random(3)
     for first, last in ((0, 30), (20, 45), (40, 41), (41, 60), (10, 70)):
         record.event("run_start", step=first, tokens=0, **start_fields())
@@ -103,7 +103,8 @@ def test_the_curves_are_the_surviving_history(run_dir: RunDir) -> None:
     for step in range(65, 80):  # rolled back within a session
         record.event("step", step=step, tokens=step, **step_fields(step, loss=noise.gauss(3, 1)))
     record.close()
-    state, steps = state_of(read_events(run_dir.events)), history(run_dir.events)
+    state = state_of(read_events(run_dir.events))
+    steps = [event for event in surviving(read_events(run_dir.events)) if event["event"] == "step"]
     curve = [(bucket.first, bucket.low) for bucket in state.curves["loss"].buckets]
     assert curve == [(event["step"], event["loss"]) for event in steps if math.isfinite(event["loss"])]
     assert [bucket.first for bucket in state.skips.buckets] == [e["step"] for e in steps if not e["applied"]]
@@ -149,7 +150,7 @@ def test_trouble_is_named() -> None:
         assert words in text, words
 
 
-def test_the_eta_is_the_median_of_recent_steps_and_silence_is_told() -> None:
+def test_the_eta_is_the_median_of_recent_steps_and_silence_is_reported() -> None:
     steps = [step_event(n, step_seconds=100.0 if n in (3, 60) else 2.0) for n in range(1, 61)]
     state = state_of([{"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields()}, *steps])
     assert state.eta_seconds(100) == 40 * 2.0
@@ -263,7 +264,7 @@ def test_a_run_started_afresh_in_the_same_folder_is_shown_from_its_start(run_dir
 
 def test_one_frame_goes_through_a_pipe_and_torch_is_not_needed(fp16_run: RunDir) -> None:
     fp16_run.config.write_text("run: {steps: 80}\n")
-    code = "import sys; from tracking.watch import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    code = "import sys; from tracking.watch.command import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, str(fp16_run.path)]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "120"}
@@ -339,7 +340,7 @@ def test_a_live_run_is_followed_and_keys_work(run_dir: RunDir) -> None:
         until(master, "step 7")
         ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 90, 0, 0))
         child.send_signal(signal.SIGWINCH)
-        until(master, "╭─ loss[^╮\r\n]{82}╮")  # as wide as the window is now
+        until(master, "╭─ loss[^╮\r\n]{82}╮")  # as wide as the terminal is now
         os.write(master, b"x")
         os.write(master, b"q")
         assert child.wait(20) == 0
