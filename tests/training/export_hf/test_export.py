@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from config.errors import UserError
+from config.version import VERSION
 from tests.support import launches
 from tests.training.export_hf import export_cases
 from training.checkpoint.partitions import SavedTensor, open_saved_model
@@ -121,6 +122,8 @@ def test_the_model_card_records_the_run_and_its_hashes_hold(job, tmp_path):
     for text in (
         environment["data"]["fingerprint"],
         environment["git"]["commit"],
+        f"| mantissa | {VERSION} |",
+        f"| exported with | mantissa {VERSION}, torch ",
         f"| last loss | {step['loss']:.6g} |",
         "| ZeRO stage | 1 |",
         "| compute | bf16 |",
