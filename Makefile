@@ -9,7 +9,7 @@ PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup another-torch demo test test-cluster test-long test-kernels check benchmark benchmark-gpu benchmark-titan titan test-titan parity parity-defects analyze matrix envelope chaos clean
+.PHONY: help setup another-torch architecture demo test test-cluster test-long test-kernels check benchmark benchmark-gpu benchmark-titan titan test-titan parity parity-defects analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -123,6 +123,9 @@ envelope: setup  ## Largest stable learning rate by depth, batch and precision: 
 
 chaos: setup  ## Kill saves at every phase, many times
 	$(BIN)/python -m pytest -m chaos -s $(ARGS)
+
+architecture: setup  ## Draw docs/architecture.md again
+	$(BIN)/python -m tests.support.architecture
 
 check: setup  ## Lint, formatting and types
 	$(BIN)/ruff check .

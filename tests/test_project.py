@@ -7,25 +7,24 @@ import re
 import subprocess
 from pathlib import Path
 
+from config.cli import REPOSITORY
 from config.version import VERSION
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_the_newest_entry_of_the_changelog_is_the_version() -> None:
-    entries = re.findall(r"^## \[(.+?)\] - \d{4}-\d{2}-\d{2}$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    entries = re.findall(r"^## \[(.+?)\] - \d{4}-\d{2}-\d{2}$", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert entries[0] == VERSION
     assert re.fullmatch(r"\d+\.\d+\.\d+", VERSION)
 
 
 def test_the_license_is_apache_2_in_full() -> None:
-    text = (ROOT / "LICENSE").read_text()
+    text = (REPOSITORY / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in text and "9. Accepting Warranty" in text and text.endswith("the License.\n")
 
 
 def pinned(name: str) -> dict[str, str]:
     """Package to version of a requirements file's own lines; every one of them has to be pinned."""
-    lines = [line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    lines = [line.split("#")[0].strip() for line in (REPOSITORY / name).read_text().splitlines()]
     pins = [
         re.fullmatch(r"([\w-]+)(?:\[\w+\])?==([\w.]+)", line) for line in lines if line and not line.startswith("-r ")
     ]
@@ -37,14 +36,16 @@ def test_running_and_testing_are_pinned_apart() -> None:
     running, testing = pinned("requirements.txt"), pinned("requirements-dev.txt")
     assert {"torch", "deepspeed", "transformers", "huggingface-hub"} <= running.keys()
     assert {"pytest", "ruff", "mypy"} <= testing.keys() and not running.keys() & testing.keys()
-    assert "-r requirements.txt" in (ROOT / "requirements-dev.txt").read_text().splitlines()
+    assert "-r requirements.txt" in (REPOSITORY / "requirements-dev.txt").read_text().splitlines()
 
 
 def setup_commands(folder: Path, *arguments: str) -> list[str]:
     """What `make setup` would run with an environment in `folder`."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "TORCH_INDEX"}
     command = ["make", "--dry-run", "setup", f"VENV={folder}", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True).stdout.splitlines()
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=clean, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 def test_setup_takes_torch_alone_from_another_index_and_remembers_which(tmp_path: Path) -> None:
