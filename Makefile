@@ -9,17 +9,28 @@ PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup demo test test-cluster test-long test-kernels check benchmark benchmark-gpu benchmark-titan titan test-titan parity parity-defects analyze matrix envelope chaos clean
+.PHONY: help setup another-torch architecture demo test test-cluster test-long test-kernels check benchmark benchmark-gpu benchmark-titan titan test-titan parity parity-defects analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
 
-setup: $(STAMP)  ## Make .venv and install requirements.txt
+# The index that torch came from stays the choice until another is given. The pin holds for each: 2.13.0+cpu is a 2.13.0.
+CHOSEN := $(VENV)/.torch-index
+LAST_INDEX := $(shell cat $(CHOSEN) 2>/dev/null)
+TORCH_INDEX ?= $(LAST_INDEX)
+OTHER_INDEX := $(if $(filter-out $(LAST_INDEX),$(TORCH_INDEX)),yes)
 
-$(STAMP): requirements.txt
+setup: $(STAMP)  ## Make .venv and install what running and testing need (TORCH_INDEX=URL: torch from there)
+
+$(STAMP): requirements.txt requirements-dev.txt $(if $(OTHER_INDEX),another-torch)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -r requirements.txt
+ifneq ($(TORCH_INDEX),)
+	grep '^torch==' requirements.txt > $(VENV)/torch.txt
+	$(BIN)/python -m pip install --quiet $(if $(OTHER_INDEX),--force-reinstall) --index-url "$(TORCH_INDEX)" -r $(VENV)/torch.txt
+	@echo "$(TORCH_INDEX)" > $(CHOSEN)
+endif
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	@touch $@
 
 demo: setup  ## Train a small Llama on real text and leave runs/demo
@@ -112,6 +123,9 @@ envelope: setup  ## Largest stable learning rate by depth, batch and precision: 
 
 chaos: setup  ## Kill saves at every phase, many times
 	$(BIN)/python -m pytest -m chaos -s $(ARGS)
+
+architecture: setup  ## Draw docs/architecture.md again
+	$(BIN)/python -m tests.support.architecture
 
 check: setup  ## Lint, formatting and types
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ from config.cli import CONFIG_ERROR, Arguments, is_rank_0
 from config.errors import UserError
 from config.load import to_yaml
 from config.resolved import Resolved, resolve_run
+from config.version import VERSION
 
 EXAMPLE = "deepspeed --num_gpus 2 train.py --config config/recipes/demo.yaml"
 
@@ -26,13 +27,17 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
 
     Raises:
         SystemExit: 2 after one line on stderr (rank 0 only) when the user must fix something;
-            0 after `--help` and `--show-config`.
+            0 after `--help`, `--version` and `--show-config`.
     """
     prints = is_rank_0(environment)
     try:
         if "--help" in argv or "-h" in argv:
             if prints:
                 sys.stdout.write(help_text.render())
+            raise SystemExit(0)
+        if "--version" in argv:
+            if speaks:
+                sys.stdout.write(f"mantissa {VERSION}\n")
             raise SystemExit(0)
         options = _parse(argv)
         resolved = resolve_run(options, environment)

@@ -34,6 +34,7 @@ options:
   --deepspeed_config JSON  DeepSpeed JSON; wins over the key deepspeed.config
   --show-config            print the resolved run config and DeepSpeed JSON, start nothing
   --local_rank N           accepted from launchers that pass it; must agree with LOCAL_RANK
+  --version                print Mantissa's version
   --help                   this text
   key.sub=value            sets a key of the run config; the value is YAML, such as optimizer.betas=[0.9,0.95]
 

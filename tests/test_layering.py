@@ -1,57 +1,27 @@
 """Imports run one way and never in a circle, heavy libraries stay where they belong, every module says what it is for.
 
 The folders' order is config <- {data, modeling, precision, tracking} <- training <- train.py; launch sees config only.
+The floors inside training/ are in tests/support/imports.py, and docs/architecture.md has the picture.
 """
 
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from config.cli import REPOSITORY
+from tests.support import architecture
+from tests.support.imports import FLOOR_OF, FLOORS, MAY_IMPORT, imported_names, imports_of, reachable, source_files
 
-# Folder to the folders it may import beside itself.
-MAY_IMPORT = {
-    "config": set(),
-    "data": {"config"},
-    "modeling": {"config"},
-    "precision": {"config"},
-    "tracking": {"config"},
-    "training": {"config", "data", "modeling", "precision", "tracking"},
-    "launch": {"config"},
-}
 ONLY_IN_TRAINING = ("deepspeed", "torch.distributed")
 # Files that must start in no time: they may import the standard library, these and Mantissa's own config.
 LIGHT = {"config": {"yaml"}}
 WITHOUT_TORCH = ("config", "launch", "tracking")
-
-
-def source_files(root: Path) -> list[Path]:
-    """Every module that is not a test."""
-    return [root / "train.py"] * (root / "train.py").is_file() + sorted(
-        path for folder in MAY_IMPORT for path in (root / folder).rglob("*.py")
-    )
-
-
-def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of everything a module imports, wherever in it, by statement or by importlib."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import(names=names):
-                yield from ((node.lineno, item.name) for item in names)
-            case ast.ImportFrom(module=str(module), level=0, names=names):
-                yield from ((node.lineno, f"{module}.{item.name}") for item in names)
-            case ast.ImportFrom(level=level) if level:
-                yield node.lineno, "." * level
-            case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
-                yield node.lineno, "torch.distributed"
-            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
-                if ast.unparse(function) in ("__import__", "import_module", "importlib.import_module"):
-                    yield node.lineno, name
 
 
 def starts_with(name: str, package: str) -> bool:
@@ -88,6 +58,22 @@ def broken_rules(path: str, folder: str, name: str) -> Iterator[str]:
         yield f"{folder}/ has to work without torch"
 
 
+def floor_violations(root: Path) -> list[str]:
+    """One line for every import inside training/ that does not run down."""
+    found = []
+    for importer, imported in imports_of(root).items():
+        for name in imported:
+            if not (importer.startswith("training.") and name.startswith("training.")):
+                continue
+            above, below = importer.split(".")[1], name.split(".")[1]
+            found += [
+                f"training/{part}: has no floor in tests/support/imports.py" for part in {above, below} - set(FLOOR_OF)
+            ]
+            if above != below and FLOOR_OF.get(below, -1) >= FLOOR_OF.get(above, len(FLOORS)):
+                found.append(f"{importer} imports {name}: {below} does not stand below {above}")
+    return sorted(set(found))
+
+
 def missing_docstrings(root: Path) -> list[str]:
     """Every module that does not say what it is for."""
     modules = source_files(root)
@@ -96,8 +82,7 @@ def missing_docstrings(root: Path) -> list[str]:
 
 def circles(root: Path) -> list[list[str]]:
     """Groups of modules that import each other, in either direction, at run time or for types alone."""
-    names = {module_name(path, root): path for path in source_files(root)}
-    imports = {name: set(imported_modules(path, names)) - {name} for name, path in names.items()}
+    imports = imports_of(root)
     found: list[list[str]] = []
     for name in sorted(imports):
         circle = sorted(other for other in reachable(name, imports) if name in reachable(other, imports))
@@ -106,32 +91,65 @@ def circles(root: Path) -> list[list[str]]:
     return found
 
 
-def module_name(path: Path, root: Path) -> str:
-    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-
-
-def imported_modules(path: Path, names: Mapping[str, Path]) -> Iterator[str]:
-    """The modules of this repository that a file imports; a package stands for what its __init__ re-exports."""
-    for _, dotted in imported_names(ast.parse(path.read_text(encoding="utf-8"))):
-        known = [dotted, dotted.rpartition(".")[0]]
-        yield from (name for name in known[:1] if name in names)
-        if dotted not in names and known[1] in names:
-            yield known[1]
-
-
-def reachable(start: str, imports: Mapping[str, set[str]]) -> set[str]:
-    """Every module that `start` imports, directly or through others."""
-    found: set[str] = set()
-    left = [start]
-    while left:
-        for name in imports[left.pop()] - found:
-            found.add(name)
-            left.append(name)
-    return found
-
-
 def test_imports_run_one_way() -> None:
     assert import_violations(REPOSITORY) == []
+
+
+def test_imports_inside_training_run_down() -> None:
+    assert floor_violations(REPOSITORY) == []
+
+
+def test_every_part_of_training_has_a_floor_and_every_floor_its_parts() -> None:
+    parts = {
+        path.stem
+        for path in (REPOSITORY / "training").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    assert parts - {"__init__"} == set(FLOOR_OF)
+
+
+def test_the_picture_of_the_architecture_is_current(tmp_path: Path) -> None:
+    written = architecture.PAGE.read_text(encoding="utf-8")
+    assert f"```mermaid\n{architecture.picture(REPOSITORY)}```\n" in written, "draw it again: make architecture"
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.py").write_text("import modeling.b")
+    (tmp_path / "modeling").mkdir()
+    (tmp_path / "modeling" / "b.py").write_text("")
+    assert "  data --> modeling\n" in architecture.picture(tmp_path)
+
+
+def test_an_arrow_that_follows_from_others_is_not_drawn() -> None:
+    edges = {"a": {"b", "c", "d"}, "b": {"c"}, "c": set(), "d": set()}
+    assert architecture.reduced(edges) == {"a": {"b", "d"}, "b": {"c"}, "c": set(), "d": set()}
+
+
+# What starts on a machine that has nothing installed, or in no time, to what it may load beside the standard library.
+STARTS_WITH = {
+    "config.machine.binding": set(),
+    "config.machine.cores": set(),
+    "config.machine.op_builds": set(),
+    "launch.doctor.agent": set(),
+    "launch.doctor.command": {"yaml"},
+    "launch.plan.command": {"yaml"},
+    "launch.supervise": {"yaml"},
+    "launch.sweep.command": {"yaml"},
+    "tracking.compare.command": {"yaml", "numpy", "orjson", "rich"},
+    "tracking.report.command": {"yaml", "numpy", "orjson", "rich"},
+    "tracking.watch.command": {"yaml", "numpy", "orjson", "rich"},
+    "training.checkpoint.tool": set(),
+    "training.watchdog.witness": set(),
+}
+
+
+@pytest.mark.parametrize("module", STARTS_WITH)
+def test_what_starts_light_loads_no_more(module: str) -> None:
+    script = (
+        f"import sys; before = set(sys.modules); import {module}; new = set(sys.modules) - before; "
+        "print(*{name for name in new if '.' not in name and getattr(sys.modules[name], '__file__', None)})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) - sys.stdlib_module_names - MAY_IMPORT.keys() <= STARTS_WITH[module]
 
 
 def test_every_module_says_what_it_is_for() -> None:
@@ -189,3 +207,27 @@ def test_a_circle_and_a_missing_docstring_are_found(tmp_path: Path) -> None:
     (tmp_path / "data" / "c.py").write_text('"""C."""\n\nif TYPE_CHECKING:\n    from data.a import g\n')
     assert circles(tmp_path) == [["data.a", "data.b", "data.c"]]
     assert missing_docstrings(tmp_path) == ["data/b.py"]
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "message"),
+    [
+        ("training/step.py", "from training.loop import train", "loop does not stand below step"),
+        ("training/checkpoint/a.py", "from training.telemetry import x", "telemetry does not stand below checkpoint"),
+        ("training/attic.py", "from training.step import x", "training/attic: has no floor"),
+    ],
+)
+def test_an_import_that_runs_up_is_found(tmp_path: Path, path: str, line: str, message: str) -> None:
+    for name in ("step", "loop", "telemetry"):
+        (tmp_path / "training").mkdir(exist_ok=True)
+        (tmp_path / "training" / f"{name}.py").write_text("")
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text(f"def f():\n    {line}\n")
+    assert any(message in found for found in floor_violations(tmp_path))
+
+
+def test_imports_that_run_down_are_not_found(tmp_path: Path) -> None:
+    for path, line in (("step.py", ""), ("loop.py", "from training.step import x"), ("engine/a.py", "import data.a")):
+        (tmp_path / "training" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "training" / path).write_text(line)
+    assert floor_violations(tmp_path) == []

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from config.machine.binding import binding_outcome, usable_cpus
+from config.version import VERSION
 
 PACKAGES = (
     "torch",
@@ -89,7 +90,11 @@ def environment(extra: dict[str, Any]) -> dict[str, Any]:
         },
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "git": _git_state(_CODE_FOLDER),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {
+            "mantissa": VERSION,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in PACKAGES},
+        },
         "variables": safe_variables(dict(os.environ)),
         **extra,
     }

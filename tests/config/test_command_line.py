@@ -19,6 +19,7 @@ from config.command_line import read_command_line
 from config.errors import UserError
 from config.load import load_config, to_yaml
 from config.resolved import Resolved, find_deepspeed_json
+from config.version import VERSION
 
 # What train.py does first; run without the rest of it so that nothing but config/ is loaded.
 PROGRAM = (
@@ -145,7 +146,7 @@ def test_only_rank_0_speaks(
     run_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     as_rank(monkeypatch, 1, 2)
-    for arguments, code in ((["run.stpes=3"], 2), (["--show-config"], 0), (["--help"], 0)):
+    for arguments, code in ((["run.stpes=3"], 2), (["--show-config"], 0), (["--help"], 0), (["--version"], 0)):
         with pytest.raises(SystemExit) as caught:
             read_command_line(["--config", str(run_config), *arguments])
         assert caught.value.code == code
@@ -198,11 +199,14 @@ def test_neither_torch_nor_deepspeed_is_loaded(run_config: Path) -> None:
     assert not loaded & {"torch", "deepspeed", "transformers", "numpy"}
 
 
-def test_the_real_program_answers_help_without_torch() -> None:
-    command = [sys.executable, "-X", "importtime", "train.py", "--help"]
+@pytest.mark.parametrize(
+    ("option", "answer"), [("--help", "run.steps: integer"), ("--version", f"mantissa {VERSION}\n")]
+)
+def test_the_real_program_answers_without_torch(option: str, answer: str) -> None:
+    command = [sys.executable, "-X", "importtime", "train.py", option]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0
-    assert "run.steps: integer" in done.stdout
+    assert answer in done.stdout
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "config" in imported
     assert not imported & {"torch", "deepspeed", "transformers", "numpy", "datasets"}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
+from config.version import VERSION
 from tracking.environment import environment, redact, redact_arguments, safe_variables
 
 _SECRET = "hunter2hunter2"
@@ -20,6 +21,7 @@ def test_it_tells_versions_machine_and_code(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "argv", ["train.py", "--config", "demo.yaml", "run.steps=5"])
     facts = environment({"world_size": 2, "devices": ["cpu", "cpu"]})
     assert json.loads(json.dumps(facts)) == facts
+    assert facts["versions"]["mantissa"] == VERSION
     assert facts["versions"]["torch"] == version("torch") and facts["versions"]["deepspeed"] == version("deepspeed")
     assert facts["cpu"]["usable_cores"] >= 1 and facts["memory_bytes"] > 2**28
     assert facts["command_line"] == ["train.py", "--config", "demo.yaml", "run.steps=5"]

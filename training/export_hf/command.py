@@ -1,12 +1,14 @@
 """Turn a checkpoint into a Hugging Face model folder: safetensors, config, tokenizer, model card, hashes.
 
-    python -m training.export_hf CHECKPOINT OUT --dtype bf16 [--parity parity.json] [--force]
+    python -m training.export_hf CHECKPOINT OUT --dtype bf16 [--parity parity.json] [--force] [--push-to-hub REPO_ID]
 
 CHECKPOINT is a `checkpoints/step-N` folder of a run at any ZeRO stage and of any number of ranks; one process, no GPU.
 The masters are rounded to --dtype, once, to nearest even. Every tensor is compared with what else the checkpoint has of
-it before it is written, and read back after. OUT appears whole, by one rename. docs/export.md says more.
+it before it is written, and read back after. OUT appears whole, by one rename; then it is uploaded where --push-to-hub
+asks for it. docs/export.md says more.
 
-Exit code 0: exported. 2: it cannot be done, and why. 3: a tensor differs or is not finite; nothing was exported.
+Exit code 0: done. 2: it cannot be done, and why; an OUT that only could not be uploaded stays. 3: a tensor differs or
+is not finite; nothing was exported.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import get_args
 
 from config.cli import Arguments, entry_point
 from config.deepspeed.resolve import Dtype
+from config.errors import UserError
+from config.version import VERSION
 
 TENSORS_DIFFER = 3
 
@@ -37,11 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, help="tokenizer folder, where the prepared data are gone")
     parser.add_argument("--shard-size", default="5GB", help="largest file; one is in memory at a time (default 5GB)")
     parser.add_argument("--force", action="store_true", help="replace an exported model that is at OUT")
+    parser.add_argument(
+        "--push-to-hub", metavar="REPO_ID", help="upload OUT to this model repository of the Hugging Face hub"
+    )
+    parser.add_argument("--private", action="store_true", help="the repository has to be private")
     options = parser.parse_args(arguments)
+    if options.private and not options.push_to_hub:
+        raise UserError("--private: says how to upload, and --push-to-hub is not given; give it too")
     # Imported here so that --help and a mistyped option answer at once.
     import transformers
 
     from training.checkpoint.retention import being_read
+    from training.export_hf import hub
     from training.export_hf.export import export, find_source
     from training.export_hf.tensors import TensorsDiffer
 
@@ -49,8 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     try:
         source = find_source(options.checkpoint, run=options.run, tokenizer=options.tokenizer, parity=options.parity)
+        repo = hub.find_repo(options.push_to_hub, private=options.private) if options.push_to_hub else None
         with being_read(options.checkpoint):
-            export(source, options.out, dtype=options.dtype, shard_size=options.shard_size, force=options.force)
+            facts = export(source, options.out, dtype=options.dtype, shard_size=options.shard_size, force=options.force)
+        if repo:
+            what = f"Export step {facts['training']['step']} of {facts['run']} in {options.dtype} (Mantissa {VERSION})"
+            print(f"uploaded to {hub.upload(repo, options.out, message=what)}")
     except TensorsDiffer as error:
         print(f"error: {error}; nothing was exported", file=sys.stderr)
         return TENSORS_DIFFER

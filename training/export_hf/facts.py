@@ -14,6 +14,7 @@ from typing import Any
 from config.cli import REPOSITORY
 from config.errors import UserError
 from config.schema import Config
+from config.version import VERSION
 from tracking.environment import redact
 from tracking.events import Event
 from tracking.jsonl import read_events, surviving
@@ -88,7 +89,8 @@ def without_path(spec: str) -> str:
 
 def version_facts(environment: dict[str, Any]) -> dict[str, Any]:
     """Packages and code that trained it, and those that exported it."""
-    exported = ", ".join(f"{name} {version(name)}" for name in _EXPORTED_WITH)
+    packages = {"mantissa": VERSION} | {name: version(name) for name in _EXPORTED_WITH}
+    exported = ", ".join(f"{name} {number}" for name, number in packages.items())
     commit = (environment.get("git") or {}).get("commit")
     return {**environment.get("versions", {}), "Mantissa commit": commit, "exported with": exported}
 

@@ -331,11 +331,9 @@ def test_the_image_is_made_of_what_is_needed_to_train_and_nothing_to_test(machin
     secrets = REPOSITORY / "launch/kubernetes/secret.yaml"
     assert not image.sent(secrets) and not image.sent(REPOSITORY / ".git/config")
     assert image.sent(REPOSITORY / "requirements.txt")
-    told = (REPOSITORY / "requirements.txt").read_text()
-    runtime, _, testing = told.partition("# What checking and testing need")
-    assert "torch==" in runtime and "pytest==" in testing
-    for script in (run for run in image.instructions() if run[1] == "RUN" and "sed" in run[2]):
-        assert "/^# What checking and testing need/,$d" in script[2]
+    assert not image.sent(REPOSITORY / "requirements-dev.txt")
+    installs = [rest for _, word, rest in image.instructions() if word == "RUN" and "pip install" in rest]
+    assert len(installs) == 1 and "requirements.txt" in installs[0] and "-dev" not in installs[0]
 
 
 def test_the_command_lines_start_the_supervisor_itself():

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from config.cli import REPOSITORY
 from config.errors import UserError
+from config.version import VERSION
 from precision.dtypes import DTYPES
 from tests.support import launches
+from tests.support.hub_server import TOKEN, USER, Hub, Repo, running
 from tests.training.export_hf import export_cases
 from training.checkpoint.partitions import SavedTensor, open_saved_model
 from training.export_hf import tensors as export_write
@@ -123,6 +127,8 @@ def test_the_model_card_records_the_run_and_its_hashes_hold(job, tmp_path):
     for text in (
         environment["data"]["fingerprint"],
         environment["git"]["commit"],
+        f"| mantissa | {VERSION} |",
+        f"| exported with | mantissa {VERSION}, torch ",
         f"| last loss | {step['loss']:.6g} |",
         "| ZeRO stage | 1 |",
         "| compute | bf16 |",
@@ -175,12 +181,47 @@ def test_a_mistake_is_one_line_and_leaves_nothing(job, tmp_path, capsys):
         ([whole, f"{tmp_path}/out", "--shard-size", "much"], "--shard-size much: not a size"),
         ([whole, f"{tmp_path}/out", "--tokenizer", str(tmp_path)], "holds no tokenizer.json"),
         ([whole, f"{tmp_path}/out", "--parity", f"{whole}/state.json"], "state.json: not a parity.json"),
+        ([whole, f"{tmp_path}/out", "--push-to-hub", "a--b"], "--push-to-hub a--b: not a repository's name"),
+        ([whole, f"{tmp_path}/out", "--private"], "--private: says how to upload, and --push-to-hub is not given"),
     ):
         assert main([*arguments, "--dtype", "bf16"]) == 2
         error = capsys.readouterr().err
         assert re.search(message, error) and error.count("\n") == 1, error
         assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["mine.txt"]
+
+
+def push(job: Path, out: Path, hub: Hub, name: str) -> subprocess.CompletedProcess[str]:
+    """The command with --push-to-hub."""
+    command = [sys.executable, "-m", "training.export_hf", str(checkpoint_of(job)), str(out), "--dtype", "bf16"]
+    command += ["--push-to-hub", name, "--private"]
+    return subprocess.run(command, cwd=REPOSITORY, env=hub.environment(), capture_output=True, text=True, check=False)
+
+
+def test_a_push_uploads_what_was_written_and_verified(job, tmp_path):
+    with running() as hub:
+        kept = {".gitattributes": b"*", "notes.md": b"mine"}
+        hub.repos[f"{USER}/tiny"] = Repo(private=True, files={"model-00001-of-00002.safetensors": b"old", **kept})
+        done = push(job, tmp_path / "out", hub, "tiny")
+        assert done.returncode == 0, done.stderr
+        repo = hub.repos[f"{USER}/tiny"]
+        assert repo.files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} | kept
+        assert repo.messages == [f"Export step 6 of small in bf16 (Mantissa {VERSION})"]
+        assert f"uploaded to {hub.url}/{USER}/tiny/commit/" in done.stdout
+        assert TOKEN not in done.stdout + done.stderr
+
+
+def test_an_upload_that_is_refused_leaves_the_export(job, tmp_path):
+    with running() as hub:
+        hub.refuses = "/commit/main"
+        done = push(job, tmp_path / "out", hub, "tiny")
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and f"the export is whole in {tmp_path}/out; upload it with `hf upload" in errors[0]
+    assert "Forbidden" in errors[0] and TOKEN not in done.stdout + done.stderr
+    assert (
+        subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=tmp_path / "out", check=False).returncode == 0
+    )
 
 
 def test_force_replaces_an_export_and_only_when_the_new_one_is_whole(job, tmp_path, monkeypatch, capsys):

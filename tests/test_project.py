@@ -1,0 +1,69 @@
+"""What the project says of itself in more than one file agrees: version, license, pinned packages, commands of make."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+from config.cli import REPOSITORY
+from config.version import VERSION
+
+
+def test_the_newest_entry_of_the_changelog_is_the_version() -> None:
+    entries = re.findall(r"^## \[(.+?)\] - \d{4}-\d{2}-\d{2}$", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert entries[0] == VERSION
+    assert re.fullmatch(r"\d+\.\d+\.\d+", VERSION)
+
+
+def test_the_license_is_apache_2_in_full() -> None:
+    text = (REPOSITORY / "LICENSE").read_text()
+    assert "Version 2.0, January 2004" in text and "9. Accepting Warranty" in text and text.endswith("the License.\n")
+
+
+def pinned(name: str) -> dict[str, str]:
+    """Package to version of a requirements file's own lines; every one of them has to be pinned."""
+    lines = [line.split("#")[0].strip() for line in (REPOSITORY / name).read_text().splitlines()]
+    pins = [
+        re.fullmatch(r"([\w-]+)(?:\[\w+\])?==([\w.]+)", line) for line in lines if line and not line.startswith("-r ")
+    ]
+    assert all(pins), lines
+    return {pin[1].lower().replace("_", "-"): pin[2] for pin in pins if pin}
+
+
+def test_running_and_testing_are_pinned_apart() -> None:
+    running, testing = pinned("requirements.txt"), pinned("requirements-dev.txt")
+    assert {"torch", "deepspeed", "transformers", "huggingface-hub"} <= running.keys()
+    assert {"pytest", "ruff", "mypy"} <= testing.keys() and not running.keys() & testing.keys()
+    assert "-r requirements.txt" in (REPOSITORY / "requirements-dev.txt").read_text().splitlines()
+
+
+def setup_commands(folder: Path, *arguments: str) -> list[str]:
+    """What `make setup` would run with an environment in `folder`."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "TORCH_INDEX"}
+    command = ["make", "--dry-run", "setup", f"VENV={folder}", *arguments]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=clean, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+def test_setup_takes_torch_alone_from_another_index_and_remembers_which(tmp_path: Path) -> None:
+    installs = [line for line in setup_commands(tmp_path) if "pip install" in line]
+    assert len(installs) == 2 and installs[1].endswith("-r requirements-dev.txt")
+
+    lines = setup_commands(tmp_path, "TORCH_INDEX=https://index.example/whl")
+    installs = [line for line in lines if "pip install" in line]
+    assert f"grep '^torch==' requirements.txt > {tmp_path}/torch.txt" in lines
+    assert installs[1].endswith(f'--index-url "https://index.example/whl" -r {tmp_path}/torch.txt')
+    assert installs[2].endswith("-r requirements-dev.txt")
+
+    (tmp_path / ".torch-index").write_text("https://index.example/whl\n")
+    (tmp_path / ".requirements").touch()
+    assert not [line for line in setup_commands(tmp_path) if "pip" in line]
+    assert not [line for line in setup_commands(tmp_path, "TORCH_INDEX=https://index.example/whl") if "pip" in line]
+    assert [
+        line for line in setup_commands(tmp_path, "TORCH_INDEX=https://other.example") if "--force-reinstall" in line
+    ]
+    (tmp_path / ".requirements").unlink()
+    assert [line for line in setup_commands(tmp_path) if '--index-url "https://index.example/whl"' in line]
