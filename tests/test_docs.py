@@ -1,0 +1,118 @@
+"""What the documentation names exists: links, headings, `python -m` modules, repository paths, make targets."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FOLDERS = ("config", "data", "docs", "ds_configs", "launch", "modeling", "precision", "tests", "tracking", "training")
+# The reader makes the first by the command above it; the second is a mistake that the page shows the result of.
+NOT_IN_THE_TREE = {"launch/deepspeed/hostfile", "launch/deepspeed/hostfle"}
+
+_FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_PATH = re.compile(rf"(?<![\w/.:@-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w*]")
+
+
+def prose(text: str) -> str:
+    """The text without its fenced blocks of code."""
+    return _FENCE.sub("", text)
+
+
+def code(text: str) -> Iterator[str]:
+    """Fenced blocks, and what stands between backticks on one line."""
+    yield from (match[0] for match in _FENCE.finditer(text))
+    yield from re.findall(r"`([^`\n]+)`", prose(text))
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ +(.+)$", prose(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for link in _LINK.findall(prose(page.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists():
+            yield f"no such file: {link}"
+        elif anchor and anchor not in anchors(target):
+            yield f"no such heading: {link}"
+
+
+def is_runnable(module: str) -> bool:
+    """Whether `python -m MODULE` finds something to run. Imports nothing."""
+    package, *rest = module.split(".")
+    if package in FOLDERS:
+        place = ROOT / module.replace(".", "/")
+        sources = [path for path in (place.with_suffix(".py"), place / "__main__.py") if path.is_file()]
+        return any('__name__ == "__main__"' in path.read_text(encoding="utf-8") for path in sources)
+    found = importlib.util.find_spec(package)
+    if found is None or not rest:
+        return found is not None
+    places = [Path(folder, *rest) for folder in found.submodule_search_locations or ()]
+    return any(place.with_suffix(".py").is_file() or (place / "__main__.py").is_file() for place in places)
+
+
+def missing_modules(page: Path) -> Iterator[str]:
+    named = re.findall(r"(?:python3? -m|--module) ([A-Za-z][\w.]*\w)", page.read_text(encoding="utf-8"))
+    yield from (f"cannot be run: python -m {name}" for name in named if not is_runnable(name))
+
+
+def missing_paths(page: Path) -> Iterator[str]:
+    for snippet in code(page.read_text(encoding="utf-8")):
+        for path in _PATH.findall(snippet):
+            if path not in NOT_IN_THE_TREE and not any(ROOT.glob(path)):
+                yield f"no such path: {path}"
+
+
+def missing_targets(page: Path) -> Iterator[str]:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for snippet in code(page.read_text(encoding="utf-8")):
+        for name in re.findall(r"^make ([a-z-]+)", snippet.removeprefix("```\n"), re.MULTILINE):
+            if name not in targets:
+                yield f"no such target: make {name}"
+
+
+CHECKS = (broken_links, missing_modules, missing_paths, missing_targets)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_everything_a_page_names_exists(page: Path) -> None:
+    assert [problem for check in CHECKS for problem in check(page)] == []
+
+
+def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Page\n[a](gone.md) [b](#page) [c](#other) `docs/gone.md` `config/recipes/*.yaml` `make gone`\n"
+        "```\npython -m training.gone --config config/recipes/gone.yaml\npython -m training.parity\nmake test\n```\n"
+    )
+    assert [problem for check in CHECKS for problem in check(page)] == [
+        "no such file: gone.md",
+        "no such heading: #other",
+        "cannot be run: python -m training.gone",
+        "no such path: config/recipes/gone.yaml",
+        "no such path: docs/gone.md",
+        "no such target: make gone",
+    ]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_the_index_links_every_page() -> None:
+    index = ROOT / "docs/README.md"
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(index.read_text("utf-8"))}
+    pages = {page.resolve() for page in PAGES if page.is_relative_to(index.parent)}
+    assert pages - linked == {index.resolve()}
