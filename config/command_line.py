@@ -36,7 +36,7 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
                 sys.stdout.write(help_text.render())
             raise SystemExit(0)
         if "--version" in argv:
-            if speaks:
+            if prints:
                 sys.stdout.write(f"mantissa {VERSION}\n")
             raise SystemExit(0)
         options = _parse(argv)

@@ -18,7 +18,6 @@ from config.errors import UserError
 from config.files import flush
 from config.load import load_config
 from config.schema import Config, ModelSection
-from config.version import VERSION
 from data.corpus import TOKENIZER
 from data.tokenizer import load_tokenizer, vocabulary_size
 from modeling.build import model_config
@@ -30,7 +29,6 @@ from training.checkpoint.manifest import check_hashes, file_sha256, flaw
 from training.checkpoint.partitions import SavedModel, open_saved_model
 from training.checkpoint.reader import Opener
 from training.export_hf import facts as export_facts
-from training.export_hf import hub
 from training.export_hf.card import model_card
 from training.export_hf.tensors import (
     Tensors,
