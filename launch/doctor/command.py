@@ -22,6 +22,7 @@ from config.deepspeed import document as deepspeed_document
 from config.deepspeed import resolve as deepspeed_json
 from config.errors import UserError
 from config.load import load_config
+from config.optimizers import OPTIMIZERS
 from config.resolved import find_deepspeed_json
 from config.schema import Config
 from launch.doctor.examine import Plan, examine
@@ -64,6 +65,7 @@ def _of_config(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "compute": deepspeed_json.compute_dtype(config, json_path, document),
         "offload": offload,
+        "optimizer": OPTIMIZERS[config.optimizer.name],
         "wandb": config.tracking.wandb,
         "run": {
             "key": saves.encryption_key,

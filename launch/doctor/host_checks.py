@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from config.optimizers import OptimizerSpec
 from launch.doctor.report import Finding, amber, green, red, size
 
 Facts = dict[str, Any]
@@ -16,8 +17,6 @@ GOOD_SPEED = 50e6
 """Bytes a second below which a save is long."""
 SMALL_SHM, GOOD_SHM = 64 * 2**20, 512 * 2**20
 """Bytes of /dev/shm: what a container gets by default, and what DeepSpeed's own report warns below."""
-BYTES_A_PARAMETER = {"optimizer": 16, "param": 2}
-"""Host memory of offload in all: FP32 master, two moments and FP32 gradient; the 16-bit parameter."""
 
 
 def check_host(host: str, facts: Facts) -> Iterator[Finding]:
@@ -204,11 +203,16 @@ def _number(text: str) -> float:
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
-def check_offload(host: str, facts: Facts, offload: str, parameters: int | None, hosts: int) -> Iterator[Finding]:
-    """Whether host memory holds what ZeRO keeps there. offload: as `config.deepspeed.document.offload` tells it."""
+def check_offload(
+    host: str, facts: Facts, offload: str, optimizer: OptimizerSpec, parameters: int | None, hosts: int
+) -> Iterator[Finding]:
+    """Whether host memory holds what ZeRO keeps there: FP32 masters, gradients and state tensors; 16-bit parameters.
+
+    offload: as `config.deepspeed.document.offload` gives it.
+    """
     if offload == "none" or parameters is None:
         return
-    each = sum(BYTES_A_PARAMETER[part] for part in offload.split("+"))
+    each = sum({"optimizer": 8 + optimizer.state_bytes, "param": 2}[part] for part in offload.split("+"))
     needed, memory = each * parameters / hosts, facts["memory"]
     room = min(memory["available"], memory["cgroup_limit"] or memory["available"])
     what = f"{offload}: {parameters:,} parameters x {each} bytes / {hosts} = {size(needed)}; {size(room)} there"
