@@ -11,7 +11,7 @@ docs/elastic.md says what carries over, and why DeepSpeed's universal checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,7 +58,8 @@ def restore(
     recorded: its checksums. change: how the layout differs, in words; None has DeepSpeed load its own files, bit for
     bit. Gives a line about the change, for the log. A collective. Raises UserError as `load_resharded` does.
     """
-    _agree(engine, _other_optimizer(engine, path, recorded or {}))
+    kept = [kind for kind in recorded or {} if kind != "master"]  # none before the first update
+    engine.place.raise_first(_other_optimizer(engine, path, kept) if kept else None, UserError)
     if change is None:
         engine.load(path, TAG, Reader(opener))
         require_same(engine, path, recorded or {})
@@ -82,7 +83,7 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
         saved, problem = SavedModel(stage=0, ranks=0), str(error)
     if problem is None:
         problem = _mismatch(engine, saved, folder)
-    _agree(engine, problem)
+    engine.place.raise_first(problem, UserError)
     with _partitioned(engine):
         for name, parameter in engine.model.named_parameters():
             _restore(engine, parameter, saved.tensors[name])
@@ -105,17 +106,17 @@ def require_same(engine: Engine, where: Path, recorded: Checksums) -> None:
 
     A collective. Raises UserError, on every rank, naming the first that differs; `where` is the checkpoint.
     """
-    _agree(engine, _difference(where, recorded, checksums_of(engine)))
+    engine.place.raise_first(_difference(where, recorded, checksums_of(engine)), UserError)
 
 
-def _other_optimizer(engine: Engine, where: Path, kept: Iterable[str]) -> str | None:
-    """Why what was kept of a parameter is not what this run's optimizer keeps, or None."""
-    others = [kind for kind in kept if kind not in kinds(engine)]
-    if not others:
+def _other_optimizer(engine: Engine, where: Path, kept: Collection[str]) -> str | None:
+    """How the state tensors that were saved are not those of this run's optimizer, or None. kept: their names."""
+    mine = engine.optimizer_spec.states
+    if set(kept) == set(mine):
         return None
-    here = ", ".join(engine.optimizer_spec.states) or "nothing"
+    there, here = (", ".join(names) or "nothing" for names in (kept, mine))
     return (
-        f"{where}: its optimizer kept {', '.join(others)} of each parameter, this run's keeps {here}; use the same "
+        f"{where}: its optimizer kept {there} of each parameter, this run's keeps {here}; use the same "
         "optimizer.name, or start anew with run.resume=never or another run.name"
     )
 
@@ -269,10 +270,3 @@ def _difference(folder: Path, recorded: Checksums, found: Checksums) -> str | No
                     "saved); use another checkpoint"
                 )
     return None
-
-
-def _agree(engine: Engine, problem: str | None) -> None:
-    """Raise the first rank's problem on every rank."""
-    for text in engine.place.gather_objects(problem):
-        if text is not None:
-            raise UserError(text)

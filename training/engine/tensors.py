@@ -17,9 +17,10 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils import safe_get_full_fp32_param
 
 from training.engine.engine import Engine
+from training.engine.gradients import reduced_gradient
 from training.engine.masters import local_masters
 
 
@@ -30,7 +31,7 @@ def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
 
 def whole_gradient(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """The reduced gradient, FP32, unscaled; between backward and step. None for a parameter without one."""
-    gradient = parameter.grad if engine.stage == 0 else safe_get_full_grad(parameter)
+    gradient = reduced_gradient(parameter, engine.stage)
     return None if gradient is None else gradient.detach().float() / engine.loss_scale
 
 

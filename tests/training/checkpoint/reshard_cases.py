@@ -12,6 +12,7 @@ import torch
 from transformers.integrations import HfDeepSpeedConfig
 
 from config.errors import UserError
+from config.optimizers import COUNT
 from modeling.build import build_model, model_config
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, resolve
 from training.checkpoint.reshard import load_resharded
@@ -128,19 +129,23 @@ def _train(running: Engine, place: Place, steps: Iterable[int], *, micro: int) -
 def _held(running: Engine) -> dict[str, Any]:
     parameters = dict(running.model.named_parameters())
     weights = {name: whole_weight(running, parameter).cpu() for name, parameter in parameters.items()}
+    kept = running.deepspeed.basic_optimizer.state.values()
     trains = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     return {
         "weights": weights,
         "masters": {name: whole_master(running, parameter).cpu() for name, parameter in trains.items()},
         **{
             key: {name: whole_state(running, parameter, key).cpu() for name, parameter in trains.items()}
-            for key in ("exp_avg", "exp_avg_sq")
+            for key in running.optimizer_spec.states
             if running.deepspeed.basic_optimizer.state
         },
-        "updates": {float(state["step"]) for state in running.deepspeed.basic_optimizer.state.values()},
+        "updates": {float(state[COUNT]) for state in kept if COUNT in state},
         "checksums": checksums_of(running),
         "buffer": running.model.get_buffer("seen").float(),
-        "settings": [(g["weight_decay"], g["betas"]) for g in running.deepspeed.optimizer.param_groups],
+        "settings": [
+            (group["weight_decay"], *(group[key] for key in running.optimizer_spec.settings))
+            for group in running.deepspeed.optimizer.param_groups
+        ],
         "groups": len(local_masters(running.deepspeed.optimizer)),
         "states": len(running.deepspeed.basic_optimizer.state),
     }

@@ -142,7 +142,7 @@ def require_same(saved, found):
     assert found["updates"] == saved["updates"] == {3.0}
     assert found["states"] == found["groups"]
     assert torch.equal(found["buffer"], saved["buffer"])
-    assert sorted(found["settings"]) == [(0.0, (0.9, 0.95)), (0.1, (0.9, 0.95))]
+    assert sorted(found["settings"]) == [(0.0, (0.9, 0.95), 1e-8), (0.1, (0.9, 0.95), 1e-8)]
     carried = found["carried"]
     assert (carried.parameters, carried.compared) == (len(saved["masters"]), 3 * len(saved["masters"]))
     assert carried.updates == 3 and carried.buffers == 1
