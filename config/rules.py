@@ -9,7 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from config.errors import UserError
-from config.schema import Config, Fault, ModelSection
+from config.optimizers import OPTIMIZERS
+from config.schema import Config, Fault, ModelSection, OptimizerSection
 from config.secrets import WITH_PASSWORD
 
 # Arguments of a Hugging Face config that a key of the run config decides.
@@ -37,6 +38,7 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
         _compile,
         _kernels,
         _data,
+        _optimizer,
         _schedule,
         _precision,
         _loss_scale,
@@ -146,6 +148,15 @@ def _matches(pattern: str) -> bool:
     """Whether a path or glob names something that exists."""
     path = Path(pattern).expanduser()
     return path.exists() or any(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    section = config.optimizer
+    read = OPTIMIZERS[section.name].settings
+    for other, spec in OPTIMIZERS.items():
+        for key in spec.settings:
+            if key not in read and getattr(section, key) != getattr(OptimizerSection, key):
+                yield f"optimizer.{key}", f"is only read by optimizer.name = {other}; remove it"
 
 
 def _schedule(config: Config) -> Iterator[Problem]:

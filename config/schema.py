@@ -218,7 +218,7 @@ class LossScaleSection:
 
 @dataclass(frozen=True)
 class PrecisionSection:
-    """In which dtype the model computes, accumulates and reduces. Masters and moments are always FP32."""
+    """In which dtype the model computes, accumulates and reduces. Masters and optimizer state are always FP32."""
 
     path: Literal["cast", "manifest"] = "cast"
     """[choice] cast: the module itself is 16-bit and ZeRO holds FP32 masters (DeepSpeed's bf16 and fp16 sections).
@@ -424,7 +424,7 @@ class ParitySection:
     sign_agreement: float = limit(0.9, at_least=0.0, at_most=1.0)
     """[fraction] Smallest share of a module's weight gradients that have FP32's sign."""
     update_error: float = limit(0.001, above=0.0)
-    """[fraction] Largest relative error of a module's update against AdamW in FP64 on the gradient that was reduced."""
+    """[fraction] Largest relative error of a module's update against the optimizer in FP64 on the reduced gradient."""
     weight_drift: float = limit(0.0, at_least=0.0)
     """[fraction] Largest relative distance of a 16-bit weight from its rounded master."""
     price_per_device_hour: float = limit(0.0, at_least=0.0)

@@ -128,7 +128,7 @@ def wrong_update(ratio: float | None, low: float | None, high: float | None) -> 
         return None
     what = f"the last update was {ratio:.3g} of the weights' norm"
     if high is not None and not ratio <= high:
-        advice = "look at the learning rate, the warm-up and optimizer.betas"
+        advice = "look at the learning rate, the warm-up and the optimizer's settings"
         return Trouble(f"{what} (guard.max_update_ratio = {high:g})", advice, ("cut_lr", "rollback"))
     if low is not None and not ratio >= low:
         advice = "look at the learning rate and at the share of gradients that underflow"

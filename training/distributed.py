@@ -71,6 +71,12 @@ class Place:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def raise_first(self, problem: str | None, error: type[Exception]) -> None:
+        """Raise the problem of the first rank that has one, on every rank. A collective."""
+        for text in self.gather_objects(problem):
+            if text is not None:
+                raise error(text)
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """In-place sum over ranks."""
         dist.all_reduce(values, group=self.group)

@@ -22,6 +22,7 @@ from config.deepspeed.document import check_document, offload, read_document
 from config.deepspeed.resolve import compute_dtype
 from config.errors import UserError
 from config.load import load_config
+from config.optimizers import OPTIMIZERS
 from config.resolved import find_deepspeed_json
 from config.schema import Config
 from launch.doctor.examine import Scope, examine
@@ -64,6 +65,7 @@ def _of_run(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "compute": compute_dtype(config, json_path, document),
         "offload": offload(document),
+        "optimizer": OPTIMIZERS[config.optimizer.name],
         "wandb": config.tracking.wandb,
         "run": {
             "key": saves.encryption_key,

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from config.optimizers import OPTIMIZERS, OptimizerSpec
+from config.schema import OptimizerSection
 from launch.doctor.cluster_checks import check_all_reduce, check_clock, check_cluster, check_device, check_reach
 from launch.doctor.host_checks import check_host, check_offload
 from launch.doctor.hosts import Host, Unreachable, on_all
@@ -40,6 +42,7 @@ class Scope:
     compute: str | None = None
     """Dtype of the run; None without a config."""
     offload: str = "none"
+    optimizer: OptimizerSpec = OPTIMIZERS[OptimizerSection.name]
     wandb: str | None = None
     """tracking.wandb; None without a config."""
     run: dict[str, Any] = field(default_factory=dict)
@@ -155,7 +158,7 @@ def _reach(hosts: list[Host]) -> Iterator[Finding]:
 
 
 def _with_torch(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -> Iterator[Finding]:
-    ops = ["cpu_adam"] if scope.offload != "none" else []
+    ops = [op for op in [scope.optimizer.offload_op] if op and scope.offload != "none"]
     first = hosts[0].name
     if not facts[first]["gpus"]["list"]:
         ops.append("deepspeed_shm_comm")
@@ -184,7 +187,7 @@ def _run(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -> Itera
                 yield red(check, answer[key], fix, name)
             elif scope.run[key]:
                 yield green(check, "usable", name)
-        yield from check_offload(name, facts[name], scope.offload, answer["parameters"], len(hosts))
+        yield from check_offload(name, facts[name], scope.offload, scope.optimizer, answer["parameters"], len(hosts))
 
 
 def _programs(hosts: list[Host], program: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from config.optimizers import OptimizerSpec
 from launch.doctor.report import Finding, amber, format_bytes, green, red
 
 Facts = dict[str, Any]
@@ -16,8 +17,6 @@ GOOD_SPEED = 50e6
 """Bytes per second below which a save takes long."""
 SMALL_SHM, GOOD_SHM = 64 * 2**20, 512 * 2**20
 """Bytes of /dev/shm: a container's default, and the size below which DeepSpeed's own report warns."""
-OFFLOAD_BYTES_PER_PARAMETER = {"optimizer": 16, "param": 2}
-"""Bytes of host memory per offloaded parameter: FP32 master, two moments and FP32 gradient; the 16-bit parameter."""
 
 
 def check_host(host: str, facts: Facts) -> Iterator[Finding]:
@@ -205,11 +204,16 @@ def _number(text: str) -> float:
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
-def check_offload(host: str, facts: Facts, offload: str, parameters: int | None, hosts: int) -> Iterator[Finding]:
-    """Whether host memory holds what ZeRO offloads. offload: as `config.deepspeed.document.offload` returns it."""
+def check_offload(
+    host: str, facts: Facts, offload: str, optimizer: OptimizerSpec, parameters: int | None, hosts: int
+) -> Iterator[Finding]:
+    """Whether host memory holds what ZeRO offloads: FP32 masters, gradients and state tensors; 16-bit parameters.
+
+    offload: as `config.deepspeed.document.offload` returns it.
+    """
     if offload == "none" or parameters is None:
         return
-    each = sum(OFFLOAD_BYTES_PER_PARAMETER[part] for part in offload.split("+"))
+    each = sum({"optimizer": 8 + optimizer.state_bytes, "param": 2}[part] for part in offload.split("+"))
     needed, memory = each * parameters / hosts, facts["memory"]
     room = min(memory["available"], memory["cgroup_limit"] or memory["available"])
     total = f"{parameters:,} parameters x {each} bytes / {hosts} = {format_bytes(needed)}"

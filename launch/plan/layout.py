@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.deepspeed.document import offload, zero_stage
+from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.resolved import Resolved
 from config.schema import ModelSection
 
@@ -42,6 +43,8 @@ class Layout:
     attention: str
     model: ModelSection
     """Says whether the loss is computed in chunks."""
+    optimizer: OptimizerSpec
+    """Says what is kept beside the masters."""
     offload: str
     """none, optimizer, param or optimizer+param."""
     overlap: bool
@@ -87,6 +90,7 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         checkpointing=config.model.activation_checkpointing,
         attention=config.model.attention,
         model=config.model,
+        optimizer=OPTIMIZERS[config.optimizer.name],
         offload=kept_on_host,
         overlap=bool(zero.get("overlap_comm", False)),
         zero=zero,

@@ -38,18 +38,19 @@ class Memory:
 def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[str, float]]:
     """(on the device, on the host) item to bytes that stay from step to step: ZeRO's table, section 5 and 6.
 
-    Stage 0 updates its FP32 parameters in place. From stage 1 on masters and moments are divided by the ranks, from
-    stage 2 on gradients, at stage 3 parameters; also an FP32 run keeps masters beside its parameters then.
+    Stage 0 updates its FP32 parameters in place. From stage 1 on masters and optimizer state are divided by the ranks,
+    from stage 2 on gradients, at stage 3 parameters; also an FP32 run keeps masters beside its parameters then.
     """
     whole, part = float(shape.parameters), shape.parameters / layout.world
     gradients = 4 * (whole if layout.stage < 2 else part)
+    kept = layout.optimizer.state_bytes
     if layout.stage == 0:
-        items = {"parameters": 4 * whole, "moments": 8 * whole, "gradients": gradients}
+        items = {"parameters": 4 * whole, "moments": kept * whole, "gradients": gradients}
     else:
         items = {
             "parameters": layout.width * (part if layout.stage == 3 else whole),
             "masters": 4 * part,
-            "moments": 8 * part,
+            "moments": kept * part,
             "gradients": gradients,
         }
     away = {"masters", "moments", "gradients"} if "optimizer" in layout.offload else set()
@@ -148,7 +149,9 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     items = {name: size for name, size in moments[moment].items() if size}
     if layout.background_save:
-        saved = 12 * part + layout.width * (part if layout.stage == 3 else shape.parameters)
+        saved = (4 + layout.optimizer.state_bytes) * part + layout.width * (
+            part if layout.stage == 3 else shape.parameters
+        )
         if not layout.on_cpu:
             host["checkpoint copy"] = saved
         elif layout.saves_between:

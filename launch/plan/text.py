@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 _ITEM_NOTES = {
     "parameters": "what the model computes with",
     "masters": "FP32 copies that the optimizer updates",
-    "moments": "AdamW's two averages in FP32",
     "gradients": "summed over micro-batches in FP32",
     "gradients in flight": "of the block whose backward pass runs, before they are reduced",
     "gathered parameters": "ZeRO-3: at most stage3_max_live_parameters at a time",
@@ -57,8 +55,10 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 def _memory_table(plan: Plan) -> Table:
     memory = plan.configured.memory
+    means = _ITEM_NOTES | {"moments": plan.configured.layout.optimizer.summary}
     table = _table(f"Memory of one rank at its peak, {memory.moment}", "item", "GiB", "share", "what it is")
-    _fill(table, memory.device, memory.total)
+    for name, size in sorted(memory.device.items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{size / GIB:.2f}", f"{size / memory.total:.0%}", means[name])
     verdict = "fits" if plan.configured.fits else "DOES NOT FIT"
     style = "bold green" if plan.configured.fits else "bold red"
     usable = f"{verdict} into {plan.usable / GIB:.1f} GiB, what --reserve leaves"
@@ -66,13 +66,8 @@ def _memory_table(plan: Plan) -> Table:
     if memory.host:
         table.add_section()
         for name, size in memory.host.items():
-            table.add_row(Text(f"{name} (host)", style="dim"), f"{size / GIB:.2f}", "", _ITEM_NOTES[name])
+            table.add_row(Text(f"{name} (host)", style="dim"), f"{size / GIB:.2f}", "", means[name])
     return table
-
-
-def _fill(table: Table, items: Mapping[str, float], total: float) -> None:
-    for name, size in sorted(items.items(), key=lambda item: -item[1]):
-        table.add_row(name, f"{size / GIB:.2f}", f"{size / total:.0%}", _ITEM_NOTES[name])
 
 
 def _summary(plan: Plan) -> list[Text]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from training.checkpoint.manifest import FORMAT, STATE
 from training.engine.rng import generators
-from training.engine.tensors import checksums_of
+from training.engine.tensors import checksums_of, shape_of
 from training.progress import Progress
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def other_layout(theirs: dict[str, Any], mine: dict[str, Any]) -> str | None:
 
 def parameter_shapes(model: torch.nn.Module) -> dict[str, list[int]]:
     """Every parameter's whole shape by name, also where ZeRO-3 holds it in parts."""
-    return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    return {name: list(shape_of(parameter)) for name, parameter in model.named_parameters()}
 
 
 def other_parameters(theirs: dict[str, list[int]], mine: dict[str, list[int]]) -> str | None:

@@ -1,7 +1,7 @@
-"""FP32 masters and Adam's moments out of DeepSpeed's checkpoint files: any ZeRO stage, any number of ranks, no GPU.
+"""FP32 masters and optimizer state out of DeepSpeed's checkpoint files: any ZeRO stage, any number of ranks, no GPU.
 
 DeepSpeed's own `zero_to_fp32` refuses ZeRO-0 and the BF16 optimizer of ZeRO-1, and leaves frozen parameters of ZeRO-1
-out (0.19.8), so the partitions are read here. Each master is then held against what else the checkpoint has of it:
+out (0.19.8), so the partitions are read here. Each master is then compared with what else the checkpoint has of it:
 
 - ZeRO-0: the weights in the model file are the masters; there is nothing else.
 - ZeRO-1 and 2: partitions are addressed by parameter name; the model file holds the computing weights whole, and every
@@ -28,7 +28,8 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from config.errors import UserError
-from training.checkpoint.pieces import Adam, Pieces
+from config.optimizers import COUNT
+from training.checkpoint.pieces import OptimizerState, Pieces
 from training.checkpoint.reader import PLAIN, Opener
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -48,8 +49,8 @@ class SavedTensor:
     """The same from the other place that has it, in that place's dtype; None where there is no other."""
     master: Pieces | None = None
     """The FP32 master by parts; None for a frozen parameter."""
-    adam: Adam | None = None
-    """None for a frozen parameter, before the first applied step, and at ZeRO-0 (`SavedModel.unnamed_adam`)."""
+    state: OptimizerState | None = None
+    """None for a frozen parameter, before the first applied step, and at ZeRO-0 (`SavedModel.unnamed_states`)."""
 
 
 @dataclass
@@ -65,8 +66,8 @@ class SavedModel:
     """Persistent buffers, as they were kept."""
     frozen: set[str] = field(default_factory=set)
     """Parameters that no optimizer group holds."""
-    unnamed_adam: list[Adam | None] = field(default_factory=list)
-    """ZeRO-0's moments: those of the first optimizer group's parameters, then the next group's, without names."""
+    unnamed_states: list[OptimizerState | None] = field(default_factory=list)
+    """ZeRO-0's: those of the first optimizer group's parameters, then the next group's, without names."""
     second_reading: str = "none: at ZeRO-0 the weights are the masters"
     """What `again` reads, in words."""
 
@@ -109,9 +110,9 @@ def _without_zero(folder: Path, read: ReadFile) -> SavedModel:
     optimizer = state.get("optimizer") or {"state": {}, "param_groups": []}
     for group in optimizer["param_groups"]:
         for index in group["params"]:
-            moments = optimizer["state"].get(index)
-            numel = moments["exp_avg"].numel() if moments else 0
-            saved.unnamed_adam.append(_adam(folder, f"number {index}", [moments], [slice(0, numel)], numel))
+            state = optimizer["state"].get(index)
+            numel = max((tensor.numel() for tensor in _tensors(state).values()), default=0)
+            saved.unnamed_states.append(_joined_state(folder, f"number {index}", [state], [slice(0, numel)], numel))
     return saved
 
 
@@ -122,17 +123,17 @@ def _partitioned_masters(folder: Path, states: list[dict[str, Any]], read: ReadF
     _take_buffers(saved, state)
     module, shared = state["module"], state["shared_params"] or {}
     parts: dict[str, list[torch.Tensor]] = {}
-    moments: dict[str, list[Any]] = {}
+    kept: dict[str, list[Any]] = {}
     places: dict[str, list[slice]] = {}
     for partition in states:
         groups = partition["single_partition_of_fp32_groups"]
-        adam = _of_flats(partition["base_optimizer_state"])
+        flats = _of_flats(partition["base_optimizer_state"])
         for index, addresses in enumerate(partition["param_slice_mappings"]):
             for name, address in addresses.items():
                 # an address may end in the padding that was cut off the last rank's partition
                 where = slice(address.start, address.start + address.numel)
                 parts.setdefault(name, []).append(groups[index][where])
-                moments.setdefault(name, []).append(adam[index])
+                kept.setdefault(name, []).append(flats[index])
                 places.setdefault(name, []).append(where)
     for shapes in state["param_shapes"]:
         for name, shape in shapes.items():
@@ -142,7 +143,7 @@ def _partitioned_masters(folder: Path, states: list[dict[str, Any]], read: ReadF
                 _joined(parts[name], shape),
                 _of(module[name]),
                 Pieces(parts[name], shape.numel()),
-                _adam(folder, name, moments[name], places[name], shape.numel()),
+                _joined_state(folder, name, kept[name], places[name], shape.numel()),
             )
     for name, weight in module.items():
         if name not in saved.tensors and name not in saved.buffers and name not in shared:
@@ -165,7 +166,7 @@ def _partitioned_weights(folder: Path, states: list[dict[str, Any]], read: ReadF
     optimizers = [_of_flats(state["optimizer_state_dict"]) for state in states]
     for index, shapes in enumerate(models[0]["param_shapes"]):
         flats, start = [state["fp32_flat_groups"][index] for state in states], 0
-        moments = [optimizer[index] for optimizer in optimizers]
+        kept = [optimizer[index] for optimizer in optimizers]
         for name, shape in shapes.items():
             length = math.ceil(shape.numel() / len(states))
             where = slice(start, start + length)
@@ -177,7 +178,7 @@ def _partitioned_weights(folder: Path, states: list[dict[str, Any]], read: ReadF
                 _joined(parts, shape),
                 _upstreams(whole, name),
                 Pieces(parts, shape.numel()),
-                _adam(folder, name, moments, [where] * len(states), shape.numel()),
+                _joined_state(folder, name, kept, [where] * len(states), shape.numel()),
             )
         if any(flat.numel() != start for flat in flats):
             raise UserError(
@@ -196,22 +197,28 @@ def _of_flats(optimizer: dict[str, Any]) -> list[dict[str, Any] | None]:
     return [optimizer["state"].get(index) for group in optimizer["param_groups"] for index in group["params"]]
 
 
-def _adam(folder: Path, name: str, moments: list[Any], places: list[slice], numel: int) -> Adam | None:
+def _joined_state(folder: Path, name: str, states: list[Any], places: list[slice], numel: int) -> OptimizerState | None:
     """From each rank's state and the place of the parameter's part in it. None before the first step."""
-    if not all(moments):
+    if not all(states):
         return None
-    steps = {int(state["step"]) for state in moments}
-    if len(steps) > 1:
+    found = {(tuple(_tensors(state)), int(state.get(COUNT, 0))) for state in states}
+    if len(found) > 1:
         raise UserError(
-            f"{folder}: ranks disagree on Adam's step of {name}: {sorted(steps)}; a file is of another save"
+            f"{folder}: ranks disagree on the optimizer's state of {name}: {sorted(found)}; a file is of another save"
         )
-    first, second = (
-        Pieces([state[key].view(-1)[where] for state, where in zip(moments, places, strict=True)], numel)
-        for key in ("exp_avg", "exp_avg_sq")
-    )
-    for pieces in (first, second):
-        _require_size(folder, name, torch.Size([numel]), sum(part.numel() for part in pieces.parts))
-    return Adam(first, second, steps.pop())
+    (keys, updates) = found.pop()
+    pieces = {
+        key: Pieces([state[key].view(-1)[where] for state, where in zip(states, places, strict=True)], numel)
+        for key in keys
+    }
+    for piece in pieces.values():
+        _require_size(folder, name, torch.Size([numel]), sum(part.numel() for part in piece.parts))
+    return OptimizerState(pieces, updates)
+
+
+def _tensors(state: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    """The state tensors of a parameter or a flat partition, whichever optimizer wrote them."""
+    return {key: value for key, value in (state or {}).items() if key != COUNT and isinstance(value, torch.Tensor)}
 
 
 def _zero_to_fp32(folder: Path) -> dict[str, Any]:

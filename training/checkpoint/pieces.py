@@ -1,4 +1,4 @@
-"""A parameter's master and moments as a checkpoint has them: cut up among the ranks that wrote it, not read yet."""
+"""A parameter's master and optimizer state as a checkpoint has them: cut up among its ranks, not read yet."""
 
 from __future__ import annotations
 
@@ -34,12 +34,10 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Adam:
-    """What the optimizer remembers of one parameter."""
+class OptimizerState:
+    """What the optimizer keeps of one parameter."""
 
-    exp_avg: Pieces
-    """First moment, FP32, in gradient units."""
-    exp_avg_sq: Pieces
-    """Second moment, FP32, in squared gradient units."""
-    step: int
-    """Updates so far, for the bias correction."""
+    tensors: dict[str, Pieces]
+    """State tensors, FP32, of the parameter's size, by the names that the file has for them."""
+    updates: int
+    """Updates so far; 0 where the optimizer does not count them."""

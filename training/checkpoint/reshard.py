@@ -1,16 +1,17 @@
-"""Go on from a checkpoint of another layout: other ranks, another ZeRO stage, another compute dtype, with or without
+"""Resume from a checkpoint of another layout: other ranks, another ZeRO stage, another compute dtype, with or without
 offload.
 
-Every master, both of its moments and Adam's step are read by parameter name out of the shards, whichever ranks wrote
-them, and written to where this run keeps them. The computing weights are the masters, rounded. Then every rank's part
-is summed up again and held against what the engine that saved had; nothing is trained where they differ.
+Every master and what the optimizer keeps of it (config/optimizers.py) are read by parameter name out of the shards,
+whichever ranks wrote them, and written to where this run keeps them. The computing weights are the masters, rounded.
+Then every rank's part is summed up again and compared with what the engine that saved had; nothing is trained where
+they differ.
 
 docs/elastic.md says what carries over, and why DeepSpeed's universal checkpoint is not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +20,14 @@ from typing import Any
 import torch
 
 from config.errors import UserError
+from config.optimizers import COUNT
 from modeling.parameter_groups import parameter_groups
 from training.checkpoint.contents import TAG
 from training.checkpoint.partitions import SavedModel, SavedTensor, open_saved_model
 from training.checkpoint.reader import PLAIN, Opener, Reader
 from training.engine import Engine
 from training.engine.masters import local_masters
-from training.engine.tensors import KINDS, Checksums, as_text, checksum, checksums_of, shape_of, shard_of, trained
+from training.engine.tensors import Checksums, as_text, checksum, checksums_of, kinds, shape_of, shard_of, trained
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,15 @@ class Carried:
     frozen: int
     """Parameters without one, whose weights were restored."""
     buffers: int
-    adam_step: int
-    """Updates that Adam has made; 0 where it had made none and its moments start at zero."""
+    updates: int | None
+    """Updates that the optimizer has made; 0 where it had made none and its state starts at zero. None where the
+    optimizer does not count them."""
     compared: int
-    """Checksums that were held against the checkpoint's: one a master, three once there are moments."""
+    """Checksums that were compared with the checkpoint's: one a master and, once there are any, one a state tensor."""
 
     def __str__(self) -> str:
-        return f"{self.parameters} masters carried over after {self.adam_step} updates, {self.compared} checksums agree"
+        after = "" if self.updates is None else f" after {self.updates} updates"
+        return f"{self.parameters} masters carried over{after}, {self.compared} checksums agree"
 
 
 def restore(
@@ -54,6 +58,8 @@ def restore(
     recorded: its checksums. change: how the layout differs, in words; None has DeepSpeed load its own files, bit for
     bit. Gives a line about the change, for the log. A collective. Raises UserError as `load_resharded` does.
     """
+    kept = [kind for kind in recorded or {} if kind != "master"]  # none before the first update
+    engine.place.raise_first(_other_optimizer(engine, path, kept) if kept else None, UserError)
     if change is None:
         engine.load(path, TAG, Reader(opener))
         require_same(engine, path, recorded or {})
@@ -64,7 +70,7 @@ def restore(
 
 @torch.no_grad()
 def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, opener: Opener = PLAIN) -> Carried:
-    """Restore masters, moments, Adam's step, frozen weights and buffers from a `deepspeed/` folder of any layout.
+    """Restore masters, optimizer state, frozen weights and buffers from a `deepspeed/` folder of any layout.
 
     recorded: `checksums_of` the engine that saved; None takes them from the files, which then shows only what went
     wrong on the way from there. The optimizer's settings, the loss scale and the random generators are left as they
@@ -72,17 +78,17 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
     every rank, naming the first parameter that is missing, of another shape, or not what was saved.
     """
     try:
-        saved, problem = _with_named_moments(engine, open_saved_model(folder, opener), folder), None
+        saved, problem = _with_named_states(engine, open_saved_model(folder, opener), folder), None
     except UserError as error:
         saved, problem = SavedModel(stage=0, ranks=0), str(error)
     if problem is None:
         problem = _mismatch(engine, saved, folder)
-    _agree(engine, problem)
+    engine.place.raise_first(problem, UserError)
     with _partitioned(engine):
         for name, parameter in engine.model.named_parameters():
             _restore(engine, parameter, saved.tensors[name])
-    step = max((tensor.adam.step for tensor in saved.tensors.values() if tensor.adam), default=0)
-    _restore_padding(engine, step)
+    updates = max((tensor.state.updates for tensor in saved.tensors.values() if tensor.state), default=0)
+    _restore_padding(engine, updates)
     buffers = _restore_buffers(engine, saved)
     recorded = recorded or _checksums_of_files(engine, saved)
     require_same(engine, folder, recorded)
@@ -90,36 +96,49 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
         parameters=len(trained(engine)),
         frozen=sum(not parameter.requires_grad for parameter in engine.model.parameters()),
         buffers=buffers,
-        adam_step=step,
-        compared=sum(len(recorded.get(kind, {})) for kind in KINDS),
+        updates=updates if engine.optimizer_spec.counts_updates else None,
+        compared=sum(len(recorded.get(kind, {})) for kind in kinds(engine)),
     )
 
 
 def require_same(engine: Engine, where: Path, recorded: Checksums) -> None:
-    """Hold every master and moment of the engine against the checksums that were recorded when they were saved.
+    """Compare every master and state tensor of the engine with the checksums that were recorded when they were saved.
 
     A collective. Raises UserError, on every rank, naming the first that differs; `where` is the checkpoint.
     """
-    _agree(engine, _difference(where, recorded, checksums_of(engine)))
+    engine.place.raise_first(_difference(where, recorded, checksums_of(engine)), UserError)
 
 
-def _with_named_moments(engine: Engine, saved: SavedModel, folder: Path) -> SavedModel:
-    """Give ZeRO-0's moments their names: they are in the order of the optimizer's groups."""
-    if not saved.unnamed_adam:
+def _other_optimizer(engine: Engine, where: Path, kept: Collection[str]) -> str | None:
+    """How the state tensors that were saved are not those of this run's optimizer, or None. kept: their names."""
+    mine = engine.optimizer_spec.states
+    if set(kept) == set(mine):
+        return None
+    there, here = (", ".join(names) or "nothing" for names in (kept, mine))
+    return (
+        f"{where}: its optimizer kept {there} of each parameter, this run's keeps {here}; use the same "
+        "optimizer.name, or start anew with run.resume=never or another run.name"
+    )
+
+
+def _with_named_states(engine: Engine, saved: SavedModel, folder: Path) -> SavedModel:
+    """Give ZeRO-0's optimizer state its names: it is in the order of the optimizer's groups."""
+    if not saved.unnamed_states:
         return saved
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     order = [names[id(p)] for group in parameter_groups(engine.model, weight_decay=0.0) for p in group["params"]]
-    if len(order) != len(saved.unnamed_adam):
+    if len(order) != len(saved.unnamed_states):
         raise UserError(
-            f"{folder}: its optimizer has {len(saved.unnamed_adam)} parameters, this run's {len(order)}; freeze the "
+            f"{folder}: its optimizer has {len(saved.unnamed_states)} parameters, this run's {len(order)}; freeze the "
             "same parameters"
         )
-    for name, adam in zip(order, saved.unnamed_adam, strict=True):
+    for name, state in zip(order, saved.unnamed_states, strict=True):
         tensor = saved.tensors.get(name)
-        if tensor is not None and adam is not None and adam.exp_avg.numel != tensor.shape.numel():
-            raise UserError(f"{folder}: the moments that should be of {name} have another size; use its own layout")
-        if tensor is not None:
-            saved.tensors[name] = replace(tensor, adam=adam)
+        if tensor is None:
+            continue
+        if state is not None and any(piece.numel != tensor.shape.numel() for piece in state.tensors.values()):
+            raise UserError(f"{folder}: the state that should be of {name} has another size; use its own layout")
+        saved.tensors[name] = replace(tensor, state=state)
     for name in (set(saved.tensors) - set(order)) & set(names.values()):
         saved.tensors[name] = replace(saved.tensors[name], master=None)
     return saved
@@ -127,7 +146,7 @@ def _with_named_moments(engine: Engine, saved: SavedModel, folder: Path) -> Save
 
 def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
     """Why the checkpoint does not fit the engine, or None."""
-    steps: dict[int, tuple[int, str]] = {}
+    counts: dict[int, tuple[int, str]] = {}
     for name, parameter in engine.model.named_parameters():
         tensor, shape = saved.tensors.get(name), shape_of(parameter)
         if tensor is None or tensor.shape != shape:
@@ -136,12 +155,16 @@ def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
         if parameter.requires_grad is (tensor.master is None):
             here = "trains" if parameter.requires_grad else "is frozen"
             return f"{folder}: {name} {here} in this run and not there; freeze the same parameters"
+        problem = _other_optimizer(engine, folder, tensor.state.tensors) if tensor.state else None
+        if problem is not None:
+            return problem
         shard = shard_of(engine, parameter) if parameter.requires_grad else None
         if shard is not None:
-            step = tensor.adam.step if tensor.adam else 0
-            before, other = steps.setdefault(id(shard.flat), (step, name))
-            if before != step:
-                return f"{folder}: Adam updated {name} {step} times and {other} {before} times; use its own layout"
+            count = tensor.state.updates if tensor.state else 0
+            before, other = counts.setdefault(id(shard.flat), (count, name))
+            if before != count:
+                problem = f"the optimizer updated {name} {count} times and {other} {before} times"
+                return f"{folder}: {problem}; use its own layout"
     return None
 
 
@@ -156,30 +179,30 @@ def _partitioned(engine: Engine) -> Iterator[None]:
 
 
 def _restore(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
-    """One parameter's weight and, where it trains, this rank's part of its master and moments, and Adam's step."""
+    """One parameter's weight and, where it trains, this rank's part of its master and optimizer state."""
     _restore_weight(engine, parameter, tensor)
     shard = shard_of(engine, parameter) if tensor.master else None
     if shard is None or tensor.master is None:
         return
     shard.of(shard.flat).copy_(tensor.master.slice(shard.start, shard.length))
-    adam = tensor.adam
-    state = _state(engine, shard.flat, adam.step if adam else 0)
-    for key in ("exp_avg", "exp_avg_sq"):
-        if adam is None:
-            shard.of(state[key]).zero_()
+    saved = tensor.state
+    state = _state(engine, shard.flat, saved.updates if saved else 0)
+    for name in engine.optimizer_spec.states:
+        if saved is None:
+            shard.of(state[name]).zero_()
         else:
-            shard.of(state[key]).copy_(getattr(adam, key).slice(shard.start, shard.length))
+            shard.of(state[name]).copy_(saved.tensors[name].slice(shard.start, shard.length))
 
 
-def _restore_padding(engine: Engine, step: int) -> None:
-    """Adam's step of a partition in which this rank has nothing but padding; checkpoints to come hold it too."""
+def _restore_padding(engine: Engine, updates: int) -> None:
+    """Optimizer state of a partition in which this rank has nothing but padding; checkpoints to come hold it too."""
     if engine.stage == 0:
         return
     held = [shard_of(engine, parameter) for parameter in trained(engine).values()]
     flats = {id(shard.flat) for shard in held if shard is not None}
     for flat in local_masters(engine.deepspeed.optimizer):
         if id(flat) not in flats:
-            _state(engine, flat, step)
+            _state(engine, flat, updates)
 
 
 def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
@@ -195,17 +218,16 @@ def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None
     part.data.view(-1)[:length].copy_(values)
 
 
-def _state(engine: Engine, flat: torch.Tensor, step: int) -> dict[str, Any]:
+def _state(engine: Engine, flat: torch.Tensor, updates: int) -> dict[str, Any]:
     """The optimizer's state of one flat tensor after so many updates, made as its own first one would make it."""
     optimizer = engine.deepspeed.basic_optimizer
     state = optimizer.state[flat]
-    if "exp_avg" not in state:
-        for key in ("exp_avg", "exp_avg_sq"):
-            state[key] = torch.zeros_like(flat)
-    if isinstance(optimizer, torch.optim.AdamW):
-        state["step"] = torch.tensor(float(step), dtype=torch.float32, device=flat.device)
-    else:  # DeepSpeed's kernel for offloaded state counts in a plain integer
-        state["step"] = step
+    for name in engine.optimizer_spec.states:
+        if state.get(name) is None:
+            state[name] = torch.zeros_like(flat)
+    if engine.optimizer_spec.counts_updates:  # torch counts in a tensor, DeepSpeed's kernels in a plain integer
+        of_torch = type(optimizer).__module__.startswith("torch.")
+        state[COUNT] = torch.tensor(float(updates), dtype=torch.float32, device=flat.device) if of_torch else updates
     return state
 
 
@@ -225,8 +247,8 @@ def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:
         if index % place.world_size != place.rank or tensor.master is None:
             continue
         pieces = {"master": tensor.master}
-        if tensor.adam is not None:
-            pieces |= {"exp_avg": tensor.adam.exp_avg, "exp_avg_sq": tensor.adam.exp_avg_sq}
+        if tensor.state is not None:
+            pieces |= tensor.state.tensors
         found += [
             (kind, name, as_text(checksum(piece.slice(0, piece.numel), 0).tolist())) for kind, piece in pieces.items()
         ]
@@ -237,21 +259,14 @@ def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:
 
 
 def _difference(folder: Path, recorded: Checksums, found: Checksums) -> str | None:
-    """The first master or moment that is not what was saved, in words."""
-    for kind in KINDS:
-        for name, text in recorded.get(kind, {}).items():
+    """The first master or state tensor that is not what was saved, in words."""
+    for kind, texts in recorded.items():
+        for name, text in texts.items():
             here = found.get(kind, {}).get(name)
             if here != text:
-                what = "the master" if kind == "master" else f"Adam's {kind}"
+                what = "the master" if kind == "master" else f"the optimizer's {kind}"
                 return (
                     f"{folder}: {what} of {name} is not the one that was saved (checksum {here} here, {text} when "
                     "saved); use another checkpoint"
                 )
     return None
-
-
-def _agree(engine: Engine, problem: str | None) -> None:
-    """Raise the first rank's problem on every rank."""
-    for text in engine.place.gather_objects(problem):
-        if text is not None:
-            raise UserError(text)

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from config.cli import REPOSITORY
 from config.deepspeed.combinations import Combination, refuse_combination
+from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from data.loader import Batch
 from precision.manifest import load_manifest
@@ -35,7 +36,7 @@ from training.engine.faults import Faults
 from training.engine.gradients import ReducedGradients
 from training.engine.health import Outcome, Update, require_equal
 from training.engine.loss import LossPath, label_tokens_of_all
-from training.engine.masters import UpdateMeter
+from training.engine.masters import UpdateMeter, local_states, sum_of_squares
 from training.engine.optimizer import build_optimizer, import_muon_uncompiled
 from training.engine.rng import generators
 from training.engine.work_time import WorkTime, by_rank, peak_memory_bytes
@@ -51,6 +52,8 @@ class Engine:
         self.place = place
         self.stage = resolved.zero_stage
         self.compute = resolved.compute
+        self.optimizer_spec = OPTIMIZERS[optimizer_section.name]
+        """What its optimizer keeps."""
         self.clipping = optimizer_section.gradient_clipping
         self.slow_fp16 = self.compute == "fp16" and allow_slow_fp16()
         self.faults = Faults(resolved.config.faults, rank=place.rank, model=model)
@@ -250,13 +253,14 @@ class Engine:
             self.deepspeed.save_checkpoint(str(folder), tag=tag, save_latest=False)
 
     def load(self, folder: Path, tag: str, reader: CheckpointEngine) -> None:
-        """Restore weights, masters and moments, from files that `reader` reads.
+        """Restore weights, masters and the optimizer's state, from files that `reader` reads.
 
         DeepSpeed also brings back the optimizer's settings and a pickled loss scaler; the config's settings and a new
         scaler of ours take their places again (`install_scaler` gives it the state that Mantissa saved).
         """
         groups = self.deepspeed.optimizer.param_groups
-        settings = [{key: group[key] for key in ("betas", "eps", "weight_decay")} for group in groups]
+        keys = (*self.optimizer_spec.settings, "weight_decay")
+        settings = [{key: group[key] for key in keys} for group in groups]
         with self._checkpoints_through(reader):
             path, _ = self.deepspeed.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
         if path is None:
@@ -275,12 +279,12 @@ class Engine:
         finally:
             self.deepspeed.checkpoint_engine = own
 
-    def momentum_norm(self) -> float:
-        """Global norm of the first moments, in gradient units."""
-        squares = torch.zeros((), dtype=torch.float64, device=self.place.device)
-        for state in self.deepspeed.basic_optimizer.state.values():
-            if "exp_avg" in state:
-                squares += state["exp_avg"].double().square().sum().to(squares.device)
+    def momentum_norm(self) -> float | None:
+        """Global norm of the optimizer's momentum, in gradient units; None where it keeps none."""
+        if self.optimizer_spec.momentum is None:
+            return None
+        momentum = local_states(self.deepspeed.basic_optimizer, self.optimizer_spec.momentum)
+        squares = sum_of_squares(momentum, self.place.device)
         return float(squares if self.stage == 0 else self.place.sum(squares)) ** 0.5
 
     def scaler_state(self) -> dict[str, Any] | None:

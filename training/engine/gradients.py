@@ -5,8 +5,8 @@ measurement is made before the step, and the step is given the result instead of
 gradients and one reduction a step, as before. FP16's separate search for inf and nan falls away, because a sum of
 squares finds them too.
 
-A step is discarded by way of DeepSpeed's own overflow path, which clears every accumulator and leaves masters, moments
-and counters as they are: the step is told that the norm is infinite.
+A step is discarded by way of DeepSpeed's own overflow path, which clears every accumulator and leaves masters,
+optimizer state and counters as they are: the step is told that the norm is infinite.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 from deepspeed.utils import safe_get_full_grad
+
+
+def reduced_gradient(parameter: torch.nn.Parameter, stage: int) -> torch.Tensor | None:
+    """Whole and still scaled; None for a parameter without one. A collective from ZeRO-1 on."""
+    gradient: torch.Tensor | None = parameter.grad if stage == 0 else safe_get_full_grad(parameter)
+    return gradient
 
 
 class ReducedGradients:
@@ -81,7 +87,7 @@ class ReducedGradients:
         """(name, reduced gradient) of every parameter whose gradient is not finite. Gathers: only for a bad step."""
         found = []
         for name, parameter in self._engine.module.named_parameters():
-            gradient = parameter.grad if self._stage == 0 else safe_get_full_grad(parameter)
+            gradient = reduced_gradient(parameter, self._stage)
             if gradient is not None and not bool(torch.isfinite(gradient).all()):
                 found.append((name, gradient.detach()))
         return found

@@ -1,4 +1,4 @@
-"""In which dtype everything in training really is, read off the engine and held against the config's promise."""
+"""In which dtype everything in training really is, read off the engine and compared with the config's promise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from config.errors import UserError
 from precision.dtypes import DTYPES
 from training.engine.engine import Engine
-from training.engine.masters import local_masters
+from training.engine.masters import local_masters, local_states
 
 
 class PrecisionError(UserError):
@@ -31,20 +31,16 @@ class Entry:
 def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     """The ledger of this rank.
 
-    reduce: precision.reduce. Raises PrecisionError when parameters are not in the compute dtype, or masters, moments or
-    the accumulated gradients not in FP32. Moments exist from the first applied step on at some ZeRO stages: call it
-    again then.
+    reduce: precision.reduce. Raises PrecisionError when parameters are not in the compute dtype, or masters, the
+    optimizer's state (its row is called `moments`) or the accumulated gradients not in FP32. The state exists from the
+    first applied step on: call it again then.
     """
     optimizer = engine.deepspeed.optimizer
     compute = DTYPES[engine.compute]
     parameters = [getattr(p, "ds_tensor", p).data for p in engine.model.parameters()]
     masters = local_masters(optimizer)
-    moments = [
-        value
-        for state in engine.deepspeed.basic_optimizer.state.values()
-        for key, value in state.items()
-        if key in ("exp_avg", "exp_avg_sq")
-    ]
+    states = engine.optimizer_spec.states
+    moments = [tensor for name in states for tensor in local_states(engine.deepspeed.basic_optimizer, name)]
     accumulation = torch.float32
     if engine.stage > 0:
         accumulation = getattr(optimizer, "gradient_accumulation_dtype", None) or optimizer.grad_acc_dtype
@@ -60,7 +56,7 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     return [
         _entry("parameters", parameters),
         _entry("masters", masters),
-        _entry("moments", moments, absent="float32, from the first step on"),
+        _entry("moments", moments, absent="float32, from the first step on" if states else "none"),
         Entry("gradients of a micro-batch", _name(compute), 0),
         Entry("gradients accumulated", _name(accumulation), 0),
         Entry("gradients reduced", _name(communication), 0),

@@ -1,7 +1,8 @@
-"""The FP32 tensors that the optimizer updates, whatever DeepSpeed's optimizer of that stage calls them."""
+"""This rank's part of the FP32 tensors that the optimizer updates, and of those that it keeps, at every ZeRO stage."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,22 @@ def local_masters(optimizer: Any) -> list[torch.Tensor]:
     return [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def local_states(optimizer: torch.optim.Optimizer, name: str) -> list[torch.Tensor]:
+    """This rank's partition of one of the optimizer's state tensors; empty before the first applied step.
+
+    optimizer: torch's own, DeepSpeed's `basic_optimizer`.
+    """
+    return [state[name] for state in optimizer.state.values() if isinstance(state.get(name), torch.Tensor)]
+
+
+def sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Of all values of the tensors: a scalar in FP64."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        total += tensor.double().square().sum().to(device)
+    return total
+
+
 class UpdateMeter:
     """Measures how large an update was against the weights it changed. Copies the masters: only where asked for."""
 
@@ -30,10 +47,9 @@ class UpdateMeter:
 
     def ratio(self) -> float:
         """||after - before|| / ||before|| over all ranks, to be called after the step. A collective."""
-        squares = torch.zeros(2, dtype=torch.float64, device=self._place.device)
-        for before, after in zip(self._before, local_masters(self._optimizer), strict=True):
-            squares[0] += (after.detach() - before).double().square().sum().to(squares.device)
-            squares[1] += before.double().square().sum().to(squares.device)
+        after, device = local_masters(self._optimizer), self._place.device
+        changes = (new.detach() - old for old, new in zip(self._before, after, strict=True))
+        squares = torch.stack([sum_of_squares(changes, device), sum_of_squares(self._before, device)])
         self._before = []
         changed, weights = (squares if self._stage == 0 else self._place.sum(squares)).tolist()
         return (changed / weights) ** 0.5 if weights else 0.0

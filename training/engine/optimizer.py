@@ -1,31 +1,63 @@
-"""The optimizer on the FP32 masters."""
+"""The optimizer on the FP32 masters: which one the config names, built for this model."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Protocol, cast
 
 import torch
 from deepspeed.runtime import compiler
 from transformers import PreTrainedModel
 
+from config.optimizers import OPTIMIZERS
 from config.schema import OptimizerSection
 from modeling.parameter_groups import parameter_groups
+
+
+class Implementation(Protocol):
+    """What a file of training/engine/optimizers/ holds."""
+
+    def build(
+        self, groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool
+    ) -> torch.optim.Optimizer:
+        """The optimizer of these parameter groups.
+
+        options: `lr` and its settings, as torch calls them. offload_to_host: a GPU run keeps its masters and its state
+        in host memory.
+        """
+
+    def update(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        *,
+        section: OptimizerSection,
+        weight_decay: float,
+        lr: float,
+        step: int,
+    ) -> torch.Tensor:
+        """By how much it changes `master`, FP64, worked out without torch's optimizer.
+
+        gradient: unscaled and clipped. states: before the step, in the order of `OptimizerSpec.states`. step: from 1.
+        All tensors of one shape.
+        """
+
+
+def implementation(name: str) -> Implementation:
+    """The file of an optimizer."""
+    return cast(Implementation, import_module(f"training.engine.optimizers.{name}"))
 
 
 def build_optimizer(
     model: PreTrainedModel, section: OptimizerSection, *, offload: bool, device: torch.device
 ) -> torch.optim.Optimizer:
-    """AdamW on the masters: DeepSpeed's CPU kernel when a GPU run offloads its state, else torch's fused one.
-
-    On a CPU torch's fused AdamW is as fast as DeepSpeed's and needs no build.
-    """
+    """The optimizer that the config names, with its two groups of decay."""
     groups = parameter_groups(model, weight_decay=section.weight_decay)
-    options: dict[str, Any] = {"lr": section.learning_rate, "betas": section.betas, "eps": section.eps}
-    if offload and device.type == "cuda":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
-    return torch.optim.AdamW(groups, fused=True, **options)
+    options = {"lr": section.learning_rate}
+    options |= {key: getattr(section, key) for key in OPTIMIZERS[section.name].settings}
+    return implementation(section.name).build(groups, options, offload_to_host=offload and device.type == "cuda")
 
 
 def import_muon_uncompiled() -> None:

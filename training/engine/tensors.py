@@ -1,4 +1,4 @@
-"""A parameter's master, moments, gradient and computing weight: whole, or this rank's part, wherever ZeRO keeps them.
+"""What belongs to a parameter (master, optimizer state, gradient, computing weight): whole, or this rank's part of it.
 
 What gives a whole tensor is a collective that hands the same to every rank. For looking at, a parameter at a time:
 nothing here belongs on the path of a training step.
@@ -17,9 +17,10 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param
 
 from training.engine.engine import Engine
+from training.engine.gradients import reduced_gradient
 from training.engine.masters import local_masters
 
 
@@ -30,7 +31,7 @@ def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
 
 def whole_gradient(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """The reduced gradient, FP32, unscaled; between backward and step. None for a parameter without one."""
-    gradient = parameter.grad if engine.stage == 0 else safe_get_full_grad(parameter)
+    gradient = reduced_gradient(parameter, engine.stage)
     return None if gradient is None else gradient.detach().float() / engine.loss_scale
 
 
@@ -40,36 +41,24 @@ def whole_master(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
     return master.detach().float().clone().view(shape_of(parameter))
 
 
-def whole_moment(engine: Engine, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
-    """A copy of the optimizer's `name` (exp_avg or exp_avg_sq), FP32. There is none before the first applied step."""
-    if engine.stage == 0:
-        moment = engine.deepspeed.optimizer.state[parameter][name]
-    elif engine.stage == 3:
-        moment = safe_get_full_optimizer_state(parameter, name)
-    else:
-        moment = _from_partitions(engine, parameter, name)
-    return moment.detach().float().clone().view(shape_of(parameter))
+def whole_state(engine: Engine, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
+    """A copy of one of the optimizer's state tensors, FP32, in the parameter's shape; zero before the first update.
 
-
-def _from_partitions(engine: Engine, parameter: Any, name: str) -> torch.Tensor:
-    """At ZeRO-1 and 2, from every rank's flat partition: DeepSpeed's own getter is linked too late for a first step."""
-    whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=engine.place.device)
-    mapping = parameter._hp_mapping
-    if mapping is not None:  # this rank holds a part
-        flat = local_masters(engine.deepspeed.optimizer)[mapping.param_group_index]
-        here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-        state = engine.deepspeed.basic_optimizer.state[flat][name]
-        whole[here.start : here.start + here.numel] = state[there.start : there.start + there.numel]
-    return engine.place.sum(whole)
+    DeepSpeed's own getter is linked too late for a first step at ZeRO-1 and 2.
+    """
+    shape = shape_of(parameter)
+    whole = torch.zeros(shape.numel(), dtype=torch.float32, device=engine.place.device)
+    shard = shard_of(engine, parameter)
+    held = shard.held(engine) if shard is not None else {}
+    if shard is not None and name in held:
+        whole[shard.start : shard.start + shard.length] = held[name]
+    return (whole if engine.stage == 0 else engine.place.sum(whole)).view(shape)
 
 
 def whole_weight(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
     """A copy of the weight that the module computes with, in its own dtype."""
     with deepspeed.zero.GatheredParameters([parameter]) if engine.stage == 3 else nullcontext():
         return parameter.data.detach().clone()
-
-
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 _CHUNK, _CHUNK_ON_A_GPU = 1 << 16, 1 << 22
@@ -80,7 +69,7 @@ _HALF, _WHOLE = 1 << 32, 1 << 64
 
 
 Checksums = dict[str, dict[str, str]]
-"""KINDS to parameter name to 32 hexadecimal digits."""
+"""`kinds` to parameter name to 32 hexadecimal digits."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +77,19 @@ class Shard:
     """This rank's part of one parameter: values `start` to `start + length` of it, at `at` in a flat FP32 tensor."""
 
     flat: torch.Tensor
-    """Masters, and the key of their state in the optimizer. At ZeRO-0 the parameter itself."""
+    """Masters, and the key of their state in torch's optimizer. At ZeRO-0 the parameter itself."""
     at: int
     start: int
     length: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(length,) view of the part's values in `flat` or in a moment of the same size."""
+        """(length,) view of the part's values in `flat` or in a state tensor of the same size."""
         return tensor.detach().view(-1)[self.at : self.at + self.length]
+
+    def held(self, engine: Engine) -> dict[str, torch.Tensor]:
+        """(length,) views of what is held of the part, by `kinds`; state tensors from the first update on."""
+        found = {"master": self.flat, **engine.deepspeed.basic_optimizer.state.get(self.flat, {})}
+        return {kind: self.of(found[kind]) for kind in kinds(engine) if isinstance(found.get(kind), torch.Tensor)}
 
 
 def shard_of(engine: Engine, parameter: Any) -> Shard | None:
@@ -116,6 +110,11 @@ def shard_of(engine: Engine, parameter: Any) -> Shard | None:
     return Shard(local_masters(optimizer)[mapping.param_group_index], there.start, here.start, here.numel)
 
 
+def kinds(engine: Engine) -> tuple[str, ...]:
+    """What is held of each parameter that trains: its master, and the optimizer's state tensors by torch's keys."""
+    return ("master", *engine.optimizer_spec.states)
+
+
 def trained(engine: Engine) -> dict[str, torch.nn.Parameter]:
     """The parameters that have masters, by name; a shared one under its first name."""
     return {name: parameter for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
@@ -123,31 +122,35 @@ def trained(engine: Engine) -> dict[str, torch.nn.Parameter]:
 
 @torch.no_grad()
 def checksums_of(engine: Engine) -> Checksums:
-    """Of every master and moment that the engine holds; moments only once there are any. A collective."""
-    parameters = trained(engine)
-    sums = torch.zeros(len(parameters), len(KINDS), 2, dtype=torch.int64)
-    state = engine.deepspeed.basic_optimizer.state
+    """Of every master and state tensor that the engine holds; there are state tensors from the first update on.
+
+    A collective.
+    """
+    parameters, names = trained(engine), kinds(engine)
+    sums = torch.zeros(len(parameters), len(names), 2, dtype=torch.int64)
+    exists = torch.zeros(len(names), device=engine.place.device)
+    exists[0] = 1.0  # masters are always there
     for row, parameter in zip(sums, parameters.values(), strict=True):
         shard = shard_of(engine, parameter)
         if shard is None:
             continue
-        held = {"master": shard.flat, **state.get(shard.flat, {})}
-        for column, kind in enumerate(KINDS):
-            if kind in held:
-                row[column] = checksum(shard.of(held[kind]), shard.start)
+        for kind, values in shard.held(engine).items():
+            column = names.index(kind)
+            exists[column] = 1.0
+            row[column] = checksum(values, shard.start)
     # 64-bit sums of ranks could overflow while they are added up; their halves cannot
     halves = torch.stack([sums & (_HALF - 1), (sums >> 32) & (_HALF - 1)]).to(engine.place.device)
     if engine.stage > 0:
         engine.place.sum(halves)
     low, high = halves.tolist()
-    stepped = engine.place.sum(torch.tensor(float(_stepped(engine)), device=engine.place.device)).item() > 0
+    anywhere = engine.place.sum(exists).tolist()
     return {
         kind: {
             name: as_text((lower[column][k] + lifted[column][k] * _HALF) for k in range(2))
             for name, lower, lifted in zip(parameters, low, high, strict=True)
         }
-        for column, kind in enumerate(KINDS)
-        if kind == "master" or stepped
+        for column, kind in enumerate(names)
+        if anywhere[column]
     }
 
 
@@ -168,7 +171,3 @@ def checksum(values: torch.Tensor, start: int) -> torch.Tensor:
 def as_text(sums: Any) -> str:
     """32 hexadecimal digits of a checksum's two sums."""
     return "".join(f"{int(total) % _WHOLE:016x}" for total in sums)
-
-
-def _stepped(engine: Engine) -> bool:
-    return any("exp_avg" in state for state in engine.deepspeed.basic_optimizer.state.values())

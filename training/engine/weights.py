@@ -59,7 +59,7 @@ def refresh_masters(engine: Engine, folder: Path) -> int:
             if shard is not None and engine.stage > 0:
                 # not safe_set_full_fp32_param: at ZeRO-3 it fails where the ranks do not divide the parameter's size
                 shard.of(shard.flat).copy_(value.view(-1)[shard.start : shard.start + shard.length])
-    _agree(engine, problems)
+    engine.place.raise_first(next(iter(problems), None), StaleMaster)
     return len(where)
 
 
@@ -74,7 +74,7 @@ def require_fresh_masters(engine: Engine) -> None:
         if parameter.requires_grad:
             weight, master = whole_weight(engine, parameter), whole_master(engine, parameter)
             problems += _difference(name, weight, master, "its master has")
-    _agree(engine, problems)
+    engine.place.raise_first(next(iter(problems), None), StaleMaster)
 
 
 def _find(engine: Engine, folder: Path) -> dict[str, tuple[str, str]]:
@@ -104,10 +104,3 @@ def _difference(name: str, weight: torch.Tensor, other: torch.Tensor, whose: str
         f"{name}: {int(differ.sum()):,} of {weight.numel():,} weights are not what they should be at the start: the "
         f"model computes with {mine:.9g} at index {first}, {whose} {theirs:.9g}"
     ]
-
-
-def _agree(engine: Engine, problems: list[str]) -> None:
-    """Raise the first problem of the first rank that has one, on every rank."""
-    first = next((text for text in engine.place.gather_objects(problems[:1]) if text), None)
-    if first:
-        raise StaleMaster(first[0])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from config.launcher import as_launched
+from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from config.schema import LossScaleSection
 from data.prepare import prepare
@@ -126,6 +127,10 @@ def _meaning(bounds: Bounds, steps: int, most_skips: int) -> str:
 def _conditions(study: Study, first: Resolved, fingerprint: str) -> dict[str, str]:
     """What the numbers hold for, in words."""
     config, optimizer, schedule = first.config, first.config.optimizer, first.config.schedule
+    settings = ", ".join(
+        f"{key} {list(value) if isinstance(value, tuple) else format(value, 'g')}"
+        for key, value in ((key, getattr(optimizer, key)) for key in OPTIMIZERS[optimizer.name].settings)
+    )
     model = config.model.name_or_path or config.model.architecture
     shapes = [json.loads(text) for text in study.models.values()]
     shape = {key: value for key, value in shapes[0].items() if all(other.get(key) == value for other in shapes)}
@@ -140,8 +145,8 @@ def _conditions(study: Study, first: Resolved, fingerprint: str) -> dict[str, st
         "data": f"{config.data.path or config.data.source}, tokenizer {config.data.tokenizer}, "
         f"fingerprint {fingerprint}, sequences of {config.data.sequence_length} tokens",
         "schedule": f"{schedule.name}, {schedule.warmup_steps} warm-up steps, final ratio {schedule.final_ratio:g}",
-        "optimizer": f"{optimizer.name}, betas {list(optimizer.betas)}, eps {optimizer.eps:g}, weight decay "
-        f"{optimizer.weight_decay:g}, clipping {optimizer.gradient_clipping:g}",
+        "optimizer": f"{optimizer.name}, {settings}, weight decay {optimizer.weight_decay:g}, "
+        f"clipping {optimizer.gradient_clipping:g}",
         "seed": str(config.run.seed),
         "micro-batch": f"{first.batch.micro_size} sequences",
         "DeepSpeed": f"ZeRO-{first.zero_stage}, offload {first.offload}, reduction in {config.precision.reduce}",

@@ -16,7 +16,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from config.resolved import Resolved
-from config.schema import OptimizerSection
 from data.loader import Batch
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model
@@ -72,30 +71,6 @@ class Reference:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             found[name] = self._place.sum(gradient.detach())
         return float(self._place.sum(totals)[0] / tokens), found
-
-
-def adamw_update(
-    master: torch.Tensor,
-    gradient: torch.Tensor,
-    moments: tuple[torch.Tensor, torch.Tensor],
-    *,
-    section: OptimizerSection,
-    weight_decay: float,
-    lr: float,
-    step: int,
-) -> torch.Tensor:
-    """By how much AdamW changes `master`, FP64 (Loshchilov and Hutter 2019, algorithm 2; schedule inside `lr`).
-
-    gradient: unscaled and clipped. moments: the first and the second before the step. step: from 1. All of one shape.
-    """
-    first, second = (moment.double() for moment in moments)
-    beta1, beta2 = section.betas
-    g, w = gradient.double(), master.double()
-    first = beta1 * first + (1 - beta1) * g
-    second = beta2 * second + (1 - beta2) * g.square()
-    corrected = first / (1 - beta1**step)
-    spread = second.div(1 - beta2**step).sqrt().add(section.eps)
-    return -lr * (weight_decay * w + corrected / spread)
 
 
 def clip_coefficient(norm: float, largest: float) -> float:

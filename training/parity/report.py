@@ -26,7 +26,7 @@ _WORDS = {
     "gradient_error": "weight gradients, relative error",
     "gradient_cosine": "weight gradients, cosine",
     "sign_agreement": "weight gradients, equal signs",
-    "update_error": "update against AdamW on its own gradient",
+    "update_error": "update against FP64 on its own gradient",
     "grad_norm_error": "reported gradient norm against the gradient's",
     "weight_drift": "weights against their rounded masters",
     "applied_points": "points with an applied step",

@@ -1,4 +1,4 @@
-"""Single steps of a run held against FP32: same masters, same moments, same micro-batches.
+"""Single steps of a run compared with FP32: same masters, same optimizer state, same micro-batches.
 
     python -m training.parity.steps RUN --out FILE [--walk 2] --points 0,150,300
 
@@ -7,7 +7,7 @@ walks a few real steps. On every one of them it measures, module by module,
 - its *own error*: its output against the FP32 module's on the same inputs, so that no error is inherited;
 - its *output error*: its output against FP32's on FP32's inputs, what has built up so far;
 - its gradients against FP32's: relative error, cosine, share of equal signs;
-- its *update error*: how its masters moved against AdamW in FP64 on the gradient that the engine itself reduced;
+- its *update error*: how its masters moved against the optimizer in FP64 on the gradient that the engine reduced;
 - its *drift*: how far the weights it computes with are from its rounded masters.
 """
 
@@ -34,9 +34,10 @@ from tracking.record import Record
 from tracking.run_dir import RunDir
 from training.build import assemble
 from training.engine import Engine
-from training.engine.tensors import whole_gradient, whole_master, whole_moment, whole_weight
+from training.engine.optimizer import implementation
+from training.engine.tensors import whole_gradient, whole_master, whole_state, whole_weight
 from training.parity.outputs import OutputErrors
-from training.parity.reference import Reference, adamw_update, clip_coefficient, has_dropout
+from training.parity.reference import Reference, clip_coefficient, has_dropout
 from training.progress import Progress
 from training.schedule import scheduled_rate
 from training.session import session
@@ -50,7 +51,8 @@ class Before:
     """The state of the optimizer before a step, by parameter name."""
 
     masters: dict[str, torch.Tensor]
-    moments: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    states: dict[str, list[torch.Tensor]]
+    """What the optimizer keeps, in the order of its table's row; zeros before the first applied step."""
 
 
 class StepParity:
@@ -64,7 +66,7 @@ class StepParity:
     def step(self, batch: Batch, *, applied: int) -> dict[str, Any]:
         """Take one real step and measure it. applied: updates so far."""
         engine, reference = self._engine, self._reference
-        before = self._before(applied)
+        before = self._before()
         reference.load(before.masters)
         drift = self._drift(before)
         for model in (engine.model, reference.model):
@@ -98,18 +100,13 @@ class StepParity:
             measured["update_error"] = self._update_errors(before, found, lr=lr, step=applied + 1)
         return measured
 
-    def _before(self, applied: int) -> Before:
+    def _before(self) -> Before:
         engine = self._engine
-        masters, moments = {}, {}
+        masters, states = {}, {}
         for name, parameter in engine.model.named_parameters():
             masters[name] = whole_master(engine, parameter)
-            zero = torch.zeros_like(masters[name])
-            moments[name] = (
-                (whole_moment(engine, parameter, "exp_avg"), whole_moment(engine, parameter, "exp_avg_sq"))
-                if applied
-                else (zero, zero)
-            )
-        return Before(masters, moments)
+            states[name] = [whole_state(engine, parameter, key) for key in engine.optimizer_spec.states]
+        return Before(masters, states)
 
     def _drift(self, before: Before) -> dict[str, float]:
         if self._engine.stage == 0:
@@ -124,16 +121,17 @@ class StepParity:
     ) -> dict[str, float]:
         """Relative distance of each update from what it should have been, beyond FP32's rounding of the master."""
         section = self._resolved.config.optimizer
+        update = implementation(section.name).update
         clip = clip_coefficient(_norm(gradients), section.gradient_clipping)
         found = {}
         for name, parameter in self._engine.model.named_parameters():
             if name not in gradients:
                 continue
             master = before.masters[name]
-            expected = adamw_update(
+            expected = update(
                 master,
                 gradients[name] * clip,
-                before.moments[name],
+                before.states[name],
                 section=section,
                 weight_decay=self._reference.weight_decay(name),
                 lr=lr,

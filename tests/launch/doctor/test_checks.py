@@ -10,6 +10,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from config.optimizers import OPTIMIZERS
 from launch.doctor import facts as doctor_facts
 from launch.doctor.cluster_checks import check_all_reduce, check_clock, check_cluster, check_device
 from launch.doctor.host_checks import check_host, check_offload
@@ -17,6 +18,7 @@ from launch.doctor.report import amber, green, print_findings, red
 from launch.hostfile import read_hostfile
 
 GIB = 2**30
+ADAMW = OPTIMIZERS["adamw"]
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +96,8 @@ def test_gpus(facts):
 def test_offload_must_fit_into_memory(facts, parameters, level):
     """16 bytes a parameter for the optimizer's, over two hosts: 28 GiB hold 3.75e9 parameters."""
     facts["memory"] = {"total": 64 * GIB, "available": 60 * GIB, "cgroup_limit": 28 * GIB}
-    assert levels(check_offload("a", facts, "optimizer", parameters, 2), "offload memory") == [level]
-    assert levels(check_offload("a", facts, "none", parameters, 2), "offload memory") == []
+    assert levels(check_offload("a", facts, "optimizer", ADAMW, parameters, 2), "offload memory") == [level]
+    assert levels(check_offload("a", facts, "none", ADAMW, parameters, 2), "offload memory") == []
 
 
 def device(**changes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers.integrations import HfDeepSpeedConfig
 
 from config.errors import UserError
+from config.optimizers import COUNT
 from modeling.build import build_model, model_config
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, resolve
 from training.checkpoint.reshard import load_resharded
@@ -18,7 +20,7 @@ from training.distributed import Place
 from training.engine import Engine
 from training.engine.build import _gather_partitioned
 from training.engine.masters import local_masters
-from training.engine.tensors import Checksums, checksums_of, whole_master, whole_moment, whole_weight
+from training.engine.tensors import Checksums, checksums_of, whole_master, whole_state, whole_weight
 from training.engine.weights import require_fresh_masters
 
 FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")
@@ -101,9 +103,13 @@ def gone_on(
         return {**held, "carried": carried, "losses": losses}
 
 
-def refused(place: Place, *, folder: str, layout: Layout, recorded: Checksums | None) -> str:
-    """The error of a load."""
+def refused(
+    place: Place, *, folder: str, layout: Layout, recorded: Checksums | None, states: tuple[str, ...] | None = None
+) -> str:
+    """The error of a load. states: what this run's optimizer keeps, where it is another one."""
     with engine(place, seed=7, **layout) as running:
+        if states is not None:
+            running.optimizer_spec = replace(running.optimizer_spec, states=states)
         try:
             load_resharded(running, Path(folder) / "deepspeed", recorded=recorded)
         except UserError as error:
@@ -123,19 +129,23 @@ def _train(running: Engine, place: Place, steps: Iterable[int], *, micro: int) -
 def _held(running: Engine) -> dict[str, Any]:
     parameters = dict(running.model.named_parameters())
     weights = {name: whole_weight(running, parameter).cpu() for name, parameter in parameters.items()}
+    kept = running.deepspeed.basic_optimizer.state.values()
     trains = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     return {
         "weights": weights,
         "masters": {name: whole_master(running, parameter).cpu() for name, parameter in trains.items()},
         **{
-            key: {name: whole_moment(running, parameter, key).cpu() for name, parameter in trains.items()}
-            for key in ("exp_avg", "exp_avg_sq")
+            key: {name: whole_state(running, parameter, key).cpu() for name, parameter in trains.items()}
+            for key in running.optimizer_spec.states
             if running.deepspeed.basic_optimizer.state
         },
-        "adam_steps": {float(state["step"]) for state in running.deepspeed.basic_optimizer.state.values()},
+        "updates": {float(state[COUNT]) for state in kept if COUNT in state},
         "checksums": checksums_of(running),
         "buffer": running.model.get_buffer("seen").float(),
-        "settings": [(g["weight_decay"], g["betas"]) for g in running.deepspeed.optimizer.param_groups],
+        "settings": [
+            (group["weight_decay"], *(group[key] for key in running.optimizer_spec.settings))
+            for group in running.deepspeed.optimizer.param_groups
+        ],
         "groups": len(local_masters(running.deepspeed.optimizer)),
         "states": len(running.deepspeed.basic_optimizer.state),
     }

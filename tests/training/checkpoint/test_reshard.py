@@ -122,7 +122,7 @@ def test_before_the_first_update_there_are_no_moments(pair, solo, tmp_path, stag
     arguments = {"folder": str(tmp_path), "layout": layout(2, "fp32"), "recorded": saved["checksums"]}
     found = solo.run(cases.gone_on, **arguments, first=0, lived=True)[0]
     assert set(saved["checksums"]) == {"master"}
-    assert found["adam_steps"] == {0.0} and found["carried"].adam_step == 0
+    assert found["updates"] == {0.0} and found["carried"].updates == 0
     assert all(torch.equal(found["masters"][name], master) for name, master in saved["masters"].items())
     assert not any(bool(moment.any()) for moment in found["exp_avg_sq"].values())
     require_same_losses(saved, found, FP32_LOSS)
@@ -139,13 +139,13 @@ def require_same(saved, found):
         if name not in saved["masters"]:
             assert torch.equal(found["weights"][name], weight.to(found["weights"][name].dtype)), name
     assert found["checksums"] == saved["checksums"]
-    assert found["adam_steps"] == saved["adam_steps"] == {3.0}
+    assert found["updates"] == saved["updates"] == {3.0}
     assert found["states"] == found["groups"]
     assert torch.equal(found["buffer"], saved["buffer"])
-    assert sorted(found["settings"]) == [(0.0, (0.9, 0.95)), (0.1, (0.9, 0.95))]
+    assert sorted(found["settings"]) == [(0.0, (0.9, 0.95), 1e-8), (0.1, (0.9, 0.95), 1e-8)]
     carried = found["carried"]
     assert (carried.parameters, carried.compared) == (len(saved["masters"]), 3 * len(saved["masters"]))
-    assert carried.adam_step == 3 and carried.buffers == 1
+    assert carried.updates == 3 and carried.buffers == 1
 
 
 def require_same_losses(saved, found, tolerance):
@@ -157,7 +157,7 @@ def require_same_losses(saved, found, tolerance):
 
 @pytest.mark.parametrize(
     ("stage", "spoil", "what"),
-    [(1, "master", "the master"), (3, "master", "the master"), (3, "exp_avg_sq", "Adam's exp_avg_sq")],
+    [(1, "master", "the master"), (3, "master", "the master"), (3, "exp_avg_sq", "the optimizer's exp_avg_sq")],
 )
 def test_a_value_that_is_not_what_was_held_is_found_by_name(pair, solo, tmp_path, stage, spoil, what):
     """One value of one rank's part, changed by 1e-6 before its file was written and hashed."""
@@ -179,6 +179,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(pair, solo, tmp_path):
         ({"overrides": wider}, "has shape [48, 32], and shape [56, 32] in this run"),
     ):
         assert part in solo.run(cases.refused, **arguments, layout=layout(3, "bf16", **options))[0]
+    for states, here in ((("momentum_buffer",), "momentum_buffer"), ((), "nothing")):
+        text = solo.run(cases.refused, **arguments, layout=layout(0, "fp32"), states=states)[0]
+        assert f"its optimizer kept exp_avg, exp_avg_sq of each parameter, this run's keeps {here}; use" in text
     (tmp_path / "deepspeed" / "mp_rank_00_model_states.pt").unlink()
     texts = pair.run(cases.refused, **arguments, layout=layout(3, "bf16"))
     assert texts[0] == texts[1] and "mp_rank_00_model_states.pt: is missing" in texts[0]

@@ -1,9 +1,22 @@
-"""What a start brings along for optimizers that Mantissa does not have."""
+"""The table of optimizers, its files, and what a start brings along for optimizers that Mantissa does not have."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+
+from config.optimizers import COUNT, OPTIMIZERS
+from config.schema import OptimizerSection
+from training.engine.optimizer import build_optimizer, implementation
+
+ROOT = Path(__file__).resolve().parents[3]
 
 PROGRAM = """
 import sys, torch
@@ -19,3 +32,54 @@ def test_muon_is_imported_without_a_compiler() -> None:
     """DeepSpeed imports Muon in every first backward pass; compiling its kernels takes longer than the pass."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split()[-3:] == ["True", "False", "True"]
+
+
+def test_every_choice_of_the_config_has_a_row_and_a_file() -> None:
+    assert set(get_args(get_type_hints(OptimizerSection)["name"])) == OPTIMIZERS.keys()
+    files = {path.stem for path in (ROOT / "training/engine/optimizers").glob("*.py")}
+    assert files - {"__init__"} == OPTIMIZERS.keys()
+    for spec in OPTIMIZERS.values():
+        assert set(spec.settings) <= {item.name for item in fields(OptimizerSection)}
+        assert spec.momentum is None or spec.momentum in spec.states
+
+
+def test_only_the_table_names_what_an_optimizer_keeps() -> None:
+    """A second optimizer comes without a search for the first one's state."""
+    names = re.compile(rf"\b({'|'.join(name for spec in OPTIMIZERS.values() for name in spec.states)})\b")
+    folders = ("config", "data", "launch", "modeling", "precision", "tracking", "training")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    found = [str(path.relative_to(ROOT)) for path in files if names.search(path.read_text(encoding="utf-8"))]
+    assert found == ["config/optimizers.py"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_keeps_what_its_row_says_and_updates_as_its_file_says(name: Any) -> None:
+    """torch's own in FP32 against the file's `update` in FP64, on a matrix that decays and a bias that does not."""
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(7, 5)
+    section, spec = OptimizerSection(name=name, weight_decay=0.3), OPTIMIZERS[name]
+    optimizer = build_optimizer(model, section, offload=False, device=torch.device("cpu"))
+    assert not any(optimizer.state.values())  # nothing before the first update
+    for step in range(1, 5):
+        expected = {}
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * step
+            for parameter in group["params"]:
+                parameter.grad = torch.randn_like(parameter)
+                kept = optimizer.state.get(parameter, {})
+                expected[parameter] = parameter.detach().double() + implementation(name).update(
+                    parameter.detach(),
+                    parameter.grad,
+                    [kept.get(key, torch.zeros_like(parameter)) for key in spec.states],
+                    section=section,
+                    weight_decay=group["weight_decay"],
+                    lr=group["lr"],
+                    step=step,
+                )
+        optimizer.step()
+        for parameter, value in expected.items():
+            assert torch.allclose(parameter.detach().double(), value, rtol=0, atol=2e-7)
+            state = optimizer.state[parameter]
+            assert set(state) - {COUNT} == set(spec.states) and (COUNT in state) == spec.counts_updates
+            for key in spec.states:
+                assert state[key].dtype == torch.float32 and state[key].shape == parameter.shape

@@ -77,10 +77,13 @@ class Job:
         return self.model
 
     def optimizer(self, model: PreTrainedModel) -> torch.optim.Optimizer:
-        """AdamW, fused, that does not decay norms, biases and embeddings."""
+        """The one of the config, which does not decay norms, biases and embeddings."""
         from training.engine.optimizer import build_optimizer
 
-        section = OptimizerSection(**{**self.spec.optimizer, "betas": tuple(self.spec.optimizer["betas"])})
+        settings: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in self.spec.optimizer.items()
+        }
+        section = OptimizerSection(**settings)
         return build_optimizer(model, section, offload=self.spec.offload != "none", device=self.device)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:

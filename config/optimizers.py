@@ -1,0 +1,55 @@
+"""What each optimizer keeps beside the masters: the one table that everything else about its state works from.
+
+Sharding and resharding, checksums, the precision ledger, the momentum norm, step parity, the plan's and the doctor's
+memory and the settings that a load leaves alone follow from a row of it. To add an optimizer:
+
+- its name and its settings: `OptimizerSection` of config/schema.py;
+- a row here;
+- `training/engine/optimizers/NAME.py`: `build`, which makes the torch optimizer, and `update`, the same in FP64.
+
+Every state tensor is FP32, has its parameter's shape and starts at zero, so that ZeRO can cut it up as it cuts up the
+master. Torch makes them with the first update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COUNT = "step"
+"""torch's key for the number of updates in a parameter's state, in every optimizer that counts them."""
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """A row of the table."""
+
+    summary: str
+    """What it keeps, for people: a row of `launch.plan`."""
+    states: tuple[str, ...]
+    """torch's keys of the state tensors; the order in which `update` takes them."""
+    momentum: str | None
+    """Which of them averages gradients, in gradient units; None where none does."""
+    counts_updates: bool
+    """Whether it keeps COUNT, for a bias correction."""
+    settings: tuple[str, ...]
+    """Keys of OptimizerSection that it alone decides about, called alike in torch's parameter groups."""
+    offload_op: str | None = None
+    """Op that DeepSpeed compiles to update masters in the host memory of a GPU run; None where torch's own does it."""
+
+    @property
+    def state_bytes(self) -> int:
+        """[bytes] Of its state tensors for one parameter."""
+        return 4 * len(self.states)
+
+
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    "adamw": OptimizerSpec(
+        summary="AdamW's two averages in FP32",
+        states=("exp_avg", "exp_avg_sq"),  # of the gradient, and of its square
+        momentum="exp_avg",
+        counts_updates=True,
+        settings=("betas", "eps"),
+        offload_op="cpu_adam",
+    ),
+}
+"""optimizer.name to its row."""
