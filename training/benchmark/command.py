@@ -14,8 +14,8 @@ are taken round by round, so that a machine whose speed drifts disturbs all alik
 something else gets no ratio.
 
 The folder gets `benchmark.json` and `benchmark.md`, logs and results. Exit code 0; 3: losses part, or a bound of
---at-least fails; 2: it cannot be done. What Mantissa's care for a step costs on one and the same engine is measured by
-`training.benchmark.guard`.
+--at-least fails; 2: it cannot be done. What Mantissa adds to a step is
+measured by `training.benchmark.overhead`.
 """
 
 from __future__ import annotations
