@@ -176,9 +176,9 @@ def test_the_benchmark_measures_every_stage(pair: ProcessGroup) -> None:
     [
         (["--parameters", "1e6,many"], "--parameters 1e6,many: has to be numbers from 100,000"),
         (["--parameters", "1e4"], "--parameters 1e4: has to be numbers from 100,000"),
-        (["--steps", "0"], "--steps 0: has to be 1 or more"),
-        (["--layers", "0"], "--layers 0: has to be 1 or more"),
-        (["--steps", "few"], "command line: argument --steps: invalid int value"),
+        (["--steps", "0"], "argument --steps: 0 is not a whole number of 1 or more"),
+        (["--layers", "0"], "argument --layers: 0 is not a whole number"),
+        (["--steps", "few"], "command line: argument --steps: few is not a whole number"),
     ],
 )
 def test_mistakes_are_reported_before_anything_starts(arguments: list[str], message: str) -> None:

@@ -33,7 +33,7 @@ from precision.manifest import load_manifest
 from precision.proposal import Limits, pattern_of
 from tracking.jsonl import plain
 from training.analyze.plot import plot_ranges
-from training.jobs import default_processes, last_words, launch
+from training.jobs import default_processes, error_line_of, launch
 from training.parity.gate import gate
 from training.parity.jobs import plan
 
@@ -62,7 +62,7 @@ def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         program = ("-m", "training.analyze.survey", "--result", str(found), "--plan", json.dumps(measured), *arguments)
         launch(program, processes=options.processes, log=log)
         if not found.is_file():
-            print(f"the survey's job ended without a result: {last_words(log)} (see {log})", file=sys.stderr)
+            print(f"the survey's job ended without a result: {error_line_of(log)} (see {log})", file=sys.stderr)
             return CRASHED
         result = json.loads(found.read_text())
     if "error" in result:

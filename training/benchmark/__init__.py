@@ -1,5 +1,5 @@
-"""Mantissa against the loops its users would write: `python -m training.benchmark --config FILE`.
+"""Mantissa compared with other training loops: `python -m training.benchmark --config FILE`.
 
-Read command.py, contestants.py and peers/ (who runs), spec.py (what all of them train), report.py. What is measured by
-itself: overhead.py (a step), save.py, loss.py, activations.py, largest.py; split.py and peak.py are used by them.
+Read command.py, contestants.py and peers/ (the loops), spec.py (what all of them train), report.py. Commands of their
+own: overhead.py (a step), save.py, loss.py, activations.py, largest.py. split.py and peak.py measure for them.
 """

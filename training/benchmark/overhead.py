@@ -51,7 +51,7 @@ import deepspeed
 import numpy as np
 import torch
 
-from config.cli import CONFIG_ERROR, Arguments
+from config.cli import CONFIG_ERROR, Arguments, positive_int
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.resolved import Resolved
@@ -64,7 +64,7 @@ from precision.guard import Verdict
 from tracking.run_dir import RunDir
 from training import distributed
 from training.benchmark.command import FAILED, TOLERANCE
-from training.benchmark.split import Stages, watch
+from training.benchmark.split import Stages, time_calls
 from training.build import assemble
 from training.distributed import Place
 from training.engine.optimizer import build_optimizer
@@ -317,7 +317,7 @@ def time_stages(parts: Parts, *, pairs: int, steps: int) -> Row:
 def stage_milliseconds(parts: Parts, step: Callable[[], None]) -> dict[str, float]:
     """Milliseconds of one step by stage."""
     engine = parts.engine
-    watched: list[tuple[Any, str, str]] = [
+    timed: list[tuple[Any, str, str]] = [
         (parts.batches, "next_step", "data"),
         (engine.loss_path, "loss_sum", "forward"),
         (engine, "backward", "backward"),
@@ -329,13 +329,13 @@ def stage_milliseconds(parts: Parts, step: Callable[[], None]) -> dict[str, floa
         (parts.record, "event", "record"),
     ]
     stages = Stages(engine.place.device, warm_up=0, steps=1)
-    for owner, name, stage in watched:
-        watch(stages, owner, name, stage)
+    for owner, name, stage in timed:
+        time_calls(stages, owner, name, stage)
     step()
     stages.step_done()
-    for owner, name, _ in watched:
+    for owner, name, _ in timed:
         delattr(owner, name)  # the instance's, which hid the class's
-    found = {stage: 0.0 for _, _, stage in watched} | stages.result()["seconds"]
+    found = {stage: 0.0 for _, _, stage in timed} | stages.result()["seconds"]
     return {stage: 1e3 * seconds for stage, seconds in found.items()}
 
 
@@ -414,12 +414,12 @@ def read_options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, l
     parser = Arguments(
         prog="training.benchmark.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, default=100, help="pairs of blocks")
-    parser.add_argument("--steps", type=int, default=1, help="steps in a block")
+    parser.add_argument("--pairs", type=positive_int, default=100, help="pairs of blocks")
+    parser.add_argument("--steps", type=positive_int, default=1, help="steps in a block")
     parser.add_argument("--at-least", type=float, help="exit code 3 where tokens/s over bare is surely below")
     parser.add_argument("--by-stage", action="store_true", help="time what is added, stage by stage, on one engine")
     parser.add_argument("--parameters", help="by stage, for Llamas of these sizes, separated by commas")
-    parser.add_argument("--layers", type=int, default=2, help="blocks of each of them")
+    parser.add_argument("--layers", type=positive_int, default=2, help="blocks of each of them")
     options, rest = parser.parse_known_args(arguments)
     if options.parameters is not None:
         text = options.parameters
@@ -429,9 +429,6 @@ def read_options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, l
             options.parameters = [0.0]
         if min(options.parameters) < MIN_PARAMETERS:
             raise UserError(f"--parameters {text}: has to be numbers from {MIN_PARAMETERS:,}, separated by commas")
-    for name in ("pairs", "steps", "layers"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} {getattr(options, name)}: has to be 1 or more")
     return options, rest
 
 

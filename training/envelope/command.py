@@ -34,7 +34,7 @@ from data.prepare import prepare
 from precision.envelope import CONTROL, Bounds, Setting
 from training.envelope.report import Missing, explore_finished, write_results
 from training.envelope.worker import SPOKEN, Study
-from training.jobs import default_processes, last_words, launch
+from training.jobs import default_processes, error_line_of, launch
 
 NOTHING_STABLE = 3
 STEPS, RATES = 40, "0.002:0.256:8"
@@ -220,7 +220,7 @@ def run_study(study: Study, folder: Path, processes: int) -> None:
         told = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: ")]
         if told:
             raise UserError(told[-1].removeprefix("error: "))
-        problem = f"the trials ended with exit code {code}: {last_words(log)}"
+        problem = f"the trials ended with exit code {code}: {error_line_of(log)}"
         raise RuntimeError(f"{problem} (see {log}); start again to go on")
 
 

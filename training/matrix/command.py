@@ -23,7 +23,7 @@ from typing import Any
 from config.cli import CONFIG_ERROR, REPOSITORY
 from config.errors import UserError
 from tracking.environment import environment
-from training.jobs import default_processes, last_words, launch
+from training.jobs import default_processes, error_line_of, launch
 from training.matrix.cells import all_cells
 from training.matrix.page import page, surprises
 
@@ -100,8 +100,8 @@ def lead(options: argparse.Namespace) -> int:
         left = _missing(options, now)
         if left and code != 0:
             if f"cell: {left[0]}" not in log.read_text(errors="replace"):
-                raise UserError(f"the processes did not start: {last_words(log)}; see {log}")
-            died = {"verdict": "raised", "reason": last_words(log), "errors": {}}
+                raise UserError(f"the processes did not start: {error_line_of(log)}; see {log}")
+            died = {"verdict": "raised", "reason": error_line_of(log), "errors": {}}
             _append(options.folder, {"cell": left[0], **died, "seconds": 0.0, "conditions": now})
     found = results(options.folder / "results.jsonl", now)
     cells = [cell for cell in all_cells() if options.only in cell.name]

@@ -44,7 +44,7 @@ def gate(chosen: Plan, say: Say = print, *, twins: Sequence[Run] | None = None) 
     say(f"single steps after steps {', '.join(map(str, chosen.points))}")
     walks = walk_steps(chosen, candidates[0])
     mine, theirs = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]
-    unfinished = [f"{run.folder.name}: {run.last_words}" for run in candidates if not run.finished]
+    unfinished = [f"{run.folder.name}: {run.error_line}" for run in candidates if not run.finished]
     share = 1 - len(unfinished) / len(candidates)
     checks = [
         Check("finished_runs", share, 1.0, not unfinished, at_least=True, note="; ".join(unfinished)),

@@ -20,7 +20,7 @@ from precision.trajectories import Trajectory, control_factor
 from tracking.jsonl import read_events, surviving
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, summarise
-from training.jobs import TRAIN, default_processes, last_words, launch
+from training.jobs import TRAIN, default_processes, error_line_of, launch
 from training.parity.energy import joules, used
 
 WALK = 2
@@ -61,7 +61,7 @@ class Run:
 
     folder: RunDir
     finished: bool
-    last_words: str
+    error_line: str
     energy: float | None
 
     @cached_property
@@ -118,7 +118,7 @@ def train_twin(chosen: Plan, seed: int, say: Say, *, control: int | None = None)
         name, overrides = f"fp32-control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
     run = _train(chosen, name, seed, overrides, say)
     if not run.finished:
-        raise UserError(f"the FP32 twin did not reach its end: {run.last_words}; see {_log(chosen, run.folder.name)}")
+        raise UserError(f"the FP32 twin did not reach its end: {run.error_line}; see {_log(chosen, run.folder.name)}")
     return run
 
 
@@ -126,7 +126,7 @@ def train_candidate(chosen: Plan, seed: int, say: Say) -> Run:
     checkpoints = [f"checkpoint.every_steps={chosen.interval}", f"checkpoint.keep={len(chosen.points) + 1}"]
     run = _train(chosen, f"candidate-seed-{seed}", seed, checkpoints, say)
     if not run.folder.events.exists():
-        raise UserError(f"the run did not start: {run.last_words}; see {_log(chosen, run.folder.name)}")
+        raise UserError(f"the run did not start: {run.error_line}; see {_log(chosen, run.folder.name)}")
     return run
 
 
@@ -156,7 +156,7 @@ def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], say: Sa
         [event for event in read_events(folder.events) if event["event"] == "run_end"] if folder.events.exists() else []
     )
     finished = bool(ends) and ends[-1]["exit_code"] == 0
-    words = "" if finished else ends[-1].get("reason") or last_words(log) if ends else last_words(log)
+    words = "" if finished else ends[-1].get("reason") or error_line_of(log) if ends else error_line_of(log)
     return Run(folder, finished, words, energy)
 
 
@@ -168,7 +168,7 @@ def walk_steps(chosen: Plan, run: Run) -> list[Walk]:
     program = ["-m", "training.parity.steps", str(run.folder.path), "--out", str(out), "--points", points]
     launch([*program, "--walk", str(WALK)], processes=chosen.processes, log=log, launcher=chosen.launcher)
     if not out.exists():
-        raise UserError(f"single steps could not be compared: {last_words(log)}; see {log}")
+        raise UserError(f"single steps could not be compared: {error_line_of(log)}; see {log}")
     losses = {event["step"]: event["loss"] for event in read_events(run.folder.events) if event["event"] == "step"}
     walks = [
         Walk(found["point"], found["restored"], found["steps"], losses.get(found["point"] + 1), found.get("why", ""))

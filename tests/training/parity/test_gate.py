@@ -9,7 +9,7 @@ import pytest
 from config.cli import REPOSITORY
 from config.errors import UserError
 from tests.support import launches
-from training.jobs import last_words, launch
+from training.jobs import error_line_of, launch
 from training.parity import gate as parity
 from training.parity import jobs as parity_jobs
 
@@ -131,4 +131,4 @@ def test_a_job_does_not_inherit_what_a_launcher_told_this_one(tmp_path, monkeypa
     monkeypatch.setenv("WORLD_SIZE", "8")
     program = ["-c", "import os, sys; print({k for k in os.environ if k in ('RANK', 'WORLD_SIZE')}); sys.exit(7)"]
     assert launch(program, processes=1, log=tmp_path / "log") == 7
-    assert last_words(tmp_path / "log") == "set()"
+    assert error_line_of(tmp_path / "log") == "set()"
