@@ -58,11 +58,16 @@ def plot_run(events: Path, png: Path) -> Path:
             _draw_speed(axes[1][1], steps)
         for axis in axes[1]:
             axis.set_xlabel("optimizer step")
-        png.parent.mkdir(parents=True, exist_ok=True)
-        aside = png.with_name(f".{png.name}.{os.getpid()}.partial")
-        figure.savefig(aside, format="png")
-        aside.replace(png)
+        save_figure(figure, png)
     return png
+
+
+def save_figure(figure: Any, png: Path) -> None:
+    """Write a matplotlib figure; a reader of `png` only ever sees a whole picture."""
+    png.parent.mkdir(parents=True, exist_ok=True)
+    aside = png.with_name(f".{png.name}.{os.getpid()}.partial")
+    figure.savefig(aside, format="png")
+    aside.replace(png)
 
 
 def _title(name: str, start: Event, steps: list[Event]) -> str:

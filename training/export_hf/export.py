@@ -3,10 +3,11 @@
     python -m training.export_hf CHECKPOINT OUT --dtype bf16 [--parity parity.json] [--force]
 
 CHECKPOINT is a `checkpoints/step-N` folder of a run at any ZeRO stage and of any number of ranks; one process, no GPU.
-The masters are rounded to --dtype, once, to nearest even. Every tensor is compared with what else the checkpoint has of
-it before it is written, and read back after. OUT appears whole, by one rename. docs/export.md says more.
+The masters are rounded to --dtype, once, to nearest even. Every tensor is compared with the checkpoint's second copy of
+it, where there is one, before it is written, and read back afterwards. OUT is published by one rename. See
+docs/export.md.
 
-Exit code 0: exported. 2: it cannot be done, and why. 3: a tensor differs or is not finite; nothing was exported.
+Exit code 0: exported. 2: it cannot be done. 3: a tensor differs or is not finite; nothing was exported.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from training.export_hf.card import model_card
 from training.export_hf.tensors import (
     Tensors,
     TensorsDiffer,
-    compare_with_second_reading,
+    compare_with_second_copy,
     flush,
     parameter_count,
     write_shards,
@@ -57,12 +58,12 @@ DEEPSPEED = "deepspeed"
 """Folder of a checkpoint that holds DeepSpeed's files."""
 FACTS, SUMS, CARD = "mantissa.json", "SHA256SUMS", "README.md"
 
-Say = Callable[[str], Any]
+Log = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint and what belongs to it."""
+    """A checkpoint, its run and its tokenizer."""
 
     checkpoint: Path
     run: RunDir
@@ -73,10 +74,10 @@ class Source:
     opener: Opener
 
 
-def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: bool, say: Say = print) -> dict[str, Any]:
+def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: bool, log: Log = print) -> dict[str, Any]:
     """Write the folder `out`; the content of its mantissa.json.
 
-    Raises UserError for what the user can put right, TensorsDiffer when a tensor is not what it has to be.
+    Raises UserError for what the user can correct, TensorsDiffer when a tensor is not as expected.
     """
     _require_free(source.checkpoint, out, force=force)
     _require_whole(source.checkpoint)
@@ -86,7 +87,7 @@ def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: boo
     tensors = Tensors(saved, skeleton, DTYPES[dtype])
     parity = export_facts.parity_facts(source.parity, source.config, source.environment) if source.parity else None
     started = time.perf_counter()
-    compared = compare_with_second_reading(saved)
+    compared = compare_with_second_copy(saved)
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -102,16 +103,16 @@ def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: boo
         _publish(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    say(facts["export"]["compared"])
-    say(f"exported {source.checkpoint} to {out} as {dtype} in {time.perf_counter() - started:.1f} s")
-    say(f"record it in wandb: python -m tracking.wandb.deliver {source.run.path} --export {out} --online")
+    log(facts["export"]["compared"])
+    log(f"exported {source.checkpoint} to {out} as {dtype} in {time.perf_counter() - started:.1f} s")
+    log(f"record it in wandb: python -m tracking.wandb.deliver {source.run.path} --export {out} --online")
     return facts
 
 
 def find_source(checkpoint: Path, *, run: Path | None, tokenizer: Path | None, parity: Path | None) -> Source:
-    """Where everything about a checkpoint lies: run/checkpoints/step-N unless `run` says otherwise.
+    """The source of an export. run: its run folder, where the checkpoint is not in RUN/checkpoints.
 
-    Raises UserError when the run's config or the tokenizer is not to be found.
+    Raises UserError when the run's config or the tokenizer is missing.
     """
     run_dir = RunDir(run or checkpoint.resolve().parent.parent)
     if not run_dir.config.is_file():
@@ -129,7 +130,7 @@ def find_source(checkpoint: Path, *, run: Path | None, tokenizer: Path | None, p
 
 
 def build_skeleton(config: Config, *, vocab_size: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PretrainedConfig]:
-    """The run's model without memory (on the meta device), and the config to write for it."""
+    """The run's model on the meta device, and the config to write for it."""
     section = config.model
     shape = model_config(section, vocab_size=vocab_size, sequence_length=config.data.sequence_length)
     with torch.device("meta"):
@@ -138,14 +139,14 @@ def build_skeleton(config: Config, *, vocab_size: int, dtype: torch.dtype) -> tu
         )
     skeleton.tie_weights()
     shape = copy.deepcopy(shape)
-    shape.use_cache = True  # off only while it trains
+    shape.use_cache = True  # off only in training
     shape.architectures = [type(skeleton).__name__]
     shape.dtype = dtype
     return skeleton, shape
 
 
 def _write_settings(folder: Path, section: ModelSection, shape: PretrainedConfig, tokenizer: Any) -> None:
-    """config.json, generation_config.json and the tokenizer. A pretrained model's generation settings stay."""
+    """config.json, generation_config.json and the tokenizer. A pretrained model's generation settings are kept."""
     if section.name_or_path is None:
         shape.eos_token_id = tokenizer.eos_token_id
         shape.pad_token_id = tokenizer.pad_token_id
@@ -185,7 +186,7 @@ def _facts(
     parity: dict[str, Any] | None,
 ) -> dict[str, Any]:
     config, environment = source.config, source.environment
-    words = f"{compared} of {len(saved.tensors)} tensors were held against a second reading ({saved.second_reading})"
+    comparison = f"{compared} of {len(saved.tensors)} tensors were compared with a second copy ({saved.second_reading})"
     base = config.model.name_or_path
     return {
         "run": config.run.name,
@@ -202,12 +203,12 @@ def _facts(
         "parity": parity,
         "versions": export_facts.version_facts(environment),
         "hardware": export_facts.hardware_facts(environment),
-        "export": {"dtype": dtype, "compared": f"{words}; every file was read back and compared."},
+        "export": {"dtype": dtype, "compared": f"{comparison}; every file was read back and compared."},
     }
 
 
 def _seal(folder: Path, facts: dict[str, Any]) -> None:
-    """Hash what is there, write facts and card, hash these too, and flush all to the disk."""
+    """Hash the files, write facts and card, hash these too, and flush all to disk."""
     facts["export"]["files"] = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
     plain = json.loads(encode(facts))
     (folder / FACTS).write_text(json.dumps(plain, indent=1) + "\n")
@@ -233,7 +234,7 @@ def _publish(aside: Path, out: Path) -> None:
 
 def _require_free(checkpoint: Path, out: Path, *, force: bool) -> None:
     if out.resolve().is_relative_to(checkpoint.resolve()) or checkpoint.resolve().is_relative_to(out.resolve()):
-        raise UserError(f"{out}: one of OUT and the checkpoint lies in the other; choose another OUT")
+        raise UserError(f"{out}: OUT and the checkpoint must not contain each other; choose another OUT")
     if not out.exists():
         return
     if not force:
@@ -256,9 +257,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path, help="a checkpoints/step-N folder")
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--dtype", required=True, choices=sorted(DTYPES), help="dtype of the exported weights")
-    parser.add_argument("--parity", type=Path, help="parity.json whose verdict the model card is to give")
-    parser.add_argument("--run", type=Path, help="the run folder, where the checkpoint does not lie in it")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder, where the prepared data are gone")
+    parser.add_argument("--parity", type=Path, help="parity.json for the model card")
+    parser.add_argument("--run", type=Path, help="run folder, where the checkpoint is not in it")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder, where the prepared data were deleted")
     parser.add_argument("--shard-size", default="5GB", help="largest file; one is in memory at a time (default 5GB)")
     parser.add_argument("--force", action="store_true", help="replace an exported model that is at OUT")
     options = parser.parse_args(arguments)

@@ -113,7 +113,7 @@ def test_the_whole_command(tmp_path, cache, capsys):
     [
         ("--depths=2,x", "--depths 2,x: write whole numbers"),
         ("--batches=0", "--batches 0: write whole numbers"),
-        ("--steps=5,6", "--steps 5,6: write one whole number"),
+        ("--steps=5,6", "argument --steps: 5,6 is not a whole number"),
         ("--precisions=fp8", "'fp8' is not one of fp32, control, bf16, fp16"),
         ("--policies=dynamic", "'dynamic' is not one of deepspeed, adaptive, static"),
         ("--rates=1e-3:1e-4:3", "--rates 1e-3:1e-4:3: write LOW:HIGH:COUNT"),
