@@ -6,9 +6,9 @@ A job of its own trains the config's first steps in FP32 on the config's own dat
 its activations, gradients and weights, and how far the gradient moves when it alone computes in BF16 or FP16. The
 manifest that follows is compared with FP32, uniform BF16 and uniform FP16 on held-out batches. It has to be closer to
 FP32 than uniform BF16, with at least one matmul in 16 bits; then it has to pass `training.parity` over a few steps of
-the real job. Only then is it written. Beside it: NAME.analysis.json with every
-number, NAME.png with every region's range, NAME.parity/ with the parity report, and NAME.log. Exit code 0: written; 3:
-rejected (see NAME.rejected.json), or FP32 itself is not finite; 2: the command line or the config is wrong.
+the real job. Only then is it written. NAME.analysis.json has every number, NAME.png every region's range, NAME.parity/
+the parity report. Exit code 0: written; 3: rejected (see NAME.rejected.json), or FP32 itself is not finite; 2: the
+command line or the config is wrong.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, help="run config that says what is trained")
+    parser.add_argument("--config", required=True, help="run config to train")
     parser.add_argument("--modes", default=MODES, help="separated by commas; compared with the first")
     parser.add_argument("--rounds", dest="repeats", type=positive_int, default=3, help="how often each of them runs")
     parser.add_argument(

@@ -6,7 +6,7 @@
 Contestants: mantissa (as the config has it), mantissa-full (telemetry, spike detection and Prometheus as well),
 mantissa-off (no wandb, a silent console), bare (`deepspeed.initialize` and a loop), accelerate and trainer (Hugging
 Face, both on DeepSpeed), torchtitan and torchtitan-compile (its own Trainer, on FSDP2, where it is installed);
-mantissa-fp32, -bf16, -fp16 and -manifest are Mantissa in that precision, whatever the config says, mantissa-torch,
+mantissa-fp32, -bf16, -fp16 and -manifest are Mantissa in that precision, whatever the config's, mantissa-torch,
 -liger and -compile with those kernels. All start from the same weights and train on the same tokens in the same order,
 with the same learning rates and the same resolved DeepSpeed JSON (translated for torchtitan). Each round runs every
 contestant once, in an order that is reversed from round to round; ratios are taken round by round, so that a machine
@@ -65,7 +65,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Arguments(
         prog="python -m training.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", required=True, help="run config that says what is trained")
+    parser.add_argument("--config", required=True, help="run config to train")
     parser.add_argument("--contestants", default=DEFAULT_CONTESTANTS, help="names, separated by commas")
     parser.add_argument("--rounds", dest="repeats", type=positive_int, default=5, help="how often each of them runs")
     parser.add_argument("--steps", type=positive_int, default=30, help="timed steps of a run")

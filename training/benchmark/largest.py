@@ -102,7 +102,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, help="run config that says what is trained")
+    parser.add_argument("--config", required=True, help="run config to train")
     parser.add_argument("--layers", required=True, help="depths to try, ascending, separated by commas")
     parser.add_argument("--depth", default="model.config.num_hidden_layers", help="config key of the depth")
     parser.add_argument("--steps", type=positive_int, default=3, help="timed steps of a job; one comes before them")

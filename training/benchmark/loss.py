@@ -115,9 +115,9 @@ def _errors(
     exact_states, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (states, weight))
     _chunked(exact_states, exact_weight, labels, max(chunk // 4, 1), scale).mul(scale).backward()
     found = {}
-    for name, mine, theirs in (("hidden_error", states, exact_states), ("weight_error", weight, exact_weight)):
-        assert mine.grad is not None and theirs.grad is not None
-        found[name] = float((mine.grad.double() - theirs.grad).norm() / theirs.grad.norm())
+    for name, tensor, exact in (("hidden_error", states, exact_states), ("weight_error", weight, exact_weight)):
+        assert tensor.grad is not None and exact.grad is not None
+        found[name] = float((tensor.grad.double() - exact.grad).norm() / exact.grad.norm())
     return found
 
 

@@ -317,7 +317,7 @@ def time_stages(parts: Parts, *, pairs: int, steps: int) -> Row:
 def stage_milliseconds(parts: Parts, step: Callable[[], None]) -> dict[str, float]:
     """Milliseconds of one step by stage."""
     engine = parts.engine
-    timed: list[tuple[Any, str, str]] = [
+    calls: list[tuple[Any, str, str]] = [
         (parts.batches, "next_step", "data"),
         (engine.loss_path, "loss_sum", "forward"),
         (engine, "backward", "backward"),
@@ -329,13 +329,11 @@ def stage_milliseconds(parts: Parts, step: Callable[[], None]) -> dict[str, floa
         (parts.record, "event", "record"),
     ]
     stages = Stages(engine.place.device, warm_up=0, steps=1)
-    for owner, name, stage in timed:
-        time_calls(stages, owner, name, stage)
+    undo = time_calls(stages, calls)
     step()
     stages.step_done()
-    for owner, name, _ in timed:
-        delattr(owner, name)  # the instance's, which hid the class's
-    found = {stage: 0.0 for _, _, stage in timed} | stages.result()["seconds"]
+    undo()
+    found = {stage: 0.0 for _, _, stage in calls} | stages.result()["seconds"]
     return {stage: 1e3 * seconds for stage, seconds in found.items()}
 
 

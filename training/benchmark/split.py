@@ -17,12 +17,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from training.jobs import TRAIN
+from training.tracing.follow import follow
 
 # Collective -> position and keyword of the tensor (or list) whose bytes count, and the share of them that a rank sends
 # in a ring of n ranks, as a factor on (n - 1) / n.
@@ -96,16 +98,9 @@ class Stages:
         self._since = now
 
 
-def time_calls(stages: Stages, owner: Any, name: str, stage: str) -> None:
-    """Replace a function or method of `owner`; its time counts as `stage`'s."""
-    before: Callable[..., Any] = getattr(owner, name)
-
-    @functools.wraps(before)
-    def call(*arguments: Any, **options: Any) -> Any:
-        with stages.of(stage):
-            return before(*arguments, **options)
-
-    setattr(owner, name, call)
+def time_calls(stages: Stages, calls: Sequence[tuple[Any, str, str]]) -> Callable[[], None]:
+    """Count the time inside methods as stages. calls: (object or class, method, stage). Returns what undoes it."""
+    return follow([(owner, name, partial(stages.of, stage), None) for owner, name, stage in calls])
 
 
 def time_deepspeed(stages: Stages) -> None:
@@ -116,8 +111,7 @@ def time_deepspeed(stages: Stages) -> None:
         _time_collective(stages, dist, name, place, keyword, factor)
     import deepspeed
 
-    for name in ("forward", "backward", "step"):
-        time_calls(stages, deepspeed.DeepSpeedEngine, name, name)
+    time_calls(stages, [(deepspeed.DeepSpeedEngine, name, name) for name in ("forward", "backward", "step")])
 
 
 def _time_collective(stages: Stages, dist: Any, name: str, place: int, keyword: str, factor: int) -> None:
@@ -137,7 +131,7 @@ def _time_collective(stages: Stages, dist: Any, name: str, place: int, keyword: 
 
 
 def _time_context(stages: Stages, owner: Any, name: str, stage: str) -> None:
-    """As `time_calls`, for a method that returns a context manager."""
+    """As `time_calls`, for one method that returns a context manager."""
     before: Callable[..., Any] = getattr(owner, name)
 
     @contextmanager
@@ -158,14 +152,17 @@ def time_mantissa(stages: Stages) -> None:
     from training.engine.gradients import ReducedGradients
     from training.engine.work_time import WorkTime
 
-    time_calls(stages, Batches, "next_step", "data")
+    calls: list[tuple[Any, str, str]] = [
+        (Batches, "next_step", "data"),
+        (ReducedGradients, "norm", "step"),
+        (ReducedGradients, "apply", "step"),
+        (Engine, "health", "health"),
+        (Guard, "judge", "health"),
+        (Guard, "note", "health"),
+        (Record, "event", "tracking"),
+    ]
+    time_calls(stages, calls)
     _time_context(stages, WorkTime, "measured", "forward")
-    time_calls(stages, ReducedGradients, "norm", "step")
-    time_calls(stages, ReducedGradients, "apply", "step")
-    time_calls(stages, Engine, "health", "health")
-    time_calls(stages, Guard, "judge", "health")
-    time_calls(stages, Guard, "note", "health")
-    time_calls(stages, Record, "event", "tracking")
     train_step: Any = loop.train_step
 
     def counted(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Run code around methods by replacing them on the instance: without it, the methods are as they were."""
+"""Run code around methods by replacing them on an instance or a class; without it they cost nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 Stage = tuple[Any, str, Callable[[], AbstractContextManager[Any]] | None, Callable[[Any], None] | None]
-"""An object, the name of its method, a context manager for each call, and a callback with its result."""
+"""An object or class, the name of its method, a context manager for each call, and a callback with its result."""
 
 
 def follow(stages: Sequence[Stage]) -> Callable[[], None]:

@@ -55,7 +55,7 @@ def unavailable_reason() -> str | None:
     """Why torchtitan cannot be imported here; None where no reason is known."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        return f"{', '.join(missing)} cannot be imported; make titan installs torchtitan {VERSION} apart"
+        return f"{', '.join(missing)} cannot be imported; make titan installs torchtitan {VERSION} separately"
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
