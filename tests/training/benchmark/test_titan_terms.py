@@ -73,7 +73,7 @@ def test_the_scaling_of_llama_3_keeps_its_numbers() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (GPT2Config(n_embd=8, n_head=2, n_layer=1), "a gpt2 is not among its models"),
+        (GPT2Config(n_embd=8, n_head=2, n_layer=1), "supports only llama of its models, not gpt2"),
         (LlamaConfig(**SIZES, attention_bias=True), "attention_bias = False, this one True"),
         (LlamaConfig(**SIZES, mlp_bias=True), "mlp_bias = False"),
         (LlamaConfig(**SIZES, attention_dropout=0.1), "attention_dropout = 0.0, this one 0.1"),

@@ -120,7 +120,7 @@ def test_the_whole_command(tmp_path, cache, capsys):
         ("--rates=0,1", "--rates 0,1: write LOW:HIGH:COUNT"),
         ("--rates=a", "--rates a: write LOW:HIGH:COUNT"),
         ("--rate=1", "--rate"),
-        ("run.steps=5", "run.steps=5 is what the envelope varies or decides; use --steps"),
+        ("run.steps=5", "run.steps=5 is varied or set by the envelope; use --steps"),
         ("model.hidden=5", "model.hidden"),
         ("--batches=6", "batch.global_size = 6 cannot be cut into micro-batches"),
         ("deepspeed.config=ds_configs/zero0_fp32.json", "ZeRO-0"),
