@@ -94,7 +94,7 @@ benchmark-gpu: setup $(LIGER_STAMP)  ## The goals for one GPU of 80 GB, in docs/
 		--at-least mantissa-bf16/mantissa-fp32=2 --at-least mantissa-fp16/mantissa-bf16=0.97 batch.micro_size=4 $(ARGS)
 	-$(BENCHMARK_1B) --contestants mantissa-bf16,mantissa-manifest --out runs/benchmark-gpu/manifest --no-split \
 		--at-least mantissa-manifest/mantissa-bf16=0.95 deepspeed.config=ds_configs/zero3_bf16.json batch.micro_size=4 $(ARGS)
-	-$(BIN)/python -m training.benchmark.steps --config config/recipes/benchmark_1b.yaml --pairs 100 --at-least 0.99
+	-$(BIN)/python -m training.benchmark.overhead --config config/recipes/benchmark_1b.yaml --pairs 100 --at-least 0.99
 	-$(BIN)/python -m training.benchmark.largest --config config/recipes/benchmark_1b.yaml --layers 32,64,96,128 \
 		--processes 1 --out runs/benchmark-gpu/largest deepspeed.config=ds_configs/zero3_bf16_offload.json \
 		model.activation_checkpointing=full batch.micro_size=1 batch.global_size=4

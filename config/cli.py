@@ -4,6 +4,7 @@ UserError ends a tool."""
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import select
 import sys
@@ -75,3 +76,21 @@ def _reader_left() -> bool:
     stdout = select.poll()
     stdout.register(sys.stdout, 0)  # POLLERR is reported unasked
     return bool(stdout.poll(0))
+
+
+def positive_int(text: str) -> int:
+    """For `type=` of an option: a whole number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    """For `type=` of an option: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value

@@ -1,9 +1,9 @@
-"""Find out where a step that is not finite went wrong, before its gradients are forgotten.
+"""Find the rank, module and tensor that made a step not finite, before its gradients are discarded.
 
-Two looks. The reduced gradients name every parameter that is spoiled, but after the reduction every rank sees the same
-ruin. So the step is run again, on the same samples with the same random numbers, and each rank watches its own modules:
-the first one, in forward order, to put out a value that is not finite from inputs that were, or else the first, in
-backward order, to do so with a gradient. Costs about two steps, and nothing while steps are healthy.
+The reduced gradients name every parameter with non-finite values, but they are the same on every rank. So the step is
+run again, on the same samples with the same random numbers, and each rank inspects its own modules: the first one, in
+forward order, with a non-finite output from finite inputs, or else the first, in backward order, with such a gradient.
+Costs about two steps, and nothing while steps are finite.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from training.engine import Engine
 from training.engine.health import Outcome
 from training.engine.rng import generators, restore_generators
 
-_MOST_PARAMETERS = 5
-"""Spoiled parameters that are named when no rank saw one arise."""
+_MAX_PARAMETERS = 5
+"""Parameters with a non-finite reduced gradient that are named when no rank found a cause."""
 
 
 def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> list[tuple[int, Finding]]:
-    """(rank, what it found), first causes first; a collective, to be called between backward and step.
+    """(rank, finding), first causes first. A collective, to be called between backward and step.
 
-    outcome: of the backward pass; has the random numbers that the step began with.
-    When no rank sees a value go wrong (the values overflowed in the reduction between them) the parameters with a
-    spoiled reduced gradient are named, under rank 0. Afterwards the gradients are the second run's: discard them.
+    outcome: of the backward pass; has the state of the random generators before the step. When no rank finds a cause
+    (the values overflowed in the reduction) the parameters with a non-finite reduced gradient are named, under rank 0.
+    Afterwards the engine has the second run's gradients: discard them.
     """
     reduced = [(name, describe(gradient)) for name, gradient in engine.gradients.names_not_finite()]
     engine.discard_quietly()
@@ -38,7 +38,7 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
     local = check_parameters(_held_parameters(engine))
     with Inspector(engine.model) as inspector:
         engine.forward_backward(batch, step=step, on_loss=inspector.check_loss)
-    # A bad weight shows again in the module that uses it, under ZeRO-3 also on ranks that do not hold it.
+    # A bad weight is found again in the module that uses it, under ZeRO-3 also on ranks that do not hold it.
     local += [finding for finding in inspector.findings if finding.tensor != "parameter"]
     restore_generators(after, device)
     found = [
@@ -46,14 +46,14 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
     ]
     if found:
         return sorted(found, key=lambda item: item[1].order)
-    spoiled = [(name, *described) for name, described in reduced if described is not None]
+    bad = [(name, *described) for name, described in reduced if described is not None]
     return [
         (0, Finding(name, "gradient", kind, count, largest, order, seen="the gradient reduced over all ranks"))
-        for order, (name, kind, count, largest) in enumerate(spoiled[:_MOST_PARAMETERS])
+        for order, (name, kind, count, largest) in enumerate(bad[:_MAX_PARAMETERS])
     ]
 
 
 def _held_parameters(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    """What this rank holds of each parameter: all of it, or its partition under ZeRO-3."""
+    """This rank's part of each parameter: all of it, or its partition under ZeRO-3."""
     for name, parameter in engine.model.named_parameters():
         yield name, getattr(parameter, "ds_tensor", parameter).data

@@ -105,7 +105,7 @@ def open_checkpoints(resolved: Resolved, folder: Path, place: Place, *, identity
         from training.checkpoint.store.store import Store
 
         store = Store(f"{section.dir.rstrip('/')}/{resolved.config.run.name}", section.storage_options)
-        problem = _why_not_usable(store) if place.is_main else None
+        problem = _unavailable_reason(store) if place.is_main else None
         problem = place.from_main(problem)
         if problem is not None:
             raise UserError(problem)
@@ -122,7 +122,7 @@ def open_checkpoints(resolved: Resolved, folder: Path, place: Place, *, identity
     )
 
 
-def _why_not_usable(store: Any) -> str | None:
+def _unavailable_reason(store: Any) -> str | None:
     try:
         store.require_usable()
     except UserError as error:

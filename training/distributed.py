@@ -1,7 +1,7 @@
-"""Who this process is among the others.
+"""Rank, world size, device and process group, and the collectives on plain values.
 
 Rank and world size come from the launcher's environment and are checked against the process group. Accelerate's own
-state is never asked: under `accelerate launch` on a machine without a GPU it tells every rank that it is process 0.
+state is not used: under `accelerate launch` on a machine without a GPU it is process 0 on every rank.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Place:
     local_rank: int
     device: torch.device
     group: dist.ProcessGroup | None = None
-    """Whose collectives these are; None is the one that training uses."""
+    """Process group of the collectives; None is training's."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that writes."""
+        """Whether this is rank 0, the only process that writes."""
         return self.rank == 0
 
     def from_main(self, value: Any) -> Any:
@@ -51,11 +51,11 @@ class Place:
         return box[0]
 
     def wait_for_all(self) -> None:
-        """Return when every rank has come here."""
+        """Barrier."""
         dist.barrier(group=self.group)
 
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
-        """(n,) float64 on this rank's device, without waiting for it: torch.tensor(..., device=...) would, on a GPU."""
+        """(n,) float64 on this rank's device, without the sync of torch.tensor(..., device="cuda")."""
         on_host = torch.tensor(values, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         return on_host.to(self.device, non_blocking=True)
 
@@ -66,7 +66,7 @@ class Place:
         return rows.view(self.world_size, -1)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's plain Python value, in rank order, on every rank. For rare things: it pickles."""
+        """Every rank's plain Python value, in rank order, on every rank. Not for every step: it pickles."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -82,10 +82,10 @@ class Place:
         dist.all_reduce(values, group=self.group)
         return values
 
-    def beside(self) -> Place:
-        """The same processes on a gloo group of its own, whose collectives may go on beside training's, from a thread.
+    def on_own_group(self) -> Place:
+        """The same ranks on a new gloo group, whose collectives may run in a thread at the same time as training's.
 
-        A rank may come to them hours after the others, when it has more to write. A collective.
+        Its time-out is a day: a rank with more to write may reach a collective hours after the others. A collective.
         """
         return replace(
             self, device=torch.device("cpu"), group=dist.new_group(backend="gloo", timeout=timedelta(days=1))
@@ -93,7 +93,7 @@ class Place:
 
 
 def join(resolved: Resolved) -> Place:
-    """Join the process group of a run, as its config and the launcher's environment say. Raises as `start` does."""
+    """Join the process group of a run by its config and the launcher's environment. Raises as `start` does."""
     run = resolved.config.run
     return start(
         rank=resolved.rank,
@@ -107,11 +107,10 @@ def join(resolved: Resolved) -> Place:
 def start(
     *, rank: int, world_size: int, local_rank: int, timeout_minutes: float = 30.0, bind_cores: str = "never"
 ) -> Place:
-    """Join the process group and take this rank's device, and its share of the machine's cores.
+    """Join the process group, select this rank's device, and its share of the machine's cores.
 
-    The first three arguments are what the launcher's environment said. bind_cores: as `run.bind_cores`. Raises
-    RuntimeError when the process group disagrees with the launcher: then two parts of the launch see different worlds,
-    and training would be wrong without a word.
+    The first three arguments are from the launcher's environment. bind_cores: as `run.bind_cores`. Raises RuntimeError
+    when the process group has another rank or world size than the launcher: training would be silently wrong.
     """
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
@@ -119,37 +118,37 @@ def start(
             raise RuntimeError("MASTER_PORT is not set: start several processes with a launcher")
         os.environ["MASTER_PORT"] = str(free_port())
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
-    # DeepSpeed's start-up notes would bury ours, and it calls every step that is discarded an overflow.
+    # DeepSpeed's start-up notes would hide ours, and it reports every discarded step as an overflow.
     logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*deprecated.*", module="torch.distributed.c10d_logger")
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        _use_own_ninja()
+        _prefer_own_ninja()
         _load_shared_memory_op(rank)
     accelerator.set_device(local_rank)
     timeout = timedelta(minutes=timeout_minutes)
     if _restarted_by_torchrun():
-        _join_apart_from_the_dead(rank, world_size, timeout)
+        _join_under_new_prefix(rank, world_size, timeout)
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
         raise RuntimeError(
-            f"the launcher said rank {rank} of {world_size}, the process group says rank {dist.get_rank()} of "
+            f"the launcher set rank {rank} of {world_size}, the process group has rank {dist.get_rank()} of "
             f"{dist.get_world_size()}; check RANK and WORLD_SIZE in the launcher's environment"
         )
     if accelerator.device_name() == "cpu":
-        _forget_the_name_of_shared_memory(rank)
+        _unlink_shared_memory(rank)
     device = torch.device(accelerator.device_name() if accelerator.device_name() == "cpu" else f"cuda:{local_rank}")
     place = Place(rank, world_size, local_rank, device)
-    _take_cores(place, bind_cores)
+    _use_own_cores(place, bind_cores)
     return place
 
 
 def allow_slow_fp16() -> bool:
-    """Let DeepSpeed run FP16 on a CPU without FP16 instructions, and say whether that was needed.
+    """Let DeepSpeed run FP16 on a CPU without FP16 instructions; returns whether that was needed.
 
-    DeepSpeed refuses such a CPU, but torch has FP16 kernels for every one: right, and about fifty times slower than
-    FP32 (a 512 x 512 matmul took 124 ms against 2.2 ms on an AMD EPYC without avx512_fp16). Good for trying out FP16's
-    range and loss scaling on a small model, and nothing else.
+    DeepSpeed refuses such a CPU, but torch has correct FP16 kernels for all, about fifty times slower than FP32 (a
+    512 x 512 matmul took 124 ms against 2.2 ms on an AMD EPYC without avx512_fp16). Useful only to try FP16's range and
+    loss scaling on a small model.
     """
     accelerator = get_accelerator()
     if accelerator.is_fp16_supported() or accelerator.device_name() != "cpu":
@@ -165,18 +164,18 @@ def stop() -> None:
 
 
 def _restarted_by_torchrun() -> bool:
-    """Whether torchrun --max-restarts started this process in place of one that died, on a single machine.
+    """Whether torchrun --max-restarts started this process after another one died, on a single machine.
 
-    Over several machines torchrun's count of restarts need not be the same everywhere.
+    On several machines torchrun's count of restarts may differ from one to another.
     """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0 and os.environ.get("GROUP_WORLD_SIZE") == "1"
 
 
-def _join_apart_from_the_dead(rank: int, world_size: int, timeout: timedelta) -> None:
-    """Make the process group under names of its own in the launcher's store.
+def _join_under_new_prefix(rank: int, world_size: int, timeout: timedelta) -> None:
+    """Make the process group under a prefix of its own in the launcher's store.
 
-    torch 2.13 keeps that store through a restart, with the addresses of the processes that died in it: gloo then fails
-    with `connectFullMesh ... Connection refused`, unless all ranks happen to come at the same moment.
+    torch 2.13 keeps that store through a restart, with the addresses of the processes that died: gloo then fails with
+    `connectFullMesh ... Connection refused`, unless all ranks happen to connect at the same moment.
     """
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     dist.init_process_group(
@@ -188,10 +187,10 @@ def _join_apart_from_the_dead(rank: int, world_size: int, timeout: timedelta) ->
     )
 
 
-def _take_cores(place: Place, bind_cores: str) -> None:
-    """Compute with this rank's share of its machine's cores, and bind it to them where that is wanted. A collective.
+def _use_own_cores(place: Place, bind_cores: str) -> None:
+    """Use this rank's share of its machine's cores, and bind it to them where configured. A collective.
 
-    The deepspeed launcher leaves every rank all of them. Threads are set when OMP_NUM_THREADS is not.
+    The deepspeed launcher gives every rank all cores. The number of threads is set unless OMP_NUM_THREADS is.
     """
     gpu = None
     if place.device.type == "cuda":
@@ -199,17 +198,17 @@ def _take_cores(place: Place, bind_cores: str) -> None:
         gpu = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     claims = place.gather_objects(RankCpus.here(gpu))
     binding = choose_binding(bind_cores, claims, place.rank)
-    told = ", as OMP_NUM_THREADS says" if "OMP_NUM_THREADS" in os.environ else ""
-    if not told:
+    from_environment = ", as OMP_NUM_THREADS says" if "OMP_NUM_THREADS" in os.environ else ""
+    if not from_environment:
         torch.set_num_threads(binding.threads)
     threads = torch.get_num_threads()
     line = apply_binding(binding)
     if line is not None and place.is_main:
-        print(f"{line}; {threads} thread{'s' * (threads > 1)}{told}", flush=True)
+        print(f"{line}; {threads} thread{'s' * (threads > 1)}{from_environment}", flush=True)
 
 
-def _use_own_ninja() -> None:
-    """Put this environment's programs first: another ninja would find every op out of date and build it again."""
+def _prefer_own_ninja() -> None:
+    """Put this environment's programs first in PATH: another ninja would consider every op outdated and rebuild it."""
     programs = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", "").split(os.pathsep)
     if path[0] != programs:
@@ -217,26 +216,25 @@ def _use_own_ninja() -> None:
 
 
 def _load_shared_memory_op(rank: int) -> None:
-    """Build it or load it, before DeepSpeed does, which waits for ever for what a killed build left."""
+    """Build or load it before DeepSpeed does, which waits for ever for the lock of a killed build."""
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         print(line, flush=True)
 
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
         return
-    with op_builds.exclusive_build("deepspeed_shm_comm", say):
+    with op_builds.exclusive_build("deepspeed_shm_comm", log):
         if rank == 0 and not any(op_builds.extensions_folder().glob("**/deepspeed_shm_comm.so")):
-            say("building DeepSpeed's shared-memory op, once on a machine, about a minute")
+            log("building DeepSpeed's shared-memory op, once on a machine, about a minute")
         builder.load()
 
 
-def _forget_the_name_of_shared_memory(rank: int) -> None:
-    """Leave this rank's 66 MiB of shared memory to those who have it: it then goes when they do, however they end.
+def _unlink_shared_memory(rank: int) -> None:
+    """Unlink this rank's 66 MiB of shared memory, so that it is freed when the processes that map it end.
 
-    DeepSpeed 0.19.8 never removes it: every port that a run used would keep its own in memory until the machine is
-    started again.
+    DeepSpeed 0.19.8 never removes it: it would stay, once for every port that a run used, until the machine restarts.
     """
-    dist.barrier()  # all have it
+    dist.barrier()  # every rank has mapped it
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a run leaves behind when it ends: the sample, the report, and the last lines on the console."""
+"""The end of a run: the sample, the report, and the last lines on the console."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def _report(parts: Parts, sample: str | None, ending: Ending) -> None:
     if sample:
         console.print(sample.strip(), style="dim", markup=False)
     console.print(f"report   {os.path.relpath(report)}\nplot     {os.path.relpath(run_dir.plots / 'run.png')}")
-    console.print(f"go on    {command}", markup=False)
+    console.print(f"resume   {command}", markup=False)
     if ending.reason:
         console.print(f"stopped  after step {ending.progress.step}: {ending.reason}", markup=False)

@@ -1,24 +1,36 @@
-"""Start Mantissa's own programs as real jobs: several processes under a launcher, output in a file, waited for.
+"""Start Mantissa's own programs as jobs: several processes under a launcher, output in a log, waited for.
 
-Comparisons of runs are made of runs as users start them, not of something like them in this process.
+What is compared is runs as users start them, not an imitation of them in this process.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from config.child_jobs import LAUNCHER_VARIABLES, error_line
-from config.cli import REPOSITORY
+from config.cli import REPOSITORY, positive_int
 from config.errors import UserError
+from config.schema import Config
+from tracking.events import Event
+from tracking.jsonl import read_events
 
 TRAIN = (str(REPOSITORY / "train.py"),)
 """The program of a training job."""
 
 _MODULE_OPTION = {"deepspeed": "--module", "accelerate": "--module"}
+
+
+def add_processes_option(parser: argparse.ArgumentParser) -> None:
+    """--processes; None stands for `default_processes()`, which has to import torch."""
+    parser.add_argument(
+        "--processes", type=positive_int, help="processes of each job (default: one a GPU, two without)"
+    )
 
 
 def default_processes() -> int:
@@ -54,7 +66,28 @@ def launch(program: Sequence[str], *, processes: int, log: Path, launcher: Seque
     return job.returncode
 
 
-def last_words(log: Path) -> str:
+def train(arguments: Sequence[str], folder: Path, name: str, *, processes: int) -> tuple[int, Path, list[Event]]:
+    """Run train.py to its end as the run `folder`/runs/`name`: its exit code, its log and its events."""
+    log, events = folder / "logs" / f"{name}.log", folder / "runs" / name / "events.jsonl"
+    program = [*TRAIN, *arguments, f"run.dir={folder / 'runs'}", f"run.name={name}"]
+    code = launch(program, processes=processes, log=log)
+    return code, log, list(read_events(events)) if events.exists() else []
+
+
+def shorten(config: Config, steps: int) -> list[str]:
+    """The overrides for a run of `steps` steps; the warm-up keeps its share."""
+    warmup = math.ceil(config.schedule.warmup_steps * steps / config.run.steps)
+    return [f"run.steps={steps}", f"schedule.warmup_steps={warmup}"]
+
+
+def in_turn(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
+    """(number of the repeat from 1, name): every name in each repeat, the order reversed in every other one."""
+    for number in range(1, repeats + 1):
+        for name in names if number % 2 else reversed(names):
+            yield number, name
+
+
+def error_line_of(log: Path) -> str:
     """The line of a failed job's log that says why: our own error line, else the last that names one, else the last."""
     return error_line(log.read_text(errors="replace"))[:400]
 

@@ -1,4 +1,4 @@
-"""Notice that this process was asked to stop, or that its time is up, so that the run can save first."""
+"""Turn a stop signal or a time limit into a flag, so that the run can save first."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import FrameType
 
 
 class Preemption:
-    """Turns SIGTERM, SIGUSR1 and a time limit into a flag. The ranks agree on it in each step's health gather."""
+    """SIGTERM, SIGUSR1 and a time limit as a flag. The ranks agree on it in each step's health gather."""
 
     def __init__(self, max_minutes: float | None = None, *, signals: bool = True) -> None:
         """max_minutes: from now; None is no limit. A rank whose clock runs out first stops all of them.
 
-        signals: take SIGTERM and SIGUSR1; without it they end the process, as is right for a tool that saves nothing.
+        signals: handle SIGTERM and SIGUSR1; without, they end the process, as they should in a tool that saves nothing.
         """
         self._signalled = False
         self._ends = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes

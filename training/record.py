@@ -1,4 +1,4 @@
-"""What the loop tells the record, in the words of the event table."""
+"""The events of a run; docs/run-folder.md has their fields."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def record_step(
     """The `step` event, and a `scale` event when the loss scale or its hysteresis changed.
 
     progress: after the step. seconds: of the whole step, data wait included. waited: seconds for the batch. The
-    momentum norm of a scale event is a collective; every rank sees the same change, so every rank comes here.
+    momentum norm of a scale event is a collective; every rank has the same change.
     """
     where = {"step": progress.step, "tokens": progress.tokens}
     for fault in engine.faults.due(batch.position + 1):
@@ -69,13 +69,13 @@ def record_step(
 
 
 def record_telemetry(record: Record, progress: Progress, measured: dict[str, Any], update: Update) -> None:
-    """The `telemetry` event. progress: after the step. measured: as `Telemetry.finish` gives it."""
+    """The `telemetry` event. progress: after the step. measured: from `Telemetry.finish`."""
     where = {"step": progress.step, "tokens": progress.tokens}
     record.event("telemetry", **where, **measured, update_ratio=update.update_ratio)
 
 
 def record_causes(record: Record, progress: Progress, causes: Causes) -> None:
-    """One `nonfinite` event a cause, first causes first."""
+    """One `nonfinite` event for each cause, first causes first."""
     for rank, finding in causes:
         record.event(
             "nonfinite",
@@ -100,7 +100,7 @@ def record_incident(
     modules: list[str],
     further: dict[str, Any],
 ) -> None:
-    """The `incident` event. progress: after the step that was refused. further: what the reaction did."""
+    """The `incident` event. progress: after the refused step. further: fields of the reaction."""
     run = resolved.config.run
     record.event(
         "incident",

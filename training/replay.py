@@ -1,10 +1,10 @@
-"""Run a step of a finished, crashed or running job again, and say what was wrong with it.
+"""Run a step of a finished, crashed or running job again, and print the causes of its non-finite values.
 
     python -m training.replay runs/NAME --step N
 
-Restores the nearest checkpoint before step N (or starts from the seed), walks to N on the samples that the run took,
-holds every step against what the run recorded, and prints the causes found at N. On a CPU the numbers repeat bit for
-bit. Nothing is written into the run folder. Exit code 0: reproduced; 3: some step came out differently (1 for a run of
+Restores the nearest checkpoint before step N (or starts from the seed), repeats the steps up to N on the samples that
+the run took, compares every step with the run's record, and prints the causes found at N. On a CPU the numbers repeat
+bit for bit. Nothing is written into the run folder. Exit code 0: reproduced; 3: a step is different (1 for a run of
 several processes, whose launcher turns every failure into 1); 2: it cannot be done.
 """
 
@@ -51,7 +51,7 @@ class Collector:
 def attempt_to_replay(events: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
     """The `step` events of the attempt that reached `step`, from the run's first step on.
 
-    A run that rolled back or was resumed attempts a step more than once; of those the one with an incident is meant, or
+    A run that rolled back or was resumed attempts a step more than once; the attempt with an incident is chosen, or
     else the last. Raises UserError when the run never attempted the step.
     """
     reached = [i for i, event in enumerate(events) if event["event"] == "step" and event["step"] == step]
@@ -68,24 +68,24 @@ def attempt_to_replay(events: list[dict[str, Any]], step: int) -> list[dict[str,
 
 
 def session_of(events: list[dict[str, Any]], step: dict[str, Any]) -> dict[str, Any]:
-    """The `run_start` of the session that made `step`, one of `events`: a run may go on in another layout."""
+    """The `run_start` of the session that made `step`, one of `events`: a run may resume in another layout."""
     at = next(index for index, event in enumerate(events) if event is step)
     return next(event for event in reversed(events[:at]) if event["event"] == "run_start")
 
 
 def require_layout(session: dict[str, Any], resolved: Resolved) -> None:
-    """Raises UserError where the run folder's config is of a later session in another layout than the step's."""
+    """Raises UserError where the run folder's config is from a later session with another layout than the step's."""
     then = {"zero_stage": session["zero_stage"], "compute": session["compute"]}
     now = {"zero_stage": resolved.zero_stage, "compute": resolved.compute}
     if then != now:
         raise UserError(
-            f"{resolved.config_path}: is of a later session, ZeRO-{now['zero_stage']} in {now['compute']}; the step "
+            f"{resolved.config_path}: is from a later session, ZeRO-{now['zero_stage']} in {now['compute']}; the step "
             f"was made at ZeRO-{then['zero_stage']} in {then['compute']}, and with another config it is another step"
         )
 
 
-def replay(run_dir: RunDir, resolved: Resolved, recorded: list[dict[str, Any]], say: Any) -> int:
-    """Walk to the last of `recorded` and report; a collective over the run's processes."""
+def replay(run_dir: RunDir, resolved: Resolved, recorded: list[dict[str, Any]], log: Any) -> int:
+    """Repeat the steps up to the last of `recorded`, and report. A collective over the run's processes."""
     from training.build import assemble
     from training.checkpoint.manifest import newest_before
     from training.session import session
@@ -103,24 +103,24 @@ def replay(run_dir: RunDir, resolved: Resolved, recorded: list[dict[str, Any]], 
             checkpoints=checkpoints,
             state=checkpoints.load(found, opened.engine) if found else None,
         )
-        say(f"from {found or 'the seed'}, {target - progress.step} steps to go")
+        log(f"from {found or 'the seed'}, {target - progress.step} steps to go")
         same = True
         for expected in recorded[progress.step :]:
             progress = replace(progress, position=expected["position"])
             parts.batches.restore(progress.position)
             progress, _, _ = train_step(parts, progress)
-            same &= _compare(collector.of_kind("step")[-1], expected, say)
+            same &= _compare(collector.of_kind("step")[-1], expected, log)
         for cause in [event for event in collector.of_kind("nonfinite") if event["step"] == target]:
-            say(_describe(cause))
-    say("reproduced" if same else "not reproduced: see the steps marked above")
+            log(_describe(cause))
+    log("reproduced" if same else "not reproduced: see the steps marked above")
     return REPRODUCED if same else DIFFERENT
 
 
-def _compare(now: dict[str, Any], then: dict[str, Any], say: Any) -> bool:
-    """Say how a step came out against the record; NaN equals NaN."""
+def _compare(now: dict[str, Any], then: dict[str, Any], log: Any) -> bool:
+    """Compare a step with the record, and print both; NaN equals NaN."""
     different = [key for key in _COMPARED if repr(now[key]) != repr(then[key])]
     verdict = "as recorded" if not different else "recorded: " + ", ".join(f"{k} {then[k]!r}" for k in different)
-    say(
+    log(
         f"step {now['step']}: loss {now['loss']!r}, grad norm {now['grad_norm']!r}, applied {now['applied']}; {verdict}"
     )
     return not different
@@ -140,7 +140,7 @@ def _last_step(events: list[dict[str, Any]]) -> int:
 
 @entry_point(launched=True)
 def main(arguments: list[str] | None = None) -> int:
-    """Start the run's number of processes where this is none of them, and replay."""
+    """Start as many processes as the run had, unless this is one of them, and replay."""
     parser = Arguments(prog="python -m training.replay", description=__doc__)
     parser.add_argument("run", type=Path, help="run folder, such as runs/demo")
     parser.add_argument("--step", type=int, required=True, help="attempted step, counted from 1")
@@ -161,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _silent(text: str) -> None:
-    """Ranks other than 0 have nothing to say."""
+    """For ranks other than 0."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Open the windows on a run: the event file, the console, wandb and Prometheus, all fed from one record."""
+"""Open the sinks of a run's record: the event file, the console, wandb and Prometheus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from training.engine.ledger import as_plain, read_ledger
 
 
 def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: RunDir, place: Place) -> Record:
-    """The record of a run, with its inputs written down; on ranks other than 0 it is silent. A collective."""
+    """Open the record of a run and write the run folder's inputs; on ranks other than 0 it is silent. A collective."""
     ledger = read_ledger(engine, reduce=resolved.config.precision.reduce)
     if not place.is_main:
         return Record.silent()

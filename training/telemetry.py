@@ -1,8 +1,8 @@
-"""Precision telemetry: every so many steps, what the numbers of each module look like. Off unless asked for.
+"""Precision telemetry: statistics of each module's gradients, activations and weights. Off by default.
 
-Gradients are read whole, one module at a time, between backward and step; activations are watched in the forward pass
-of that step. The probe runs the step's micro-batches once more in FP32 from the masters and says how far the gradients
-of the real pass are from that: cosine and sign agreement by parameter. It costs one more pass and an FP32 copy of the
+Gradients are gathered one module at a time, between backward and step; activations are measured in the forward pass of
+that step. The probe runs the step's micro-batches once more in FP32 from the masters and compares the real pass's
+gradients with it: cosine and sign agreement by parameter. It costs one more pass and an FP32 copy of the
 gradients in host memory on every rank.
 """
 
@@ -36,10 +36,10 @@ from training.engine.tensors import shape_of, whole_gradient, whole_master, whol
 
 
 class Telemetry:
-    """Measures one step at a time. Every method is a collective; `finish` gives the same plain numbers on all ranks."""
+    """Measures one step at a time. Every method is a collective; `finish` returns the same numbers on all ranks."""
 
     def __init__(self, engine: Engine, *, probe: bool) -> None:
-        """Raises UserError when the probe is asked for where the masters cannot be run: the cast path at ZeRO-3."""
+        """Raises UserError for a probe on the cast path at ZeRO-3, where no rank has whole masters to run."""
         if probe and engine.regions is None and engine.stage == 3:
             raise UserError(
                 "telemetry.probe = true: at ZeRO-3 the FP32 pass needs precision.path = manifest, whose parameters are "
@@ -59,7 +59,7 @@ class Telemetry:
             yield
 
     def finish(self) -> dict[str, Any]:
-        """To be called between backward and step: the fields of a `telemetry` event."""
+        """Call between backward and step. Returns the fields of a `telemetry` event."""
         engine = self._engine
         modules: dict[str, Any] = {}
         agreement: dict[str, Agreement] = {}
@@ -73,13 +73,13 @@ class Telemetry:
                 agreement |= compare_gradients(whole, [(name, self._reference[name]) for name, _ in whole])
         assert self._meter is not None
         plain = to_plain({"gradients": modules, "activation_max": self._meter.maxima, "probe": agreement})
-        by_rank = engine.place.gather_objects(plain["activation_max"])  # each rank saw its own samples
+        by_rank = engine.place.gather_objects(plain["activation_max"])  # each rank has its own samples
         plain["activation_max"] = {name: max(seen[name] for seen in by_rank) for name in by_rank[0]}
         self._reference, self._meter = {}, None
         return {**plain, "drift": self._drift(), "gradient_exponents": _trimmed(exponents)}
 
     def _dtype(self, module: str) -> torch.dtype:
-        """The dtype in which the module's gradients are made."""
+        """The dtype in which the module's gradients are computed."""
         regions = self._engine.regions
         return DTYPES[regions.dtypes.get(module, "fp32") if regions is not None else self._engine.compute]
 
@@ -108,13 +108,13 @@ class Telemetry:
         """On the manifest path: the same modules, every region in FP32."""
         engine, regions = self._engine, self._engine.regions
         assert regions is not None
-        was = dict(regions.dtypes)
-        for name in was:
+        before = dict(regions.dtypes)
+        for name in before:
             regions.set(name, "fp32", "telemetry probe")
         engine.forward_backward(batch, step=0)
         pairs = [(name, whole_gradient(engine, parameter)) for name, parameter in engine.model.named_parameters()]
         engine.discard_quietly()
-        for name, compute in was.items():
+        for name, compute in before.items():
             regions.set(name, compute, "telemetry probe")
         return {name: gradient.cpu() for name, gradient in pairs if gradient is not None}
 
@@ -138,7 +138,7 @@ class Telemetry:
 
 
 def _trimmed(counts: torch.Tensor | int) -> dict[str, Any]:
-    """{lowest exponent, counts by power of two} without the empty ends; empty counts where there is no gradient."""
+    """{lowest exponent, counts by power of two} without empty ends; empty counts where there is no gradient."""
     numbers = counts.tolist() if isinstance(counts, torch.Tensor) else []
     used = [index for index, count in enumerate(numbers) if count]
     if not used:

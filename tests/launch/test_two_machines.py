@@ -110,7 +110,7 @@ def on_both(machines: dict[str, Machine], folder: Path, launcher: str, script: S
 
 def going_on(output: str) -> str:
     """The command that the job says goes on with it."""
-    return next(line.split("go on", 1)[1].strip() for line in output.splitlines() if "go on  " in line)
+    return next(line.split("resume", 1)[1].strip() for line in output.splitlines() if "resume   " in line)
 
 
 def test_the_hostfile_of_two_machines_trains_as_one(machines, folder, one_host):
@@ -142,7 +142,7 @@ def test_torchrun_on_two_machines_trains_as_one(machines, folder, one_host, laun
     printed = on_both(machines, folder, LAUNCHERS[launcher], job(folder, launcher))
     assert trace(folder, launcher) == one_host
     # with c10d whoever comes first is rank 0, and one process of the two speaks
-    (spoken,) = [text for text in printed if "go on  " in text]
+    (spoken,) = [text for text in printed if "resume   " in text]
     assert going_on(spoken).startswith("torchrun --nnodes 2 --node_rank 0 --master_addr ")
 
 
@@ -160,7 +160,7 @@ def test_accelerate_on_two_machines_trains_with_the_json_of_its_file(machines, f
     printed = on_both(machines, folder, LAUNCHERS["accelerate_3"] + ACCELERATE_OPTIONS, words)
     (started,) = events(folder, "accelerate_3", "run_start")
     assert (started["world_size"], started["zero_stage"], started["compute"]) == (2, 3, "bf16")
-    assert "go on  " in printed[0] and "go on  " not in printed[1]  # rank 0 is where it was said to be
+    assert "resume   " in printed[0] and "resume   " not in printed[1]  # rank 0 is where it was said to be
     typed = ["deepspeed.config=ds_configs/zero3_bf16.json", "precision.compute=bf16"]
     launches.finish(launches.command("torchrun", folder, "one_host_3", *typed))
     assert trace(folder, "accelerate_3") == trace(folder, "one_host_3")

@@ -23,8 +23,8 @@ from tests.support.small_run import batch_of, engine_of, resolve
 from tests.training.checkpoint.checkpoint_cases import RandomBatches
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
-from training.benchmark import growth as benchmark_growth
-from training.benchmark.guard import bare_step
+from training.benchmark import overhead
+from training.benchmark.overhead import bare_step
 from training.build import assemble
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
@@ -280,11 +280,11 @@ def _lines(path: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def growth_rows(place: Place) -> list[benchmark_growth.Row]:
-    """Two rows of the benchmark of growth on the smallest model."""
+def overhead_rows(place: Place) -> list[overhead.Row]:
+    """Two rows of the benchmark of overhead by stage on the smallest model."""
     rows = []
     for _ in range(2):
-        resolved = benchmark_growth.resolve(["--config", f"{REPOSITORY}/config/recipes/demo.yaml"], 1e5)
-        with tempfile.TemporaryDirectory() as folder, benchmark_growth.parts_of(resolved, place, Path(folder)) as parts:
-            rows.append(benchmark_growth.measure(parts, steps=2))
+        resolved = overhead.resolve_llama(["--config", f"{REPOSITORY}/config/recipes/demo.yaml"], 1e5)
+        with overhead.llama_parts(resolved, place) as parts:
+            rows.append(overhead.time_stages(parts, pairs=2, steps=2))
     return rows

@@ -29,7 +29,7 @@ from precision.regions import Regions
 from precision.step_health import Health
 from tests.support.process_group import ProcessGroup
 from tests.training import step_cost_cases
-from training.benchmark import growth as benchmark_growth
+from training.benchmark.overhead import llama_shape, read_options
 from training.benchmark.spec import flops_per_token
 from training.checkpoint.contents import parameter_shapes
 
@@ -155,32 +155,32 @@ def test_a_checkpoint_is_as_large_later_in_the_run(pair: ProcessGroup, tmp_path:
         assert abs(late[name] - size) <= 100, name  # numbers have more digits, or fewer
 
 
-@pytest.mark.parametrize("blocks", [2, 24])
+@pytest.mark.parametrize("layers", [2, 24])
 @pytest.mark.parametrize("parameters", [1e6, 3e7, 1e9])
-def test_the_model_of_the_benchmark_has_the_size_that_was_asked_for(parameters: float, blocks: int) -> None:
-    shape = benchmark_growth.shape_for(parameters, blocks=blocks)
+def test_the_model_of_the_benchmark_has_the_size_that_was_asked_for(parameters: float, layers: int) -> None:
+    shape = llama_shape(parameters, layers=layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**shape))
     assert count_parameters(model) == pytest.approx(parameters, rel=0.15)
 
 
-def test_the_benchmark_measures_every_part(pair: ProcessGroup) -> None:
-    (row, again), _ = pair.run(step_cost_cases.growth_rows)
+def test_the_benchmark_measures_every_stage(pair: ProcessGroup) -> None:
+    (row, again), _ = pair.run(step_cost_cases.overhead_rows)
     assert row.parameters == again.parameters > 50_000 and row.tensors == 20
     assert min(row.health, row.guard, row.record) > 0
     assert row.added == row.health + row.guard + row.record + row.other < row.bare
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--parameters", "1e6,many"], "--parameters 1e6,many: has to be numbers from 100,000"),
         (["--parameters", "1e4"], "--parameters 1e4: has to be numbers from 100,000"),
-        (["--steps", "0"], "--steps 0: has to be 1 or more"),
-        (["--blocks", "0"], "--blocks 0: has to be 1 or more"),
-        (["--steps", "few"], "command line: argument --steps: invalid int value"),
+        (["--steps", "0"], "argument --steps: 0 is not a whole number of 1 or more"),
+        (["--layers", "0"], "argument --layers: 0 is not a whole number"),
+        (["--steps", "few"], "command line: argument --steps: few is not a whole number"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(arguments: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=re.escape(told)):
-        benchmark_growth.read_options(["--config", f"{REPOSITORY}/config/recipes/demo.yaml", *arguments])
+def test_mistakes_are_reported_before_anything_starts(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_options(["--config", f"{REPOSITORY}/config/recipes/demo.yaml", *arguments])

@@ -41,7 +41,7 @@ def test_a_job_leaves_what_a_person_can_look_at(folder, unbroken):
     assert {"config.yaml", "ds_config.json", "environment.json", "report.md"} <= {path.name for path in run.iterdir()}
     assert (run / "plots" / "run.png").read_bytes().startswith(b"\x89PNG")
     assert "auto" not in (run / "ds_config.json").read_text()
-    for expected in ("masters", "float32", "loss", "tok/s", "report", "go on", "deepspeed --num_gpus 2"):
+    for expected in ("masters", "float32", "loss", "tok/s", "report", "resume", "deepspeed --num_gpus 2"):
         assert expected in output
     assert [event["status"] for event in events(folder, "unbroken", "run_end")] == ["done"]
     assert len(events(folder, "unbroken", "eval")) == 1

@@ -1,4 +1,4 @@
-"""Measure every module and propose a manifest: `python -m training.analyze --config FILE --out MANIFEST`.
+"""Measure every region and propose a precision manifest: `python -m training.analyze --config FILE --out MANIFEST`.
 
 Read command.py, survey.py (a job that measures), regions.py and gradients.py (what it measures), then plot.py.
 """

@@ -1,14 +1,14 @@
-"""Measure a model in FP32 for a few steps and propose the precision manifest that its numbers ask for.
+"""Measure a model in FP32 for a few steps and propose a precision manifest from the measurements.
 
     python -m training.analyze --config FILE --out manifest.json [--steps 30] [--processes N] [key.sub=value ...]
 
 A job of its own trains the config's first steps in FP32 on the config's own data and measures each region: the range of
 its activations, gradients and weights, and how far the gradient moves when it alone computes in BF16 or FP16. The
-manifest that follows is held against FP32, uniform BF16 and uniform FP16 on batches that nothing was measured on. It
-has to be closer to FP32 than uniform BF16, and compute in 16 bits where uniform FP32 does not; then it has to pass
-`training.parity` over a few steps of the real job. Only then is it written. Beside it: NAME.analysis.json with every
-number, NAME.png with every region's range, NAME.parity/ with the parity report, and NAME.log. Exit code 0: written; 3:
-it is not good (see NAME.rejected.json), or FP32 itself is not finite; 2: the command line or the config is wrong.
+manifest that follows is compared with FP32, uniform BF16 and uniform FP16 on held-out batches. It has to be closer to
+FP32 than uniform BF16, with at least one matmul in 16 bits; then it has to pass `training.parity` over a few steps of
+the real job. Only then is it written. NAME.analysis.json has every number, NAME.png every region's range, NAME.parity/
+the parity report. Exit code 0: written; 3: rejected (see NAME.rejected.json), or FP32 itself is not finite; 2: the
+command line or the config is wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments, entry_point
+from config.cli import Arguments, entry_point, positive_int
 from config.command_line import read_command_line
 from config.deepspeed.document import in_fp32, read_document
 from config.errors import UserError
@@ -33,7 +33,7 @@ from precision.manifest import load_manifest
 from precision.proposal import Limits, pattern_of
 from tracking.jsonl import plain
 from training.analyze.plot import plot_ranges
-from training.jobs import default_processes, last_words, launch
+from training.jobs import add_processes_option, default_processes, error_line_of, launch
 from training.parity.gate import gate
 from training.parity.jobs import plan
 
@@ -42,7 +42,7 @@ _NO_MANIFEST = {"default": "fp32", "rules": []}
 
 
 def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Run the survey, judge its proposal, write and print. Raises UserError for what the user has to change."""
+    """Run the survey, judge its proposal, write and print. Raises UserError for a wrong option or config."""
     out: Path = options.out
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}; make it, or name another")
@@ -62,7 +62,7 @@ def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         program = ("-m", "training.analyze.survey", "--result", str(found), "--plan", json.dumps(measured), *arguments)
         launch(program, processes=options.processes, log=log)
         if not found.is_file():
-            print(f"the survey's job ended without a result: {last_words(log)} (see {log})", file=sys.stderr)
+            print(f"the survey's job ended without a result: {error_line_of(log)} (see {log})", file=sys.stderr)
             return CRASHED
         result = json.loads(found.read_text())
     if "error" in result:
@@ -71,13 +71,13 @@ def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(f"rejected: {result['failed']}", file=sys.stderr)
         return REJECTED
     result = {"config": str(options.config), "overrides": list(overrides), **measured, **result}
-    if options.parity_steps and objection(result) is None:
+    if options.parity_steps and rejection_reason(result) is None:
         result["parity"] = _parity(options, overrides, result["proposal"])
     return _publish(out, result)
 
 
 def _parity(options: argparse.Namespace, overrides: Sequence[str], proposal: dict[str, Any]) -> dict[str, Any]:
-    """What `training.parity` says of the manifest over the first steps of the job, from the loss scale proposed."""
+    """The verdict of `training.parity` on the manifest over the job's first steps, from the proposed loss scale."""
     folder, steps = options.out.with_suffix(".parity").resolve(), options.parity_steps
     folder.mkdir(exist_ok=True)
     (folder / "manifest.json").write_text(json.dumps(proposal["manifest"], indent=2) + "\n")
@@ -90,20 +90,20 @@ def _parity(options: argparse.Namespace, overrides: Sequence[str], proposal: dic
     ]
     try:
         found = gate(plan(str(options.config), arguments, folder=folder, steps=steps, processes=options.processes))
-    except UserError as error:  # what was measured so far is worth keeping
+    except UserError as error:  # the measurements so far are kept
         found = {"verdict": "not judged", "failed": [str(error)]}
     return {"verdict": found["verdict"], "failed": found["failed"], "steps": steps, "report": str(folder)}
 
 
-def objection(result: dict[str, Any]) -> str | None:
-    """Why the proposal is not good, in words; None when it is: finite, closer to FP32 than uniform BF16, and cheaper
-    than uniform FP32."""
+def rejection_reason(result: dict[str, Any]) -> str | None:
+    """Why the proposal is rejected; None when its gradients are finite and closer to FP32 than uniform BF16's, it is
+    cheaper than uniform FP32, and it passes parity where that ran."""
     checked, share = result["validation"], result["proposal"]["low_precision_share"]
-    mine, bf16 = checked["proposal"]["error"], checked["uniform bf16"]["error"]
-    if not math.isfinite(mine):
+    error, bf16 = checked["proposal"]["error"], checked["uniform bf16"]["error"]
+    if not math.isfinite(error):
         return "its gradients are not finite on held-out batches"
-    if not mine < bf16:
-        return f"its gradient error {mine:.3g} is no smaller than uniform BF16's {bf16:.3g}"
+    if not error < bf16:
+        return f"its gradient error {error:.3g} is no smaller than uniform BF16's {bf16:.3g}"
     if not share > 0:
         return "no matmul of it is in 16 bits"
     parity = result.get("parity")
@@ -113,15 +113,15 @@ def objection(result: dict[str, Any]) -> str | None:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Lines of the printed table: the regions of one pattern and dtype in a row, the most sensitive rows first."""
+    """Lines of the printed table: a row for the regions of one pattern and dtype, the most sensitive rows first."""
     choices, units = result["proposal"]["choices"], result["units"]
     total = sum(unit["flops"] for unit in units) + result["other_flops"]
     rows: dict[tuple[str, str], list[tuple[str, float, float]]] = {}
     for unit in units:
-        parts = len(unit["names"])
+        count = len(unit["names"])
         for name in unit["names"]:
             row = rows.setdefault((pattern_of(name), choices[name]["compute"]), [])
-            row.append((name, choices[name]["sensitivity"] / parts, unit["flops"] / parts / total))
+            row.append((name, choices[name]["sensitivity"] / count, unit["flops"] / count / total))
     found = []
     for (pattern, compute), members in rows.items():
         what = pattern if len(members) > 1 else members[0][0]
@@ -138,29 +138,29 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def verdict(result: dict[str, Any]) -> list[str]:
-    """What the proposal buys, against both uniforms."""
+    """Error and share of 16-bit FLOPs of the proposal, against both uniform dtypes."""
     checked, proposal = result["validation"], result["proposal"]
     lines = [
         f"{name:<13} gradient error {found['error']:.3e} (whole vector {found['whole']:.3e}), worst "
         f"{found['parameter_error']:.3e} in {found['parameter']}"
         for name, found in checked.items()
     ]
-    mine, bf16, scale = checked["proposal"]["error"], checked["uniform bf16"]["error"], proposal["loss_scale"]
-    tried, alone = result["tried"], result["regions_alone"]["bf16"]
-    together, all_of_it = tried["uniform bf16, FP32 ambient"], tried["uniform bf16"]
+    error, bf16, scale = checked["proposal"]["error"], checked["uniform bf16"]["error"], proposal["loss_scale"]
+    tried, one_by_one = result["tried"], result["regions_alone"]["bf16"]
+    together, uniform = tried["uniform bf16, FP32 ambient"], tried["uniform bf16"]
     return [
         *lines,
-        f"BF16's regions one by one add up to {alone:.3e}, together they have {together:.3e}, and {all_of_it:.3e} with "
-        "everything between them in BF16 too",
-        f"against uniform BF16: parity error {mine:.3e} for {bf16:.3e}, a factor of {bf16 / (mine or 1e-30):.1f}",
+        f"BF16's regions one by one add up to {one_by_one:.3e}, together they have {together:.3e}, and "
+        f"{uniform:.3e} with everything between them in BF16 too",
+        f"against uniform BF16: parity error {error:.3e} for {bf16:.3e}, a factor of {bf16 / (error or 1e-30):.1f}",
         f"against uniform FP32: {proposal['low_precision_share']:.1%} of the matmul FLOPs in 16 bits for 0%",
-        *([f"FP16 needs a loss scale: precision.loss_scale.initial={scale:g} is where it fits"] if scale else []),
+        *([f"FP16 needs a loss scale: precision.loss_scale.initial={scale:g} fits"] if scale else []),
     ]
 
 
 def _publish(out: Path, result: dict[str, Any]) -> int:
-    """Write what there is to write, print the table and give the exit code."""
-    reason = objection(result)
+    """Write the files, print the table and return the exit code."""
+    reason = rejection_reason(result)
     out.with_suffix(".analysis.json").write_text(json.dumps(plain(result | {"objection": reason}), indent=1) + "\n")
     plot_ranges(result, out.with_suffix(".png"))
     target = out if reason is None else out.with_suffix(".rejected.json")
@@ -208,15 +208,7 @@ def _resolve(arguments: list[str], processes: int) -> Resolved:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 0 or more")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if _count(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
-    return int(text)
+    return 0 if text == "0" else positive_int(text)
 
 
 def _share(text: str) -> float:
@@ -234,14 +226,16 @@ def _options() -> Arguments:
     parser = Arguments(prog="python -m training.analyze", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, help="run config")
     parser.add_argument("--out", type=Path, required=True, help="manifest to write")
-    parser.add_argument("--steps", type=_positive, default=30, help="FP32 training steps")
-    parser.add_argument("--processes", type=_positive, help="processes of the survey; one a GPU, or two")
-    parser.add_argument("--sequences", type=_positive, default=2, help="sequences a process in one measurement")
-    parser.add_argument("--held-out", type=_positive, default=2, help="global batches to validate on")
+    parser.add_argument("--steps", type=positive_int, default=30, help="FP32 training steps")
+    add_processes_option(parser)
+    parser.add_argument("--sequences", type=positive_int, default=2, help="sequences a process in one measurement")
+    parser.add_argument("--held-out", type=positive_int, default=2, help="global batches to validate on")
     parser.add_argument("--parity-steps", type=_count, default=12, help="steps of training.parity; 0 leaves it out")
-    parser.add_argument("--most-regions", type=_positive, default=64, help="above it, one measurement a pattern")
-    parser.add_argument("--floor", type=_share, default=defaults.floor, help="least share of the FLOPs in 16 bits")
-    parser.add_argument("--headroom", type=float, default=defaults.headroom, help="room below FP16's largest value")
+    parser.add_argument(
+        "--most-regions", type=positive_int, default=64, help="above it, patterns are measured instead of regions"
+    )
+    parser.add_argument("--floor", type=_share, default=defaults.floor, help="smallest share of the FLOPs in 16 bits")
+    parser.add_argument("--headroom", type=float, default=defaults.headroom, help="margin below FP16's largest value")
     return parser
 
 

@@ -1,12 +1,12 @@
-"""How far the gradients of other dtypes are from FP32's, from the same masters and batch, on the manifest path.
+"""The error of gradients in other dtypes against FP32's, from the same masters and batch, on the manifest path.
 
-The gradients are the reduced ones, through DeepSpeed's own backward pass, at every ZeRO stage. FP16 gets its loss scale
-on the loss and it is divided out of the reduced gradient: a power of two, so both are exact.
+The gradients are the reduced ones, from DeepSpeed's own backward pass, at every ZeRO stage. FP16's loss is multiplied
+by the loss scale, and the reduced gradient divided by it: a power of two, so both are exact.
 
-Which error. Adam divides each gradient by the size of its own past, so what reaches the weights is each parameter's
-*relative* error, however small its gradient is beside others. `error` is the root of the mean of their squares, every
-value of the gradient counting alike. The error of the whole gradient's vector would be that of its few largest
-parameters: for the demo's BF16 it was 0.003 after 30 steps, while a query projection's gradient was off by 0.043.
+Which error. Adam divides each gradient by the size of its own past, so each parameter's *relative* error reaches the
+weights, however small its gradient is compared with others. `error` is the root of the mean of their squares, weighted
+by size. The error of the whole gradient's vector would be that of its few largest parameters: for the demo's BF16 it
+was 0.003 after 30 steps, while a query projection's gradient had an error of 0.043.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from training.engine.tensors import whole_gradient
 
 @dataclass(frozen=True)
 class GradientError:
-    """Of one pass against FP32; the same on every rank. inf where something is not finite."""
+    """Errors of one pass against FP32, the same on every rank. inf where a value is not finite."""
 
     error: float
     """[fraction] Root of the mean of ||gradient - FP32's||^2 / ||FP32's||^2 over parameters, weighted by their size."""
     whole: float
     """[fraction] ||gradient - FP32's|| / ||FP32's|| over all parameters together."""
     parameter: str
-    """Parameter whose gradient is furthest off, relative to its own norm."""
+    """Parameter whose gradient has the largest relative error."""
     parameter_error: float
-    """[fraction] By how much."""
+    """[fraction] That error."""
     loss: float
     """[fraction] |loss - FP32's| / |FP32's|."""
 
@@ -52,7 +52,7 @@ class Fp32Gradients:
     """FP32 gradients of one batch, in the main process's memory. Every method is a collective."""
 
     def __init__(self, engine: Engine, batch: Batch) -> None:
-        """The engine's regions have to compute in FP32 now. The gradients are discarded afterwards."""
+        """The engine's regions must compute in FP32 now. Discards the engine's gradients."""
         self._engine, self._batch = engine, batch
         self._generators = generators(engine.place.device)
         self._gradients: dict[str, torch.Tensor] = {}
@@ -63,23 +63,24 @@ class Fp32Gradients:
         engine.discard_quietly()
 
     def error(self, *, scale: float = 1.0) -> GradientError:
-        """Run the same batch in whatever the regions compute in now, with the same random numbers, and compare.
+        """Run the same batch in the regions' present dtypes, with the same random numbers, and compare.
 
-        scale: factor on the loss, a power of two; it never shows in the result.
+        scale: factor on the loss, a power of two; the result does not depend on it.
         """
         place = self._engine.place
         loss = self._backward(scale)
-        off: dict[str, float] = {}
+        squares: dict[str, float] = {}
         for name, gradient in self._reduced(scale):
             if place.is_main:
                 difference = gradient.cpu().double() - self._gradients[name].double()
-                off[name] = float(difference.square().sum())
+                squares[name] = float(difference.square().sum())
         self._engine.discard_quietly()
-        there = abs(loss - self._loss) / max(abs(self._loss), 1e-30)
-        return GradientError(*place.from_main((*self._judged(off), there if math.isfinite(there) else math.inf)))
+        loss_error = abs(loss - self._loss) / max(abs(self._loss), 1e-30)
+        loss_error = loss_error if math.isfinite(loss_error) else math.inf
+        return GradientError(*place.from_main((*self._errors(squares), loss_error)))
 
-    def _judged(self, off: dict[str, float]) -> tuple[float, float, str, float]:
-        """From squared differences by parameter; those with next to no gradient are rounding noise and left out."""
+    def _errors(self, off: dict[str, float]) -> tuple[float, float, str, float]:
+        """From squared differences by parameter; those with a negligible gradient are rounding noise and left out."""
         size = {name: float(self._gradients[name].double().square().sum()) for name in off}
         floor = NEGLIGIBLE**2 * max(size.values(), default=0.0)
         errors = {
@@ -113,8 +114,8 @@ class Fp32Gradients:
 
 
 @contextmanager
-def computing(engine: Engine, manifest: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the engine's model computes as this manifest's JSON says, default dtype and all."""
+def under_manifest(engine: Engine, manifest: Mapping[str, Any]) -> Iterator[None]:
+    """In the body, the engine's model computes under this manifest, default dtype included."""
     before = engine.regions
     assert before is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -133,17 +134,17 @@ def computing(engine: Engine, manifest: Mapping[str, Any]) -> Iterator[None]:
 def validate(
     engine: Engine, candidates: Mapping[str, tuple[Mapping[str, Any], float]], batches: Sequence[Batch]
 ) -> dict[str, dict[str, Any]]:
-    """How far each manifest's gradients are from FP32's, from the same masters, over whole batches. A collective.
+    """Errors of each manifest's gradients against FP32's, from the same masters, over whole batches. A collective.
 
     candidates: name to the manifest's JSON and the loss scale to run it at. `error` and `whole` are root mean squares
-    over batches; `parameter` is the one furthest off on any batch, `parameter_error` by how much; `loss_error` is the
-    largest relative distance of the loss. inf: something was not finite.
+    over batches; `parameter` has the largest error on any batch, `parameter_error`; `loss_error` is the loss's largest
+    relative error. inf: a value was not finite.
     """
     found: dict[str, list[GradientError]] = {name: [] for name in candidates}
     for batch in batches:
         reference = Fp32Gradients(engine, batch)
         for name, (manifest, scale) in candidates.items():
-            with computing(engine, manifest):
+            with under_manifest(engine, manifest):
                 found[name].append(reference.error(scale=scale))
     return {name: _over_batches(errors) for name, errors in found.items()}
 
@@ -160,7 +161,7 @@ def _over_batches(errors: Sequence[GradientError]) -> dict[str, Any]:
 
 
 def _ratio(off: float, size: float) -> float:
-    """off / size; inf where off is not finite, or where it is all there is."""
+    """off / size; inf where off is not finite, or where only size is 0."""
     if not math.isfinite(off):
         return math.inf
     return off / size if size else (math.inf if off else 0.0)

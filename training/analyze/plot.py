@@ -1,4 +1,4 @@
-"""The picture of an analysis: the exponent range of every region against what FP16 and BF16 can hold."""
+"""The plot of an analysis: the exponent range of every region against the ranges of FP16 and BF16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FP16_NORMAL, FP16_SUBNORMAL, FP16_END = -14, -24, 16
-"""Exponents: smallest normal and subnormal number, and the power of two that the largest number stays just under."""
+"""Exponents: smallest normal and subnormal number, and the power of two just above the largest number."""
 BF16_NORMAL, BF16_END = -126, 128
 MOST_ROWS = 96
 """Regions above which the layers of one pattern share a row."""
@@ -31,7 +31,7 @@ def plot_ranges(result: dict[str, Any], png: Path) -> Path:
     """Draw the result of a survey to `png` and return it.
 
     A thick bar goes from the 0.1% to the 99.9% quantile of the non-zero magnitudes, a thin line from the smallest to
-    the largest, to the power of two. Gradients are drawn as FP16 sees them: times the loss scale. The colour is the
+    the largest, in powers of two. Gradients are multiplied by the loss scale, as in FP16. The colour is the
     dtype proposed. result: `spreads`, `proposal` and `kinds` of training/analyze/survey.py.
     """
     import matplotlib
@@ -95,14 +95,14 @@ def _draw(axis: Axes, rows: list[tuple[str, str, Any]], kind: str, *, shift: flo
     axis.axvspan(FP16_NORMAL, FP16_END, color=_BAND, zorder=0, linewidth=0)
     axis.axvspan(FP16_SUBNORMAL, FP16_NORMAL, color=_BAND, alpha=0.45, zorder=0, linewidth=0)
     ends = [FP16_SUBNORMAL - 6.0, FP16_END + 3.0]
-    for place, (_, dtype, row) in enumerate(rows):
+    for index, (_, dtype, row) in enumerate(rows):
         extents = row.get(kind, [])
         if not extents:
             continue
         smallest, low = min(item[0] for item in extents) + shift, min(item[1] for item in extents) + shift
         high, largest = max(item[2] for item in extents) + shift + 1, max(item[3] for item in extents) + shift + 1
-        axis.plot([smallest, largest], [place, place], color=_COLOURS[dtype], linewidth=0.8, zorder=2)
-        axis.plot([low, high], [place, place], color=_COLOURS[dtype], linewidth=5, solid_capstyle="butt", zorder=3)
+        axis.plot([smallest, largest], [index, index], color=_COLOURS[dtype], linewidth=0.8, zorder=2)
+        axis.plot([low, high], [index, index], color=_COLOURS[dtype], linewidth=5, solid_capstyle="butt", zorder=3)
         ends += [smallest - 1, largest + 1]
     for edge in (BF16_NORMAL, BF16_END):
         axis.axvline(edge, color=_COLOURS["bf16"], linestyle="--", linewidth=1)

@@ -1,4 +1,4 @@
-"""One stop of a survey: ranges, FLOPs and sensitivities of every region, on one batch, from the masters as they are."""
+"""One point of a survey: ranges, FLOPs and sensitivities of every region, on one batch, from the current masters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from training.engine import Engine
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured at one stop; the same on every rank."""
+    """Measurements after one step; the same on every rank."""
 
     step: int
     spreads: dict[str, dict[str, Spread]]
@@ -30,11 +30,11 @@ class Point:
     errors: list[dict[str, float]]
     """Of each unit, by dtype."""
     repeated: float
-    """Error of FP32 against itself, run again: what the device alone does."""
+    """Error of a second FP32 pass against the first: the device's own nondeterminism."""
 
 
 def units_of(engine: Engine, most_regions: int) -> list[Unit]:
-    """The matmul regions, alone or by pattern, not measured yet."""
+    """The matmul regions, one by one or by pattern, without measurements."""
     names = [name for name, kind in find_regions(engine.model).items() if kind != "norm"]
     grouped: dict[str, list[str]] = {}
     for name in names:
@@ -43,7 +43,7 @@ def units_of(engine: Engine, most_regions: int) -> list[Unit]:
 
 
 def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, limits: Limits) -> Point:
-    """Measure on this batch; every region has to compute in FP32 now. A collective; changes no weight."""
+    """Measure on this batch; every region must compute in FP32 now. A collective; changes no weight."""
     model, place = engine.model, engine.place
     kinds = find_regions(model)
     ranges = Ranges(kinds, place.device)
@@ -60,16 +60,16 @@ def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, l
     repeated = reference.error().error
     errors = []
     for unit in units:
-        alone = {}
+        by_dtype = {}
         for dtype in ("bf16", "fp16"):
-            with _alone(engine, unit, dtype):
-                alone[dtype] = reference.error(scale=scale if dtype == "fp16" else 1.0).error
-        errors.append(alone)
+            with _in_dtype(engine, unit, dtype):
+                by_dtype[dtype] = reference.error(scale=scale if dtype == "fp16" else 1.0).error
+        errors.append(by_dtype)
     return Point(step, spreads, place.from_main(dict(operands.region_flops)), scale, errors, repeated)
 
 
 @contextmanager
-def _alone(engine: Engine, unit: Unit, dtype: str) -> Iterator[None]:
+def _in_dtype(engine: Engine, unit: Unit, dtype: str) -> Iterator[None]:
     """Inside, only this unit's regions compute in `dtype`; everything else stays FP32."""
     regions = engine.regions
     assert regions is not None
@@ -83,7 +83,7 @@ def _alone(engine: Engine, unit: Unit, dtype: str) -> Iterator[None]:
 
 
 def all_spreads(points: Sequence[Point]) -> dict[str, dict[str, Spread]]:
-    """Region to kind to the spread of all points together."""
+    """By region and kind, the spread over all points."""
     found: dict[str, dict[str, Spread]] = {}
     for name in points[0].spreads:
         kinds = dict.fromkeys(kind for point in points for kind in point.spreads[name])

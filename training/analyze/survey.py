@@ -1,9 +1,9 @@
-"""What `training.analyze` runs in its processes: train in FP32, stop here and there, and measure every region.
+"""The job of `training.analyze`: train in FP32, and measure every region before, in the middle and after.
 
-At each stop, on one batch and the masters of that moment: the range of every region (precision/ranges.py), and how far
-the whole gradient moves from FP32's when one region alone computes in BF16 or in FP16. From that comes a proposal
-(precision/proposal.py), which is then held against FP32, uniform BF16 and uniform FP16 on batches that nothing was
-measured on. Everything goes through DeepSpeed's own backward pass and reduction, so it works at every ZeRO stage.
+Measured at each point, on one batch and the current masters: the range of every region (precision/ranges.py), and the
+error of the whole gradient against FP32's when only one region computes in BF16 or in FP16. From that follows a
+proposal (precision/proposal.py), which is then compared with FP32, uniform BF16 and uniform FP16 on held-out batches.
+Everything uses DeepSpeed's own backward pass and reduction, so it works at every ZeRO stage.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from training.engine import Engine
 from training.schedule import scheduled_rate
 from training.session import session
 
-WORTH = 0.95
-"""Factor on an error that a costlier manifest has to reach to be taken."""
+WORTHWHILE = 0.95
+"""Factor on the error below which a costlier manifest is chosen."""
 
 
 class NotFinite(Exception):
-    """FP32 itself left the finite numbers: there is nothing to measure against."""
+    """A value of the FP32 run is not finite: there is no reference."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure."""
+    """The extent of the measurements."""
 
     steps: int
     """FP32 training steps. Measured before the first, in the middle and after the last."""
     sequences: int
     """Sequences a process that one measurement takes; the held-out batches are whole."""
     most_regions: int
-    """Regions above which the sensitivity is measured once a pattern instead of once a region."""
+    """Number of regions above which sensitivity is measured once a pattern instead of once a region."""
     held_out: int
     """Global batches that the proposal is validated on."""
     limits: Limits
@@ -63,7 +63,7 @@ def survey(engine: Engine, batches: Batches, resolved: Resolved, plan: Plan) -> 
         batch = batches.next_step()
         if step in (0, plan.steps // 2, plan.steps):
             points.append(measure(engine, batch.first_sequences(plan.sequences), units, step=step, limits=plan.limits))
-            _say(engine, f"measured {len(units)} regions in BF16 and FP16 after {step} steps")
+            _print(engine, f"measured {len(units)} regions in BF16 and FP16 after {step} steps")
         if step < plan.steps:
             losses.append(_train(engine, batch, resolved, step))
     spreads = all_spreads(points)
@@ -108,8 +108,8 @@ def _decide(
 ) -> tuple[Proposal, dict[str, float]]:
     """The best of a few proposals, on a batch that was measured before; their errors and those of uniform dtypes.
 
-    Promotions to FP32 cost FLOPs, so they stay only when they take five percent off the error. An FP32 ambient dtype
-    costs memory, so it is taken only when a 16-bit one is no better than uniform BF16.
+    Promotions to FP32 cost FLOPs, so they stay only when they lower the error by five percent. An FP32 ambient dtype
+    costs memory, so it is chosen only when a 16-bit one is no better than uniform BF16.
     """
     arguments: dict[str, Any] = {"other_flops": other_flops, "limits": plan.limits}
     named = {
@@ -118,11 +118,13 @@ def _decide(
         "promoted, FP32 ambient": propose(units, spreads, ambient="fp32", **arguments),
     }
     uniform = _uniform(largest_scale(spreads, plan.limits))
-    apart = {f"{name}, FP32 ambient": (_everywhere(tree["default"]), scale) for name, (tree, scale) in uniform.items()}
-    found = validate(engine, {name: _runnable(one) for name, one in named.items()} | uniform | apart, [batch])
+    fp32_ambient = {
+        f"{name}, FP32 ambient": (_everywhere(tree["default"]), scale) for name, (tree, scale) in uniform.items()
+    }
+    found = validate(engine, {name: _runnable(one) for name, one in named.items()} | uniform | fp32_ambient, [batch])
     errors = {name: float(result["error"]) for name, result in found.items()}
-    best = "promoted" if errors["promoted"] < WORTH * errors["16 bits"] else "16 bits"
-    if errors[best] >= WORTH * errors["uniform bf16"]:
+    best = "promoted" if errors["promoted"] < WORTHWHILE * errors["16 bits"] else "16 bits"
+    if errors[best] >= WORTHWHILE * errors["uniform bf16"]:
         best = min(best, "promoted, FP32 ambient", key=lambda name: errors[name])
     return named[best], errors
 
@@ -142,7 +144,7 @@ def _uniform(scale: float) -> dict[str, tuple[dict[str, Any], float]]:
     }
 
 
-def _say(engine: Engine, text: str) -> None:
+def _print(engine: Engine, text: str) -> None:
     if engine.place.is_main:
         print(text, flush=True)
 

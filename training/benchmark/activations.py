@@ -1,4 +1,4 @@
-"""Time against peak memory under each way to keep or recompute activations: the same work, in turn, as real jobs.
+"""Step time against peak memory for each mode of activation checkpointing: the same work, in turn, as real jobs.
 
     python -m training.benchmark.activations --config config/recipes/demo.yaml [--rounds 3] [--steps 10]
         [--modes none,ops,attention,selective:4,selective:2,full,full:reentrant] [--processes 2] [--out FOLDER]
@@ -7,11 +7,11 @@
 A mode is a value of model.activation_checkpointing, with `:4` for model.checkpointing_every, `:1.5` for
 model.activation_memory_gib of budget, or `:reentrant`. Each round runs every mode once, each in processes of its own,
 in an order that is reversed from round to round; its time is that of a step in the median of all rounds, its memory the
-largest `memory_bytes` of a step: on a GPU what torch has allocated, else what the process takes, of which Python, torch
-and DeepSpeed are a part. On a CPU the modes run with MALLOC_MMAP_THRESHOLD_=65536 unless it is set, so that glibc gives
-back what is freed.
+largest `memory_bytes` of a step: on a GPU what torch has allocated, else the process's resident set, which includes
+Python, torch and DeepSpeed. On a CPU the modes run with MALLOC_MMAP_THRESHOLD_=65536 unless it is set, so that glibc
+returns freed memory to the system.
 
-The folder gets `activations.json` and `activations.md`, logs and runs. Exit code 0; 3: losses part, which recomputing
+The folder gets `activations.json` and `activations.md`, logs and runs. Exit code 0; 3: losses differ, which recomputing
 must not cause; 2: it cannot be done.
 """
 
@@ -28,24 +28,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from config.cli import Arguments, entry_point
+from config.cli import Arguments, entry_point, positive_int
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
 from tracking.environment import environment
-from tracking.jsonl import plain, read_events
-from training.benchmark.contestants import ALIKE
-from training.jobs import TRAIN, default_processes, last_words, launch
+from tracking.jsonl import plain
+from training.benchmark.contestants import COMMON_OVERRIDES
+from training.jobs import add_processes_option, default_processes, error_line_of, in_turn, train
 
 MODES = "none,ops,attention,selective:4,selective:2,full,full:reentrant"
 WARM_UP = 3
-"""Steps of each run whose time does not count."""
+"""[steps] Not timed."""
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
-"""Largest relative difference of a step's loss from that of the first mode. On a CPU there is none."""
+"""Largest relative difference of a step's loss from the first mode's. On a CPU they are equal."""
 
 
 def overrides_of(mode: str) -> list[str]:
-    """The config keys of a mode such as selective:4. Whether the values are right is for the config to say."""
+    """The config keys of a mode such as selective:4. The values are not checked here, the config does that."""
     name, _, detail = mode.partition(":")
     key = "model.activation_checkpointing"
     found = {key: name, "model.checkpointing_every": "2", "model.activation_memory_gib": "null"}
@@ -62,27 +62,23 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, help="run config that says what is trained")
-    parser.add_argument("--modes", default=MODES, help="what to compare, separated by commas; the first is the measure")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each of them runs")
-    parser.add_argument("--steps", type=int, default=10, help=f"timed steps of a run; {WARM_UP} come before them")
-    parser.add_argument("--processes", type=int, help="processes of each job (default: one a GPU, two without)")
+    parser.add_argument("--config", required=True, help="run config to train")
+    parser.add_argument("--modes", default=MODES, help="separated by commas; compared with the first")
+    parser.add_argument("--rounds", dest="repeats", type=positive_int, default=3, help="how often each of them runs")
+    parser.add_argument(
+        "--steps", type=positive_int, default=10, help=f"timed steps of a run; {WARM_UP} come before them"
+    )
+    add_processes_option(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/activations"), help="folder of the report")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
-    options = parser.parse_intermixed_args(arguments)
-    for name in ("rounds", "steps", "processes"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name} = {value}: has to be 1 or more")
-    return options
+    return parser.parse_intermixed_args(arguments)
 
 
 def run_mode(arguments: Sequence[str], folder: Path, label: str, processes: int) -> dict[str, Any]:
-    """One job to its end: its step times [s], losses and peak memory. Raises UserError when it does not get there."""
-    log, where = folder / "logs" / f"{label}.log", [f"run.dir={folder / 'runs'}", f"run.name={label}"]
-    if launch([*TRAIN, *arguments, *where], processes=processes, log=log):
-        raise UserError(f"{label} did not reach its end: {last_words(log)}; see {log}")
-    events = list(read_events(folder / "runs" / label / "events.jsonl"))
+    """Run one job: its step times [s], losses and peak memory. Raises UserError when it fails."""
+    code, log, events = train(arguments, folder, label, processes=processes)
+    if code:
+        raise UserError(f"{label} failed: {error_line_of(log)}; see {log}")
     steps = [event for event in events if event["event"] == "step"]
     return {
         "seconds": [event["step_seconds"] for event in steps[WARM_UP:]],
@@ -92,23 +88,23 @@ def run_mode(arguments: Sequence[str], folder: Path, label: str, processes: int)
 
 
 def benchmark(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all, compare, and write the report; the content of activations.json. Raises UserError."""
+    """Run all modes, compare them, and write the report; the content of activations.json. Raises UserError."""
     modes, processes = options.modes.split(","), options.processes or default_processes()
     steps = options.steps + WARM_UP
-    whole = ["--config", options.config, *options.overrides, *ALIKE, f"run.steps={steps}", "schedule.warmup_steps=1"]
-    jobs = {mode: [*whole, *overrides_of(mode)] for mode in modes}
+    common = ["--config", options.config, *options.overrides, *COMMON_OVERRIDES]
+    common += [f"run.steps={steps}", "schedule.warmup_steps=1"]
+    jobs = {mode: [*common, *overrides_of(mode)] for mode in modes}
     resolved = [read_command_line(job, as_launched(processes)) for job in jobs.values()][0]
     folder = options.out.expanduser().resolve()
     for name in ("logs", "runs"):
         shutil.rmtree(folder / name, ignore_errors=True)
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
-    for number in range(1, options.rounds + 1):
-        for mode in modes if number % 2 else reversed(modes):
-            run = run_mode(jobs[mode], folder, f"{mode.replace(':', '-')}-{number}", processes)
-            found[mode].append(run)
-            line = f"{median(run['seconds']):8.3f} s a step, {run['memory_bytes'] / 2**30:6.2f} GiB"
-            print(f"round {number}  {mode:<16} {line}", flush=True)
+    for number, mode in in_turn(modes, options.repeats):
+        run = run_mode(jobs[mode], folder, f"{mode.replace(':', '-')}-{number}", processes)
+        found[mode].append(run)
+        line = f"{median(run['seconds']):8.3f} s a step, {run['memory_bytes'] / 2**30:6.2f} GiB"
+        print(f"round {number}  {mode:<16} {line}", flush=True)
     rows = {mode: summary(runs, first=found[modes[0]]) for mode, runs in found.items()}
     result = plain(
         {
@@ -122,7 +118,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
                 "sequence_length": resolved.config.data.sequence_length,
                 "micro_size": resolved.batch.micro_size,
                 "processes": processes,
-                "rounds": options.rounds,
+                "rounds": options.repeats,
                 "steps": options.steps,
                 "environment": environment({}),
             },
@@ -134,12 +130,12 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(runs: Sequence[dict[str, Any]], *, first: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all rounds of a mode say, against those of the first mode: ratios in the median of the rounds."""
-    middle = [median(run["seconds"]) for run in runs]
+    """Medians over a mode's runs, and of their ratios to the first mode's runs, round by round."""
+    medians = [median(run["seconds"]) for run in runs]
     losses = zip(runs[0]["losses"], first[0]["losses"], strict=True)
     return {
-        "step_seconds": median(middle),
-        "time_ratio": median(here / median(other["seconds"]) for here, other in zip(middle, first, strict=True)),
+        "step_seconds": median(medians),
+        "time_ratio": median(mine / median(other["seconds"]) for mine, other in zip(medians, first, strict=True)),
         "memory_bytes": median(run["memory_bytes"] for run in runs),
         "saved_bytes": median(
             other["memory_bytes"] - run["memory_bytes"] for run, other in zip(runs, first, strict=True)
@@ -168,7 +164,7 @@ def page(result: dict[str, Any]) -> str:
         sizes = [f"{row[name] / 2**30:.2f} GiB" for name in ("memory_bytes", "saved_bytes")]
         lines.append(f"| {mode} | {row['step_seconds']:.3f} s | {row['time_ratio']:.3f} | {' | '.join(sizes)} |")
     if result["part"]:
-        lines += ["", f"Losses part from those of {first}: {', '.join(result['part'])}"]
+        lines += ["", f"Losses differ from those of {first}: {', '.join(result['part'])}"]
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The contestants of `training.benchmark`: how each is started, and what is read of it when it has ended."""
+"""The contestants of `training.benchmark`: how each is started, and how its result is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from config.errors import UserError
 from tracking.jsonl import read_events
 from training.benchmark.peers import titan_terms
 from training.benchmark.spec import Result, Spec
-from training.jobs import TRAIN, last_words, launch
+from training.jobs import TRAIN, error_line_of, launch
 
 MANTISSA: dict[str, tuple[str, ...]] = {
     "mantissa": (),
@@ -39,7 +39,7 @@ MANTISSA: dict[str, tuple[str, ...]] = {
         "guard.attribute_overflows=false",
     ),
 }
-"""Mantissa as its config has it, with everything on, and with all off that can be: overrides by name."""
+"""Mantissa as its config has it, with all its optional work on, and with all of it off: overrides by name."""
 PRECISIONS: dict[str, tuple[str, ...]] = {
     f"mantissa-{compute}": (
         "model.kernels=torch",  # the manifest path has no others
@@ -48,7 +48,7 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
     )
     for compute in ("fp32", "bf16", "fp16")
 }
-# Steps that are skipped while a scale is found would part the losses.
+# Steps that are skipped while the scale settles would make the losses differ.
 PRECISIONS["mantissa-fp16"] += ("precision.loss_scale.initial=4096",)
 PRECISIONS["mantissa-manifest"] = (
     "model.kernels=torch",
@@ -57,8 +57,8 @@ PRECISIONS["mantissa-manifest"] = (
     "precision.manifest=config/manifests/bf16.json",
     "deepspeed.config=ds_configs/zero{stage}_fp32{offload}.json",
 )
-"""Mantissa with another precision than the config's, on the work of all others: overrides by name, for a ZeRO stage and
-"_offload" or nothing."""
+"""Mantissa with another precision than the config's, on the same work: overrides by name, to be formatted with a ZeRO
+stage and "_offload" or nothing."""
 KERNELS: dict[str, tuple[str, ...]] = {
     "mantissa-liger": ("model.kernels=liger",),
     "mantissa-torch": ("model.kernels=torch",),
@@ -73,13 +73,14 @@ PEERS = {
     "torchtitan": "training.benchmark.peers.titan_loop",
     "torchtitan-compile": "training.benchmark.peers.titan_loop",
 }
-"""Loops with other libraries: module by name."""
+"""Loops of other libraries: module by name."""
 TITAN: dict[str, tuple[str, ...]] = {"torchtitan": (), "torchtitan-compile": ("--compile",)}
-"""Those of torchtitan's, and what its loop is told."""
+"""torchtitan's contestants, and the arguments of its loop."""
 WITHOUT_SPLIT = tuple(TITAN)
-"""Who does forward and backward in one call, in chunks or as one CUDA graph: the parts of its steps cannot be told."""
-# What no other contestant does while it is timed.
-ALIKE = (
+"""Contestants that run forward and backward in one call, in chunks or as one CUDA graph: their stages cannot be timed
+separately."""
+# Turns off what no other contestant does while it is timed.
+COMMON_OVERRIDES = (
     "run.resume=never",
     "evaluate.every_steps=0",
     "checkpoint.every_steps=0",
@@ -120,8 +121,8 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Field:
-    """Where and how all of them run."""
+class Runner:
+    """Starts jobs of any contestant on one work."""
 
     folder: Path
     arguments: tuple[str, ...]
@@ -131,37 +132,37 @@ class Field:
     spec: Spec
 
     def run(self, contestant: str, label: str) -> Run:
-        """One job to its end. Raises UserError, with the log's name, when it does not reach it."""
+        """Run one job to its end. Raises UserError, which names the log, when it fails."""
         target = self.folder / "results" / f"{label}.json"
         launched = time.time()
         if contestant in OWN:
-            self._start([*TRAIN, *self._mantissa(contestant, label)], label)
+            self._start([*TRAIN, *self._train_arguments(contestant, label)], label)
         else:
-            self._start(self._peer(contestant, target, split=False), label)
+            self._start(self._peer_arguments(contestant, target, split=False), label)
         ended = time.time()
-        result = self._recorded(label) if contestant in OWN else Result.read(target)
+        result = self._read_result(label) if contestant in OWN else Result.read(target)
         if contestant in OWN:
             result.write(target)
             shutil.rmtree(self.folder / "runs" / label / "checkpoints", ignore_errors=True)
         return Run(contestant, launched, ended - launched, self.spec.warm_up, result)
 
     def split(self, contestant: str) -> dict[str, Any]:
-        """The time of a step by stage, of one more job; see `training.benchmark.split`."""
+        """Run one more job that times a step by stage; see `training.benchmark.split`."""
         label = f"{contestant}-split"
         target = self.folder / "results" / f"{label}.json"
         if contestant not in OWN:
-            self._start(self._peer(contestant, target, split=True), label)
+            self._start(self._peer_arguments(contestant, target, split=True), label)
             found = Result.read(target).split
             assert found is not None
             return found
         counts = [str(self.spec.warm_up), str(self.spec.steps)]
         program = ["-m", "training.benchmark.split", str(target), *counts]
-        self._start([*program, *self._mantissa(contestant, label)], label)
+        self._start([*program, *self._train_arguments(contestant, label)], label)
         shutil.rmtree(self.folder / "runs" / label / "checkpoints", ignore_errors=True)
         return json.loads(target.read_text())
 
     def peak(self) -> dict[str, Any]:
-        """What all processes at once reach in matmuls of the work's dtype; see `training.benchmark.peak`."""
+        """The rate of matmuls in the work's dtype, in all processes at once; see `training.benchmark.peak`."""
         target = self.folder / "results" / "peak.json"
         self._start(["-m", "training.benchmark.peak", self.spec.compute, str(target)], "peak")
         return json.loads(target.read_text())
@@ -171,21 +172,21 @@ class Field:
         (self.folder / "results").mkdir(parents=True, exist_ok=True)
         code = launch(program, processes=self.processes, log=log, launcher=self.launcher)
         if code:
-            raise UserError(f"{label} did not reach its end: {last_words(log)}; see {log}")
+            raise UserError(f"{label} failed: {error_line_of(log)}; see {log}")
 
-    def _mantissa(self, contestant: str, label: str) -> list[str]:
+    def _train_arguments(self, contestant: str, label: str) -> list[str]:
         where = [f"run.dir={self.folder / 'runs'}", f"run.name={label}"]
         offload = "" if self.spec.offload == "none" else "_offload"
         overrides = [text.format(stage=self.spec.stage, offload=offload) for text in OWN[contestant]]
-        return [*self.arguments, *ALIKE, *where, *overrides]
+        return [*self.arguments, *COMMON_OVERRIDES, *where, *overrides]
 
-    def _peer(self, contestant: str, target: Path, *, split: bool) -> list[str]:
+    def _peer_arguments(self, contestant: str, target: Path, *, split: bool) -> list[str]:
         path = self.folder / ("spec-split.json" if split else "spec.json")
         dataclasses.replace(self.spec, split=split).write(path)
         return ["-m", PEERS[contestant], str(path), str(target), *TITAN.get(contestant, ())]
 
-    def _recorded(self, label: str) -> Result:
-        """What Mantissa's own record says."""
+    def _read_result(self, label: str) -> Result:
+        """Mantissa's result, from its event file."""
         events = read_events(self.folder / "runs" / label / "events.jsonl")
         steps = [event for event in events if event["event"] == "step"]
         return Result(
@@ -197,50 +198,50 @@ class Field:
 
 
 def choose(names: str) -> tuple[list[str], dict[str, str]]:
-    """The contestants of a comma-separated list, and those that are passed over, with the reason.
+    """The contestants of a comma-separated list, and those that are skipped, with the reason.
 
     Raises UserError: no such contestant, one twice, or none left.
     """
     chosen: list[str] = []
-    passed: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for name in filter(None, names.split(",")):
         if name not in {*OWN, *PEERS}:
             known = ", ".join([*OWN, *PEERS])
             raise UserError(f"--contestants = {names}: there is no {name}; choose among {known}")
         if name in chosen:
-            raise UserError(f"--contestants = {names}: {name} is there twice; name each once")
-        reason = _why_not(name)
+            raise UserError(f"--contestants = {names}: {name} is listed twice; list each once")
+        reason = _unavailable_reason(name)
         if reason is not None:
-            passed[name] = reason
+            skipped[name] = reason
         else:
             chosen.append(name)
     if not chosen:
-        raise UserError(f"--contestants = {names}: leaves nobody to measure; name one of {', '.join(OWN)}")
-    return chosen, passed
+        raise UserError(f"--contestants = {names}: none of them can run here; name one of {', '.join(OWN)}")
+    return chosen, skipped
 
 
-def pass_over(contestants: Sequence[str], spec: Spec) -> tuple[list[str], dict[str, str]]:
-    """Those of them who can do this work, and those who cannot, with the reason. Raises UserError: none is left."""
+def skip_unsupported(contestants: Sequence[str], spec: Spec) -> tuple[list[str], dict[str, str]]:
+    """Those that can train this work, and those that cannot, with the reason. Raises UserError: none is left."""
     titans = [name for name in contestants if name in TITAN]
-    reason = titan_terms.refusal(spec) if titans else None
-    passed = dict.fromkeys(titans, reason) if reason is not None else {}
-    chosen = [name for name in contestants if name not in passed]
+    reason = titan_terms.unsupported_reason(spec) if titans else None
+    skipped = dict.fromkeys(titans, reason) if reason is not None else {}
+    chosen = [name for name in contestants if name not in skipped]
     if not chosen:
-        reasons = "; ".join(passed.values())
-        raise UserError(f"--contestants = {','.join(contestants)}: nobody can do this work: {reasons}")
-    return chosen, passed
+        reasons = "; ".join(skipped.values())
+        raise UserError(f"--contestants = {','.join(contestants)}: none of them can train this: {reasons}")
+    return chosen, skipped
 
 
-def _why_not(name: str) -> str | None:
-    """What keeps a contestant from being started here, whatever the work is."""
+def _unavailable_reason(name: str) -> str | None:
+    """Why a contestant cannot be started here, whatever the work is; None where it can."""
     if name in ("accelerate", "trainer") and find_spec("accelerate") is None:
         return "accelerate is not installed"
     if name == "mantissa-liger":
-        return _why_no_liger()
-    return titan_terms.why_not() if name in TITAN else None
+        return _liger_unavailable_reason()
+    return titan_terms.unavailable_reason() if name in TITAN else None
 
 
-def _why_no_liger() -> str | None:
+def _liger_unavailable_reason() -> str | None:
     import torch  # takes seconds
 
     from modeling.kernels import unavailable_reason

@@ -1,16 +1,16 @@
-"""The largest model that one machine trains with a config, and how fast: the same shape, deeper and deeper.
+"""The largest model that one machine trains with a config, and how fast: the same width with more and more layers.
 
     python -m training.benchmark.largest --config config/recipes/benchmark_1b.yaml --layers 32,64,96 [--steps 3]
         [--depth model.config.num_hidden_layers] [--host-gib 100] [--processes 1] [--out FOLDER] [key.sub=value ...]
 
-Each depth is a job of its own, from the shallowest on, and the first that does not reach its end is the last one. A job
-whose processes together take more than `--host-gib` of this machine's memory is ended, before the kernel ends something
-else: with offload, masters and moments are there. `python -m launch.plan` says beforehand what to expect.
+Each depth is a job of its own, from the shallowest on, until one fails. A job whose processes together take more than
+`--host-gib` of this machine's memory is killed before the kernel's out-of-memory killer chooses another process: with
+offload, masters and moments are in that memory. `python -m launch.plan` estimates it beforehand.
 
 Device memory is `memory_bytes` of a step (on a CPU the resident set of the largest rank), host memory the largest sum
-of the processes' proportional set sizes, seen twice a second; what a driver pins may not be in it. Time is that of a
-step in the median, without the first. The folder gets `largest.json`, `largest.md`, logs and runs. Exit code 0; 3: not
-even the first depth trains; 2: it cannot be done.
+of the processes' proportional set sizes, sampled twice a second; memory pinned by a driver may be missing in it. Time
+is the median of the steps without the first. The folder gets `largest.json`, `largest.md`, logs and runs. Exit code 0;
+3: not even the first depth trains; 2: it cannot be done.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from typing import Any
 
 import psutil
 
-from config.cli import Arguments, entry_point
+from config.cli import Arguments, entry_point, positive_int, positive_number
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
 from tracking.environment import environment
-from tracking.jsonl import plain, read_events
-from training.benchmark.contestants import ALIKE
-from training.jobs import TRAIN, default_processes, last_words, launch
+from tracking.jsonl import plain
+from training.benchmark.contestants import COMMON_OVERRIDES
+from training.jobs import add_processes_option, default_processes, error_line_of, train
 
 GIB = 2**30
 SHARE = 0.9
-"""Of the machine's free memory, what a job may take when nothing else is said."""
+"""Of the machine's free memory, what a job may take by default."""
 
 
 class HostMemory(threading.Thread):
-    """Adds up what the job takes that this process starts next, and ends all of it where that is too much."""
+    """Measures the memory of the job that this process starts next, and kills the job where it exceeds a limit."""
 
     def __init__(self, limit: float) -> None:
         """limit: [bytes]"""
@@ -57,7 +57,7 @@ class HostMemory(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Until `close`."""
+        """Sample until `close`."""
         while not self._over.wait(0.5):
             job = self._job()
             self.peak = max(self.peak, sum(map(_proportional_set, job)))
@@ -71,7 +71,7 @@ class HostMemory(threading.Thread):
         return [process for child in started for process in (child, *_descendants(child))]
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop sampling."""
         self._over.set()
         self.join()
 
@@ -102,12 +102,14 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, help="run config that says what is trained")
-    parser.add_argument("--layers", required=True, help="depths to try, from the least on, separated by commas")
-    parser.add_argument("--depth", default="model.config.num_hidden_layers", help="key that says the depth")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of a job; one comes before them")
-    parser.add_argument("--host-gib", type=float, help=f"memory a job may take (default: {SHARE} of what is free)")
-    parser.add_argument("--processes", type=int, help="processes of each job (default: one a GPU, two without)")
+    parser.add_argument("--config", required=True, help="run config to train")
+    parser.add_argument("--layers", required=True, help="depths to try, ascending, separated by commas")
+    parser.add_argument("--depth", default="model.config.num_hidden_layers", help="config key of the depth")
+    parser.add_argument("--steps", type=positive_int, default=3, help="timed steps of a job; one comes before them")
+    parser.add_argument(
+        "--host-gib", type=positive_number, help=f"memory a job may take (default: {SHARE} of what is free)"
+    )
+    add_processes_option(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/largest"), help="folder of the report")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_intermixed_args(arguments)
@@ -116,24 +118,16 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     except ValueError:
         raise UserError(f"--layers = {options.layers}: is not of the form 16,32,64") from None
     if options.layers != sorted(set(options.layers)) or options.layers[0] < 1:
-        raise UserError(f"--layers = {options.layers}: give each depth once, from the least on, 1 or more")
-    for name in ("steps", "processes", "host_gib"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise UserError(f"--{name.replace('_', '-')} = {value}: has to be above 0")
+        raise UserError(f"--layers = {options.layers}: give each depth once, ascending, 1 or more")
     return options
 
 
 def run_depth(arguments: Sequence[str], folder: Path, label: str, *, processes: int, limit: float) -> dict[str, Any]:
-    """One job: its parameters, step time, tokens/s and memory, or why it did not reach its end."""
-    log, run = folder / "logs" / f"{label}.log", folder / "runs" / label
+    """Run one job: its parameters, step time, tokens/s and memory, or why it failed."""
     host = HostMemory(limit)
     host.start()
-    where = [f"run.dir={folder / 'runs'}", f"run.name={label}"]
-    code = launch([*TRAIN, *arguments, *where], processes=processes, log=log)
+    code, log, events = train(arguments, folder, label, processes=processes)
     host.close()
-    path = run / "events.jsonl"
-    events = list(read_events(path)) if path.exists() else []
     steps = [event for event in events if event["event"] == "step"]
     found: dict[str, Any] = {
         "parameters": next((event["parameters"] for event in events if event["event"] == "run_start"), None),
@@ -144,7 +138,7 @@ def run_depth(arguments: Sequence[str], folder: Path, label: str, *, processes: 
     if host.exceeded:
         found["failed"] = f"took more than {limit / GIB:.1f} GiB of this machine's memory"
     elif code:
-        found["failed"] = last_words(log)
+        found["failed"] = error_line_of(log)
     else:
         found["step_seconds"] = median(event["step_seconds"] for event in steps[1:])
         found["tokens_per_second"] = (steps[1]["tokens"] - steps[0]["tokens"]) / found["step_seconds"]
@@ -154,9 +148,9 @@ def run_depth(arguments: Sequence[str], folder: Path, label: str, *, processes: 
 def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     """Run the depths and write the report; the content of largest.json. Raises UserError."""
     processes = options.processes or default_processes()
-    whole = ["--config", options.config, *options.overrides, *ALIKE, "tracking.wandb=disabled"]
-    whole += [f"run.steps={options.steps + 1}", "schedule.warmup_steps=1"]
-    jobs = {depth: [*whole, f"{options.depth}={depth}"] for depth in options.layers}
+    common = ["--config", options.config, *options.overrides, *COMMON_OVERRIDES, "tracking.wandb=disabled"]
+    common += [f"run.steps={options.steps + 1}", "schedule.warmup_steps=1"]
+    jobs = {depth: [*common, f"{options.depth}={depth}"] for depth in options.layers}
     resolved = [read_command_line(job, as_launched(processes)) for job in jobs.values()][0]
     limit = options.host_gib * GIB if options.host_gib else SHARE * psutil.virtual_memory().available
     folder = options.out.expanduser().resolve()

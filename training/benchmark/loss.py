@@ -2,12 +2,12 @@
 
     python -m training.benchmark.loss [--vocabulary 4096 32768 131072] [--hidden 1024] [--tokens 4096] [--dtype bf16]
 
-A row is one way in a process of its own: milliseconds of a forward and backward pass (median of --repeats after one
-that is not counted), the memory it needs beside its inputs at its peak (resident set on a CPU, allocated on CUDA), and
-how far the gradients of hidden states and weight are from those in FP64 (relative, L2 norm; left out with --repeats 0
-and above 2^28 logits). The ways: `full` and `chunked` are the trainer's; `autograd` is a loop over checkpointed chunks
-whose weight gradients autograd adds up in the weight's dtype; `torch` is torch's own chunked linear_cross_entropy,
-from 2.13 on; `liger` is Liger Kernel's, on CUDA where it is installed.
+A row is one implementation in a process of its own: milliseconds of a forward and backward pass (median of --repeats
+after one that is not counted), its peak memory without its inputs (resident set on a CPU, allocated on CUDA), and the
+relative error of the gradients of hidden states and weight against FP64 (L2 norm; left out with --repeats 0 and above
+2^28 logits). `full` and `chunked` are the trainer's; `autograd` is a loop over checkpointed chunks whose weight
+gradients autograd accumulates in the weight's dtype; `torch` is torch's own chunked linear_cross_entropy, from 2.13 on;
+`liger` is Liger Kernel's, on CUDA where it is installed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _liger(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chu
 
 
 def ways(device: str) -> dict[str, Way]:
-    """The ways that can be had here, by name."""
+    """The implementations that are available here, by name."""
     found: dict[str, Way] = {"full": _full, "chunked": _chunked, "autograd": _autograd}
     if hasattr(functional, "linear_cross_entropy"):
         found["torch"] = _torch
@@ -77,7 +77,7 @@ def ways(device: str) -> dict[str, Way]:
 
 
 def measure(way: str, *, vocabulary: int, hidden: int, tokens: int, dtype: str, repeats: int) -> dict[str, Any]:
-    """One row, in this process. Inputs are random and the same for every way."""
+    """One row, measured in this process. Inputs are random and the same for every implementation."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
     states = torch.randn(tokens, hidden, generator=generator, device=device).to(DTYPES[dtype]).requires_grad_()
@@ -95,7 +95,7 @@ def measure(way: str, *, vocabulary: int, hidden: int, tokens: int, dtype: str, 
             torch.cuda.synchronize()
         return loss.detach()
 
-    before = _forget_peak(device)
+    before = _reset_peak(device)
     loss = once()
     peak = _peak(device) - before
     seconds = []
@@ -116,14 +116,14 @@ def _errors(
     exact_states, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (states, weight))
     _chunked(exact_states, exact_weight, labels, max(chunk // 4, 1), scale).mul(scale).backward()
     found = {}
-    for name, mine, theirs in (("hidden_error", states, exact_states), ("weight_error", weight, exact_weight)):
-        assert mine.grad is not None and theirs.grad is not None
-        found[name] = float((mine.grad.double() - theirs.grad).norm() / theirs.grad.norm())
+    for name, tensor, exact in (("hidden_error", states, exact_states), ("weight_error", weight, exact_weight)):
+        assert tensor.grad is not None and exact.grad is not None
+        found[name] = float((tensor.grad.double() - exact.grad).norm() / exact.grad.norm())
     return found
 
 
-def _forget_peak(device: str) -> int:
-    """[bytes] In use now; the peak starts again from here."""
+def _reset_peak(device: str) -> int:
+    """[bytes] In use now; the peak is counted from here."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{'vocabulary':>10} {'dtype':>5} {'way':>8} {'chunk':>6} {'ms':>8} {'peak MiB':>9}  errors: hidden, weight"
         )
     shape = {"hidden": options.hidden, "tokens": options.tokens, "repeats": options.repeats}
-    # One process a row: what an earlier one left in its allocator must not count.
+    # One process a row, so that memory held by an earlier row's allocator is not counted.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for vocabulary in options.vocabulary:
             for dtype in options.dtype:

@@ -1,9 +1,9 @@
-"""The matmul rate that this machine reaches, all processes of the job at once: the peak that MFU is a share of.
+"""The matmul rate that this machine reaches, all processes of the job at once: the peak in MFU.
 
     torchrun --nproc_per_node 2 -m training.benchmark.peak bf16 RESULT
 
 Each process multiplies two square matrices over and over; its rate is that of its fastest product of at least 20, and
-the peak is the sum over processes. A data sheet's number is higher; give it with `--peak-tflops` instead.
+the peak is the sum over processes. A data sheet's number is higher; `--peak-tflops` takes it instead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, size: int) -> float:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, add up, write."""
+    """Measure, sum over processes, write."""
     compute, target = [text for text in arguments if not text.startswith("--local_rank")]  # deepspeed's launcher
     on_cuda = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_cuda else "cpu")

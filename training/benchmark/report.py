@@ -1,4 +1,4 @@
-"""What the runs of `training.benchmark` say: medians over rounds, ratios round by round, and the page to read."""
+"""The report of `training.benchmark`: medians over rounds, ratios round by round, and the Markdown page."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from training.benchmark.contestants import OWN, Run
 
 STAGES = ("data", "forward", "backward", "collectives", "step", "health", "tracking", "other")
-"""Of the split, in the order of a step; whatever a contestant has no name for is other."""
+"""Of the split, in the order of a step; what belongs to none of the others is other."""
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
+def statistics_of(values: Sequence[float]) -> dict[str, Any]:
     """Median, extremes and all, in the order of the rounds."""
     return {"median": median(values), "least": min(values), "most": max(values), "rounds": list(values)}
 
@@ -28,11 +28,11 @@ def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float
 def compare(
     runs: Mapping[str, Sequence[Run]], *, tokens: int, flops_per_token: float, peak: float, tolerance: float
 ) -> dict[str, Any]:
-    """By contestant what its runs measured, and its ratios to the baseline. runs: by contestant, in order of rounds.
+    """By contestant its measurements, and its ratios to the baseline. runs: by contestant, in order of rounds.
 
     tokens: of a step, over all ranks. peak: [FLOP/s] of all devices. The baseline is the bare loop, where it took part,
-    else the first one. Losses are held against the first Mantissa's, else against the first one's; who parts from them
-    by more than `tolerance` gets no ratio.
+    else the first contestant. Losses are compared with the first Mantissa's, else with the first contestant's; where
+    they differ by more than `tolerance` there is no ratio.
     """
     baseline = "bare" if "bare" in runs else next(iter(runs))
     reference = next((name for name in runs if name in OWN), next(iter(runs)))
@@ -40,14 +40,14 @@ def compare(
     found: dict[str, Any] = {}
     for name, mine in runs.items():
         difference = max(loss_difference(run.result.losses, expected) for run in mine)
-        rate = spread([tokens / run.step_seconds for run in mine])
+        rate = statistics_of([tokens / run.step_seconds for run in mine])
         found[name] = {
             "engine": mine[0].result.engine,
             "tokens_per_second": rate,
-            "step_seconds": spread([run.step_seconds for run in mine]),
-            "median_step_seconds": spread([median(run.steps) for run in mine]),
-            "first_step_seconds": spread([run.first_step_seconds for run in mine]),
-            "job_seconds": spread([run.job_seconds for run in mine]),
+            "step_seconds": statistics_of([run.step_seconds for run in mine]),
+            "median_step_seconds": statistics_of([median(run.steps) for run in mine]),
+            "first_step_seconds": statistics_of([run.first_step_seconds for run in mine]),
+            "job_seconds": statistics_of([run.job_seconds for run in mine]),
             "memory_bytes": max(run.result.memory_bytes for run in mine),
             "mfu": rate["median"] * flops_per_token / peak,
             "last_loss": mine[0].result.losses[-1],
@@ -62,10 +62,10 @@ def compare(
 
 
 def ratios(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """`mine` over `other`, round by round; of times, a ratio below 1 is the faster."""
+    """`mine` over `other`, round by round; for times, below 1 is faster."""
     names = ("tokens_per_second", "median_step_seconds", "first_step_seconds")
     found = {
-        name: spread([a / b for a, b in zip(mine[name]["rounds"], other[name]["rounds"], strict=True)])
+        name: statistics_of([a / b for a, b in zip(mine[name]["rounds"], other[name]["rounds"], strict=True)])
         for name in names
     }
     return found | {"memory_bytes": mine["memory_bytes"] / other["memory_bytes"]}
@@ -94,24 +94,24 @@ def page(found: Mapping[str, Any]) -> str:
         f"{found['peak']['flops'] / 1e12:,.3f} TFLOP/s ({found['peak']['how']}).",
         "",
         f"| | tokens/s | over {found['baseline']} | median step, ms | launch to first step, s | peak memory, MB | MFU "
-        f"| losses' distance from {found['loss_reference']}'s |",
+        f"| loss difference from {found['loss_reference']} |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, mine in contestants.items():
         ratio = mine["ratio"]
-        against = _of(ratio["tokens_per_second"], "{:.3f}") if ratio else "trains something else"
+        over_baseline = _with_range(ratio["tokens_per_second"], "{:.3f}") if ratio else "losses differ"
         cells = [
             name,
-            _of(mine["tokens_per_second"], "{:,.0f}"),
-            against,
-            _of(mine["median_step_seconds"], "{:,.1f}", 1e3),
-            _of(mine["first_step_seconds"], "{:.1f}"),
+            _with_range(mine["tokens_per_second"], "{:,.0f}"),
+            over_baseline,
+            _with_range(mine["median_step_seconds"], "{:,.1f}", 1e3),
+            _with_range(mine["first_step_seconds"], "{:.1f}"),
             f"{mine['memory_bytes'] / 1e6:,.0f}",
             f"{mine['mfu']:.1%}",
             f"{mine['loss_difference']:.1e}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *(f"{name}: not measured, {why}." for name, why in found["passed_over"].items())]
+    lines += ["", *(f"{name}: not measured, {reason}." for name, reason in found["passed_over"].items())]
     lines += _splits(contestants)
     lines += [f"{check['of']} >= {check['least']}: {_verdict(check)}" for check in found["bounds"]]
     return "\n".join(lines).rstrip() + "\n"
@@ -122,7 +122,7 @@ def _splits(contestants: Mapping[str, Any]) -> list[str]:
     if not split:
         return []
     lines = [
-        "Of one more run each, rank 0, with every stage watched: milliseconds a step, and megabytes a step that a rank "
+        "Of one more run each, rank 0, with every stage timed: milliseconds a step, and megabytes a step that a rank "
         "sends if every collective is a ring. Collectives include the wait for the other ranks.",
         "",
         f"| | {' | '.join(STAGES)} | sum | collectives | MB sent |",
@@ -136,12 +136,12 @@ def _splits(contestants: Mapping[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _of(values: Mapping[str, Any], form: str, factor: float = 1.0) -> str:
+def _with_range(values: Mapping[str, Any], form: str, factor: float = 1.0) -> str:
     middle, least, most = (form.format(values[key] * factor) for key in ("median", "least", "most"))
     return middle if least == most else f"{middle} [{least} to {most}]"
 
 
 def _verdict(check: Mapping[str, Any]) -> str:
     if check["value"] is None:
-        return "fails: they do not train the same"
+        return "fails: losses differ"
     return f"{'holds' if check['holds'] else 'fails'} at {check['value']:.4f}"

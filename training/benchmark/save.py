@@ -1,9 +1,9 @@
-"""How long a checkpoint takes, and for how much of that training is held up.
+"""How long a checkpoint takes, and for how much of that time training waits.
 
     deepspeed --module training.benchmark.save --config config/recipes/demo.yaml [--saves 5] [key.sub=value ...]
 
-Trains one step, so that there are moments, then saves in turn behind training and with training waiting, into a folder
-beside the run folders, which is removed again. With checkpoint.dir the uploads are included, and stay in the store.
+Trains one step, so that the optimizer has moments, then saves alternately in the background and in the foreground, to a
+temporary folder in run.dir. With checkpoint.dir the uploads are included, and stay in the store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Mode = Literal["always", "never"]
 
 
 def measure(resolved: Resolved, engine: Engine, folder: Path, place: Place, *, saves: int) -> dict[Mode, list[Saved]]:
-    """What each save did, by mode, the modes taking turns. A collective."""
+    """The outcome of each save, by mode; the modes alternate. A collective."""
     found: dict[Mode, list[Saved]] = {"always": [], "never": []}
     step = 0
     for _ in range(saves):
@@ -41,7 +41,7 @@ def measure(resolved: Resolved, engine: Engine, folder: Path, place: Place, *, s
             checkpoints = open_checkpoints(chosen, folder, place, identity={})
             step += 1
             checkpoints.start_save(engine, {"progress": Progress(step=step).state_dict()})
-            while not checkpoints.save_ended:  # meanwhile training would go on; waiting for the end is a stall
+            while not checkpoints.save_ended:  # training would continue meanwhile; to join the save would be a stall
                 time.sleep(0.002)
             outcome = checkpoints.outcomes()[-1]
             if not isinstance(outcome, Saved):
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         size = saves[0].bytes
         print(
             f"checkpoint.background={mode:<7} {size / 1e6:,.1f} MB in {seconds:.2f} s "
-            f"({size / seconds / 1e6:,.0f} MB/s), training held up for {stall:.2f} s"
+            f"({size / seconds / 1e6:,.0f} MB/s), training waits for {stall:.2f} s"
         )
     return 0
 

@@ -1,7 +1,7 @@
-"""The work that every contestant of `training.benchmark` does, and what a contestant leaves behind, as JSON files.
+"""The work that every contestant of `training.benchmark` does, and the result of one, as JSON files.
 
-The work is decided once, by Mantissa's own config: a folder with the initial weights in FP32, an array with the token
-windows of every step in Mantissa's order, the learning rate of every step, and the resolved DeepSpeed JSON.
+The work follows from Mantissa's own config: a folder with the initial weights in FP32, an array with the token windows
+of every step in Mantissa's order, the learning rate of every step, and the resolved DeepSpeed JSON.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a contestant reads."""
+    """The work of a contestant."""
 
     model: str
     """[path or hub id] Hugging Face model: config and initial weights."""
     attention: str
     activation_checkpointing: str
-    """As in the run config; reentrant says by which of torch's implementations."""
+    """As in the run config; reentrant selects torch's reentrant implementation."""
     reentrant: bool
     tokens: str
-    """[path] .npy, (steps, global size, sequence length + 1): in sample order; labels are the tokens after."""
+    """[path] .npy, (steps, global size, sequence length + 1), in sample order; labels are the tokens shifted by one."""
     steps: int
     warm_up: int
     """[steps] Not timed."""
@@ -41,7 +41,7 @@ class Spec:
     """By step."""
     seed: int
     split: bool = False
-    """Time the parts of a step and count what collectives carry; such a run is not timed as a whole."""
+    """Time a step by stage and count the bytes of collectives; such a run is not timed as a whole."""
 
     @property
     def micro_size(self) -> int:
@@ -75,7 +75,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Result:
-    """What a contestant writes."""
+    """The result of a contestant."""
 
     losses: list[float]
     """[nats] Of every step: mean over the label tokens of the global batch."""
@@ -83,11 +83,11 @@ class Result:
     """[seconds since the epoch] When each step was done; on a GPU exact for the first, the last and the last untimed
     step, where the device is waited for."""
     memory_bytes: int
-    """Peak of the rank that needs most: device memory, or resident memory on a CPU."""
+    """Largest peak of any rank: device memory, or resident memory on a CPU."""
     engine: str
-    """What trained, as seen in the process."""
+    """Classes and device that trained, as found in the process."""
     split: dict[str, Any] | None = None
-    """`training.benchmark.split`'s, of rank 0."""
+    """Rank 0's result of `training.benchmark.split`."""
 
     @classmethod
     def read(cls, path: Path) -> Result:
@@ -101,7 +101,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Work:
-    """The prepared work, and what it costs."""
+    """The prepared work and its size."""
 
     spec: Spec
     parameters: int
@@ -110,9 +110,9 @@ class Work:
 
 
 def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
-    """Write weights and tokens into `folder`. Takes the model once in FP32 in this process's memory.
+    """Write weights and tokens into `folder`. Holds the model once in FP32 in this process's memory.
 
-    Raises UserError: the data or the model cannot be had.
+    Raises UserError: the data or the model cannot be loaded.
     """
     from contextlib import nullcontext
 

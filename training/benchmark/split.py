@@ -1,9 +1,9 @@
-"""Where the time of a step goes, by stage, and how many bytes the collectives carry. For a run of its own: on a GPU
-every stage is waited for.
+"""The time of a step by stage, and the bytes of its collectives. For a run of its own: on a GPU the device is
+synchronized around every stage.
 
     torchrun --nproc_per_node 2 -m training.benchmark.split RESULT WARM_UP STEPS --config FILE [key.sub=value ...]
 
-starts Mantissa's own job so watched. The other contestants' loops watch DeepSpeed by the same means.
+starts Mantissa's own job with these timers. The other contestants' loops time DeepSpeed in the same way.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ import torch
 
 from config.cli import is_rank_0
 from training.jobs import TRAIN
+from training.tracing.follow import follow
 
-# Collective to what its result weighs: index of the tensor (or list) whose bytes count, and the share of them that a
-# rank sends in a ring of n ranks, as a factor on (n - 1) / n.
+# Collective -> position and keyword of the tensor (or list) whose bytes count, and the share of them that a rank sends
+# in a ring of n ranks, as a factor on (n - 1) / n.
 COLLECTIVES = {
     "all_reduce": (0, "tensor", 2),
     "broadcast": (0, "tensor", 1),
@@ -42,7 +44,7 @@ class Stages:
     """Wall-clock time by stage; the time of a stage inside another one counts for the inner one only."""
 
     def __init__(self, device: torch.device, *, warm_up: int, steps: int) -> None:
-        """warm_up: steps that do not count. steps: those of warm_up included; what comes after does not count."""
+        """warm_up: steps that are not counted. steps: all, warm_up included; later ones are not counted either."""
         self._on_cuda = device.type == "cuda"
         self._warm_up, self._last, self._done = warm_up, steps, 0
         self._open: list[str] = []
@@ -63,13 +65,13 @@ class Stages:
             self._open.pop()
 
     def sent(self, collective: str, size: float) -> None:
-        """This rank sends so many bytes in a call of a collective."""
+        """Count a call of a collective in which this rank sends `size` bytes."""
         if self._counts:
             self._bytes[collective] += size
             self._calls[collective] += 1
 
     def step_done(self) -> None:
-        """A step has come to its end."""
+        """Close a step."""
         self._switch()
         self._done += 1
 
@@ -96,31 +98,23 @@ class Stages:
         self._since = now
 
 
-def watch(stages: Stages, owner: Any, name: str, stage: str) -> None:
-    """Count the time inside a function or method as `stage`'s."""
-    before: Callable[..., Any] = getattr(owner, name)
-
-    @functools.wraps(before)
-    def call(*arguments: Any, **options: Any) -> Any:
-        with stages.of(stage):
-            return before(*arguments, **options)
-
-    setattr(owner, name, call)
+def time_calls(stages: Stages, calls: Sequence[tuple[Any, str, str]]) -> Callable[[], None]:
+    """Count the time inside methods as stages. calls: (object or class, method, stage). Returns what undoes it."""
+    return follow([(owner, name, partial(stages.of, stage), None) for owner, name, stage in calls])
 
 
-def watch_deepspeed(stages: Stages) -> None:
-    """Follow every DeepSpeed engine of this process, and every collective. Before the process group is joined."""
+def time_deepspeed(stages: Stages) -> None:
+    """Time every DeepSpeed engine of this process, and every collective. Before the process group is joined."""
     import torch.distributed as dist
 
     for name, (place, keyword, factor) in COLLECTIVES.items():
-        _watch_collective(stages, dist, name, place, keyword, factor)
+        _time_collective(stages, dist, name, place, keyword, factor)
     import deepspeed
 
-    for name in ("forward", "backward", "step"):
-        watch(stages, deepspeed.DeepSpeedEngine, name, name)
+    time_calls(stages, [(deepspeed.DeepSpeedEngine, name, name) for name in ("forward", "backward", "step")])
 
 
-def _watch_collective(stages: Stages, dist: Any, name: str, place: int, keyword: str, factor: int) -> None:
+def _time_collective(stages: Stages, dist: Any, name: str, place: int, keyword: str, factor: int) -> None:
     before = getattr(dist, name)
 
     @functools.wraps(before)
@@ -136,20 +130,20 @@ def _watch_collective(stages: Stages, dist: Any, name: str, place: int, keyword:
     setattr(dist, name, call)
 
 
-def _watch_context(stages: Stages, owner: Any, name: str, stage: str) -> None:
-    """As `watch`, of a method that gives a context manager."""
+def _time_context(stages: Stages, owner: Any, name: str, stage: str) -> None:
+    """As `time_calls`, for one method that returns a context manager."""
     before: Callable[..., Any] = getattr(owner, name)
 
     @contextmanager
     def around(*arguments: Any, **options: Any) -> Iterator[Any]:
-        with stages.of(stage), before(*arguments, **options) as given:
-            yield given
+        with stages.of(stage), before(*arguments, **options) as value:
+            yield value
 
     setattr(owner, name, around)
 
 
-def watch_mantissa(stages: Stages) -> None:
-    """Follow Mantissa's own parts of a step."""
+def time_mantissa(stages: Stages) -> None:
+    """Time Mantissa's own stages of a step."""
     from data.loader import Batches
     from precision.guard import Guard
     from tracking.record import Record
@@ -158,32 +152,35 @@ def watch_mantissa(stages: Stages) -> None:
     from training.engine.gradients import ReducedGradients
     from training.engine.work_time import WorkTime
 
-    watch(stages, Batches, "next_step", "data")
-    _watch_context(stages, WorkTime, "measured", "forward")
-    watch(stages, ReducedGradients, "norm", "step")
-    watch(stages, ReducedGradients, "apply", "step")
-    watch(stages, Engine, "health", "health")
-    watch(stages, Guard, "judge", "health")
-    watch(stages, Guard, "note", "health")
-    watch(stages, Record, "event", "tracking")
+    calls: list[tuple[Any, str, str]] = [
+        (Batches, "next_step", "data"),
+        (ReducedGradients, "norm", "step"),
+        (ReducedGradients, "apply", "step"),
+        (Engine, "health", "health"),
+        (Guard, "judge", "health"),
+        (Guard, "note", "health"),
+        (Record, "event", "tracking"),
+    ]
+    time_calls(stages, calls)
+    _time_context(stages, WorkTime, "measured", "forward")
     train_step: Any = loop.train_step
 
     def counted(*arguments: Any) -> Any:
-        made = train_step(*arguments)
+        result = train_step(*arguments)
         stages.step_done()
-        return made
+        return result
 
     vars(loop)["train_step"] = counted
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Mantissa's own job, watched; rank 0 writes the split."""
-    # the deepspeed launcher adds --local_rank in front; the environment has it, too
+    """Run Mantissa's own job with timers; rank 0 writes the split."""
+    # the deepspeed launcher adds --local_rank in front, which the environment has, too
     target, warm_up, steps, *rest = [text for text in arguments if not text.startswith("--local_rank")]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stages = Stages(device, warm_up=int(warm_up), steps=int(steps))
-    watch_deepspeed(stages)
-    watch_mantissa(stages)
+    time_deepspeed(stages)
+    time_mantissa(stages)
     sys.argv = [TRAIN[0], *rest]
     try:
         runpy.run_path(TRAIN[0], run_name="__main__")

@@ -112,7 +112,7 @@ class Checkpoints:
         files = Files(partial, rank=self.place.rank, reached=self.reached, copied=self.background, key=key)
         take(files, partial, engine, {**state, "identity": self.identity})
         if self._beside is None:
-            self._beside = self.place.beside()
+            self._beside = self.place.on_own_group()
         order = Order(
             final=final,
             partial=partial,

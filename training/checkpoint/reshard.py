@@ -11,8 +11,7 @@ docs/elastic.md says what carries over, and why DeepSpeed's universal checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,24 @@ from typing import Any
 import torch
 
 from config.errors import UserError
-from config.optimizers import COUNT
 from modeling.parameter_groups import parameter_groups
 from training.checkpoint.contents import TAG
 from training.checkpoint.partitions import SavedModel, SavedTensor, open_saved_model
 from training.checkpoint.reader import PLAIN, Opener, Reader
 from training.engine import Engine
-from training.engine.masters import local_masters
-from training.engine.tensors import Checksums, as_text, checksum, checksums_of, kinds, shape_of, shard_of, trained
+from training.engine.tensors import (
+    Checksums,
+    as_text,
+    checksum,
+    checksums_of,
+    flat_masters,
+    kinds,
+    partitioned,
+    shape_of,
+    shard_of,
+    state_after,
+    trained,
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
     if problem is None:
         problem = _mismatch(engine, saved, folder)
     engine.place.raise_first(problem, UserError)
-    with _partitioned(engine):
+    with partitioned(engine):
         for name, parameter in engine.model.named_parameters():
             _restore(engine, parameter, saved.tensors[name])
     updates = max((tensor.state.updates for tensor in saved.tensors.values() if tensor.state), default=0)
@@ -168,16 +177,6 @@ def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
     return None
 
 
-@contextmanager
-def _partitioned(engine: Engine) -> Iterator[None]:
-    """At ZeRO-3, no parameter is whole inside; afterwards those that DeepSpeed keeps whole are gathered anew."""
-    if engine.stage == 3:
-        engine.deepspeed.optimizer.checkpoint_event_prologue()
-    yield
-    if engine.stage == 3:
-        engine.deepspeed.optimizer.checkpoint_event_epilogue()
-
-
 def _restore(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
     """One parameter's weight and, where it trains, this rank's part of its master and optimizer state."""
     _restore_weight(engine, parameter, tensor)
@@ -186,7 +185,7 @@ def _restore(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
         return
     shard.of(shard.flat).copy_(tensor.master.slice(shard.start, shard.length))
     saved = tensor.state
-    state = _state(engine, shard.flat, saved.updates if saved else 0)
+    state = state_after(engine, shard.flat, saved.updates if saved else 0)
     for name in engine.optimizer_spec.states:
         if saved is None:
             shard.of(state[name]).zero_()
@@ -200,9 +199,9 @@ def _restore_padding(engine: Engine, updates: int) -> None:
         return
     held = [shard_of(engine, parameter) for parameter in trained(engine).values()]
     flats = {id(shard.flat) for shard in held if shard is not None}
-    for flat in local_masters(engine.deepspeed.optimizer):
+    for flat in flat_masters(engine):
         if id(flat) not in flats:
-            _state(engine, flat, updates)
+            state_after(engine, flat, updates)
 
 
 def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
@@ -216,19 +215,6 @@ def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None
     length = min(length, numel - start)
     values = tensor.master.slice(start, length) if tensor.master else tensor.read().view(-1)[start : start + length]
     part.data.view(-1)[:length].copy_(values)
-
-
-def _state(engine: Engine, flat: torch.Tensor, updates: int) -> dict[str, Any]:
-    """The optimizer's state of one flat tensor after so many updates, made as its own first one would make it."""
-    optimizer = engine.deepspeed.basic_optimizer
-    state = optimizer.state[flat]
-    for name in engine.optimizer_spec.states:
-        if state.get(name) is None:
-            state[name] = torch.zeros_like(flat)
-    if engine.optimizer_spec.counts_updates:  # torch counts in a tensor, DeepSpeed's kernels in a plain integer
-        of_torch = type(optimizer).__module__.startswith("torch.")
-        state[COUNT] = torch.tensor(float(updates), dtype=torch.float32, device=flat.device) if of_torch else updates
-    return state
 
 
 def _restore_buffers(engine: Engine, saved: SavedModel) -> int:

@@ -11,7 +11,8 @@ does any exchange of two different ones. It guards against accidents; against in
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
+from config.optimizers import COUNT
 from training.engine.engine import Engine
 from training.engine.gradients import reduced_gradient
 from training.engine.masters import local_masters
@@ -171,3 +173,31 @@ def checksum(values: torch.Tensor, start: int) -> torch.Tensor:
 def as_text(sums: Any) -> str:
     """32 hexadecimal digits of a checksum's two sums."""
     return "".join(f"{int(total) % _WHOLE:016x}" for total in sums)
+
+
+def flat_masters(engine: Engine) -> list[torch.Tensor]:
+    """This rank's partition of the masters, one flat FP32 tensor a group; at ZeRO-0 the parameters."""
+    return local_masters(engine.deepspeed.optimizer)
+
+
+def state_after(engine: Engine, flat: torch.Tensor, updates: int) -> dict[str, Any]:
+    """The optimizer's state of one flat tensor after so many updates, made as its own first one would make it."""
+    optimizer = engine.deepspeed.basic_optimizer
+    state = optimizer.state[flat]
+    for name in engine.optimizer_spec.states:
+        if state.get(name) is None:
+            state[name] = torch.zeros_like(flat)
+    if engine.optimizer_spec.counts_updates:  # torch counts in a tensor, DeepSpeed's kernels in a plain integer
+        of_torch = type(optimizer).__module__.startswith("torch.")
+        state[COUNT] = torch.tensor(float(updates), dtype=torch.float32, device=flat.device) if of_torch else updates
+    return state
+
+
+@contextmanager
+def partitioned(engine: Engine) -> Iterator[None]:
+    """At ZeRO-3, no parameter is whole inside; afterwards those that DeepSpeed keeps whole are gathered anew."""
+    if engine.stage == 3:
+        engine.deepspeed.optimizer.checkpoint_event_prologue()
+    yield
+    if engine.stage == 3:
+        engine.deepspeed.optimizer.checkpoint_event_epilogue()

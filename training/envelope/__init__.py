@@ -1,4 +1,4 @@
-"""The largest learning rate that each precision bears: `python -m training.envelope`.
+"""The largest stable learning rate of each precision: `python -m training.envelope`.
 
 Read command.py, worker.py (a job that trains many small models), report.py, then plot.py.
 """

@@ -4,10 +4,10 @@
         [--precisions fp32,control,bf16,fp16] [--policies deepspeed,adaptive] [--rates LOW:HIGH:COUNT | A,B,C]
         [--steps N] [--processes N] [key.sub=value ...]
 
-Every setting is trained for a few steps at one learning rate after the other, on one launched job that runs all trials.
-What failing and parity mean is in `precision.envelope`; the bounds are parity.loss_gap and parity.validation_delta.
-Without --config the demo recipe is made small (SMALL below). Trials are kept in DIR/trials.jsonl, and a second start
-runs only those that are not there; what was made under other conditions is kept and left out. DIR gets envelope.md,
+Every setting is trained for a few steps at one learning rate after the other; one launched job runs all trials.
+`precision.envelope` defines failure and parity; the bounds are parity.loss_gap and parity.validation_delta. Without
+--config the demo recipe is made small (SMALL below). Trials are kept in DIR/trials.jsonl, and a second start runs only
+those that are missing there; trials made under other conditions are kept and left out. DIR gets envelope.md,
 envelope.png and envelope.json. Exit code 0; 3 when FP32 is stable at no rate anywhere; 2 for a wrong argument.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, get_args, get_type_hints
 
 from filelock import FileLock, Timeout
 
-from config.cli import REPOSITORY, Arguments, entry_point
+from config.cli import REPOSITORY, Arguments, entry_point, positive_int
 from config.deepspeed.document import in_fp32, read_document, zero_stage
 from config.errors import UserError
 from config.launcher import as_launched
@@ -33,8 +33,8 @@ from config.schema import Config, LossScaleSection
 from data.prepare import prepare
 from precision.envelope import CONTROL, Bounds, Setting
 from training.envelope.report import Missing, explore_finished, write_results
-from training.envelope.worker import SPOKEN, Study
-from training.jobs import default_processes, last_words, launch
+from training.envelope.worker import TRIAL_PREFIX, Study
+from training.jobs import add_processes_option, default_processes, error_line_of, launch
 
 NOTHING_STABLE = 3
 STEPS, RATES = 40, "0.002:0.256:8"
@@ -47,7 +47,7 @@ SMALL = (
     "data.sequence_length=64",
     "evaluate.batches=4",
 )
-"""What the demo recipe is changed to when no --config is given: about a second a trial on two cores."""
+"""Overrides of the demo recipe when no --config is given: about a second a trial on two cores."""
 _OPTION_OF = {
     "run.steps": "--steps",
     "batch.global_size": "--batches",
@@ -68,15 +68,13 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precisions", default=",".join(PRECISIONS), help=f"list of {', '.join(PRECISIONS)}")
     parser.add_argument("--policies", default="deepspeed,adaptive", help="list of loss-scale policies, for fp16")
     parser.add_argument("--rates", default=RATES, help="LOW:HIGH:COUNT, evenly spaced by factors, or a list")
-    parser.add_argument("--steps", default=str(STEPS), help="optimizer steps of a trial")
-    parser.add_argument("--processes", default=None, help="processes; one a GPU, two without")
+    parser.add_argument("--steps", type=positive_int, default=STEPS, help="optimizer steps of a trial")
+    add_processes_option(parser)
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_intermixed_args(arguments)
     options.depths = whole_numbers("--depths", options.depths)
     options.batches = whole_numbers("--batches", options.batches)
-    options.steps = whole_numbers("--steps", options.steps, most=1)[0]
-    processes = options.processes or str(default_processes())
-    options.processes = whole_numbers("--processes", processes, most=1)[0]
+    options.processes = options.processes or default_processes()
     options.rates = read_rates(options.rates)
     options.precisions = choices("--precisions", options.precisions, PRECISIONS)
     policies = get_args(get_type_hints(LossScaleSection)["policy"])
@@ -84,16 +82,15 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for text in options.overrides:
         key = text.partition("=")[0]
         if key in _OPTION_OF:
-            raise UserError(f"command line: {text} is what the envelope varies or decides; use {_OPTION_OF[key]}")
+            raise UserError(f"command line: {text} is varied or set by the envelope; use {_OPTION_OF[key]}")
     return options
 
 
-def whole_numbers(option: str, text: str, *, most: int | None = None) -> list[int]:
-    """Ascending positive numbers from "2,4"; most: how many there may be."""
+def whole_numbers(option: str, text: str) -> list[int]:
+    """Ascending positive numbers from "2,4"."""
     parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts) or (most and len(parts) > most):
-        form = "one whole number" if most == 1 else "whole numbers, such as 2,4,"
-        raise UserError(f"command line: {option} {text}: write {form} of 1 or more")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(f"command line: {option} {text}: write whole numbers, such as 2,4, of 1 or more")
     return sorted({int(part) for part in parts})
 
 
@@ -168,13 +165,13 @@ def model_of_depth(config: Config, depth: int) -> dict[str, Any]:
     from modeling.build import model_config
 
     saved, given = config.model.name_or_path, config.model.config
-    own = model_config(config.model, vocab_size=2, sequence_length=2)
-    key = own.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    if key not in own.to_dict():
-        problem = f"a {own.model_type} config has no num_hidden_layers at its top level"
+    shape = model_config(config.model, vocab_size=2, sequence_length=2)
+    key = shape.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    if key not in shape.to_dict():
+        problem = f"a {shape.model_type} config has no num_hidden_layers at its top level"
         raise UserError(f"--depths {depth}: {problem}; use another model.architecture")
-    if saved is not None and getattr(own, key) != depth:
-        problem = f"model.name_or_path = {saved} has {getattr(own, key)} layers"
+    if saved is not None and getattr(shape, key) != depth:
+        problem = f"model.name_or_path = {saved} has {getattr(shape, key)} layers"
         raise UserError(f"--depths {depth}: {problem}, and no other depth; use model.architecture to vary it")
     return given if saved else {**{k: v for k, v in given.items() if k != "num_hidden_layers"}, key: depth}
 
@@ -190,21 +187,21 @@ def check_data_and_model(study: Study, processes: int) -> None:
 
 
 def write_documents(path: Path, folder: Path, precisions: set[str]) -> dict[str, str]:
-    """The DeepSpeed JSON at `path` once for each precision, with that precision's section only; precision to path."""
+    """Write the DeepSpeed JSON at `path` once for each precision, with its section only. Returns paths by precision."""
     document = read_document(path)
     rest = in_fp32(document)
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}
     for precision in sorted(precisions):
-        own = {} if precision == "fp32" else {precision: {"enabled": True}}
+        section = {} if precision == "fp32" else {precision: {"enabled": True}}
         copy = folder / f"zero{zero_stage(document)}_{precision}.json"
-        copy.write_text(json.dumps({**rest, **own}, indent=2) + "\n", encoding="utf-8")
+        copy.write_text(json.dumps({**rest, **section}, indent=2) + "\n", encoding="utf-8")
         paths[precision] = str(copy)
     return paths
 
 
 def run_study(study: Study, folder: Path, processes: int) -> None:
-    """Launch the trials and say how each came out. Raises UserError or RuntimeError with the job's last words."""
+    """Launch the trials and print the result of each. Raises UserError or RuntimeError with the job's error line."""
     plan, log = folder / "study.json", folder / "log.txt"
     study.write(plan)
     done = threading.Event()
@@ -217,15 +214,14 @@ def run_study(study: Study, folder: Path, processes: int) -> None:
         done.set()
         follower.join()
     if code:
-        told = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: ")]
-        if told:
-            raise UserError(told[-1].removeprefix("error: "))
-        problem = f"the trials ended with exit code {code}: {last_words(log)}"
-        raise RuntimeError(f"{problem} (see {log}); start again to go on")
+        line = error_line_of(log)
+        if line.startswith("error: "):
+            raise UserError(line.removeprefix("error: "))
+        raise RuntimeError(f"the trials ended with exit code {code}: {line} (see {log}); start again to resume")
 
 
 def _follow(log: Path, done: threading.Event) -> None:
-    """Repeat what the job says about trials."""
+    """Print the lines of the job's log that are about trials."""
     position, ended = 0, False
     while not ended:
         ended = done.wait(0.5)
@@ -237,8 +233,8 @@ def _follow(log: Path, done: threading.Event) -> None:
         whole = text[: text.rfind(b"\n") + 1]
         position += len(whole)
         for line in whole.decode(errors="replace").splitlines():
-            if line.startswith(SPOKEN):
-                print(line.removeprefix(SPOKEN).strip(), flush=True)
+            if line.startswith(TRIAL_PREFIX):
+                print(line.removeprefix(TRIAL_PREFIX).strip(), flush=True)
 
 
 @entry_point()

@@ -1,11 +1,10 @@
-"""The stability envelope for people: a heat map, and a page with its tables and the conditions it holds under.
+"""The stability envelope as a heat map and as a Markdown page.
 
-Both are drawn from rows, one for each depth, global batch and precision, as `training.envelope` writes them into
-envelope.json:
+Both are made from the rows of envelope.json, one for each depth, global batch and precision:
 
     depth [layers], batch [sequences], label (precision, with the loss-scale policy), largest (learning rate or None),
-    fp32, control (largest rates of these at the same place, or None), lucky (rates that passed above one that failed),
-    tried (by rate: rate, step and why of its failure or None, skipped [steps], steps [attempted])
+    fp32, control (their largest rates at the same depth and batch, or None), lucky (rates that passed above one that
+    failed), tried (by rate: rate, step and why of its failure or None, skipped [steps], steps [attempted])
 """
 
 from __future__ import annotations
@@ -15,20 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tracking.plots import save_png
+from training.markdown import table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
 
-_NOTHING = "#d9d9d9"
+_NO_RATE = "#d9d9d9"
+_HEAD = ("precision", "depth", "batch", "largest rate", "of FP32's", "of the control's", "skipped there", "next rate")
 _STYLE: dict[Any, Any] = {"font.size": 12, "axes.titlesize": 13, "axes.titleweight": "bold"}
 
 
 def draw_envelope(rows: Sequence[Row], rates: Sequence[float], png: Path, *, title: str) -> Path:
-    """One panel for each label: the largest rate by depth and batch, the part of FP32's, and where the next one failed.
+    """One panel a label: the largest rate by depth and batch, its ratio to FP32's, and where the next one failed.
 
-    rates: all that were to be tried, ascending; they span the colours. Returns `png`.
+    rates: all that were to be tried, ascending; the range of the colour map. Returns `png`.
     """
     import matplotlib
     from matplotlib.cm import ScalarMappable
@@ -58,7 +59,7 @@ def draw_envelope(rows: Sequence[Row], rates: Sequence[float], png: Path, *, tit
 def _draw_panel(axis: Axes, rows: Sequence[Row], depths: Sequence[int], batches: Sequence[int], colour: Any) -> None:
     for row in rows:
         x, y = batches.index(row["batch"]), depths.index(row["depth"])
-        face = _NOTHING if row["largest"] is None else colour(row["largest"])
+        face = _NO_RATE if row["largest"] is None else colour(row["largest"])
         axis.fill([x - 0.5, x + 0.5, x + 0.5, x - 0.5], [y - 0.5, y - 0.5, y + 0.5, y + 0.5], color=face, linewidth=0)
         dark = row["largest"] is not None and sum(face[:3]) < 1.3
         text: dict[str, Any] = {"color": "white" if dark else "black", "ha": "center", "va": "center"}
@@ -73,9 +74,9 @@ def _draw_panel(axis: Axes, rows: Sequence[Row], depths: Sequence[int], batches:
 
 def _small_print(row: Row) -> str:
     failed = first_failure(row)
-    yardstick = "control" if row["control"] and row["label"] != "control" else "fp32"
-    against = "the control's" if yardstick == "control" else "FP32's"
-    lines = [] if row["label"] == "fp32" or row["largest"] is None else [f"{_part(row, yardstick)} of {against}"]
+    reference = "control" if row["control"] and row["label"] != "control" else "fp32"
+    whose = "the control's" if reference == "control" else "FP32's"
+    lines = [] if row["label"] == "fp32" or row["largest"] is None else [f"{_ratio(row, reference)} of {whose}"]
     if failed:
         lines.append(f"{failed['rate']:g} fails at step {failed['step']}")
     return "\n".join(lines)
@@ -84,15 +85,19 @@ def _small_print(row: Row) -> str:
 def envelope_page(
     rows: Sequence[Row], rates: Sequence[float], conditions: Mapping[str, str], meaning: str, *, picture: str
 ) -> str:
-    """The page in Markdown. conditions: what to its value. meaning: what passing means here. picture: its file name."""
+    """The page in Markdown. conditions: name to value. meaning: of passing. picture: file name of the heat map."""
     largest = [
-        f"| {row['label']} | {row['depth']} | {row['batch']} | {_rate(row['largest'])} | {_part(row, 'fp32')} | "
-        f"{_part(row, 'control')} | {_skips(row)} | {_first(row)} |"
+        (
+            *(row["label"], row["depth"], row["batch"], _rate(row["largest"])),
+            *(_ratio(row, "fp32"), _ratio(row, "control"), _skips(row), _next_rate(row)),
+        )
         for row in rows
     ]
     failures = [
-        f"| {row['label']} | {row['depth']} | {row['batch']} | {item['rate']:g} | {item['step']} | {item['why']} | "
-        f"{item['skipped']} of {item['steps']} |"
+        (
+            *(row["label"], row["depth"], row["batch"], f"{item['rate']:g}", item["step"], item["why"]),
+            f"{item['skipped']} of {item['steps']}",
+        )
         for row in rows
         for item in row["tried"]
         if item["why"]
@@ -108,19 +113,16 @@ def envelope_page(
         f"Learning rates tried, from the smallest up until two in a row fail: {_listed(rates)}.",
         f"![largest learning rate by depth and batch]({picture})",
         "## Largest learning rate",
-        "| precision | depth | batch | largest rate | of FP32's | of the control's | skipped there | next rate |\n"
-        "|---|---|---|---|---|---|---|---|\n" + "\n".join(largest),
+        table(_HEAD, largest).rstrip(),
         "## Rates that fail",
-        "| precision | depth | batch | rate | divergence step | why | skipped |\n|---|---|---|---|---|---|---|\n"
-        + "\n".join(failures)
+        table(("precision", "depth", "batch", "rate", "divergence step", "why", "skipped"), failures).rstrip()
         if failures
         else "None of the rates that were tried.",
         *(["Passed above a rate that failed, which is luck and not counted:\n\n" + "\n".join(lucky)] if lucky else []),
         "## Conditions",
-        "| what | value |\n|---|---|\n"
-        + "\n".join(f"| {what} | {_cell(value)} |" for what, value in conditions.items()),
+        table(("what", "value"), conditions.items()),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def first_failure(row: Row) -> Mapping[str, Any] | None:
@@ -128,7 +130,7 @@ def first_failure(row: Row) -> Mapping[str, Any] | None:
     return next((item for item in row["tried"] if item["why"]), None)
 
 
-def _first(row: Row) -> str:
+def _next_rate(row: Row) -> str:
     failed = first_failure(row)
     if failed:
         return f"{failed['rate']:g} fails at step {failed['step']}"
@@ -142,17 +144,12 @@ def _skips(row: Row) -> str:
     return f"{at['skipped']} of {at['steps']}" if at else ""
 
 
-def _part(row: Row, yardstick: str) -> str:
-    return "" if row["largest"] is None or not row[yardstick] else f"{row['largest'] / row[yardstick]:.3g}"
+def _ratio(row: Row, reference: str) -> str:
+    return "" if row["largest"] is None or not row[reference] else f"{row['largest'] / row[reference]:.3g}"
 
 
 def _listed(rates: Sequence[float]) -> str:
     return ", ".join(f"{rate:g}" for rate in rates)
-
-
-def _cell(text: str) -> str:
-    """Text that does not end a table's cell."""
-    return text.replace("|", "\\|")
 
 
 def _rate(rate: float | None) -> str:

@@ -1,4 +1,4 @@
-"""What the trials of a stability envelope come to: envelope.json, envelope.md and envelope.png in the output folder."""
+"""The results of a stability envelope: envelope.json, envelope.md and envelope.png in the output folder."""
 
 from __future__ import annotations
 
@@ -22,14 +22,11 @@ from training.envelope.worker import TRIALS, Study, device_name, read_trials, tr
 
 
 class Missing(LookupError):
-    """A trial that the search asks for has not been run."""
+    """A trial of the search has not been run."""
 
 
 def explore_finished(study: Study, processes: int) -> tuple[list[Cell], set[str]]:
-    """The cells by what is in trials.jsonl, and the keys of the trials they rest on; nothing is run.
-
-    Raises Missing.
-    """
+    """The cells according to trials.jsonl, and the keys of the trials used; runs nothing. Raises Missing."""
     launched = as_launched(processes)
     data = study.resolve(study.settings[0], study.rates[0], launched).config.data
     fingerprint, device = prepare(data, progress=False).fingerprint, device_name()
@@ -49,7 +46,7 @@ def explore_finished(study: Study, processes: int) -> tuple[list[Cell], set[str]
 def write_results(study: Study, processes: int, *, command: Sequence[str]) -> list[dict[str, Any]]:
     """Write the results of the finished trials and return the rows of envelope.json.
 
-    command: what started this. Raises Missing.
+    command: for the page. Raises Missing.
     """
     folder = Path(study.folder)
     cells, used = explore_finished(study, processes)
@@ -77,15 +74,15 @@ def write_results(study: Study, processes: int, *, command: Sequence[str]) -> li
 
 
 def _order(study: Study, setting: Setting) -> tuple[int, int, int]:
-    """FP32 first, then as asked for; within that by depth and batch."""
+    """Sort key: FP32 first, then in the order of the settings; then depth and batch."""
     labels = ["fp32", *dict.fromkeys(item.label for item in study.settings if item.precision != "fp32")]
     return labels.index(setting.label), setting.depth, setting.batch
 
 
 def _row(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
     """A row of envelope.json, as `training.envelope.plot` describes it."""
-    place = (cell.setting.depth, cell.setting.batch)
-    here = {item.setting.label: item.largest for item in cells if (item.setting.depth, item.setting.batch) == place}
+    position = (cell.setting.depth, cell.setting.batch)
+    here = {item.setting.label: item.largest for item in cells if (item.setting.depth, item.setting.batch) == position}
     return {
         "depth": cell.setting.depth,
         "batch": cell.setting.batch,
@@ -117,15 +114,15 @@ def _meaning(bounds: Bounds, steps: int, most_skips: int) -> str:
         f"{bounds.loss_gap:.2%} (`parity.loss_gap`) of FP32's at every step, and the last validation loss is within "
         f"{bounds.validation_delta:.2%} (`parity.validation_delta`) of FP32's, at the same depth, batch and rate. FP16 "
         "overflows that the loss scale answers are skipped steps, no failure.\n"
-        f"- **control** is FP32 at a learning rate {NUDGE:.2%} larger, held to the same bounds. Runs part by "
-        "themselves at large rates: what a 16-bit precision loses beyond the control is the precision's own.\n\n"
+        f"- **control** is FP32 at a learning rate {NUDGE:.2%} larger, held to the same bounds. Runs diverge "
+        "at large rates in any precision: what a 16-bit one loses beyond the control is due to the precision.\n\n"
         "The *largest rate* is the last one below the first that fails; the *divergence step* is the first step at "
         "which a failure shows, the last step where only the validation loss fails."
     )
 
 
 def _conditions(study: Study, first: Resolved, fingerprint: str) -> dict[str, str]:
-    """What the numbers hold for, in words."""
+    """The conditions under which the numbers were measured, as text."""
     config, optimizer, schedule = first.config, first.config.optimizer, first.config.schedule
     settings = ", ".join(
         f"{key} {list(value) if isinstance(value, tuple) else format(value, 'g')}"
@@ -150,12 +147,12 @@ def _conditions(study: Study, first: Resolved, fingerprint: str) -> dict[str, st
         "seed": str(config.run.seed),
         "micro-batch": f"{first.batch.micro_size} sequences",
         "DeepSpeed": f"ZeRO-{first.zero_stage}, offload {first.offload}, reduction in {config.precision.reduce}",
-        **{f"loss scale, {name}": _scale(section) for name, section in scales.items()},
+        **{f"loss scale, {name}": _describe_scale(section) for name, section in scales.items()},
         "validation": f"{config.evaluate.batches} global batches at most",
     }
 
 
-def _scale(section: LossScaleSection) -> str:
+def _describe_scale(section: LossScaleSection) -> str:
     if section.policy == "static":
         return f"{section.initial_scale:g}"
     return f"starts at {section.initial_scale:g}, grows after {section.window} steps, lowered after " + (

@@ -1,7 +1,7 @@
 """The trials of the stability envelope, one after another in the processes that were launched once for all of them.
 
-`training.envelope` writes the study file and starts this module; see there for what it is about. A trial that is in
-trials.jsonl under the same conditions is not run again; a new one is appended, and on the disk, before the next starts.
+`training.envelope` writes the study file and starts this module. A trial that is in trials.jsonl under the same
+conditions is not run again; a new one is appended and flushed before the next starts.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from training.distributed import Place
 
 TRIALS = "trials.jsonl"
-SPOKEN = "trial:"
-"""What a line of output about a trial opens with."""
-# Sections and keys of a config that change nothing about a trial's numbers.
-_NO_CONDITION = ("tracking", "profile", "checkpoint", "telemetry", "generate", "parity", "deepspeed")
-_NO_CONDITION_OF_A_RUN = ("name", "dir", "resume", "hypothesis")
+TRIAL_PREFIX = "trial:"
+"""Of a line of output about a trial."""
+# Sections and keys of a config that do not change a trial's numbers.
+_IRRELEVANT = ("tracking", "profile", "checkpoint", "telemetry", "generate", "parity", "deepspeed")
+_IRRELEVANT_OF_RUN = ("name", "dir", "resume", "hypothesis")
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is to be explored; written by `training.envelope`, read by every process."""
+    """The settings and rates to explore; written by `training.envelope`, read by every process."""
 
     folder: str
     """[path] Where trials.jsonl is."""
@@ -72,7 +72,7 @@ class Study:
         return cls(**{**plain, "bounds": Bounds(**plain["bounds"])})
 
     def resolve(self, setting: Setting, rate: float, environment: Mapping[str, str]) -> Resolved:
-        """The run of one trial, of the control at its larger rate. Raises UserError when it cannot be started."""
+        """The run of one trial; the control's rate is larger by NUDGE. Raises UserError when it cannot be started."""
         if setting.precision == CONTROL:
             rate *= 1 + NUDGE
         policy = [f"precision.loss_scale.policy={setting.policy}"] if setting.policy else []
@@ -90,11 +90,11 @@ class Study:
 
 
 def trial_key(resolved: Resolved, fingerprint: str, device: str) -> str:
-    """Name of a trial: 20 hex digits over everything that decides its numbers, versions and device included."""
+    """Key of a trial: 20 hex digits of a hash over all that determines its numbers, with versions and device."""
     config = to_dict(resolved.config)
-    for section in _NO_CONDITION:
+    for section in _IRRELEVANT:
         del config[section]
-    for key in _NO_CONDITION_OF_A_RUN:
+    for key in _IRRELEVANT_OF_RUN:
         del config["run"][key]
     for key in ("cache_dir", "workers", "wait_minutes", "verify"):
         del config["data"][key]
@@ -113,7 +113,7 @@ def trial_key(resolved: Resolved, fingerprint: str, device: str) -> str:
 
 
 def read_trials(folder: Path) -> dict[str, Trial]:
-    """Every finished trial of an output folder by its key."""
+    """Finished trials of an output folder, by key."""
     path = folder / TRIALS
     found = {}
     for line in read_events(path) if path.exists() else ():
@@ -123,7 +123,7 @@ def read_trials(folder: Path) -> dict[str, Trial]:
 
 
 def append_trial(folder: Path, key: str, setting: Setting, rate: float, trial: Trial, seconds: float) -> None:
-    """One line in trials.jsonl, on the disk when this returns."""
+    """Write one line to trials.jsonl and flush it to disk."""
     line = {"event": "trial", "key": key, **dataclasses.asdict(setting), "rate": rate, **dataclasses.asdict(trial)}
     sink = JsonlSink(folder / TRIALS)
     try:
@@ -133,7 +133,7 @@ def append_trial(folder: Path, key: str, setting: Setting, rate: float, trial: T
 
 
 def device_name() -> str:
-    """The accelerator's name; the processor's without one."""
+    """The GPU's name, or the processor's without one."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else str(environment({})["cpu"]["model"])
@@ -170,8 +170,8 @@ def run_trial(resolved: Resolved, corpus: Corpus, place: Place) -> Trial:
     )
 
 
-def work(study: Study, corpus: Corpus, place: Place, say: Callable[[str], Any] = print) -> int:
-    """Run every trial that the search asks for and that is not there yet; returns how many it ran. A collective."""
+def work(study: Study, corpus: Corpus, place: Place, log: Callable[[str], Any] = print) -> int:
+    """Run the trials of the search that are not known yet; returns how many it ran. A collective."""
     folder, device = Path(study.folder), device_name()
     known: dict[str, Trial] = place.from_main(read_trials(folder) if place.is_main else None)
     ran = 0
@@ -186,7 +186,7 @@ def work(study: Study, corpus: Corpus, place: Place, say: Callable[[str], Any] =
             seconds, ran = time.perf_counter() - started, ran + 1
             if place.is_main:
                 append_trial(folder, key, setting, rate, trial, seconds)
-                say(f"{SPOKEN} {describe(setting, rate, trial)}, {seconds:.1f} s")
+                log(f"{TRIAL_PREFIX} {describe(setting, rate, trial)}, {seconds:.1f} s")
         return known[key]
 
     for _ in explore(study.settings, study.rates, study.bounds, run):
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     corpus = prepare(first.config.data, progress=False)
     place = distributed.start(rank=first.rank, world_size=first.world_size, local_rank=first.local_rank)
     try:
-        work(study, corpus, place, say=lambda text: print(text, flush=True))
+        work(study, corpus, place, log=lambda text: print(text, flush=True))
     finally:
         distributed.stop()
     return 0

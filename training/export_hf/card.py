@@ -1,19 +1,21 @@
-"""The README.md of an exported model: what it is, how it was trained and in which precision, and how to check it."""
+"""The model card (README.md) of an exported model: training, precision, agreement with FP32, files and hashes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from training.markdown import table
+
 LONGEST_MANIFEST = 60
-"""[lines] A precision manifest that is longer is left to mantissa.json."""
+"""[lines] A longer precision manifest is only in mantissa.json."""
 
 
 def model_card(facts: Mapping[str, Any]) -> str:
     """Markdown with the hub's front matter. facts: the content of the export's `mantissa.json`.
 
-    A number that was not recorded is left out; nothing is made up for it.
+    A number that was not recorded is left out.
     """
     model, sections = facts["model"], []
     sections.append(_front_matter(facts))
@@ -71,26 +73,21 @@ def _parity(parity: Mapping[str, Any] | None) -> str:
         (check["name"], _text(check["measured"]), _text(check["bound"]), "yes" if check["passed"] else "**no**")
         for check in parity["checks"]
     ]
-    table = _table(("check", "measured", "bound", "passed"), rows)
-    return "## Agreement with FP32\n\n" + "\n".join(lines) + f"\n\n{table}"
+    checks = table(("check", "measured", "bound", "passed"), rows)
+    return "## Agreement with FP32\n\n" + "\n".join(lines) + f"\n\n{checks.rstrip()}"
 
 
 def _export(export: Mapping[str, Any]) -> str:
     rows = [(f"`{name}`", f"`{digest}`") for name, digest in export["files"].items()]
     return (
-        "## Files\n\n"
-        f"{export['compared']}\n\n`sha256sum -c SHA256SUMS` checks all files.\n\n{_table(('file', 'sha256'), rows)}"
+        f"## Files\n\n{export['compared']}\n\n`sha256sum -c SHA256SUMS` checks all files.\n\n"
+        + table(("file", "sha256"), rows).rstrip()
     )
 
 
 def _section(title: str, facts: Mapping[str, Any]) -> str:
     rows = [(name, _text(value)) for name, value in facts.items() if value is not None]
-    return f"## {title}\n\n{_table(('', ''), rows)}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return f"## {title}\n\n{table(('', ''), rows).rstrip()}"
 
 
 def _text(value: Any) -> str:

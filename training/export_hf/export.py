@@ -33,7 +33,7 @@ from training.export_hf.card import model_card
 from training.export_hf.tensors import (
     Tensors,
     TensorsDiffer,
-    compare_with_second_reading,
+    compare_with_second_copy,
     parameter_count,
     write_shards,
 )
@@ -42,12 +42,12 @@ DEEPSPEED = "deepspeed"
 """Folder of a checkpoint that holds DeepSpeed's files."""
 FACTS, SUMS, CARD = "mantissa.json", "SHA256SUMS", "README.md"
 
-Say = Callable[[str], Any]
+Log = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint and what belongs to it."""
+    """A checkpoint, its run and its tokenizer."""
 
     checkpoint: Path
     run: RunDir
@@ -58,10 +58,10 @@ class Source:
     opener: Opener
 
 
-def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: bool, say: Say = print) -> dict[str, Any]:
+def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: bool, log: Log = print) -> dict[str, Any]:
     """Write the folder `out`; the content of its mantissa.json.
 
-    Raises UserError for what the user can put right, TensorsDiffer when a tensor is not what it has to be.
+    Raises UserError for what the user can correct, TensorsDiffer when a tensor is not as expected.
     """
     _require_free(source.checkpoint, out, force=force)
     _require_whole(source.checkpoint)
@@ -71,7 +71,7 @@ def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: boo
     tensors = Tensors(saved, skeleton, DTYPES[dtype])
     parity = export_facts.parity_facts(source.parity, source.config, source.environment) if source.parity else None
     started = time.perf_counter()
-    compared = compare_with_second_reading(saved)
+    compared = compare_with_second_copy(saved)
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -87,16 +87,16 @@ def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: boo
         _publish(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    say(facts["export"]["compared"])
-    say(f"exported {source.checkpoint} to {out} as {dtype} in {time.perf_counter() - started:.1f} s")
-    say(f"record it in wandb: python -m tracking.wandb.deliver {source.run.path} --export {out} --online")
+    log(facts["export"]["compared"])
+    log(f"exported {source.checkpoint} to {out} as {dtype} in {time.perf_counter() - started:.1f} s")
+    log(f"record it in wandb: python -m tracking.wandb.deliver {source.run.path} --export {out} --online")
     return facts
 
 
 def find_source(checkpoint: Path, *, run: Path | None, tokenizer: Path | None, parity: Path | None) -> Source:
-    """Where everything about a checkpoint lies: run/checkpoints/step-N unless `run` says otherwise.
+    """The source of an export. run: its run folder, where the checkpoint is not in RUN/checkpoints.
 
-    Raises UserError when the run's config or the tokenizer is not to be found.
+    Raises UserError when the run's config or the tokenizer is missing.
     """
     run_dir = RunDir(run or checkpoint.resolve().parent.parent)
     if not run_dir.config.is_file():
@@ -114,7 +114,7 @@ def find_source(checkpoint: Path, *, run: Path | None, tokenizer: Path | None, p
 
 
 def build_skeleton(config: Config, *, vocab_size: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PretrainedConfig]:
-    """The run's model without memory (on the meta device), and the config to write for it."""
+    """The run's model on the meta device, and the config to write for it."""
     section = config.model
     shape = model_config(section, vocab_size=vocab_size, sequence_length=config.data.sequence_length)
     with torch.device("meta"):
@@ -123,14 +123,14 @@ def build_skeleton(config: Config, *, vocab_size: int, dtype: torch.dtype) -> tu
         )
     skeleton.tie_weights()
     shape = copy.deepcopy(shape)
-    shape.use_cache = True  # off only while it trains
+    shape.use_cache = True  # off only in training
     shape.architectures = [type(skeleton).__name__]
     shape.dtype = dtype
     return skeleton, shape
 
 
 def _write_settings(folder: Path, section: ModelSection, shape: PretrainedConfig, tokenizer: Any) -> None:
-    """config.json, generation_config.json and the tokenizer. A pretrained model's generation settings stay."""
+    """config.json, generation_config.json and the tokenizer. A pretrained model's generation settings are kept."""
     if section.name_or_path is None:
         shape.eos_token_id = tokenizer.eos_token_id
         shape.pad_token_id = tokenizer.pad_token_id
@@ -170,7 +170,7 @@ def _facts(
     parity: dict[str, Any] | None,
 ) -> dict[str, Any]:
     config, environment = source.config, source.environment
-    words = f"{compared} of {len(saved.tensors)} tensors were held against a second reading ({saved.second_reading})"
+    comparison = f"{compared} of {len(saved.tensors)} tensors were compared with a second copy ({saved.second_reading})"
     base = config.model.name_or_path
     return {
         "run": config.run.name,
@@ -187,12 +187,12 @@ def _facts(
         "parity": parity,
         "versions": export_facts.version_facts(environment),
         "hardware": export_facts.hardware_facts(environment),
-        "export": {"dtype": dtype, "compared": f"{words}; every file was read back and compared."},
+        "export": {"dtype": dtype, "compared": f"{comparison}; every file was read back and compared."},
     }
 
 
 def _seal(folder: Path, facts: dict[str, Any]) -> None:
-    """Hash what is there, write facts and card, hash these too, and flush all to the disk."""
+    """Hash the files, write facts and card, hash these too, and flush all to disk."""
     facts["export"]["files"] = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
     plain = json.loads(encode(facts))
     (folder / FACTS).write_text(json.dumps(plain, indent=1) + "\n")
@@ -218,7 +218,7 @@ def _publish(aside: Path, out: Path) -> None:
 
 def _require_free(checkpoint: Path, out: Path, *, force: bool) -> None:
     if out.resolve().is_relative_to(checkpoint.resolve()) or checkpoint.resolve().is_relative_to(out.resolve()):
-        raise UserError(f"{out}: one of OUT and the checkpoint lies in the other; choose another OUT")
+        raise UserError(f"{out}: OUT and the checkpoint must not contain each other; choose another OUT")
     if not out.exists():
         return
     if not force:

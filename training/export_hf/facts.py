@@ -1,6 +1,6 @@
-"""What an exported model's card records, read from the run folder and the checkpoint.
+"""The facts in an exported model's card, read from the run folder and the checkpoint.
 
-A model card is shared further than a run folder, so facts are chosen by name: no host, no user, no local path.
+A model card is shared more widely than a run folder, so facts are chosen by name: no host, no user, no local path.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def training_facts(run: RunDir, checkpoint: Path) -> dict[str, Any]:
 
 
 def precision_facts(config: Config, run: RunDir) -> dict[str, Any]:
-    """The dtypes that were promised, and the manifest's text where there is one."""
+    """The configured dtypes, and the content of the manifest where there is one."""
     precision, manifest = config.precision, None
     if precision.path == "manifest" and precision.manifest:
         try:
             manifest = json.loads((REPOSITORY / precision.manifest).read_text())
         except (OSError, ValueError):
-            manifest = "not there any more: " + Path(precision.manifest).name
+            manifest = "deleted: " + Path(precision.manifest).name
     start = next((event for event in reversed(_history(run)) if event["event"] == "run_start"), {})
     regions = Counter((start.get("regions") or {}).values())
     return {
@@ -69,7 +69,7 @@ def precision_facts(config: Config, run: RunDir) -> dict[str, Any]:
 
 
 def data_facts(config: Config, environment: dict[str, Any]) -> dict[str, Any]:
-    """What it was trained on. A local path is not told."""
+    """The training data, without local paths."""
     data = config.data
     return {
         "source": f"hub: {data.path}" if data.source == "hub" else data.source,
@@ -82,13 +82,13 @@ def data_facts(config: Config, environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_path(spec: str) -> str:
-    """A hub id or other name as it is; of a local path the last part only."""
+    """A hub id or other name unchanged; of a local path only the last component."""
     looks_local = spec.startswith(("/", ".", "~")) or Path(spec).exists()
     return Path(spec).name if looks_local else spec
 
 
 def version_facts(environment: dict[str, Any]) -> dict[str, Any]:
-    """Packages and code that trained it, and those that exported it."""
+    """Versions of the packages and code that trained it, and of those that exported it."""
     packages = {"mantissa": VERSION} | {name: version(name) for name in _EXPORTED_WITH}
     exported = ", ".join(f"{name} {number}" for name, number in packages.items())
     commit = (environment.get("git") or {}).get("commit")
@@ -102,7 +102,7 @@ def hardware_facts(environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def parity_facts(path: Path, config: Config, environment: dict[str, Any]) -> dict[str, Any]:
-    """The verdict of a `parity.json`, and where its conditions are not this run's.
+    """The verdict of a `parity.json`, and the conditions in which it differs from this run.
 
     Raises UserError when the file is not the report of a parity run.
     """
@@ -120,7 +120,7 @@ def parity_facts(path: Path, config: Config, environment: dict[str, Any]) -> dic
         raise UserError(
             f"--parity {path}: not a parity.json ({type(error).__name__}); give the one that training.parity wrote"
         ) from error
-    mine = {
+    own = {
         "compute": config.precision.manifest or config.precision.compute,
         "data": environment.get("data", {}).get("fingerprint"),
         "sequence_length": config.data.sequence_length,
@@ -128,7 +128,7 @@ def parity_facts(path: Path, config: Config, environment: dict[str, Any]) -> dic
     }
     facts["differences"] = [
         f"{key} was {conditions.get(key)} there and is {value} here"
-        for key, value in mine.items()
+        for key, value in own.items()
         if conditions.get(key) != value
     ]
     return redact("parity", facts)

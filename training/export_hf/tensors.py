@@ -23,13 +23,13 @@ INDEX = "model.safetensors.index.json"
 
 
 class TensorsDiffer(Exception):
-    """A tensor is not what it has to be. One line that names it; exit code 3."""
+    """A tensor is not as expected. One line that names it; exit code 3."""
 
 
 class Tensors:
-    """What is to be written: every parameter's master, rounded to one dtype, under its name in the files.
+    """The tensors to write: every parameter's master, rounded to one dtype, under its name in the files.
 
-    Buffers keep the dtype that they were trained with.
+    Buffers keep their dtype.
     """
 
     def __init__(self, saved: SavedModel, skeleton: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -56,7 +56,7 @@ class Tensors:
             raise UserError(f"--shard-size {shard_size}: not a size; write it as 5GB or 500MB") from error
 
     def read(self, keys: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of these names, rounded, in the order that needs each parameter once."""
+        """The tensors of these names, rounded, in an order that reads each parameter once."""
         wanted = set(keys)
         for name in dict.fromkeys(self._source[key] for key in keys):
             for key, piece in self._pieces(name, self._rounded(name)).items():
@@ -75,7 +75,7 @@ class Tensors:
 def rounded(name: str, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The master in the dtype of the export, to nearest even.
 
-    Raises TensorsDiffer where the master itself is not finite, UserError where the dtype cannot hold it.
+    Raises TensorsDiffer where the master itself is not finite, UserError where it overflows the dtype.
     """
     if not bool(torch.isfinite(master).all()):
         raise TensorsDiffer(f"{name} holds values that are not finite; export an earlier checkpoint")
@@ -89,8 +89,8 @@ def rounded(name: str, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     return value
 
 
-def compare_with_second_reading(saved: SavedModel) -> int:
-    """Hold every master against the other place of the checkpoint that has it; how many there were.
+def compare_with_second_copy(saved: SavedModel) -> int:
+    """Compare every master with the checkpoint's second copy of it; how many have one.
 
     Raises TensorsDiffer for the first that differs.
     """
@@ -106,7 +106,7 @@ def compare_with_second_reading(saved: SavedModel) -> int:
 
 
 def write_shards(tensors: Tensors, folder: Path, shard_size: str) -> list[Path]:
-    """Write, flush and read back. Raises TensorsDiffer when what was read is not what was to be written."""
+    """Write, flush and read back. Raises TensorsDiffer when a tensor that was read differs."""
     plan = tensors.plan(shard_size)
     written = []
     for filename, keys in plan.filename_to_tensors.items():
@@ -148,7 +148,7 @@ def _require_same_model(saved: SavedModel, skeleton: PreTrainedModel) -> None:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit, so that nan equals itself and 0 differs from -0."""
+    """Bitwise equality: nan equals itself, and 0 differs from -0."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     if not one.dtype.is_floating_point:
@@ -158,7 +158,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def parameter_count(skeleton: PreTrainedModel) -> int:
-    """Parameters, shared ones once."""
+    """Parameters, tied ones once."""
     return sum(math.prod(value.shape) for value in skeleton.parameters())
 
 

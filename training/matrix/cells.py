@@ -1,6 +1,6 @@
-"""The cells of the precision matrix: which runs are made, and the run config and DeepSpeed JSON of each.
+"""The cells of the precision matrix: the run config and DeepSpeed JSON of each.
 
-The model is tiny, so buckets and ZeRO-3's limits are made small as well: as in a large model, gradients go through
+The model is tiny, so buckets and ZeRO-3's thresholds are small as well: as in a large model, gradients go through
 several buckets, matrices are partitioned and norms are not.
 """
 
@@ -38,7 +38,7 @@ ACCUMULATIONS = (1, 4)
 """[micro-batches]"""
 CHECKPOINTINGS = ("none", "full")
 
-# eps is large beside Adam's sqrt(v), about 0.01 here: the update then answers to the size of the gradient. With the
+# eps is as large as Adam's sqrt(v), about 0.01 here, so that the update depends on the size of the gradient. With the
 # usual 1e-8 it is little more than its sign, which hides a halved gradient and turns rounding noise into whole steps.
 _RUN = """
 model:
@@ -79,7 +79,7 @@ class Cell:
     clipping: bool = False
     checkpointing: str = "none"
     setting: Setting | None = None
-    """A setting that differs from what Mantissa's own JSONs say."""
+    """A setting that differs from Mantissa's own JSONs."""
 
     @property
     def dtype(self) -> str:
@@ -88,25 +88,25 @@ class Cell:
 
     @property
     def bound(self) -> float:
-        """Largest relative error of the loss, the gradient norm and the masters with which it is verified."""
+        """Largest relative error of the loss, the gradient norm and the masters that counts as verified."""
         return tolerance(ROUNDINGS, COARSEST[self.combination.compute])
 
     @property
     def name(self) -> str:
-        """Unique, and stable from one matrix to the next."""
+        """Unique, and the same in every matrix."""
         parts = [str(self.combination), f"accumulation {self.accumulation}"]
         parts += [f"clipping {'on' if self.clipping else 'off'}", f"checkpointing {self.checkpointing}"]
         return ", ".join([*parts, str(self.setting)] if self.setting else parts)
 
     def prepare(self, folder: Path) -> tuple[list[str], Path]:
-        """Write the run config and DeepSpeed JSON into `folder`: the overrides, and the run config's path."""
+        """Write the run config and DeepSpeed JSON into `folder`. Returns the overrides and the run config's path."""
         combination, world_size = self.combination, int(os.environ["WORLD_SIZE"])
         document = read_document(REPOSITORY / f"ds_configs/zero{combination.stage}_{self.dtype}.json")
         zero = document["zero_optimization"]
         zero |= {0: {}, 3: _SMALL_ZERO3}.get(combination.stage, _SMALL)
-        for part in combination.offload.split("+"):
-            if part != "none":
-                zero[f"offload_{part}"] = {"device": "cpu", "pin_memory": True}
+        for what in combination.offload.split("+"):
+            if what != "none":
+                zero[f"offload_{what}"] = {"device": "cpu", "pin_memory": True}
         overrides = [
             f"deepspeed.config={folder / 'deepspeed.json'}",
             f"batch.global_size={global_size(world_size)}",
@@ -121,7 +121,7 @@ class Cell:
                 manifest = folder / "manifest.json"
             overrides += ["precision.path=manifest", f"precision.manifest={manifest}"]
         if self.setting:
-            overrides += self._set(document)
+            overrides += self._apply_setting(document)
         (folder / "deepspeed.json").write_text(json.dumps(document))
         (folder / "run.yaml").write_text(_RUN)
         return overrides, folder / "run.yaml"
@@ -132,8 +132,8 @@ class Cell:
         given = {"config": str(path), "overrides": overrides, "deepspeed_config": None, "local_rank": None}
         return resolve_run(argparse.Namespace(**given), os.environ)
 
-    def refused_too(self, folder: Path) -> dict[str, Any]:
-        """The DeepSpeed JSON alone, also of a combination that the config refuses: for bare DeepSpeed."""
+    def resolve_document(self, folder: Path) -> dict[str, Any]:
+        """The complete DeepSpeed JSON for bare DeepSpeed, also of a combination that the config refuses."""
         overrides, path = self.prepare(folder)
         json_path, world_size = folder / "deepspeed.json", int(os.environ["WORLD_SIZE"])
         document = resolve_unverified(
@@ -143,8 +143,8 @@ class Cell:
             del document["data_types"]  # without ZeRO DeepSpeed cannot accumulate in another dtype than it computes in
         return document
 
-    def _set(self, document: dict[str, Any]) -> list[str]:
-        """Put the setting into `document`, or give the override that sets it."""
+    def _apply_setting(self, document: dict[str, Any]) -> list[str]:
+        """Write the setting into `document`, or return the override that sets it."""
         assert self.setting is not None
         if not self.setting.in_json:
             return [f"{self.setting.key}={self.setting.other}"]
@@ -159,7 +159,8 @@ class Cell:
 def all_cells() -> Iterator[Cell]:
     """The full matrix: every combination crossed with accumulation, clipping and checkpointing, then the settings.
 
-    A setting is measured with 4 micro-batches and without clipping, where gradients are summed and their size shows.
+    A setting is measured with 4 micro-batches and without clipping: gradients are summed, and an error of their size
+    shows.
     """
     for combination in combinations():
         for accumulation in ACCUMULATIONS:

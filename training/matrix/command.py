@@ -1,10 +1,10 @@
-"""Hold every combination of precision, ZeRO stage and offload against plain torch in FP32: the precision matrix.
+"""Compare every combination of precision, ZeRO stage and offload with plain torch in FP32: the precision matrix.
 
     python -m training.matrix [--out docs/precision-matrix.md] [--only TEXT] [--processes N] [--steps N]
 
 Starts itself on several processes, runs one cell after the other in them, and appends every result to
-FOLDER/results.jsonl, so that an interrupted matrix goes on where it stopped. The page is written when every cell is
-there. Exit code 0: every cell came out as config/deepspeed/combinations.py says; 3: some did not; 2: it cannot be done.
+FOLDER/results.jsonl, so that an interrupted matrix resumes where it stopped. The page is written when every cell is
+there. Exit code 0: every cell is as config/deepspeed/combinations.py expects; 3: some are not; 2: it cannot be done.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from config.cli import REPOSITORY, Arguments, entry_point
+from config.cli import REPOSITORY, Arguments, entry_point, positive_int
 from config.errors import UserError
 from tracking.environment import environment
-from training.jobs import default_processes, last_words, launch
+from training.jobs import add_processes_option, default_processes, error_line_of, launch
 from training.matrix.cells import all_cells
-from training.matrix.page import page, surprises
+from training.matrix.page import page, unexpected
 
-AS_THE_TABLE_SAYS, SURPRISES = 0, 3
+AS_EXPECTED, UNEXPECTED = 0, 3
 _HANG_MINUTES = 5.0
 _CODE = [
     *("training/engine/engine", "training/engine/gradients", "training/engine/optimizer", "training/engine/build"),
@@ -34,11 +34,11 @@ _CODE = [
     *("modeling/linear_cross_entropy", "modeling/parameter_groups", "modeling/activation_checkpointing"),
     *("precision/regions", "precision/manifest", "precision/loss_scale", "config/deepspeed/combinations"),
 ]
-"""Modules whose code decides what a cell measures."""
+"""Modules whose code determines what a cell measures."""
 
 
 def conditions(processes: int, steps: int) -> dict[str, Any]:
-    """What results must share to stand in one matrix."""
+    """The conditions that all results of one matrix must share."""
     code = b"".join((REPOSITORY / f"{name}.py").read_bytes() for name in _CODE)
     machine = environment({})
     return {
@@ -53,7 +53,7 @@ def conditions(processes: int, steps: int) -> dict[str, Any]:
 
 
 def results(path: Path, wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Cell's name to its newest result measured under the `wanted` conditions."""
+    """Newest results measured under the `wanted` conditions, by the cell's name."""
     found = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         result = json.loads(line)
@@ -63,7 +63,7 @@ def results(path: Path, wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def work(options: argparse.Namespace) -> int:
-    """Measure what is missing; on every process."""
+    """Measure the missing cells; on every process."""
     from training import distributed
     from training.matrix.run import measure
 
@@ -83,13 +83,13 @@ def work(options: argparse.Namespace) -> int:
         if place.is_main:
             _append(options.folder, {"cell": name, **result, "seconds": time.monotonic() - start, "conditions": now})
         if "raised" in (result["verdict"], result.get("upstream", {}).get("verdict")):
-            return 0  # what DeepSpeed left behind must not touch the next cell: start anew
+            return 0  # DeepSpeed's state after an error must not affect the next cell: start new processes
     distributed.stop()
     return 0
 
 
 def lead(options: argparse.Namespace) -> int:
-    """Start the processes until nothing is missing, then write the page."""
+    """Start the processes until no cell is missing, then write the page."""
     log, now = options.folder / "matrix.log", conditions(options.processes, options.steps)
     while missing := _missing(options, now):
         print(f"{len(missing)} cells to go; tail -f {log}", flush=True)
@@ -99,20 +99,20 @@ def lead(options: argparse.Namespace) -> int:
         left = _missing(options, now)
         if left and code != 0:
             if f"cell: {left[0]}" not in log.read_text(errors="replace"):
-                raise UserError(f"the processes did not start: {last_words(log)}; see {log}")
-            died = {"verdict": "raised", "reason": last_words(log), "errors": {}}
-            _append(options.folder, {"cell": left[0], **died, "seconds": 0.0, "conditions": now})
+                raise UserError(f"the processes did not start: {error_line_of(log)}; see {log}")
+            crashed = {"verdict": "raised", "reason": error_line_of(log), "errors": {}}
+            _append(options.folder, {"cell": left[0], **crashed, "seconds": 0.0, "conditions": now})
     found = results(options.folder / "results.jsonl", now)
     cells = [cell for cell in all_cells() if options.only in cell.name]
-    different = surprises(cells, found)
+    different = unexpected(cells, found)
     for line in different:
         print(line)
     if not options.only:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(page(cells, found, now), encoding="utf-8")
         print(f"wrote {options.out}")
-    print(f"{len(cells)} cells, {len(different)} not as config/deepspeed/combinations.py says")
-    return SURPRISES if different else AS_THE_TABLE_SAYS
+    print(f"{len(cells)} cells, {len(different)} not as config/deepspeed/combinations.py expects")
+    return UNEXPECTED if different else AS_EXPECTED
 
 
 def _missing(options: argparse.Namespace, now: dict[str, Any]) -> list[str]:
@@ -127,14 +127,14 @@ def _append(folder: Path, result: dict[str, Any]) -> None:
 
 @entry_point(launched=True)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Lead the processes, or be one of them."""
+    """Start the processes, or be one of them."""
     parser = Arguments(prog="python -m training.matrix", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/matrix/precision-matrix.md"), help="the page")
     parser.add_argument("--only", default="", help="only cells whose name has this text; writes no page")
-    parser.add_argument("--processes", type=int, default=None, help="one a GPU, or 2, when left out")
-    parser.add_argument("--steps", type=int, default=6, help="AdamW steps of each cell")
-    parser.add_argument("--folder", type=Path, default=Path("runs/matrix"), help="where results are kept")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # the conditions of the matrix that it works for, as JSON
+    add_processes_option(parser)
+    parser.add_argument("--steps", type=positive_int, default=6, help="AdamW steps of each cell")
+    parser.add_argument("--folder", type=Path, default=Path("runs/matrix"), help="folder of results and log")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # the matrix's conditions, as JSON
     options = parser.parse_args(arguments)
     if options.worker:
         return work(options)

@@ -1,4 +1,4 @@
-"""docs/precision-matrix.md: the table of config/deepspeed/combinations.py, with what was measured for every row."""
+"""docs/precision-matrix.md: the table of config/deepspeed/combinations.py, with the measurements of every row."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from typing import Any
 
 from config.deepspeed.combinations import COMPUTES, SETTINGS, STAGES, UPSTREAM, Combination, combinations, refusal
 from precision.tolerance import tolerance
+from training.markdown import table
 from training.matrix.cells import COARSEST, ROUNDINGS, Cell
 
 Results = dict[str, dict[str, Any]]
-"""Cell's name to what `training.matrix.run.measure` found."""
+"""Results of `training.matrix.run.measure` by the cell's name."""
 
 _SIGNS = {"verified": "ok", "refused": "refused", "wrong": "**WRONG**", "raised": "**RAISED**"}
 
 
 def expected_verdict(cell: Cell) -> str:
-    """verified or refused: what the table says of a cell."""
+    """verified or refused, by the table."""
     return "refused" if refusal(cell.combination) else "verified"
 
 
 def expected_upstream(cell: Cell) -> str:
-    """verified or wrong: what the table says of bare DeepSpeed in a cell of the cast path."""
+    """verified or wrong, by the table, for bare DeepSpeed in a cell of the cast path."""
     return "wrong" if any(row.covers(cell.combination, clipping=cell.clipping) for row in UPSTREAM) else "verified"
 
 
-def surprises(cells: Sequence[Cell], results: Results) -> list[str]:
-    """One line for every cell that did not come out as the table says."""
+def unexpected(cells: Sequence[Cell], results: Results) -> list[str]:
+    """One line for every cell whose verdict is not the table's."""
     lines = []
     for cell in cells:
         result = results[cell.name]
@@ -53,17 +54,17 @@ def _opening(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]
     wrong = sum(results[cell.name].get("upstream", {}).get("verdict") == "wrong" for cell in cells)
     compared = sum("upstream" in results[cell.name] for cell in cells)
     bounds = ", ".join(f"{tolerance(ROUNDINGS, COARSEST[name]):.1e} in {name.upper()}" for name in COMPUTES["cast"])
-    told = ", ".join(f"{count} {sign}" for sign, count in counts.items() if count)
+    verdicts = ", ".join(f"{count} {sign}" for sign, count in counts.items() if count)
     return f"""# The precision matrix
 
 Written by `make matrix` from what it measured and from
 [config/deepspeed/combinations.py](../config/deepspeed/combinations.py), the table from which the config refuses; do not
 edit it.
 
-{len(cells)} cells: {told}. Bare DeepSpeed, run beside Mantissa in {compared} of them, is wrong in {wrong}.
+{len(cells)} cells: {verdicts}. Bare DeepSpeed, compared in {compared} of them, is wrong in {wrong}.
 
 Each cell trains a Llama of 2 layers and 20 thousand parameters for {conditions["steps"]} AdamW steps on different
-batches on {conditions["processes"]} processes, through the real config and engine, and is held against **one process of
+batches on {conditions["processes"]} processes, through the real config and engine. It is compared with **one process of
 plain torch in FP32** with the whole batch at once: no DeepSpeed, none of Mantissa's engine. Labels are masked unevenly,
 the learning rate changes at every step, and FP16's loss scale grows every second step. Both start from the same
 weights, rounded to the cell's dtype on the cast path, where the masters start rounded too.
@@ -76,7 +77,7 @@ Errors are the largest over the steps and, in a row of several cells, over those
 | norm | relative error of a step's gradient norm, unscaled, before clipping |
 | masters | distance of the FP32 masters from the reference's after the last step, over how far the reference moved |
 
-A cell is verified when all three are below what {ROUNDINGS} roundings in a row explain (`precision/tolerance.py`):
+A cell is verified when all three are below the bound for {ROUNDINGS} roundings in a row (`precision/tolerance.py`):
 {bounds}. MIXED counts as BF16.
 
 Adam's eps is 0.01, about as large as the root of its second moment, so that updates follow the size of the gradient.
@@ -88,23 +89,20 @@ Measured with DeepSpeed {conditions["deepspeed"]}, torch {conditions["torch"]} a
 
 def _summary(cells: Sequence[Cell], results: Results) -> str:
     """Dtype by stage: Mantissa's largest error of the masters, and bare DeepSpeed's where it is wrong."""
-    lines = [
-        "## Summary",
-        "",
-        "Largest error of the masters over accumulation 1 and 4, clipping off and on, activation checkpointing none and"
-        " full, and every offload of that stage. In brackets: bare DeepSpeed, where it is wrong.",
-        "",
-        _row(["", *(f"ZeRO-{stage}" for stage in STAGES)]),
-        _row(["---"] * (len(STAGES) + 1)),
-    ]
+    rows = []
     for path, computes in COMPUTES.items():
         for compute in computes:
             row = [f"{path} {compute.upper()}"]
             for stage in STAGES:
                 here = [c for c in _plain(cells) if c.combination[:3] == (path, compute, stage)]
                 row.append(_summary_entry(here, results))
-            lines.append(_row(row))
-    return "\n".join(lines)
+            rows.append(row)
+    return (
+        "## Summary\n\n"
+        "Largest error of the masters over accumulation 1 and 4, clipping off and on, activation checkpointing none and"
+        " full, and every offload of that stage. In brackets: bare DeepSpeed, where it is wrong.\n\n"
+        + table(["", *(f"ZeRO-{stage}" for stage in STAGES)], rows).rstrip()
+    )
 
 
 def _summary_entry(cells: Sequence[Cell], results: Results) -> str:
@@ -120,7 +118,7 @@ def _summary_entry(cells: Sequence[Cell], results: Results) -> str:
 
 
 def _wrong_upstream(wrong: Sequence[dict[str, Any]]) -> str:
-    """What is wrong in some cells of bare DeepSpeed, in a few words."""
+    """What is wrong in these results of bare DeepSpeed, in a few words."""
     if any(judged["verdict"] == "raised" for judged in wrong):
         return "raises"
     if all("norm" not in judged["errors"] for judged in wrong):
@@ -130,13 +128,8 @@ def _wrong_upstream(wrong: Sequence[dict[str, Any]]) -> str:
 
 
 def _upstream_section(cells: Sequence[Cell], results: Results) -> str:
-    """Every row of the table of what DeepSpeed does wrong, with the measurement."""
-    lines = [
-        "## Wrong upstream",
-        "",
-        _row(["where", "what", "bare DeepSpeed", "Mantissa"]),
-        _row(["---"] * 4),
-    ]
+    """The table of DeepSpeed's known errors, with the measurements."""
+    rows = []
     for row in UPSTREAM:
         here = [c for c in _plain(cells) if row.covers(c.combination, clipping=c.clipping)]
         bare = [results[cell.name]["upstream"] for cell in here if "upstream" in results[cell.name]]
@@ -144,12 +137,12 @@ def _upstream_section(cells: Sequence[Cell], results: Results) -> str:
         where = f"{row.path} {', '.join(row.computes).upper()}, ZeRO-{', '.join(map(str, row.stages))}{clipping}"
         masters = _largest((results[cell.name]["errors"] for cell in here), "masters")
         mine = f"refused: {row.instead}" if row.refused else f"repaired: masters {masters}"
-        lines.append(_row([where, row.problem, _wrong_upstream(bare) if bare else "not run", mine]))
-    return "\n".join(lines)
+        rows.append([where, row.problem, _wrong_upstream(bare) if bare else "not run", mine])
+    return "## Wrong upstream\n\n" + table(["where", "what", "bare DeepSpeed", "Mantissa"], rows).rstrip()
 
 
 def _path_section(path: str, cells: Sequence[Cell], results: Results) -> str:
-    """One table of a compute path: every combination, its four clipping and accumulation corners."""
+    """The table of one compute path: every combination with each clipping and accumulation."""
     title = {
         "cast": "## Cast path: the module is in that dtype, ZeRO holds FP32 masters",
         "manifest": "## Manifest path: parameters are the FP32 masters, a manifest names what computes in which dtype",
@@ -159,15 +152,15 @@ def _path_section(path: str, cells: Sequence[Cell], results: Results) -> str:
     note = "Errors are the larger of the two without and with activation checkpointing."
     if path == "manifest":
         note += " MIXED is `config/manifests/llama_mixed.json`: BF16 with FP16 queries and keys and an FP32 head."
-    lines = [title, "", note, "", _row(columns), _row(["---"] * len(columns))]
+    rows = []
     for combination in combinations():
         if combination.path == path:
-            lines += _combination_rows(combination, _plain(cells), results)
-    return "\n".join(lines)
+            rows += _combination_rows(combination, _plain(cells), results)
+    return f"{title}\n\n{note}\n\n{table(columns, rows).rstrip()}"
 
 
-def _combination_rows(combination: Combination, cells: Sequence[Cell], results: Results) -> list[str]:
-    lines = []
+def _combination_rows(combination: Combination, cells: Sequence[Cell], results: Results) -> list[list[str]]:
+    rows = []
     here = [cell for cell in cells if cell.combination == combination]
     for clipping in (False, True):
         for accumulation in sorted({cell.accumulation for cell in here}):
@@ -176,20 +169,13 @@ def _combination_rows(combination: Combination, cells: Sequence[Cell], results: 
             row += _numbers([results[cell.name] for cell in corner])
             if combination.path == "cast":
                 row += _numbers([results[cell.name]["upstream"] for cell in corner])
-            lines.append(_row(row))
-    return lines
+            rows.append(row)
+    return rows
 
 
 def _settings_section(cells: Sequence[Cell], results: Results) -> str:
     """Every other setting: measured with its errors, or refused with the reason."""
-    lines = [
-        "## Other settings",
-        "",
-        "Each differs in this one setting from the cells above, with accumulation 4 and clipping off.",
-        "",
-        _row(["setting", "ZeRO", "verdict", "loss", "norm", "masters"]),
-        _row(["---"] * 6),
-    ]
+    rows = []
     for setting in SETTINGS:
         if setting.refused:
             continue
@@ -199,25 +185,28 @@ def _settings_section(cells: Sequence[Cell], results: Results) -> str:
             if judged:
                 stages = ", ".join(str(cell.combination.stage) for cell in here)
                 verdict = " ".join(sorted({_SIGNS[item["verdict"]] for item in judged}))
-                lines.append(_row([f"`{setting}`, {compute.upper()}", stages, verdict, *_numbers(judged)]))
-    lines += ["", "Refused:", "", _row(["setting", "ZeRO", "reason"]), _row(["---"] * 3)]
-    for setting in SETTINGS:
-        if setting.refused:
-            lines.append(_row([f"`{setting}`", ", ".join(map(str, setting.stages)), setting.refused]))
-    return "\n".join(lines)
+                rows.append([f"`{setting}`, {compute.upper()}", stages, verdict, *_numbers(judged)])
+    refused = [(f"`{each}`", ", ".join(map(str, each.stages)), each.refused) for each in SETTINGS if each.refused]
+    return (
+        "## Other settings\n\n"
+        "Each differs in this one setting from the cells above, with accumulation 4 and clipping off.\n\n"
+        + table(["setting", "ZeRO", "verdict", "loss", "norm", "masters"], rows)
+        + "\nRefused:\n\n"
+        + table(["setting", "ZeRO", "reason"], refused).rstrip()
+    )
 
 
 def _limits() -> str:
-    return """## What this does not say
+    return """## Limits
 
-It ran where the line above says. Without a GPU there are no streams for `overlap_comm` to race on, no pinned copies
-that an offload could read too early, and no NCCL; what a GPU's kernels round differently is not here either. Run
-`make matrix` on the machine you train on. The model is tiny: buckets and ZeRO-3's limits are made small with it, but
-nothing here has thousands of ranks or terms."""
+It ran on the machine named above. Without a GPU there are no streams for `overlap_comm` to race on, no pinned copies
+that an offload could read too early, and no NCCL, and a GPU's kernels round differently. Run `make matrix` on the
+machine you train on. The model is tiny: buckets and ZeRO-3's thresholds are small accordingly, but there are no
+thousands of ranks or terms."""
 
 
 def _numbers(judged: Sequence[dict[str, Any]]) -> list[str]:
-    """Largest loss, norm and masters errors; the verdict in the first place where there are none."""
+    """Largest errors of loss, norm and masters; the verdict in the first cell where there are none."""
     bad = sorted({item["verdict"] for item in judged} - {"verified"})
     found = [_largest((item["errors"] for item in judged), name) for name in ("loss", "norm", "masters")]
     if not any(found):
@@ -234,7 +223,3 @@ def _largest(numbers: Iterable[dict[str, float]], name: str) -> str:
 def _plain(cells: Sequence[Cell]) -> list[Cell]:
     """The cells without a setting of their own."""
     return [cell for cell in cells if cell.setting is None]
-
-
-def _row(texts: Sequence[str]) -> str:
-    return f"| {' | '.join(texts)} |"

@@ -1,8 +1,8 @@
-"""One cell of the precision matrix, measured: Mantissa's engine, bare DeepSpeed and plain torch on the same batches.
+"""Measure one cell of the precision matrix: Mantissa's engine, bare DeepSpeed and plain torch on the same batches.
 
 The reference is plain torch in FP32 in one process, the whole batch at once, with torch's own AdamW and clipping:
-neither DeepSpeed nor Mantissa's engine. It starts from the same weights, for the cast path rounded to the cell's dtype,
-because there the masters start from rounded weights as well.
+neither DeepSpeed nor Mantissa's engine. It starts from the same weights, on the cast path rounded to the cell's dtype,
+as the masters are there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from training.matrix.cells import CLIPPING, DTYPES, SEQUENCE, VOCABULARY, Cell, 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What a run of some steps reported, and its masters before and after."""
+    """Losses, norms and scales of a few steps, and the masters before and after."""
 
     start: dict[str, torch.Tensor]
     losses: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Trajectory:
 
 
 class Errors(NamedTuple):
-    """How far a run is from the reference."""
+    """Errors of a run against the reference."""
 
     start: float
     """Largest absolute difference of the masters before the first step."""
@@ -64,28 +64,28 @@ class Errors(NamedTuple):
 
 
 def measure(place: Place, cell: Cell, *, steps: int, upstream: bool = True) -> dict[str, Any]:
-    """One cell on both sides, as plain numbers and words: what `training.matrix` keeps. A collective.
+    """Measure a cell with Mantissa and with bare DeepSpeed; plain numbers and strings. A collective.
 
     verdict: verified, wrong, refused (by the config or the engine) or raised. On the cast path bare DeepSpeed runs too,
-    also where Mantissa refuses, and `upstream` says the same of it; not where `upstream` is false.
+    also where Mantissa refuses, and its result is under "upstream"; not where `upstream` is false.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
         overrides, path = cell.prepare(folder)
         config = load_config(path, overrides, None)
         expected = reference(config, cell.dtype, clipping=cell.clipping, steps=steps, place=place)
-        found = _judged(place, cell, expected, lambda: mantissa(place, cell.resolve(folder), steps=steps))
+        found = _judge(place, cell, expected, lambda: mantissa(place, cell.resolve(folder), steps=steps))
         if upstream and cell.combination.path == "cast" and cell.setting is None:
-            document = cell.refused_too(folder)
-            found["upstream"] = _judged(place, cell, expected, lambda: bare(place, config, document, steps=steps))
+            document = cell.resolve_document(folder)
+            found["upstream"] = _judge(place, cell, expected, lambda: bare(place, config, document, steps=steps))
     return found
 
 
-def _judged(place: Place, cell: Cell, expected: Trajectory, run: Callable[[], Trajectory]) -> dict[str, Any]:
+def _judge(place: Place, cell: Cell, expected: Trajectory, run: Callable[[], Trajectory]) -> dict[str, Any]:
     verdict, reason, numbers = "verified", "", {}
     try:
         trajectory = run()
-        wrong = faults(cell, trajectory, expected)
+        wrong = problems(cell, trajectory, expected)
         verdict, reason = ("wrong", "; ".join(wrong)) if wrong else ("verified", "")
         numbers = {name: value for name, value in errors(trajectory, expected)._asdict().items() if value == value}
     except UserError as error:
@@ -98,8 +98,8 @@ def _judged(place: Place, cell: Cell, expected: Trajectory, run: Callable[[], Tr
     return {"verdict": verdict, "reason": reason, "errors": numbers}
 
 
-def faults(cell: Cell, run: Trajectory, expected: Trajectory) -> list[str]:
-    """Why the run is not verified; empty where it is. FP16 has to have grown its loss scale, unless it is static."""
+def problems(cell: Cell, run: Trajectory, expected: Trajectory) -> list[str]:
+    """Why the run is not verified; empty where it is. A dynamic FP16 loss scale must have grown twice."""
     found = errors(run, expected)
     sizes = {"loss": found.loss, "norm": found.norm, "masters": found.masters}
     wrong = [f"{name} {value:.1e}" for name, value in sizes.items() if not value <= cell.bound]
@@ -112,7 +112,7 @@ def faults(cell: Cell, run: Trajectory, expected: Trajectory) -> list[str]:
 
 
 def learning_rate(base: float, step: int) -> float:
-    """Falls a little at every step, so that a learning rate that is not followed shows."""
+    """Falls a little at every step, so that an engine that ignores it has an error."""
     return base * (1 - 0.05 * step)
 
 
@@ -135,7 +135,7 @@ def batch_of(place: Place, step: int, *, accumulation: int) -> Batch:
     return Batch(0, inputs.reshape(shape), labels.reshape(shape), np.arange(size), counted)
 
 
-def whole_model(section: ModelSection, *, seed: int) -> PreTrainedModel:
+def fp32_model(section: ModelSection, *, seed: int) -> PreTrainedModel:
     """The FP32 model with the weights that every run starts from."""
     shape = model_config(section, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     return build_model(section, shape, seed=seed, gather=lambda _: nullcontext(True))
@@ -144,7 +144,7 @@ def whole_model(section: ModelSection, *, seed: int) -> PreTrainedModel:
 def reference(config: Config, dtype: str, *, clipping: bool, steps: int, place: Place) -> Trajectory:
     """Plain torch, FP32, from weights rounded to `dtype`."""
     device, size = place.device, global_size(place.world_size)
-    model: torch.nn.Module = whole_model(config.model, seed=config.run.seed)
+    model: torch.nn.Module = fp32_model(config.model, seed=config.run.seed)
     model = model.to(DTYPES[dtype]).float().to(device).train()
     section = config.optimizer
     optimizer = torch.optim.AdamW(
@@ -167,12 +167,12 @@ def reference(config: Config, dtype: str, *, clipping: bool, steps: int, place: 
 
 
 def mantissa(place: Place, resolved: Resolved, *, steps: int) -> Trajectory:
-    """The engine as a run drives it. A collective."""
+    """Mantissa's engine, driven as in a run. A collective."""
     config = resolved.config
     shape = model_config(config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     engine = build_engine(resolved, shape, place)
     try:
-        found = Trajectory(_own_masters(engine))
+        found = Trajectory(_mantissa_masters(engine))
         for step in range(1, steps + 1):
             batch = batch_of(place, step, accumulation=resolved.batch.accumulation)
             health = engine.health(engine.forward_backward(batch, step=step))
@@ -180,17 +180,17 @@ def mantissa(place: Place, resolved: Resolved, *, steps: int) -> Trajectory:
             found.losses.append(health.loss)
             found.norms.append(health.grad_norm)
             found.scales.append(update.loss_scale)
-        found.end.update(_own_masters(engine))
+        found.end.update(_mantissa_masters(engine))
         return found
     finally:
         engine.close()
 
 
 def bare(place: Place, config: Config, document: dict[str, Any], *, steps: int) -> Trajectory:
-    """DeepSpeed as its documentation has it: initialize, backward, step, its own loss scaler. A collective."""
+    """DeepSpeed used as in its documentation: initialize, backward, step, its own loss scaler. A collective."""
     allow_slow_fp16()
     section, stage = config.optimizer, document["zero_optimization"]["stage"]
-    model = whole_model(config.model, seed=config.run.seed)
+    model = fp32_model(config.model, seed=config.run.seed)
     apply_activation_checkpointing(model, config.model.activation_checkpointing, reentrant=False)
     optimizer = torch.optim.AdamW(
         parameter_groups(model, weight_decay=section.weight_decay), betas=section.betas, eps=section.eps
@@ -198,7 +198,7 @@ def bare(place: Place, config: Config, document: dict[str, Any], *, steps: int) 
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=document)
     accumulation = document["gradient_accumulation_steps"]
     try:
-        found = Trajectory(_masters(engine, stage))
+        found = Trajectory(_deepspeed_masters(engine, stage))
         for step in range(1, steps + 1):
             for group in engine.optimizer.param_groups:
                 group["lr"] = learning_rate(section.learning_rate, step)
@@ -215,14 +215,14 @@ def bare(place: Place, config: Config, document: dict[str, Any], *, steps: int) 
             found.losses.append(float(place.sum(total)) / tokens)
             norm = engine.get_global_grad_norm()
             found.norms.append(math.nan if norm is None else float(norm))
-        found.end.update(_masters(engine, stage))
+        found.end.update(_deepspeed_masters(engine, stage))
         return found
     finally:
         engine.destroy()
 
 
 def errors(run: Trajectory, expected: Trajectory) -> Errors:
-    """`run` against the reference. NaN where a run reports no gradient norm."""
+    """Errors of `run`. NaN where it reports no gradient norm."""
     moved = _distance(expected.end, expected.start)
     return Errors(
         start=max(float((run.start[name] - value).abs().max()) for name, value in expected.start.items()),
@@ -245,12 +245,12 @@ def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
 
 
-def _own_masters(engine: Engine) -> dict[str, torch.Tensor]:
+def _mantissa_masters(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: whole_master(engine, parameter) for name, parameter in engine.model.named_parameters()}
 
 
-def _masters(engine: deepspeed.DeepSpeedEngine, stage: int) -> dict[str, torch.Tensor]:
-    """Every FP32 master, whole, by name."""
+def _deepspeed_masters(engine: deepspeed.DeepSpeedEngine, stage: int) -> dict[str, torch.Tensor]:
+    """FP32 masters, unpartitioned, by name."""
     parameters = dict(engine.module.named_parameters())
     if stage > 0:
         whole = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}

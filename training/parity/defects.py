@@ -13,15 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.cli import REPOSITORY, Arguments, entry_point
+from config.cli import REPOSITORY, Arguments, entry_point, positive_int
 from config.files import write_atomically
+from training.jobs import add_processes_option
+from training.markdown import table
 from training.parity.gate import NO_PARITY, PARITY, gate
 from training.parity.jobs import plan, train_twin
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A defect, and what has to name it."""
+    """A defect, and the check that has to find it."""
 
     defect: str
     """As the config writes it; {norm} and {linear} stand for modules of the model."""
@@ -48,24 +50,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = Arguments(prog="python -m training.parity.defects", description=__doc__)
     parser.add_argument("--config", default=str(REPOSITORY / "config/recipes/demo.yaml"))
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=positive_int, default=60)
     parser.add_argument("--report", type=Path, default=Path("runs/parity-defects"))
-    parser.add_argument("--processes", type=int)
+    add_processes_option(parser)
     parser.add_argument("--norm", default="model.layers.1.post_attention_layernorm", help="a norm of the model")
     parser.add_argument("--linear", default="model.layers.2.mlp.down_proj", help="a linear module of the model")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_intermixed_args(arguments)
-    rows, good = run_all(options)
-    lines = [f"| {' | '.join(row)} |" for row in (HEAD, ("---",) * len(HEAD), *rows)]
-    write_atomically(options.report / "defects.md", ("\n".join(lines) + "\n").encode())
-    print("\n".join(lines))
-    return PARITY if good else NO_PARITY
+    rows, as_expected = run_all(options)
+    page = table(HEAD, rows)
+    write_atomically(options.report / "defects.md", page.encode())
+    print(page, end="")
+    return PARITY if as_expected else NO_PARITY
 
 
 def run_all(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], bool]:
-    """A row for the sound run and for each defect, and whether all came out as they have to."""
+    """A row for the sound run and for each defect, and whether every result is as expected."""
     rows: list[tuple[str, ...]] = []
-    twins, good = None, True
+    twins, as_expected = None, True
     for planted in (None, *PLANTED):
         text = planted.defect.format(norm=options.norm, linear=options.linear) if planted else ""
         kind = text.removeprefix("{kind: ").rstrip("}").partition(",")[0] if planted else "nothing"
@@ -75,15 +77,15 @@ def run_all(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], bool]:
         twins = twins or [train_twin(chosen, chosen.resolved.config.run.seed, print)]
         found = gate(chosen, twins=twins)
         checks = {check["name"]: check for check in found["checks"]}
-        named = sorted({module for check in checks.values() for module in check["modules"] if not check["passed"]})
-        wanted = options.norm if "norm" in kind else options.linear if options.linear in text else None
-        blamed = [check["name"] for check in found["checks"] if not check["passed"]]
-        good &= planted.caught_by in blamed if planted else not blamed
-        good &= wanted is None or wanted in checks[planted.caught_by]["modules"] if planted else True
+        named = sorted({name for check in checks.values() for name in check["modules"] if not check["passed"]})
+        module = options.norm if "norm" in kind else options.linear if options.linear in text else None
+        failed = [check["name"] for check in found["checks"] if not check["passed"]]
+        as_expected &= planted.caught_by in failed if planted else not failed
+        as_expected &= module is None or module in checks[planted.caught_by]["modules"] if planted else True
         where = ", ".join(named) if len(named) <= 3 else f"{len(named)} and more"
         delta = float(checks["validation_delta"]["measured"])
-        rows.append((kind, ", ".join(blamed) or "nothing", where or "none", f"{delta:+.2%}"))
-    return rows, good
+        rows.append((kind, ", ".join(failed) or "nothing", where or "none", f"{delta:+.2%}"))
+    return rows, as_expected
 
 
 if __name__ == "__main__":

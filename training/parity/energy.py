@@ -1,4 +1,4 @@
-"""Energy that this machine's devices say they have used: GPUs by NVML, else processors by Linux's powercap (RAPL)."""
+"""Energy used by this machine's devices: GPUs by NVML, else processors by Linux's powercap (RAPL)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 def joules() -> float | None:
-    """A counter that only differences of make sense of; None where no device reports."""
+    """[J] A counter, of which only differences have a meaning; None where no device reports."""
     counted = _of_gpus()
     return counted if counted is not None else of_processors(POWERCAP)
 
 
 def used(before: float | None, after: float | None) -> float | None:
-    """Joules between two readings; None when one is missing or the counter has wrapped around between them."""
+    """[J] Between two readings; None when one is missing or the counter has wrapped around between them."""
     return after - before if before is not None and after is not None and after >= before else None
 
 
 def of_processors(folder: Path) -> float | None:
-    """Sum over the packages of `folder`, in joules; None where there is none or it may not be read."""
+    """[J] Sum over the packages in `folder`; None where there is none or it cannot be read."""
     packages = [path for path in folder.glob("intel-rapl:*") if path.name.count(":") == 1]
     try:
         return sum(int((path / "energy_uj").read_text()) for path in packages) / 1e6 if packages else None

@@ -1,11 +1,11 @@
-"""Does half precision train the same model? Run a config and its FP32 twin, compare, and say so with an exit code.
+"""Does half precision train the same model? Run a config and its FP32 twin, compare, and give an exit code.
 
     python -m training.parity --config config/recipes/demo.yaml [--steps N] [--report DIR] [key.sub=value ...]
 
-Both run as real jobs through `train.py`: the same data, seed and schedule; the twin differs in precision alone. Then
-single steps of the half-precision run are held against FP32 from the same masters (`training.parity.steps`), and the
-whole is judged by the bounds in the config's `parity:` section. The report folder gets `parity.json`, `parity.md` and
-plots. Exit code 0: parity; 3: no parity; 2: it cannot be done.
+Both run as real jobs through `train.py`: the same data, seed and schedule; the twin differs in precision only. Then
+single steps of the half-precision run are compared with FP32 from the same masters (`training.parity.steps`), and all
+measurements are judged by the bounds in the config's `parity:` section. The report folder gets `parity.json`,
+`parity.md` and plots. Exit code 0: parity; 3: no parity; 2: it cannot be done.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments, entry_point
+from config.cli import Arguments, entry_point, positive_int
 from precision.parity import Check, first_divergence, judge_steps
 from precision.trajectories import Trajectory, first_departure, judge_trajectories
 from tracking.jsonl import encode
 from tracking.summary import read_inputs
-from training.parity.jobs import Plan, Run, Say, plan, train_candidate, train_twin, trajectory, walk_steps
+from training.jobs import add_processes_option
+from training.parity.jobs import Log, Plan, Run, plan, train_candidate, train_twin, trajectory, walk_steps
 from training.parity.report import verdict_lines, write_report
 
 PARITY, NO_PARITY = 0, 3
-MOST_POINTS_OF_A_CURVE = 2000
+MAX_CURVE_POINTS = 2000
 
 
-def gate(chosen: Plan, say: Say = print, *, twins: Sequence[Run] | None = None) -> dict[str, Any]:
+def gate(chosen: Plan, log: Log = print, *, twins: Sequence[Run] | None = None) -> dict[str, Any]:
     """Run, compare, judge, and write the report; the content of parity.json. twins: finished ones to compare with."""
     bounds = chosen.resolved.config.parity
     seeds = [chosen.resolved.config.run.seed + index for index in range(bounds.seeds)]
     if twins is None:
-        twins = [train_twin(chosen, seed, say) for seed in seeds]
-    controls = [train_twin(chosen, seeds[0], say, control=index) for index in range(bounds.controls)]
-    candidates = [train_candidate(chosen, seed, say) for seed in seeds]
-    say(f"single steps after steps {', '.join(map(str, chosen.points))}")
+        twins = [train_twin(chosen, seed, log) for seed in seeds]
+    controls = [train_twin(chosen, seeds[0], log, control=index) for index in range(bounds.controls)]
+    candidates = [train_candidate(chosen, seed, log) for seed in seeds]
+    log(f"single steps after steps {', '.join(map(str, chosen.points))}")
     walks = walk_steps(chosen, candidates[0])
-    mine, theirs = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]
-    unfinished = [f"{run.folder.name}: {run.last_words}" for run in candidates if not run.finished]
+    half, fp32 = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]
+    unfinished = [f"{run.folder.name}: {run.error_line}" for run in candidates if not run.finished]
     share = 1 - len(unfinished) / len(candidates)
     checks = [
         Check("finished_runs", share, 1.0, not unfinished, at_least=True, note="; ".join(unfinished)),
-        *judge_trajectories(mine, theirs, bounds, [trajectory(run) for run in controls]),
+        *judge_trajectories(half, fp32, bounds, [trajectory(run) for run in controls]),
         *judge_steps(walks, bounds),
     ]
     failed = [check.name for check in checks if not check.passed]
@@ -54,12 +55,12 @@ def gate(chosen: Plan, say: Say = print, *, twins: Sequence[Run] | None = None) 
         "failed": failed,
         "checks": [dataclasses.asdict(check) for check in checks],
         "first_parting": first_divergence(walks, bounds),
-        "first_departure": first_departure(mine[0], theirs[0], bounds.loss_gap),
-        "bought": _bought(candidates[0], twins[0], price=bounds.price_per_device_hour, devices=chosen.processes),
+        "first_departure": first_departure(half[0], fp32[0], bounds.loss_gap),
+        "bought": _resources(candidates[0], twins[0], price=bounds.price_per_device_hour, devices=chosen.processes),
         "conditions": _conditions(chosen, candidates[0]),
         "trajectories": {
-            "candidate": [_thinned(run) for run in mine],
-            "fp32": [_thinned(run) for run in theirs],
+            "candidate": [_thinned(run) for run in half],
+            "fp32": [_thinned(run) for run in fp32],
         },
         "walks": [dataclasses.asdict(walk) for walk in walks],
     }
@@ -70,13 +71,13 @@ def gate(chosen: Plan, say: Say = print, *, twins: Sequence[Run] | None = None) 
 
 
 def _thinned(run: Trajectory) -> dict[str, Any]:
-    every = max(1, math.ceil(len(run.steps) / MOST_POINTS_OF_A_CURVE))
+    every = max(1, math.ceil(len(run.steps) / MAX_CURVE_POINTS))
     curves = {name: list(getattr(run, name))[::every] for name in ("steps", "losses", "grad_norms")}
     return {**dataclasses.asdict(run), **curves}
 
 
-def _bought(candidate: Run, twin: Run, *, price: float, devices: int) -> dict[str, Any]:
-    """What half precision cost or saved: each quantity of both runs and their ratio, where both have it."""
+def _resources(candidate: Run, twin: Run, *, price: float, devices: int) -> dict[str, Any]:
+    """Time, memory, energy and cost of both runs, and their ratios where both were measured."""
     mine, other = candidate.summary, twin.summary
     quantities = {
         "step_seconds": (mine.step_seconds, other.step_seconds),
@@ -126,9 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = Arguments(prog="python -m training.parity", description=__doc__)
     parser.add_argument("--config", required=True, help="run config to judge")
-    parser.add_argument("--steps", type=int, help="run this many steps; the warm-up shrinks with them")
+    parser.add_argument("--steps", type=positive_int, help="run this many steps; the warm-up shrinks with them")
     parser.add_argument("--report", type=Path, help="folder of the report (default: runs/parity-<config's name>)")
-    parser.add_argument("--processes", type=int, help="processes of each job (default: one a GPU, two without)")
+    add_processes_option(parser)
     parser.add_argument(
         "--launch", default="", help="launcher, such as 'deepspeed --hostfile hosts' (default: torchrun)"
     )

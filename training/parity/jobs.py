@@ -20,18 +20,18 @@ from precision.trajectories import Trajectory, control_factor
 from tracking.jsonl import read_events, surviving
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, summarise
-from training.jobs import TRAIN, default_processes, last_words, launch
+from training.jobs import TRAIN, default_processes, error_line_of, launch, shorten
 from training.parity.energy import joules, used
 
 WALK = 2
-"""Applied steps compared at each point: the first shows what computes wrongly, the second what the first left wrong."""
+"""Applied steps compared at each point: the first shows wrong computation, the second a wrong state after the first."""
 
-Say = Callable[[str], object]
+Log = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run, and where."""
+    """The runs to make, and where."""
 
     arguments: tuple[str, ...]
     """`--config FILE` and the user's overrides, for train.py."""
@@ -57,16 +57,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """A job that was run, and what it left."""
+    """A finished job."""
 
     folder: RunDir
     finished: bool
-    last_words: str
+    error_line: str
     energy: float | None
 
     @cached_property
     def summary(self) -> Summary:
-        """Its numbers."""
+        """Aggregates of its events."""
         return summarise(self.folder)
 
 
@@ -79,24 +79,21 @@ def plan(
     processes: int | None = None,
     launcher: Sequence[str] = (),
 ) -> Plan:
-    """Decide everything before anything runs. Raises UserError for what is wrong with the config or the options."""
-    if steps is not None and steps < 1:
-        raise UserError(f"--steps = {steps} is not 1 or more; leave it out to run all steps of the config")
+    """Resolve everything before a job starts. Raises UserError for a wrong config or option."""
     processes = processes or default_processes()
-    here = as_launched(processes)
+    launched = as_launched(processes)
     arguments = ["--config", config, *overrides]
-    whole = read_command_line(arguments, here).config
+    resolved = read_command_line(arguments, launched)
     if steps is not None:
-        warmup = math.ceil(whole.schedule.warmup_steps * steps / whole.run.steps)
-        arguments += [f"run.steps={steps}", f"schedule.warmup_steps={warmup}"]
-    resolved = read_command_line(arguments, here)
+        arguments += shorten(resolved.config, steps)
+        resolved = read_command_line(arguments, launched)
     return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher))
 
 
-def train_twin(chosen: Plan, seed: int, say: Say, *, control: int | None = None) -> Run:
-    """The same job in FP32; with its learning rate nudged if it is the control of that index.
+def train_twin(chosen: Plan, seed: int, log: Log, *, control: int | None = None) -> Run:
+    """The same job in FP32; with a slightly larger learning rate as the control of that index.
 
-    Raises UserError when it does not reach its end: then there is nothing to compare with.
+    Raises UserError when it fails: then there is nothing to compare with.
     """
     document = in_fp32(read_document(chosen.resolved.deepspeed_path))
     twin = chosen.folder / "fp32_twin.json"
@@ -116,26 +113,27 @@ def train_twin(chosen: Plan, seed: int, say: Say, *, control: int | None = None)
     if control is not None:
         rate = chosen.resolved.config.optimizer.learning_rate * control_factor(control)
         name, overrides = f"fp32-control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
-    run = _train(chosen, name, seed, overrides, say)
+    run = _train(chosen, name, seed, overrides, log)
     if not run.finished:
-        raise UserError(f"the FP32 twin did not reach its end: {run.last_words}; see {_log(chosen, run.folder.name)}")
+        raise UserError(f"the FP32 twin failed: {run.error_line}; see {_log(chosen, run.folder.name)}")
     return run
 
 
-def train_candidate(chosen: Plan, seed: int, say: Say) -> Run:
+def train_candidate(chosen: Plan, seed: int, log: Log) -> Run:
+    """The half-precision job. Raises UserError when it does not start; that it ends early is a finding."""
     checkpoints = [f"checkpoint.every_steps={chosen.interval}", f"checkpoint.keep={len(chosen.points) + 1}"]
-    run = _train(chosen, f"candidate-seed-{seed}", seed, checkpoints, say)
+    run = _train(chosen, f"candidate-seed-{seed}", seed, checkpoints, log)
     if not run.folder.events.exists():
-        raise UserError(f"the run did not start: {run.last_words}; see {_log(chosen, run.folder.name)}")
+        raise UserError(f"the run did not start: {run.error_line}; see {_log(chosen, run.folder.name)}")
     return run
 
 
-def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], say: Say) -> Run:
+def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Log) -> Run:
     folder = RunDir(chosen.folder / "runs" / name)
     if folder.path.exists():
-        shutil.rmtree(folder.path)  # ours: an earlier parity in the same report folder
+        shutil.rmtree(folder.path)  # of an earlier parity run with the same report folder
     config = chosen.resolved.config
-    say(f"{name}: {config.run.steps} steps on {chosen.processes} processes")
+    log(f"{name}: {config.run.steps} steps on {chosen.processes} processes")
     program = [
         *TRAIN,
         *chosen.arguments,
@@ -149,26 +147,26 @@ def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], say: Sa
         "generate.tokens=0",
         *overrides,
     ]
-    before, log = joules(), _log(chosen, name)
-    launch(program, processes=chosen.processes, log=log, launcher=chosen.launcher)
+    before, output = joules(), _log(chosen, name)
+    launch(program, processes=chosen.processes, log=output, launcher=chosen.launcher)
     energy = used(before, joules())
     ends = (
         [event for event in read_events(folder.events) if event["event"] == "run_end"] if folder.events.exists() else []
     )
     finished = bool(ends) and ends[-1]["exit_code"] == 0
-    words = "" if finished else ends[-1].get("reason") or last_words(log) if ends else last_words(log)
-    return Run(folder, finished, words, energy)
+    reason = ends[-1].get("reason") if ends else None
+    return Run(folder, finished, "" if finished else reason or error_line_of(output), energy)
 
 
 def walk_steps(chosen: Plan, run: Run) -> list[Walk]:
-    """Single steps of the finished run, measured by a job of as many processes. Its checkpoints are dropped after."""
+    """Single steps of the finished run, measured by a job of as many processes. Deletes the run's checkpoints."""
     out, log = chosen.folder / "steps.json", _log(chosen, "step-parity")
     out.unlink(missing_ok=True)
     points = ",".join(map(str, chosen.points))
     program = ["-m", "training.parity.steps", str(run.folder.path), "--out", str(out), "--points", points]
     launch([*program, "--walk", str(WALK)], processes=chosen.processes, log=log, launcher=chosen.launcher)
     if not out.exists():
-        raise UserError(f"single steps could not be compared: {last_words(log)}; see {log}")
+        raise UserError(f"single steps could not be compared: {error_line_of(log)}; see {log}")
     losses = {event["step"]: event["loss"] for event in read_events(run.folder.events) if event["event"] == "step"}
     walks = [
         Walk(found["point"], found["restored"], found["steps"], losses.get(found["point"] + 1), found.get("why", ""))
@@ -180,16 +178,16 @@ def walk_steps(chosen: Plan, run: Run) -> list[Walk]:
 
 
 def trajectory(run: Run) -> Trajectory:
-    """A run as its events tell it."""
+    """Losses, norms and counts of a run, from its events."""
     events = surviving(read_events(run.folder.events))
     steps = [event for event in events if event["event"] == "step"]
-    answered = {
+    expected = {
         event["step"] for event in events if event["event"] == "scale" and event["reason"] in ("overflow", "hysteresis")
     }
-    strange = [
+    unexpected = [
         event
         for event in events
-        if event["event"] == "nonfinite" and (event["step"] not in answered or event["tensor"] == "loss")
+        if event["event"] == "nonfinite" and (event["step"] not in expected or event["tensor"] == "loss")
     ]
     losses = [event["loss"] for event in events if event["event"] == "eval"]
     bad_losses = sum(not math.isfinite(event["loss"]) for event in steps)
@@ -198,7 +196,7 @@ def trajectory(run: Run) -> Trajectory:
         losses=[event["loss"] for event in steps],
         grad_norms=[event["grad_norm"] for event in steps],
         skipped=sum(not event["applied"] for event in steps),
-        nonfinite=max(len(strange), bad_losses),
+        nonfinite=max(len(unexpected), bad_losses),
         validation=losses[-1] if losses else None,
     )
 

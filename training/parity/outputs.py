@@ -1,12 +1,13 @@
-"""How far each module's output is from FP32: by its own doing, and with what it inherited.
+"""The error of each module's output against FP32: its own, and with the errors of the modules before it.
 
-Watched on the first micro-batch of a step, in its forward pass. The *own error* is measured where it arises: the FP32
-module is called on the candidate's inputs, widened, and both outputs are compared at once, so nothing is stored. The
-*output error* needs FP32's outputs from its own pass; of each at most SAMPLE values, evenly spread, are kept.
+Measured on the first micro-batch of a step, in its forward pass. For the *own error* the FP32 module is called on the
+candidate's inputs, converted to FP32, and both outputs are compared at once, so nothing is stored. The *output error*
+needs FP32's outputs from its own pass; of each at most SAMPLE values, evenly spread, are kept.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -36,8 +37,8 @@ class OutputErrors:
         self._place = place
         self._outputs: dict[str, torch.Tensor] = {}
         self._own: dict[str, torch.Tensor] = {}
-        self._built_up: dict[str, torch.Tensor] = {}
-        self._cannot: dict[str, str] = {}
+        self._accumulated: dict[str, torch.Tensor] = {}
+        self._not_measured: dict[str, str] = {}
 
     @contextmanager
     def of_reference(self) -> Iterator[None]:
@@ -56,49 +57,49 @@ class OutputErrors:
 
         order: modules in the order of execution. inf where a value is not finite or only the reference is zero.
         """
-        order = [name for name in self._own if name in self._built_up]
-        squares = torch.stack([torch.cat([self._own[name], self._built_up[name]]) for name in order])
+        order = [name for name in self._own if name in self._accumulated]
+        squares = torch.stack([torch.cat([self._own[name], self._accumulated[name]]) for name in order])
         rows = self._place.sum(squares).tolist()
         return {
             "order": order,
             "own_error": {name: _ratio(*row[:2]) for name, row in zip(order, rows, strict=True)},
             "output_error": {name: _ratio(*row[2:]) for name, row in zip(order, rows, strict=True)},
-            "not_measured": self._cannot,
+            "not_measured": self._not_measured,
         }
 
     @contextmanager
-    def _hooks(self, modules: dict[str, torch.nn.Module], look: Any) -> Iterator[None]:
+    def _hooks(self, modules: dict[str, torch.nn.Module], callback: Any) -> Iterator[None]:
         with ExitStack() as stack:
             for name in self._candidate:
 
-                def seen(module: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                    look(name, args, kwargs, _first(output))
+                def hook(module: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                    callback(name, args, kwargs, _first(output))
 
-                handle = modules[name].register_forward_hook(seen, with_kwargs=True)
+                handle = modules[name].register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
             yield
 
     @torch.no_grad()
     def _keep(self, name: str, args: Any, kwargs: Any, output: torch.Tensor | None) -> None:
-        if output is not None and name not in self._outputs:  # not the other micro-batches, not a recomputation
+        if output is not None and name not in self._outputs:  # neither later micro-batches nor a recomputation
             self._outputs[name] = _sampled(output).float().clone()
 
     @torch.no_grad()
     def _compare(self, name: str, args: Any, kwargs: Any, output: torch.Tensor | None) -> None:
-        if output is None or name in self._own or name in self._cannot:
+        if output is None or name in self._own or name in self._not_measured:
             return
         module = self._reference[name]
         try:
             with torch.autocast(output.device.type, enabled=False):
-                exact = _first(module(*_widened(args), **_widened(kwargs)))
-        except Exception as error:  # a module that takes what cannot be widened is left out, by name
-            self._cannot[name] = " ".join(str(error).split())[:200]
+                exact = _first(module(*_in_fp32(args), **_in_fp32(kwargs)))
+        except Exception as error:  # a module whose inputs cannot be converted is left out, by name
+            self._not_measured[name] = " ".join(str(error).split())[:200]
             return
         if exact is None or exact.shape != output.shape or name not in self._outputs:
-            self._cannot[name] = "its outputs cannot be compared"
+            self._not_measured[name] = "its outputs cannot be compared"
             return
         self._own[name] = _squares(output, exact)
-        self._built_up[name] = _squares(_sampled(output), self._outputs[name])
+        self._accumulated[name] = _squares(_sampled(output), self._outputs[name])
 
 
 def _squares(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -108,9 +109,9 @@ def _squares(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def _ratio(error: float, size: float) -> float:
-    if error != error or error == float("inf"):
-        return float("inf")
-    return (error / size) ** 0.5 if size else (0.0 if error == 0 else float("inf"))
+    if not math.isfinite(error):
+        return math.inf
+    return (error / size) ** 0.5 if size else (0.0 if error == 0 else math.inf)
 
 
 def _first(output: Any) -> torch.Tensor | None:
@@ -123,8 +124,8 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     return flat[:: max(1, flat.numel() // SAMPLE)]
 
 
-def _widened(tree: Any) -> Any:
-    def widen(value: Any) -> Any:
+def _in_fp32(tree: Any) -> Any:
+    def convert(value: Any) -> Any:
         return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    return tree_map(widen, tree)
+    return tree_map(convert, tree)

@@ -1,7 +1,7 @@
-"""The same model in plain torch and FP32, whole, without DeepSpeed: what half precision is measured against.
+"""The reference for half precision: the same model in plain torch and FP32, unpartitioned, without DeepSpeed.
 
-It shares with the engine the Hugging Face architecture, the loss and nothing else: not the engine's accumulation, its
-reduction, its scaling or its optimizer. Each rank holds the whole model with its gradients, 8 bytes a parameter, and
+It shares only the Hugging Face architecture and the loss with the engine: not the engine's accumulation, reduction,
+scaling or optimizer. Each rank holds the whole model with its gradients, 8 bytes a parameter, and
 the activations of a micro-batch (under the run's own activation checkpointing).
 """
 
@@ -25,7 +25,7 @@ from training.distributed import Place
 
 
 class Reference:
-    """One FP32 copy of the model, to be loaded with masters."""
+    """One FP32 copy of the model, whose weights are set to a run's masters."""
 
     def __init__(self, resolved: Resolved, shape: PretrainedConfig, place: Place) -> None:
         section = resolved.config.model
@@ -48,12 +48,12 @@ class Reference:
 
     @torch.no_grad()
     def load(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Take over the weights. masters: by the name in `named_parameters`, whole."""
+        """Set the weights. masters: by the name in `named_parameters`, unpartitioned."""
         for name, parameter in self.model.named_parameters():
             parameter.copy_(masters[name])
 
     def weight_decay(self, name: str) -> float:
-        """The decay that the optimizer owes this parameter."""
+        """The weight decay of this parameter."""
         return float(self._decay.get(id(self.model.get_parameter(name)), 0.0))
 
     def loss_and_gradients(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
@@ -74,12 +74,12 @@ class Reference:
 
 
 def clip_coefficient(norm: float, largest: float) -> float:
-    """Factor on the gradient so that its norm is at most `largest`; 1 where 0 says not to clip."""
+    """Factor on the gradient so that its norm is at most `largest`; 1 where `largest` is 0: no clipping."""
     return largest / (norm + 1e-6) if 0 < largest < norm else 1.0
 
 
 def has_dropout(config: Any) -> bool:
-    """Whether the architecture's config drops anything out at random in training."""
+    """Whether the architecture's config has a dropout probability above 0."""
     values: dict[str, Any] = config.to_dict()
     return any(
         ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float) and math.isfinite(value) and value > 0

@@ -1,4 +1,4 @@
-"""The page about a parity run, written from the content of its `parity.json` alone: `parity.md` and two pictures."""
+"""The report of a parity run, from the content of its `parity.json` alone: `parity.md` and two plots."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from config.files import write_atomically
 from tracking.plots import STYLE, save_png
+from training.markdown import table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,10 +46,10 @@ _UNITS = {
 def write_report(folder: Path, found: dict[str, Any]) -> Path:
     """Write `parity.md`, `trajectories.png` and `steps.png` into `folder`; returns the page's path.
 
-    found: the content of parity.json, in which values that are not finite are words.
+    found: the content of parity.json, in which values that are not finite are strings.
     """
     _draw(folder / "trajectories.png", lambda axes: _draw_trajectories(axes, found))
-    pictures = "![loss of both runs, and how far they are apart](trajectories.png)\n"
+    pictures = "![loss of both runs, and their difference](trajectories.png)\n"
     if any(walk["steps"] for walk in found["walks"]):
         _draw(folder / "steps.png", lambda axes: _draw_steps(axes, found))
         pictures += "\n![error of each module in its output and its gradients](steps.png)\n"
@@ -57,8 +58,8 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
         "\n".join(verdict_lines(found)) + "\n",
         "## Checks\n\n" + _checks(found["checks"]),
         pictures,
-        "## Where they part\n\n" + _parting(found),
-        "## What it bought\n\n" + _bought(found["bought"]),
+        "## Where they diverge\n\n" + _divergence(found),
+        "## Speed, memory and cost\n\n" + _resources(found["bought"]),
         "## Conditions\n\n" + _conditions(found["conditions"]),
     ]
     page = folder / "parity.md"
@@ -67,7 +68,7 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
 
 
 def verdict_lines(found: dict[str, Any]) -> list[str]:
-    """The verdict in words: whether the hypothesis held, and each failed check with the modules it names."""
+    """The verdict as text: whether the hypothesis held, and each failed check with the modules it names."""
     held = "held" if not found["failed"] else "did not hold"
     lines = [f'**{found["verdict"]}**: "{found["conditions"]["hypothesis"]}" {held}.']
     for check in found["checks"]:
@@ -92,10 +93,10 @@ def _checks(checks: Sequence[dict[str, Any]]) -> str:
         )
         for check in checks
     ]
-    return _table(("what", "measured", "bound", "holds", "worst at"), rows)
+    return table(("what", "measured", "bound", "holds", "worst at"), rows)
 
 
-def _parting(found: dict[str, Any]) -> str:
+def _divergence(found: dict[str, Any]) -> str:
     step, module = found["first_departure"], found["first_parting"]
     lines = [
         f"The running medians of the loss are further apart than the bound from step {step} on."
@@ -112,9 +113,9 @@ def _parting(found: dict[str, Any]) -> str:
     return " ".join(lines) + "\n"
 
 
-def _bought(bought: dict[str, Any]) -> str:
+def _resources(quantities: dict[str, Any]) -> str:
     rows = []
-    for name, values in bought.items():
+    for name, values in quantities.items():
         words, unit = _UNITS[name]
         ratio = values["ratio"]
         rows.append(
@@ -124,7 +125,7 @@ def _bought(bought: dict[str, Any]) -> str:
                 "not reported here" if ratio is None else f"{ratio:.2f}x",
             )
         )
-    return _table(("what", "this run", "FP32", "ratio"), rows)
+    return table(("what", "this run", "FP32", "ratio"), rows)
 
 
 def _conditions(conditions: dict[str, Any]) -> str:
@@ -153,7 +154,7 @@ def _conditions(conditions: dict[str, Any]) -> str:
         ),
         ("command", f"`{conditions['command']}`"),
     ]
-    return _table(("", ""), rows)
+    return table(("", ""), rows)
 
 
 def _draw(path: Path, draw: Any) -> None:
@@ -189,7 +190,7 @@ def _draw_trajectories(axes: Sequence[Axes], found: dict[str, Any]) -> None:
         axes[1].axhline(sign * bounds["loss_gap"], color=_BOUND, linestyle="--", linewidth=1.2)
     axes[0].set_title("Training loss (nats per token)")
     axes[0].legend(loc="upper right")
-    axes[1].set_title("Distance of each loss from FP32's")
+    axes[1].set_title("Relative difference of each loss from FP32's")
     axes[1].yaxis.set_major_formatter(lambda value, _: f"{value:+.1%}")
     for axis in axes:
         axis.set_xlabel("optimizer step")
@@ -246,14 +247,8 @@ def _quantity(value: float | None, unit: str) -> str:
 
 
 def _float(value: Any) -> float:
-    return float(value)  # "inf" and "nan" are words in JSON
+    return float(value)  # "inf" and "nan" are strings in JSON
 
 
 def _floats(values: Iterable[Any]) -> list[float]:
     return [_float(value) for value in values]
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    lines += [f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
-    return "\n".join(lines) + "\n"

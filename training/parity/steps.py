@@ -3,12 +3,12 @@
     python -m training.parity.steps RUN --out FILE [--walk 2] --points 0,150,300
 
 Started by `training.parity` on as many processes as the run had. At each point it restores the run's checkpoint and
-walks a few real steps. On every one of them it measures, module by module,
-- its *own error*: its output against the FP32 module's on the same inputs, so that no error is inherited;
-- its *output error*: its output against FP32's on FP32's inputs, what has built up so far;
+takes a few real steps. For every one of them it measures, module by module,
+- the *own error*: its output against the FP32 module's on the same inputs, without the error of earlier modules;
+- the *output error*: its output against FP32's on FP32's inputs, the error accumulated so far;
 - its gradients against FP32's: relative error, cosine, share of equal signs;
-- its *update error*: how its masters moved against the optimizer in FP64 on the gradient that the engine reduced;
-- its *drift*: how far the weights it computes with are from its rounded masters.
+- the *update error*: the change of its masters against the optimizer in FP64 on the gradient that the engine reduced;
+- the *drift*: the distance of the weights it computes with from its rounded masters.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from training.progress import Progress
 from training.schedule import scheduled_rate
 from training.session import session
 
-MOST_SKIPS = 12
-"""Skipped steps after which a point is given up: a loss scale that starts at 65536 needs fewer to settle."""
+MAX_SKIPS = 12
+"""Skipped steps after which a point is abandoned: a loss scale that starts at 65536 needs fewer to settle."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StepParity:
 
     def __init__(self, engine: Engine, reference: Reference, resolved: Resolved) -> None:
         self._engine, self._reference, self._resolved = engine, reference, resolved
-        self._still = has_dropout(engine.model.config)
+        self._no_dropout = has_dropout(engine.model.config)
         """Compare without dropout, whose random numbers differ between dtypes."""
 
     def step(self, batch: Batch, *, applied: int) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class StepParity:
         reference.load(before.masters)
         drift = self._drift(before)
         for model in (engine.model, reference.model):
-            model.train(not self._still)
+            model.train(not self._no_dropout)
         errors = OutputErrors(reference.model, engine.model, place=engine.place)
         with errors.of_reference():
             loss, gradients = reference.loss_and_gradients(batch)
@@ -146,11 +146,11 @@ class StepParity:
 
 
 def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int) -> list[dict[str, Any]]:
-    """Measure steps from `progress` on until `length` of them were applied; skipped ones are in the list too."""
+    """Measure steps from `progress` on until `length` of them were applied; the list has skipped ones, too."""
     batches.restore(progress.position)
     measured: list[dict[str, Any]] = []
     applied = 0
-    while applied < length and len(measured) - applied < MOST_SKIPS:
+    while applied < length and len(measured) - applied < MAX_SKIPS:
         batch = batches.next_step()
         found = steps.step(batch, applied=progress.applied + applied)
         applied += found["applied"]
@@ -159,7 +159,7 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
 
 
 def measure(run_dir: RunDir, resolved: Resolved, points: list[int], *, length: int) -> list[dict[str, Any]]:
-    """For each point, in order, the steps walked from it; 0 is the start of the run. A collective."""
+    """For each point, in order, the measured steps after it; 0 is the start of the run. A collective."""
     with session(resolved) as opened:
         engine, batches = opened.engine, opened.batches
         checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
@@ -172,8 +172,8 @@ def measure(run_dir: RunDir, resolved: Resolved, points: list[int], *, length: i
             if point:
                 try:
                     progress = parts.load_state_dict(checkpoints.load(run_dir.checkpoints / f"step-{point}", engine))
-                except Exception as error:  # a checkpoint that does not come back is a finding, not a crash
-                    found.append({"point": point, "restored": False, "why": _line(error), "steps": []})
+                except Exception as error:  # a checkpoint that cannot be restored is a finding, not a crash
+                    found.append({"point": point, "restored": False, "why": _one_line(error), "steps": []})
                     continue
             found.append({"point": point, "restored": True, "steps": walk(steps, batches, progress, length=length)})
     return found
@@ -184,7 +184,7 @@ def _norm(gradients: dict[str, torch.Tensor]) -> float:
     return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
 
 
-def _line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 

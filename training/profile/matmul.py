@@ -1,4 +1,4 @@
-"""The matmuls of a profile: dtype, shape, module; which ran in FP32 and which have sizes tensor cores do not like.
+"""The matmuls of a profile: dtype, shape and module; those in FP32, and those whose sizes do not suit tensor cores.
 
 Sizes: cuBLAS uses tensor cores best where M, N and K are multiples of 16 bytes, which are 8 elements of 16 bits, and on
 A100 and later of 128 bytes, which are 64 elements (NVIDIA, Matrix Multiplication Background, section 4.1).
@@ -24,7 +24,7 @@ NAMES = {
     "int": "int32",
     "bool": "bool",
 }
-"""What a trace calls a dtype, and what we call it."""
+"""Our name of a dtype, by its name in a trace."""
 # Operator to the positions of its two matrices.
 _OPERATORS = {
     "aten::mm": (0, 1),
@@ -38,7 +38,7 @@ _OPERATORS = {
     "aten::_scaled_grouped_mm": (0, 1),
 }
 GOOD, BEST = 8, 64
-"""Elements of 16 bits that sizes should be multiples of, at least and at best."""
+"""[16-bit elements] Sizes should be multiples of these, at least and at best."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Matmul:
 
 
 def matmul_of(event: Event) -> Matmul | None:
-    """The matrix product that an event is, or None."""
+    """The matrix product of an event; None for any other operator."""
     if event.kind != "cpu_op" or event.name not in _OPERATORS:
         return None
     first, second = _OPERATORS[event.name]
@@ -91,11 +91,11 @@ def table(matmuls: Iterable[Matmul]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["seconds"])
 
 
-def fallbacks(matmuls: list[Matmul], *, compute: str, regions: dict[str, str] | None) -> list[dict[str, Any]]:
+def fp32_matmuls(matmuls: list[Matmul], *, compute: str, regions: dict[str, str] | None) -> list[dict[str, Any]]:
     """Modules whose matmuls ran in FP32 or FP64 in a run that computes in 16 bits, longest first.
 
-    regions: dtype that the precision manifest names, by module; None where the whole run has one dtype, `compute`.
-    A row says whether the manifest wanted it so.
+    regions: dtype in the precision manifest, by module; None where the whole run has one dtype, `compute`. A row's
+    "wanted" says whether the manifest asks for FP32.
     """
     sixteen = compute in ("bf16", "fp16") or any(dtype in ("bf16", "fp16") for dtype in (regions or {}).values())
     if not sixteen:
@@ -112,7 +112,7 @@ def fallbacks(matmuls: list[Matmul], *, compute: str, regions: dict[str, str] | 
         rows.append(
             {
                 "module": module,
-                "wanted": _wanted(module, regions) == "fp32",
+                "wanted": _manifest_dtype(module, regions) == "fp32",
                 **totals,
                 "share_of_matmul_time": totals["seconds"] / seconds if seconds else 0.0,
                 "share_of_matmul_flops": totals["flops"] / flops if flops else 0.0,
@@ -122,19 +122,18 @@ def fallbacks(matmuls: list[Matmul], *, compute: str, regions: dict[str, str] | 
     return sorted(rows, key=lambda row: -row["seconds"])
 
 
-def misfits(matmuls: list[Matmul], attentions: Iterable[Event] = ()) -> list[dict[str, Any]]:
-    """Sizes that are no multiples of 8, then those that are none of 64, by module and size, longest first.
+def misaligned_sizes(matmuls: list[Matmul], attention: Iterable[Event] = ()) -> list[dict[str, Any]]:
+    """Sizes that are not multiples of 8, then those that are not multiples of 64, by module and size, longest first.
 
-    A size counts wherever it is M, N or K; the batch of a batched product does not matter. Of fused attention it is the
-    head's size, where it is no multiple of 8. The dtype is not asked: what runs in FP32 today may run in 16 bits
-    tomorrow.
+    M, N and K count, the batch of a batched product does not. Of fused attention it is the head size, where it is not a
+    multiple of 8. FP32 matmuls are included: they may run in 16 bits later.
     """
     groups: defaultdict[tuple[str, int], list[Matmul]] = defaultdict(list)
     for found in matmuls:
         for size in {found.m, found.n, found.k}:
             if size % BEST:
                 groups[found.event.module, size].append(found)
-    for event in attentions:
+    for event in attention:
         if event.name == "aten::scaled_dot_product_attention" and event.dims and event.dims[0][-1] % GOOD:
             heads, seconds = event.dims[0], (event.end - event.start) / 1e6
             groups[event.module, heads[-1]].append(Matmul(event, "", 1, 0, 0, heads[-1], seconds))
@@ -152,7 +151,7 @@ def misfits(matmuls: list[Matmul], attentions: Iterable[Event] = ()) -> list[dic
     return sorted(rows, key=lambda row: (row["multiple_of"] >= GOOD, -row["seconds"]))
 
 
-def _wanted(module: str, regions: dict[str, str] | None) -> str | None:
+def _manifest_dtype(module: str, regions: dict[str, str] | None) -> str | None:
     """The manifest's dtype of the nearest region around a module."""
     while regions is not None and module:
         if module in regions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from training.markdown import table
 from training.profile.matmul import BEST, GOOD
 
 _ROWS = 15
@@ -12,8 +13,14 @@ _BLOCK = re.compile(r"(?<=\.)\d+(?=\.|$)")  # the number of a block in a module'
 
 
 def page(summary: dict[str, Any], trace: str) -> str:
-    """The page. summary: as `training.profile.summary.summarise` gives it. trace: name of the trace's file."""
-    parts = [_opening(summary, trace), _where(summary), _matmuls(summary), _fallbacks(summary), _misfits(summary)]
+    """The page. summary: from `training.profile.summary.summarise`. trace: name of the trace's file."""
+    parts = [
+        _opening(summary, trace),
+        _where(summary),
+        _matmuls(summary),
+        _fp32_matmuls(summary),
+        _misaligned_sizes(summary),
+    ]
     parts += [_casts(summary), _how(summary)]
     return "\n".join(part for part in parts if part)
 
@@ -26,15 +33,15 @@ def which_steps(steps: list[int]) -> str:
 def _opening(summary: dict[str, Any], trace: str) -> str:
     walls = summary["steps_seconds"]
     mean = sum(walls) / len(walls)
-    said = f"A step took {_ms(mean)} under the profiler"
+    timing = f"A step took {_ms(mean)} under the profiler"
     before = summary.get("unprofiled_step_seconds")
     if before:
-        said += f"; the {summary['unprofiled_steps']} before it took {_ms(before)} (median)"
+        timing += f"; the {summary['unprofiled_steps']} before it took {_ms(before)} (median)"
     where = f"rank {summary['rank']} of {summary.get('world_size', '?')}, {summary.get('device', '?')}"
     compute = f"{summary.get('compute', '?')}{', TF32 allowed' if summary.get('tf32') else ''}"
     return (
         f"# Profile of {which_steps(summary['steps'])}\n\n{where}, torch {summary.get('torch', '?')}, compute "
-        f"{compute}. {said}. Trace: `{trace}`, for https://ui.perfetto.dev or TensorBoard.\n"
+        f"{compute}. {timing}. Trace: `{trace}`, for https://ui.perfetto.dev or TensorBoard.\n"
     )
 
 
@@ -50,10 +57,10 @@ def _where(summary: dict[str, Any]) -> str:
         text += "The trace holds no kernel, so this is the training thread only, which mostly waits for the GPU; the "
         text += "driver may not let this user profile (NVreg_RestrictProfilingToAdminUsers).\n\n"
     text += _shares(summary["host"], wall, steps)
-    text += "\nThe same time by part of the step:\n\n" + _shares(summary["stages"], wall, steps)
-    hidden = summary["communication"]["under_way"]
-    if hidden:
-        text += f"\nCollectives were under way for {_ms(hidden / steps)} a step, behind work or not.\n"
+    text += "\nThe same time by stage of the step:\n\n" + _shares(summary["stages"], wall, steps)
+    running = summary["communication"]["under_way"]
+    if running:
+        text += f"\nCollectives ran for {_ms(running / steps)} a step, overlapped with other work or not.\n"
     recompute = summary["phases"].get("recompute")
     if recompute:
         text += f"\nRecomputing activations took {_ms(recompute / steps)} a step, {recompute / wall:.1%}.\n"
@@ -62,7 +69,7 @@ def _where(summary: dict[str, Any]) -> str:
 
 def _shares(parts: dict[str, float], wall: float, steps: int) -> str:
     rows = [(name, _ms(seconds / steps), f"{seconds / wall:.1%}") for name, seconds in parts.items()]
-    return _table(("", "a step", "share"), rows)
+    return table(("", "a step", "share"), rows)
 
 
 def _matmuls(summary: dict[str, Any]) -> str:
@@ -81,7 +88,7 @@ def _matmuls(summary: dict[str, Any]) -> str:
         (dtype, f"{count / steps:,.0f}", _ms(seconds / steps), _speed(flops, seconds))
         for dtype, (count, seconds, flops) in sorted(dtypes.items(), key=lambda item: -item[1][1])
     ]
-    text += _table(("dtype", "a step", "time", "speed"), by_dtype)
+    text += table(("dtype", "a step", "time", "speed"), by_dtype)
     longest = [
         (
             row["modules"],
@@ -91,14 +98,14 @@ def _matmuls(summary: dict[str, Any]) -> str:
             _ms(row["seconds"] / steps),
             _speed(row["flops"], row["seconds"]),
         )
-        for row in together(rows, "phase", "dtype", "batch", "m", "n", "k")[:_ROWS]
+        for row in merge_blocks(rows, "phase", "dtype", "batch", "m", "n", "k")[:_ROWS]
     ]
     heads = ("module", "phase", "dtype", "M x K x N", "a step", "speed")
-    return f"{text}\nThose that took longest:\n\n{_table(heads, longest)}"
+    return f"{text}\nThose that took longest:\n\n{table(heads, longest)}"
 
 
-def _fallbacks(summary: dict[str, Any]) -> str:
-    rows = sorted(together(summary["fp32_matmuls"], "wanted"), key=lambda row: row["wanted"])
+def _fp32_matmuls(summary: dict[str, Any]) -> str:
+    rows = sorted(merge_blocks(summary["fp32_matmuls"], "wanted"), key=lambda row: row["wanted"])
     text = "## Matmuls in FP32\n\n"
     if not rows:
         plain = summary.get("compute") == "fp32" and not summary.get("regions")
@@ -106,20 +113,20 @@ def _fallbacks(summary: dict[str, Any]) -> str:
     shown = [
         (
             row["modules"],
-            "the manifest says so" if row["wanted"] else "**nobody asked for it**",
+            "in the manifest" if row["wanted"] else "**unintended**",
             f"{row['share_of_matmul_time']:.1%}",
             f"{row['share_of_matmul_flops']:.2%}",
         )
         for row in rows[:_ROWS]
     ]
-    return text + _table(("module", "why", "of matmul time", "of matmul FLOPs"), shown) + _more(len(rows))
+    return text + table(("module", "why", "of matmul time", "of matmul FLOPs"), shown) + _more(len(rows))
 
 
-def _misfits(summary: dict[str, Any]) -> str:
-    rows = together(summary["misfits"], "size", "multiple_of", "next_good", "next_best")
+def _misaligned_sizes(summary: dict[str, Any]) -> str:
+    rows = merge_blocks(summary["misfits"], "size", "multiple_of", "next_good", "next_best")
     rows.sort(key=lambda row: row["multiple_of"] >= GOOD)
-    text = f"## Sizes that tensor cores do not like\n\nMultiples of {GOOD} are needed to be fast in 16 bits, of {BEST} "
-    text += "to be fastest.\n\n"
+    text = f"## Sizes that do not suit tensor cores\n\nMultiples of {GOOD} are needed for speed in 16 bits, of {BEST} "
+    text += "are best.\n\n"
     if not rows:
         return text + f"Every M, N and K is a multiple of {BEST}.\n"
     shown = [
@@ -132,11 +139,11 @@ def _misfits(summary: dict[str, Any]) -> str:
         )
         for row in rows[:_ROWS]
     ]
-    return text + _table(("module", "size", "multiple of", "better", "its matmuls, a step"), shown) + _more(len(rows))
+    return text + table(("module", "size", "multiple of", "better", "its matmuls, a step"), shown) + _more(len(rows))
 
 
 def _casts(summary: dict[str, Any]) -> str:
-    rows = together(summary["casts"], "kind")
+    rows = merge_blocks(summary["casts"], "kind")
     if not rows:
         return ""
     steps = len(summary["steps_seconds"])
@@ -151,22 +158,22 @@ def _casts(summary: dict[str, Any]) -> str:
         for row in rows[:_ROWS]
     ]
     text = "## Casts outside the optimizer\n\n"
-    return text + _table(("", "module", "a step", "elements", "time"), shown) + _more(len(rows))
+    return text + table(("", "module", "a step", "elements", "time"), shown) + _more(len(rows))
 
 
 def _how(summary: dict[str, Any]) -> str:
     covered = 1 - summary["host"].get("Python between operators", 0.0) / sum(summary["steps_seconds"])
     return (
-        "## How it was counted\n\nEvery moment of the steps counts once, so that parts add up to the whole. "
+        "## How it was counted\n\nEvery moment of the steps counts once, so that the rows add up to the whole. "
         f"{covered:.1%} of the training thread's time is inside an operator, a collective, the optimizer or the wait "
         "for data. The profiler itself costs most where operators are small: compare the two step times above.\n"
     )
 
 
-def together(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
-    """Rows that differ in nothing but the numbers of their blocks, and not in `keys`, as one row; longest first.
+def merge_blocks(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """Merge rows that differ only in the block numbers of their modules, and not in `keys`; longest first.
 
-    Numbers are summed; `modules` says in words which modules they are.
+    Numbers are summed; `modules` names the modules.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -180,12 +187,6 @@ def together(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
         sums = {name: sum(row[name] for row in group) for name in counted}
         found.append({**first, **sums, "modules": text if first["module"] else "(outside of modules)"})
     return sorted(found, key=lambda row: -row["seconds"])
-
-
-def _table(heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
 
 
 def _more(rows: int) -> str:

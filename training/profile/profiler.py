@@ -1,13 +1,13 @@
-"""Profile a few steps: a torch.profiler trace of each chosen rank, and a summary of it that people can read.
+"""Profile a few steps: a torch.profiler trace of each chosen rank, and a summary of it.
 
     profile: {start: 20, steps: 2}
 
 writes RUN/profile/step-20-21/rank-0.pt.trace.json.gz (for https://ui.perfetto.dev or TensorBoard), rank-0.md and
-rank-0.json. `python -m training.profile TRACE` makes the summary of a trace again.
+rank-0.json. `python -m training.profile TRACE` writes the summary of a trace anew.
 
-Until the first profiled step nothing is in the way of training but a clock; in the profiled ones each module and each
-part of the step is a range in the trace. Ranges are laid by hooks, so that an operator's module is known in the forward
-pass, and in the backward pass through autograd's sequence numbers.
+Steps before the first profiled one are only timed; in the profiled ones each module and each stage of the step is a
+range in the trace. Hooks open the ranges, so that an operator's module is known in the forward pass, and through
+autograd's sequence numbers in the backward pass.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _UNPROFILED_STEPS = 20
 def open_profiling(
     resolved: Resolved, folder: Path, *, engine: Engine, batches: Any, note: Callable[[str], None]
 ) -> Profiling | None:
-    """The profiling that the config asks of this rank; None, at no cost, where it asks for none.
+    """The profiling configured for this rank; None, at no cost, where there is none.
 
-    folder: of the run. note: takes a line about what was written.
+    folder: of the run. note: called with a line about the files written.
     """
     section = resolved.config.profile
     if not section.steps or engine.place.rank not in section.ranks:
@@ -67,21 +67,21 @@ class Profiling:
         """Around the attempted step of that number."""
         if self._over or (self._profiler is None and step >= self._start + self._steps):
             return nullcontext()
-        return self._watched(step) if step >= self._start else self._clocked()
+        return self._profiled_step(step) if step >= self._start else self._timed_step()
 
     def close(self) -> None:
-        """Write what there is of a profile whose last step did not come."""
+        """Write a profile whose last step was not reached."""
         if self._profiler is not None:
             self._finish()
 
     @contextmanager
-    def _clocked(self) -> Iterator[None]:
+    def _timed_step(self) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self._before.append(time.perf_counter() - started)
 
     @contextmanager
-    def _watched(self, step: int) -> Iterator[None]:
+    def _profiled_step(self, step: int) -> Iterator[None]:
         if self._profiler is None:
             self._begin()
         self._profiled.append(step)
@@ -97,13 +97,13 @@ class Profiling:
         kinds = [ProfilerActivity.CPU]
         if self._engine.place.device.type == "cuda":
             kinds.append(ProfilerActivity.CUDA)
-        with profile(activities=kinds):  # the first start in a process takes longer than a step
+        with profile(activities=kinds):  # a process's first start of the profiler takes longer than a step
             torch.ones(1, device=self._engine.place.device).add_(1)
-        self._undo = [self._lay_stages(), *_lay_modules(self._engine.model)]
+        self._undo = [self._open_stage_ranges(), *_open_module_ranges(self._engine.model)]
         self._profiler = profile(activities=kinds, record_shapes=True)
         self._profiler.start()
 
-    def _lay_stages(self) -> Callable[[], None]:
+    def _open_stage_ranges(self) -> Callable[[], None]:
         def stage(name: str) -> Callable[[], AbstractContextManager[Any]]:
             return lambda: record_function(STAGE + name)
 
@@ -117,7 +117,7 @@ class Profiling:
         )
 
     def _finish(self) -> None:
-        """Stop, write, and say where it is. A disk that refuses is no reason to stop training."""
+        """Stop, write, and report where. Training continues when the files cannot be written."""
         profiler, self._profiler, self._over = self._profiler, None, True
         assert profiler is not None
         for undo in reversed(self._undo):
@@ -131,16 +131,16 @@ class Profiling:
             profiler.export_chrome_trace(str(trace))
             headline = write_summary(trace, self._facts())
         except OSError as error:
-            self._tell(f"the profile could not be written: {error}")
+            self._report(f"the profile could not be written: {error}")
             return
-        self._tell(f"{headline}; {trace.parent} ({time.perf_counter() - started:.1f} s to write)")
+        self._report(f"{headline}; {trace.parent} ({time.perf_counter() - started:.1f} s to write)")
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         print(f"mantissa: {text}", file=sys.stderr, flush=True)
         self._note(text)
 
     def _facts(self) -> dict[str, Any]:
-        """What the trace does not know."""
+        """What is not in the trace."""
         engine, place = self._engine, self._engine.place
         cuda = place.device.type == "cuda"
         return {
@@ -158,8 +158,8 @@ class Profiling:
         }
 
 
-def _lay_modules(model: torch.nn.Module) -> list[Callable[[], None]]:
-    """A range around each forward pass of each module; what is returned takes them away."""
+def _open_module_ranges(model: torch.nn.Module) -> list[Callable[[], None]]:
+    """Open a range around each forward pass of each module; returns what removes the hooks."""
     names = {module: name for name, module in model.named_modules() if name}
     open_ranges: list[tuple[torch.nn.Module, Any]] = []
 
@@ -170,7 +170,7 @@ def _lay_modules(model: torch.nn.Module) -> list[Callable[[], None]]:
             open_ranges.append((module, entered))
 
     def leave(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        # Also called when the forward pass raises, as recomputation does once it has what it needs.
+        # Also called when the forward pass raises, as recomputation does to stop early.
         while module in names and open_ranges:
             opened, entered = open_ranges.pop()
             entered.__exit__(None, None, None)

@@ -1,10 +1,10 @@
-"""What a profile says: where the time of a step goes, which matmuls ran in FP32, which shapes fit tensor cores badly.
+"""The summary of a profile: the time of a step by category, matmuls in FP32, and sizes that do not suit tensor cores.
 
     python -m training.profile RUN/profile/step-20-21/rank-0.pt.trace.json.gz
 
-makes the .json and the .md beside a trace again. Every moment of the profiled steps is counted once, under the
-innermost of: data wait, communication, optimizer, attention, matmul, cast; what is left is other operators, or Python
-between operators. On a GPU the same is made of the kernels' time, and what is left is idle.
+writes the .json and the .md of a trace anew. Every moment of the profiled steps is counted once, under the innermost
+of: data wait, communication, optimizer, attention, matmul, cast; the rest is other operators, or Python between
+operators. On a GPU the kernels' time is divided alike, and the rest is idle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
-from training.profile.matmul import NAMES, Matmul, fallbacks, matmul_of, misfits, table
+from training.profile.matmul import NAMES, Matmul, fp32_matmuls, matmul_of, misaligned_sizes, table
 from training.profile.page import page, which_steps
 from training.profile.timeline import Event, Timeline, build_timeline, merged, overlap, read_trace
 
@@ -29,7 +29,7 @@ _RANGES = ("user_annotation",)
 
 
 def summarise(timeline: Timeline, facts: dict[str, Any]) -> dict[str, Any]:
-    """Plain numbers, times in seconds over all profiled steps. facts: as in `Profiling`; taken over."""
+    """Plain numbers, times in seconds over all profiled steps. facts: those of `Profiling`, included in the result."""
     for event in timeline.events:
         event.category = _category(event)
     matmuls = [product for event in timeline.events if (product := matmul_of(event)) is not None]
@@ -46,13 +46,13 @@ def summarise(timeline: Timeline, facts: dict[str, Any]) -> dict[str, Any]:
     }
     _time_matmuls(matmuls, timeline, on_device)
     found["matmuls"] = table(matmuls)
-    found["fp32_matmuls"] = fallbacks(matmuls, compute=facts.get("compute", "fp32"), regions=facts.get("regions"))
-    found["misfits"] = misfits(matmuls, timeline.events)
+    found["fp32_matmuls"] = fp32_matmuls(matmuls, compute=facts.get("compute", "fp32"), regions=facts.get("regions"))
+    found["misfits"] = misaligned_sizes(matmuls, timeline.events)
     return found
 
 
 def write_summary(trace: Path, facts: dict[str, Any]) -> str:
-    """Write the .json and .md beside the trace; the headline in one line. Raises ValueError: no step in the trace."""
+    """Write the .json and .md next to the trace. Returns the headline. Raises ValueError: no step in the trace."""
     summary = summarise(build_timeline(read_trace(trace)), facts)
     stem = trace.parent / trace.name.partition(".")[0]
     stem.with_suffix(".json").write_text(json.dumps(summary, indent=1))
@@ -61,7 +61,7 @@ def write_summary(trace: Path, facts: dict[str, Any]) -> str:
 
 
 def headline(summary: dict[str, Any]) -> str:
-    """Steps, time and the three largest parts."""
+    """Steps, rank and the three largest categories, on one line."""
     parts = summary["device_time"]["categories"] if summary["device_time"] else summary["host"]
     total = sum(summary["steps_seconds"])
     largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
@@ -70,7 +70,7 @@ def headline(summary: dict[str, Any]) -> str:
 
 
 def _category(event: Event) -> str:
-    """What an event's own time counts as; its parent has been asked before."""
+    """The category of an event's own time; its parent's is known already."""
     above = event.parent.category if event.parent is not None else ""
     if above in (DATA, COMMUNICATION):
         return above
@@ -94,7 +94,7 @@ def _category(event: Event) -> str:
 
 
 def _cast_of(event: Event) -> str | None:
-    """from -> to, of an operator that copies into another dtype; None for all others."""
+    """ "from -> to" of a copy into another dtype; None for other operators."""
     types = event.dtypes
     if event.name != "aten::copy_" or len(types) < 2 or types[0] == types[1]:
         return None
@@ -104,7 +104,7 @@ def _cast_of(event: Event) -> str | None:
 def _host(timeline: Timeline) -> dict[str, float]:
     """Seconds of the training thread by category; they add up to the steps' time.
 
-    Python that waits while another thread communicates is communication.
+    Python that waits while another thread communicates counts as communication.
     """
     elsewhere = merged((e.start, e.end) for e in timeline.elsewhere if e.name.lower().startswith(_COMMUNICATION))
     found: defaultdict[str, float] = defaultdict(float)
@@ -130,7 +130,7 @@ def _by(timeline: Timeline, key: Any) -> dict[str, float]:
 
 
 def _device(timeline: Timeline) -> dict[str, Any]:
-    """Kernel time by category, cut off at the steps' ends, and how long no kernel ran.
+    """Kernel time by category, clipped to the steps, and how long no kernel ran.
 
     Kernels of several streams run at the same time, so categories may add up to more than the busy time.
     """
@@ -151,7 +151,7 @@ def _device(timeline: Timeline) -> dict[str, Any]:
 
 
 def _communication(timeline: Timeline) -> dict[str, float]:
-    """Seconds in which a collective was under way, on any thread or stream; hidden behind work or not."""
+    """Seconds in which a collective was running, on any thread or stream, overlapped with other work or not."""
     host = [*timeline.events, *timeline.elsewhere]
     spans = [(e.start, e.end) for e in host if e.name.lower().startswith(_COMMUNICATION)]
     spans += [(e.start, e.end) for e in timeline.device if "nccl" in e.name.lower()]
@@ -159,7 +159,7 @@ def _communication(timeline: Timeline) -> dict[str, float]:
 
 
 def _casts(timeline: Timeline) -> list[dict[str, Any]]:
-    """By kind and module, longest first: how often, seconds, elements."""
+    """Count, seconds and elements by kind and module, longest first."""
     found: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0])
     for event in timeline.events:
         kind = _cast_of(event)
@@ -180,7 +180,7 @@ def _casts(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _time_matmuls(matmuls: list[Matmul], timeline: Timeline, on_device: bool) -> None:
-    """Give each matmul the time of all that it launched, or of all that ran inside it."""
+    """On a GPU, set each matmul's time to that of the kernels that it launched."""
     if not on_device:
         return
     by_event = {id(found.event): found for found in matmuls}
@@ -200,7 +200,7 @@ def _seconds(found: dict[str, float]) -> dict[str, float]:
 
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the summary of a trace again; prints the page. 2 when there is no such trace."""
+    """Write the summary of a trace anew and print the page. Exit code 2 when there is no such trace."""
     parser = Arguments(prog="python -m training.profile", description=__doc__)
     parser.add_argument("trace", type=Path, help="RUN/profile/step-A-B/rank-R.pt.trace.json.gz")
     trace = parser.parse_args(arguments).trace

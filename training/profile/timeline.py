@@ -1,7 +1,7 @@
-"""A torch.profiler trace as a tree: what ran inside what, in which module, and who had the training thread when.
+"""A torch.profiler trace as a tree of nested events with their modules, and the training thread's time by event.
 
-Read from the Chrome trace file, whose fields are the same in every torch that Mantissa runs on, so that a trace can be
-summed up later and elsewhere. Works without torch.
+Read from the Chrome trace file, whose fields are the same in every torch that Mantissa supports, so that a trace can be
+summarised later and elsewhere. Works without torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 STEP, STAGE, MODULE = "mantissa step ", "mantissa stage ", "mantissa module "
-"""How the ranges begin that Mantissa itself puts into a trace."""
+"""Prefixes of the ranges that Mantissa adds to a trace."""
 _BACKWARD = "autograd::engine::evaluate_function"
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -23,7 +23,7 @@ _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """One thing that took time. Times in microseconds of the trace's clock."""
+    """One event of a trace. Times in microseconds of the trace's clock."""
 
     name: str
     kind: str
@@ -40,13 +40,13 @@ class Event:
     phase: str = ""
     """forward, backward, recompute (forward again inside backward, for activation checkpointing), or empty."""
     category: str = ""
-    """What it counts as; see `training.profile`."""
+    """Set by `training.profile.summary`."""
     device_us: float = 0.0
     """Time of the kernels that it launched itself."""
 
     @property
     def dims(self) -> list[list[int]]:
-        """Shapes of the inputs; empty for those that are no tensors."""
+        """Shapes of the inputs; empty for those that are not tensors."""
         return self.arguments.get("Input Dims", [])
 
     @property
@@ -60,11 +60,11 @@ class Timeline:
     """The steps of one trace."""
 
     events: list[Event]
-    """What the training thread and autograd's thread did within the steps, by start."""
+    """Events of the training thread and autograd's thread within the steps, by start."""
     segments: list[tuple[float, float, Event]]
     """Start, end, innermost event: together exactly the time of the steps."""
     device: list[Event]
-    """Kernels and copies on a GPU; `parent` is what launched them."""
+    """Kernels and copies on a GPU; `parent` launched them."""
     elsewhere: list[Event]
     """Operators of other threads."""
     steps: list[tuple[float, float]] = field(default_factory=list)
@@ -83,7 +83,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def build_timeline(trace: dict[str, Any]) -> Timeline:
-    """The tree. Raises ValueError when the trace holds no step of Mantissa's."""
+    """The tree. Raises ValueError when the trace has no step of Mantissa."""
     raw = [entry for entry in trace["traceEvents"] if entry.get("ph") == "X"]
     events = [
         Event(e["name"], e["cat"], e["ts"], e["ts"] + e["dur"], e["tid"], e.get("args") or {})
@@ -109,7 +109,7 @@ def build_timeline(trace: dict[str, Any]) -> Timeline:
 
 
 def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time as intervals that do not overlap, in order."""
+    """The union of the intervals, as disjoint ones in order."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -120,7 +120,7 @@ def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def overlap(start: float, end: float, intervals: list[tuple[float, float]]) -> float:
-    """How much of start..end lies in `intervals`, which are as `merged` gives them."""
+    """How much of start..end is in `intervals`, which come from `merged`."""
     total = 0.0
     for index in range(max(0, bisect.bisect_right(intervals, (start, start)) - 1), len(intervals)):
         low, high = intervals[index]
@@ -136,7 +136,7 @@ def _within(event: Event, spans: list[tuple[float, float]]) -> bool:
 
 
 def _nest(events: list[Event]) -> Iterator[tuple[float, float, Event]]:
-    """Set parents, and give each stretch of time with the innermost event that has it."""
+    """Set parents, and yield each span of time with its innermost event."""
     stack: list[Event] = []
     cursor = 0.0
     for event in events:
@@ -149,7 +149,7 @@ def _nest(events: list[Event]) -> Iterator[tuple[float, float, Event]]:
             if event.start > cursor:
                 yield cursor, event.start, stack[-1]
             event.parent = stack[-1]
-            event.end = min(event.end, stack[-1].end)  # the file rounds to a nanosecond
+            event.end = min(event.end, stack[-1].end)  # the file's times are rounded to a nanosecond
         cursor = event.start
         stack.append(event)
     while stack:
@@ -160,13 +160,13 @@ def _nest(events: list[Event]) -> Iterator[tuple[float, float, Event]]:
 
 
 def _origins(trace: dict[str, Any], events: list[Event]) -> dict[tuple[Any, float], Event]:
-    """(thread, start) of a backward operator -> the forward operator it belongs to, by the trace's own arrows."""
+    """(thread, start) of a backward operator -> its forward operator, by the trace's flow events."""
     at = {(event.thread, event.start): event for event in events if event.kind == "cpu_op"}
-    arrows = [entry for entry in trace["traceEvents"] if entry.get("cat") == "fwdbwd"]
-    tails = {entry["id"]: at.get((entry["tid"], entry["ts"])) for entry in arrows if entry["ph"] == "s"}
+    flows = [entry for entry in trace["traceEvents"] if entry.get("cat") == "fwdbwd"]
+    starts = {entry["id"]: at.get((entry["tid"], entry["ts"])) for entry in flows if entry["ph"] == "s"}
     found = {}
-    for entry in arrows:
-        forward = tails.get(entry["id"]) if entry["ph"] == "f" else None
+    for entry in flows:
+        forward = starts.get(entry["id"]) if entry["ph"] == "f" else None
         if forward is not None:
             found[entry["tid"], entry["ts"]] = forward
     return found
@@ -191,7 +191,7 @@ def _name_modules(events: list[Event], origins: dict[tuple[Any, float], Event]) 
 
 
 def _link_kernels(device: list[Event], host: list[Event]) -> None:
-    """Give each kernel the operator that launched it, and that operator the kernel's time."""
+    """Set each kernel's launching operator, and add the kernel's time to that operator."""
     calls = {e.arguments["correlation"]: e for e in host if "correlation" in e.arguments}
     by_id = {e.arguments["External id"]: e for e in host if "External id" in e.arguments and e.kind == "cpu_op"}
     for kernel in device:

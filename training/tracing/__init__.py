@@ -1,1 +1,1 @@
-"""Spans of every step for an OpenTelemetry collector: follow.py watches, spans.py makes them, otlp.py sends them."""
+"""Spans of every step for an OpenTelemetry collector: spans.py makes them, follow.py hooks in, otlp.py sends them."""

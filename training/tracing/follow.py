@@ -1,4 +1,4 @@
-"""Watch the parts of a step by replacing methods on the instance: where nobody watches, nothing is in the way."""
+"""Run code around methods by replacing them on an instance or a class; without it they cost nothing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 Stage = tuple[Any, str, Callable[[], AbstractContextManager[Any]] | None, Callable[[Any], None] | None]
-"""An object, the name of its method, what is entered around each call, and what is told the result."""
+"""An object or class, the name of its method, a context manager for each call, and a callback with its result."""
 
 
 def follow(stages: Sequence[Stage]) -> Callable[[], None]:
-    """Replace the methods; the function that is returned puts the old ones back."""
+    """Replace the methods. Returns a function that restores them."""
     before = [(target, name, vars(target).get(name)) for target, name, _, _ in stages]
     for target, name, around, after in stages:
         setattr(target, name, _followed(getattr(target, name), around, after))

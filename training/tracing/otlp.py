@@ -1,7 +1,7 @@
-"""What OpenTelemetry needs to send spans by OTLP over HTTP, and to do no harm when nobody takes them.
+"""Send spans by OTLP over HTTP, without slowing training down when the collector does not answer.
 
-Spans go into a queue of 2,048 (`OTEL_BSP_MAX_QUEUE_SIZE`), of which a thread sends up to 512 at a time; when it is full
-the oldest are dropped. Headers, certificates, compression, time-outs, sampler and resource come from the standard
+Spans go into a queue of 2,048 (`OTEL_BSP_MAX_QUEUE_SIZE`), from which a thread sends up to 512 at a time; when it is
+full, the oldest are dropped. Headers, certificates, compression, time-outs, sampler and resource come from the standard
 OTEL_* variables, so that no secret has to be in a config.
 """
 
@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
 CLOSE_SECONDS = 5.0
-"""How long the end of a run waits for the last spans to be taken."""
+"""How long the end of a run waits for the last spans to be sent."""
 _PATH = "/v1/traces"
 _LOGGERS = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal", "opentelemetry.sdk.trace")
 
@@ -33,11 +33,11 @@ class Export:
 
     def __init__(self, endpoint: str, facts: dict[str, Any]) -> None:
         """endpoint: of the collector, `/v1/traces` is added where it is missing. facts: resource attributes."""
-        _leave_the_generators_alone()
-        self._said = _LastLine()
-        for name in _LOGGERS:  # one note of ours instead of a line for every batch
+        _isolate_random()
+        self._last_warning = _LastWarning()
+        for name in _LOGGERS:  # a single note instead of a line for every batch
             logger = logging.getLogger(name)
-            logger.addHandler(self._said)
+            logger.addHandler(self._last_warning)
             logger.propagate = False
         self._unanswered = False
         self.ids = Ids()
@@ -46,15 +46,15 @@ class Export:
         self.provider.add_span_processor(BatchSpanProcessor(self.exporter))
 
     def trouble(self) -> str | None:
-        """Why spans were lost, in one line; None when none were."""
+        """Why spans were lost, in one line; None when none were lost."""
         if self.exporter.lost or self._unanswered:
-            return self._said.text or "nobody answers"
-        if self._said.queue_was_full:
-            return self._said.text or "more spans than the queue holds (OTEL_BSP_MAX_QUEUE_SIZE)"
+            return self._last_warning.text or "nobody answers"
+        if self._last_warning.queue_was_full:
+            return self._last_warning.text or "more spans than the queue holds (OTEL_BSP_MAX_QUEUE_SIZE)"
         return None
 
     def close(self) -> None:
-        """Send what is queued, for at most `CLOSE_SECONDS`, and not at all where the last batch was not taken."""
+        """Send the queue, for at most `CLOSE_SECONDS`, and not at all where the last batch failed."""
         if self.exporter.failing:
             self.exporter.give_up()
         ending = threading.Thread(target=self.provider.shutdown, daemon=True)
@@ -66,13 +66,13 @@ class Export:
 
 
 class CountingExporter(SpanExporter):
-    """Passes spans on and counts those that were not taken."""
+    """Passes spans on and counts those that could not be sent."""
 
     def __init__(self, inner: SpanExporter) -> None:
         self._inner = inner
         self.lost = 0
         self.failing = False
-        """Whether the newest batch was not taken."""
+        """Whether the newest batch could not be sent."""
         self._given_up = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -83,7 +83,7 @@ class CountingExporter(SpanExporter):
         return result
 
     def give_up(self) -> None:
-        """Break off what is being sent, and send no more."""
+        """Cancel the request under way, and send no more."""
         if not self._given_up:
             self._given_up = True
             self._inner.shutdown()
@@ -116,18 +116,18 @@ class Ids(RandomIdGenerator):
 
 
 def derived_id(bits: int, *parts: str | int) -> int:
-    """A number of so many bits, above 0, that is the same wherever `parts` are the same."""
+    """A number above 0 of so many bits, derived from `parts` by a hash."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[: bits // 8], "big") or 1
 
 
 def traces_url(endpoint: str) -> str:
-    """The address that traces are posted to, from that of the collector."""
+    """The URL for traces, from the collector's endpoint."""
     base = endpoint.rstrip("/")
     return base if base.endswith(_PATH) else base + _PATH
 
 
-class _LastLine(logging.Handler):
+class _LastWarning(logging.Handler):
     """Keeps the newest warning that names a reason."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class _LastLine(logging.Handler):
         self.queue_was_full = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a line of OpenTelemetry's log."""
+        """Keep a line of OpenTelemetry's log."""
         text = " ".join(record.getMessage().split())
         if text.startswith("Queue full"):
             self.queue_was_full = True
@@ -145,14 +145,14 @@ class _LastLine(logging.Handler):
 
 
 def _reason(text: str) -> str:
-    """The part of a line of OpenTelemetry's log that says what went wrong: the innermost of nested errors."""
+    """The cause in a line of OpenTelemetry's log: the innermost of nested errors."""
     text = text.removeprefix("Transient error ").partition(" encountered while")[0]
     _, nested, cause = text.rpartition("(Caused by ")
     return cause.rpartition(": ")[2].strip("\"')") if nested else text[:300]
 
 
-def _leave_the_generators_alone() -> None:
-    """Let the exporter draw the jitter of its retries from a generator of its own, not from Python's global one."""
+def _isolate_random() -> None:
+    """Let the exporter draw the jitter of its retries from its own generator instead of Python's seeded global one."""
     for name in ("opentelemetry.exporter.otlp.common.http", "opentelemetry.exporter.otlp.proto.http.trace_exporter"):
         try:
             module: Any = importlib.import_module(name)

@@ -5,7 +5,7 @@ Every step is one trace. Its root, `step`, has children `data`, `forward_backwar
 rank 0's root is the parent of the other ranks' roots. A sampler (OTEL_TRACES_SAMPLER=traceidratio) therefore keeps or
 drops a step on all ranks alike.
 
-Spans tell the time of this process. On a GPU kernels are launched in `forward_backward` and waited for in `health`.
+Spans measure the time of this process. On a GPU kernels are launched in `forward_backward` and waited for in `health`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def open_tracing(
     checkpoints: Checkpoints,
     note: Callable[[str], None],
 ) -> Tracing | None:
-    """The tracing that the config asks for, on every rank; None, at no cost, where it does not. A collective.
+    """The configured tracing, on every rank; None, at no cost, where there is none. A collective.
 
-    note: takes one line about trouble.
+    note: called with one line when spans are lost.
     """
     endpoint = resolved.config.tracking.otlp_endpoint
     if endpoint is None:
@@ -72,12 +72,12 @@ def open_tracing(
 
 
 class Tracing:
-    """The spans of one rank. Nothing waits for the collector but `close`, for at most 5 seconds."""
+    """The spans of one rank. Only `close` waits for the collector, for at most 5 seconds."""
 
     def __init__(
         self, endpoint: str, facts: dict[str, Any], *, session: str, rank: int, tokens: int, note: Callable[[str], None]
     ) -> None:
-        """facts: resource attributes. session: the same on every rank, and another one for every start of a run.
+        """facts: resource attributes. session: the same on every rank, and different for every start of a run.
         tokens: of a step, over all ranks.
         """
         from opentelemetry import trace
@@ -93,11 +93,11 @@ class Tracing:
         self._attributes: dict[str, Any] = {}
         self._context: Any = None  # of the newest step: what the spans inside it and after it belong to
         self._saves: deque[tuple[Any, int]] = deque()  # spans of saves under way, with their start
-        self._told = False
+        self._reported = False
         self._undo: Callable[[], None] | None = None
 
     def follow(self, engine: Any, batches: Any, checkpoints: Any) -> None:
-        """Let these make spans of what they do from now on."""
+        """Record spans of these objects' methods from now on."""
         self._undo = follow(
             [
                 (batches, "next_step", lambda: self.span("data"), None),
@@ -123,7 +123,7 @@ class Tracing:
         finally:
             span.set_attributes(self._attributes)
             self._end(span, failed)
-            self._tell()
+            self._report_loss()
 
     @contextmanager
     def span(self, name: str) -> Iterator[Any]:
@@ -138,16 +138,16 @@ class Tracing:
             self._end(span, failed)
 
     def close(self) -> None:
-        """Send what is still here, for at most 5 seconds, and leave engine and batches as they were."""
+        """Send the remaining spans, for at most 5 seconds, and restore the objects' methods."""
         if self._undo is not None:
             self._undo()
             self._undo = None
-        self._saves.clear()  # spans without an end are not sent
+        self._saves.clear()  # spans that did not end are not sent
         self._export.close()
-        self._tell()
+        self._report_loss()
 
     def _start_step(self) -> Any:
-        """A root span whose ids every rank derives alike; below rank 0's, on the others."""
+        """A root span whose ids every rank derives alike; a child of rank 0's on the others."""
         self._attempts += 1
         ids, api = self._export.ids, self._api
         ids.trace_id = self._derived_id(128, self._session, self._attempts)
@@ -166,7 +166,7 @@ class Tracing:
         return self._derived_id(64, self._session, self._attempts, rank)
 
     def _end(self, span: Any, failed: BaseException | None, at: int | None = None) -> None:
-        if failed is not None:  # the type alone: a message may hold what must not leave this machine
+        if failed is not None:  # only the type: a message may contain what must not leave this machine
             span.set_status(self._api.Status(self._api.StatusCode.ERROR, type(failed).__name__))
         span.end(at)
 
@@ -178,7 +178,7 @@ class Tracing:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """A `checkpoint` span, which lasts until it is published, and its `stall`, for which training waits."""
+        """A `checkpoint` span, which lasts until it is published, and its child `stall`, while training waits."""
         save = self._tracer.start_span("checkpoint", context=self._context)
         self._saves.append((save, time.time_ns()))
         stall = self._tracer.start_span("stall", context=self._api.set_span_in_context(save))
@@ -188,7 +188,7 @@ class Tracing:
             stall.end()
 
     def _after_saves(self, outcomes: list[Any]) -> None:
-        """End the span of each save at the time it ended, which may have been a while ago."""
+        """End the span of each finished save at the time when it finished."""
         for outcome in outcomes:
             if not self._saves:
                 return
@@ -207,15 +207,15 @@ class Tracing:
             )
             self._end(span, None, started + int(outcome.seconds * 1e9))
 
-    def _tell(self) -> None:
-        """One note, once, that spans are lost."""
-        trouble = None if self._told else self._export.trouble()
+    def _report_loss(self) -> None:
+        """Report once that spans are lost."""
+        trouble = None if self._reported else self._export.trouble()
         if trouble is None:
             return
-        self._told = True
-        text = f"spans are lost, training goes on: tracking.otlp_endpoint = {self._endpoint}: {trouble}"
+        self._reported = True
+        text = f"spans are lost, training continues: tracking.otlp_endpoint = {self._endpoint}: {trouble}"
         if self._endpoint.rstrip("/").endswith(":4317"):
             text += "; 4317 is gRPC's port, give that of HTTP, 4318"
-        if self._rank == 0:  # the others have the same collector
+        if self._rank == 0:  # all ranks have the same collector
             print(f"mantissa: {text}", file=sys.stderr, flush=True)
         self._note(text)

@@ -1,4 +1,4 @@
-"""Notice that a rank is lost, name it, and end the others: no collective waits for ever.
+"""Notice that a rank is lost, name it, and end the others, so that no collective waits for ever.
 
 Read watch.py, links.py (a connection to every other rank), process.py (what is known of a process), then witness.py (a
 process beside each rank that starts from the standard library alone).

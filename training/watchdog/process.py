@@ -1,7 +1,7 @@
-"""What Linux tells about a process that is not our child: whether it is there, how it ended, whether memory ran out.
+"""The state of a process that is not our child: whether it is there, how it ended, whether memory ran out. Linux only.
 
 All of it is read from /proc and /sys/fs/cgroup, as proc(5) and the kernel's cgroup documents describe them. A file that
-cannot be read, as on another system, is something not known, never an error.
+cannot be read, as on another system, makes the answer unknown and is never an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORDS = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waitin
 
 @dataclass(frozen=True)
 class Member:
-    """One process of the run, so that it cannot be taken for another one of the same number."""
+    """One process of the run, identified so that another one that gets the same pid is not taken for it."""
 
     rank: int
     host: str
@@ -34,7 +34,7 @@ class Member:
     started: int
     """Clock ticks from the machine's start to the process's; 0 where it is not known."""
     machine: str
-    """The same for two processes that see each other's process numbers."""
+    """The same for two processes in one pid namespace of one machine."""
 
     @classmethod
     def here(cls, rank: int) -> Member:
@@ -55,7 +55,7 @@ class Member:
 
     @property
     def standstill(self) -> str | None:
-        """Why it does not run although it is there, in words; None when it runs, waits as usual, or has ended."""
+        """Why it is stopped or blocked, in words; None when it runs, sleeps as usual, or has ended."""
         state = _stat(self.pid)
         return _WORDS.get(state[0]) if state and int(state[19]) == self.started else None
 
@@ -65,7 +65,7 @@ class Member:
 
 @dataclass(frozen=True)
 class MemoryKills:
-    """How many processes the kernel has killed for want of memory: in this process's cgroup, and on the machine."""
+    """How many processes the kernel's out-of-memory killer has ended: in this process's cgroup, and on the machine."""
 
     group: int | None
     machine: int | None
@@ -87,7 +87,7 @@ class MemoryKills:
         return cls(found, _counter("/proc/vmstat", "oom_kill"))
 
     def since(self, before: MemoryKills) -> str:
-        """What the counters say about a SIGKILL between `before` and now, in words."""
+        """The most likely reason of a SIGKILL between `before` and now, by the counters, in words."""
         for here, earlier, where in ((self.group, before.group, "cgroup"), (self.machine, before.machine, "machine")):
             if here is not None and earlier is not None and here > earlier:
                 return f"out of memory: this {where}'s count of out-of-memory kills rose from {earlier} to {here}"
@@ -97,31 +97,30 @@ class MemoryKills:
 
 
 def exit_status(member: Member, handle: int | None = None) -> int | None:
-    """A process's exit code, or minus the signal that ended it; None when it has not ended, or nobody knows.
+    """A process's exit code, or minus the signal that ended it; None when it has not ended, or it is not known.
 
-    handle: a pidfd opened while it lived, by which Linux 6.15 and later tell for good. Before that the kernel keeps the
-    status only until the parent asks for it, so ask at once.
+    handle: a pidfd opened while it ran, through which Linux 6.15 and later keep the status. Before that the kernel
+    keeps it only until the parent waits for the process, so call this at once.
     """
     state = _stat(member.pid)
     if state and state[0] in _ENDED and int(state[19]) == member.started:
         return _code(int(state[49]))
-    told = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT).ljust(_PIDFD_INFO_BYTES, b"\0"))
-    with suppress(
-        OSError
-    ):  # the kernel fills it in when the parent asks, just before the zombie goes: hence this order
-        if handle is not None:
-            fcntl.ioctl(handle, _PIDFD_GET_INFO, told)
-            if struct.unpack_from("Q", told)[0] & _PIDFD_INFO_EXIT:
-                return _code(struct.unpack_from("i", told, _PIDFD_INFO_BYTES - 4)[0])
+    if handle is None:
+        return None
+    info = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT).ljust(_PIDFD_INFO_BYTES, b"\0"))
+    with suppress(OSError):  # filled in when the parent waits, just before the zombie is reaped: hence this order
+        fcntl.ioctl(handle, _PIDFD_GET_INFO, info)
+        if struct.unpack_from("Q", info)[0] & _PIDFD_INFO_EXIT:
+            return _code(struct.unpack_from("i", info, _PIDFD_INFO_BYTES - 4)[0])
     return None
 
 
 def _code(status: int) -> int:
-    """A wait status, as in waitpid(2), as subprocess gives it."""
+    """A wait status, as in waitpid(2), converted to subprocess's return code."""
     return -(status & 0x7F) if status & 0x7F else status >> 8
 
 
-def how_it_ended(status: int | None) -> str:
+def describe_status(status: int | None) -> str:
     """An exit status in words, as in "was killed by SIGKILL"."""
     if status is None:
         return "has ended, how is not known"
@@ -133,9 +132,9 @@ def how_it_ended(status: int | None) -> str:
         return f"was killed by signal {-status}"
 
 
-def obituary(member: Member, status: int | None, before: MemoryKills) -> str:
-    """What is said of a rank that ended on this machine. before: the kernel's counts when all was well."""
-    text = f"{member} {how_it_ended(status)}, seen at {time.strftime('%H:%M:%S', time.gmtime())} UTC"
+def describe_exit(member: Member, status: int | None, before: MemoryKills) -> str:
+    """One line about a rank that ended on this machine. before: the kernel's counters at the start of the run."""
+    text = f"{member} {describe_status(status)}, seen at {time.strftime('%H:%M:%S', time.gmtime())} UTC"
     if status == -signal.SIGKILL:
         return f"{text} ({MemoryKills.now().since(before)})"
     return f"{text} (its own output says why)" if status is not None and status > 0 else text

@@ -1,6 +1,6 @@
-"""Says over a rank's connections how that rank ended, when it cannot any more: a small process beside it.
+"""A small process beside a rank that is alone on its machine: it sends the others how that rank ended.
 
-A rank alone on its machine has nobody there whom the kernel would tell. Standard library only: it starts in no time.
+No other rank there could watch it. Standard library only, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -15,30 +15,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from training.watchdog.process import Member, MemoryKills, exit_status, obituary
+from training.watchdog.process import Member, MemoryKills, describe_exit, exit_status
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from training.watchdog.witness import main; main(sys.argv[2:])"
 
 
 def start_witness(rank: int, links: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
-    """Start it beside this process. It shares the connections `links`, and ends with this process."""
+    """Start it. It shares the connections `links`, and ends with this process."""
     numbers = [link.fileno() for link in links]
+    arguments = [str(_REPOSITORY), str(rank), str(os.getpid()), *map(str, numbers)]
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-I",
-            "-S",
-            "-c",
-            _PROGRAM,
-            str(_REPOSITORY),
-            str(rank),
-            str(os.getpid()),
-            *map(str, numbers),
-        ],
+        [sys.executable, "-I", "-S", "-c", _PROGRAM, *arguments],
         pass_fds=numbers,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,  # a launcher waits until nobody holds the rank's output any more
+        stdout=subprocess.DEVNULL,  # a launcher waits until no process holds the rank's output any more
         stderr=subprocess.DEVNULL,
     )
 
@@ -46,14 +37,14 @@ def start_witness(rank: int, links: Sequence[socket.socket]) -> subprocess.Popen
 def main(arguments: Sequence[str]) -> None:
     """arguments: the rank, its process, file descriptors of its connections. Returns when the process has ended."""
     for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(kind, signal.SIG_IGN)  # what is sent to all processes of a job; it goes with its rank
+        signal.signal(kind, signal.SIG_IGN)  # sent to all processes of a job, but this one ends with its rank only
     rank, pid, *numbers = map(int, arguments)
     kills, member = MemoryKills.now(), Member.of(rank, pid)
     handle = os.pidfd_open(pid)
     if os.getppid() == pid:
         select.select([handle], [], [])
     status = exit_status(member, handle)
-    words = f"{'' if status is None else status} {obituary(member, status, kills)}"
+    message = f"{'' if status is None else status} {describe_exit(member, status, kills)}"
     for number in numbers:
-        with suppress(OSError):  # that one has gone before
-            socket.socket(fileno=number).sendall(words.encode())
+        with suppress(OSError):  # the other end has closed before
+            socket.socket(fileno=number).sendall(message.encode())

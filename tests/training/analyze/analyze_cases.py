@@ -15,7 +15,7 @@ from precision.observe import Observation, verify
 from precision.proposal import Limits
 from precision.regions import Regions
 from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
-from training.analyze.gradients import Fp32Gradients, computing
+from training.analyze.gradients import Fp32Gradients, under_manifest
 from training.analyze.survey import Plan, survey
 from training.distributed import Place
 from training.engine.rng import generators
@@ -59,7 +59,7 @@ def errors(place: Place, *, stage: int, folder: str, trees: dict[str, dict[str, 
         found = {"fp32": (reference.error().error, reference.error().whole)}
         for name, tree in trees.items():
             for scale in (1.0, 2.0**12):
-                with computing(engine, tree):
+                with under_manifest(engine, tree):
                     error = reference.error(scale=scale)
                     found[f"{name} {scale:g}"] = (error.error, error.whole)
         again = reference.error().error

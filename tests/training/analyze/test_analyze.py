@@ -51,7 +51,7 @@ def test_a_survey_measures_every_region_and_leaves_no_trace(pair, tmp_path, stag
             assert {"activations", "gradients"} <= set(kinds), name
         checked = result["validation"]
         assert 0 < checked["proposal"]["error"] < checked["uniform bf16"]["error"] / 3
-        assert analyze.objection(result) is None
+        assert analyze.rejection_reason(result) is None
         # Both ranks' values, three stops, each counted once: the weight is seen whole at each.
         weight = result["spreads"]["lm_head"]["weights"]
         assert sum(weight["counts"]) + weight["zeros"] == 2 * 3 * 64 * 32

@@ -62,4 +62,4 @@ def test_what_is_not_better_is_rejected(written, tmp_path, capsys):
     ):
         worse = copy.deepcopy(analysis)
         change(worse)
-        assert words in str(analyze.objection(worse))
+        assert words in str(analyze.rejection_reason(worse))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.small_run import batch_of, engine_of, resolve
-from training.benchmark.split import COLLECTIVES, Stages, watch_deepspeed
+from training.benchmark.split import COLLECTIVES, Stages, time_deepspeed
 from training.distributed import Place
 
 
@@ -22,7 +22,7 @@ def watched(stages: Stages) -> Iterator[None]:
     owners += [(deepspeed.DeepSpeedEngine, name) for name in ("forward", "backward", "step")]
     before = [(owner, name, getattr(owner, name)) for owner, name in owners]
     before.append((deepspeed.comm.comm.cdb, "all_gather_function", dist.all_gather_into_tensor))
-    watch_deepspeed(stages)
+    time_deepspeed(stages)
     # a process group that is joined later, as in a job, finds this by itself
     deepspeed.comm.comm.cdb.all_gather_function = dist.all_gather_into_tensor
     try:

@@ -12,7 +12,7 @@ from tests.support.launches import SMALL
 from tests.training.benchmark.test_benchmark import RECIPE
 from tracking.jsonl import read_events
 from training.benchmark import command as benchmark
-from training.benchmark.contestants import MANTISSA, PEERS, PRECISIONS, TITAN, Field, Run, choose
+from training.benchmark.contestants import MANTISSA, PEERS, PRECISIONS, TITAN, Run, Runner, choose
 from training.benchmark.report import STAGES, compare, page
 from training.benchmark.spec import Result, Spec
 
@@ -76,14 +76,14 @@ def test_a_peer_that_is_given_other_work_is_found(tmp_path, cache) -> None:
     assert benchmark.main(["--config", RECIPE, *SHORT, *there, *SMALL, cache]) == benchmark.ALL_HOLD
     spec = Spec.read(tmp_path / "spec.json")
     other = replace(spec, learning_rates=[rate * 1.02 for rate in spec.learning_rates])
-    field = Field(tmp_path, (), 2, (), other)
-    runs = {"bare": [_of(field, spec)], "other": [field.run("bare", "other")]}
+    runner = Runner(tmp_path, (), 2, (), other)
+    runs = {"bare": [_of(runner, spec)], "other": [runner.run("bare", "other")]}
     found = compare(runs, tokens=256, flops_per_token=1.0, peak=1.0, tolerance=benchmark.TOLERANCE["fp32"])
     assert found["contestants"]["bare"]["trains_the_same"] and not found["contestants"]["other"]["trains_the_same"]
 
 
-def _of(field: Field, spec: Spec) -> Run:
-    return replace(field, spec=spec).run("bare", "same")
+def _of(runner: Runner, spec: Spec) -> Run:
+    return replace(runner, spec=spec).run("bare", "same")
 
 
 def test_every_contestant_has_a_loop() -> None:

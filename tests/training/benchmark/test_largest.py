@@ -19,11 +19,11 @@ RECIPE = str(REPOSITORY / "config/recipes/benchmark.yaml")
     ("arguments", "said"),
     [
         (["--layers", "2,many"], "--layers = 2,many: is not of the form"),
-        (["--layers", "4,2"], "from the least on"),
+        (["--layers", "4,2"], "ascending"),
         (["--layers", "2,2"], "each depth once"),
         (["--layers", "0"], "1 or more"),
-        (["--layers", "2", "--steps", "0"], "--steps = 0: has to be above 0"),
-        (["--layers", "2", "--host-gib", "-1"], "--host-gib = -1.0: has to be above 0"),
+        (["--layers", "2", "--steps", "0"], "argument --steps: 0 is not a whole number of 1 or more"),
+        (["--layers", "2", "--host-gib", "-1"], "argument --host-gib: -1 is not a number above 0"),
         (["--layers", "2", "model.confg.num_hidden_layers=3"], "model.confg"),
     ],
 )

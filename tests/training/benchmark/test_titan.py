@@ -13,12 +13,12 @@ import pytest
 from tests.support.launches import SMALL
 from tests.training.benchmark.test_benchmark import RECIPE
 from training.benchmark import command as benchmark
-from training.benchmark.contestants import Field
-from training.benchmark.peers.titan_terms import why_not
+from training.benchmark.contestants import Runner
+from training.benchmark.peers.titan_terms import unavailable_reason
 from training.benchmark.report import compare
 from training.benchmark.spec import Spec
 
-REASON = why_not()
+REASON = unavailable_reason()
 pytestmark = [pytest.mark.slow, pytest.mark.titan, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 SHORT = ["--rounds", "1", "--steps", "8", "--warm-up", "2", "--peak-tflops", "1"]
@@ -107,8 +107,8 @@ def test_other_work_is_found(changed, tmp_path, cache) -> None:
     else:
         other = replace(spec, optimizer={**spec.optimizer, "weight_decay": spec.optimizer["weight_decay"] * 1.1})
     runs = {
-        "same": [Field(tmp_path, (), 2, (), spec).run("torchtitan", "same")],
-        "other": [Field(tmp_path, (), 2, (), other).run("torchtitan", "other")],
+        "same": [Runner(tmp_path, (), 2, (), spec).run("torchtitan", "same")],
+        "other": [Runner(tmp_path, (), 2, (), other).run("torchtitan", "other")],
     }
     found = compare(runs, tokens=256, flops_per_token=1.0, peak=1.0, tolerance=benchmark.TOLERANCE["fp32"])
     assert not found["contestants"]["other"]["trains_the_same"]

@@ -14,9 +14,16 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from config.errors import UserError
 from modeling.parameter_groups import parameter_groups
-from training.benchmark.command import EVERYBODY, read_bounds
-from training.benchmark.contestants import choose, pass_over
-from training.benchmark.peers.titan_terms import LEAST_TORCH, UNDECAYED, largest_norm, llama_of, refusal, why_not
+from training.benchmark.command import DEFAULT_CONTESTANTS, read_bounds
+from training.benchmark.contestants import choose, skip_unsupported
+from training.benchmark.peers.titan_terms import (
+    LEAST_TORCH,
+    UNDECAYED,
+    largest_norm,
+    llama_of,
+    unavailable_reason,
+    unsupported_reason,
+)
 from training.benchmark.spec import Spec
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
@@ -66,7 +73,7 @@ def test_the_scaling_of_llama_3_keeps_its_numbers() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (GPT2Config(n_embd=8, n_head=2, n_layer=1), "a gpt2 is not among its models"),
+        (GPT2Config(n_embd=8, n_head=2, n_layer=1), "supports only llama of its models, not gpt2"),
         (LlamaConfig(**SIZES, attention_bias=True), "attention_bias = False, this one True"),
         (LlamaConfig(**SIZES, mlp_bias=True), "mlp_bias = False"),
         (LlamaConfig(**SIZES, attention_dropout=0.1), "attention_dropout = 0.0, this one 0.1"),
@@ -80,7 +87,7 @@ def test_the_scaling_of_llama_3_keeps_its_numbers() -> None:
 def test_another_model_is_refused(config, said, tmp_path) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         llama_of(config)
-    assert said in str(refusal(work(tmp_path, config)))
+    assert said in str(unsupported_reason(work(tmp_path, config)))
 
 
 @pytest.mark.parametrize(
@@ -94,19 +101,19 @@ def test_another_model_is_refused(config, said, tmp_path) -> None:
 )
 def test_work_that_it_cannot_be_given_is_left_to_the_others(changed, said, tmp_path) -> None:
     spec = work(tmp_path, LlamaConfig(**SIZES), **changed)
-    chosen, passed = pass_over(["mantissa", "torchtitan"], spec)
-    assert chosen == ["mantissa"] and said in passed["torchtitan"]
+    chosen, skipped = skip_unsupported(["mantissa", "torchtitan"], spec)
+    assert chosen == ["mantissa"] and said in skipped["torchtitan"]
     with pytest.raises(UserError, match=re.escape(said)):
-        read_bounds(["mantissa/torchtitan=1"], chosen, passed)
-    with pytest.raises(UserError, match="nobody can do this work"):
-        pass_over(["torchtitan"], spec)
+        read_bounds(["mantissa/torchtitan=1"], chosen, skipped)
+    with pytest.raises(UserError, match="none of them can train this"):
+        skip_unsupported(["torchtitan"], spec)
 
 
 @pytest.mark.parametrize("changed", [{}, {"activation_checkpointing": "full"}])
 def test_work_that_it_can_be_given_is_passed_on(changed, tmp_path) -> None:
     spec = work(tmp_path, LlamaConfig(**SIZES), **changed)
-    assert refusal(spec) is None
-    assert pass_over(["bare", "torchtitan"], spec) == (["bare", "torchtitan"], {})
+    assert unsupported_reason(spec) is None
+    assert skip_unsupported(["bare", "torchtitan"], spec) == (["bare", "torchtitan"], {})
 
 
 def test_no_clipping_is_a_norm_that_is_never_reached(tmp_path) -> None:
@@ -131,12 +138,12 @@ def test_it_decays_what_mantissa_decays(tied) -> None:
 
 
 def test_where_it_is_not_installed_it_is_passed_over_with_the_reason() -> None:
-    reason = why_not()
-    chosen, passed = choose(f"{EVERYBODY},torchtitan-compile")
+    reason = unavailable_reason()
+    chosen, skipped = choose(f"{DEFAULT_CONTESTANTS},torchtitan-compile")
     if find_spec("torchtitan") is None:
         assert "torchtitan" in str(reason) and "make titan" in str(reason)
     assert ("torchtitan" in chosen) == (reason is None)
-    assert passed.get("torchtitan") == passed.get("torchtitan-compile") == reason
+    assert skipped.get("torchtitan") == skipped.get("torchtitan-compile") == reason
     assert chosen[:4] == ["mantissa", "bare", "accelerate", "trainer"]
 
 
@@ -144,7 +151,7 @@ def test_a_torch_that_is_too_old_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("training.benchmark.peers.titan_terms.NEEDED", ())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     monkeypatch.setitem(LEAST_TORCH, device, (99, 1))
-    assert f"needs torch 99.1 or newer on a {device} device; this is {torch.__version__}" in str(why_not())
+    assert f"needs torch 99.1 or newer on a {device} device; this is {torch.__version__}" in str(unavailable_reason())
 
 
 def test_its_terms_are_read_without_it() -> None:

@@ -15,7 +15,7 @@ def explore_study(place: Place, *, study: Path) -> list[str]:
     read = Study.read(study)
     data = read.resolve(read.settings[0], read.rates[0], os.environ).config.data
     said: list[str] = []
-    ran = work(read, prepare(data, progress=False), place, say=said.append)
+    ran = work(read, prepare(data, progress=False), place, log=said.append)
     assert place.gather_objects(ran) == [ran] * place.world_size
     assert len(said) == (ran if place.is_main else 0)
     return said

@@ -26,7 +26,7 @@ from training.checkpoint.partitions import SavedTensor, open_saved_model
 from training.export_hf import tensors as export_write
 from training.export_hf.command import main
 from training.export_hf.export import export, find_source
-from training.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_reading, rounded, write_shards
+from training.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_copy, rounded, write_shards
 
 UNTIED = ["model.config.tie_word_embeddings=false"]
 MANIFEST = ["precision.path=manifest", "precision.manifest=config/manifests/llama_mixed.json"]
@@ -68,7 +68,7 @@ def test_every_tensor_read_is_the_engines_master(pair, tmp_path, stage, compute,
         rounds |= not torch.equal(found.float(), live["weights"][name].float())
     assert rounds is (compute != "fp32")  # the masters were read, not the weights
     assert live["groups"] == 2 or stage == 0
-    compared = compare_with_second_reading(saved)
+    compared = compare_with_second_copy(saved)
     assert compared == (len(saved.tensors) - len(saved.frozen) * (stage < 3) if stage else 0)
 
 
@@ -113,12 +113,12 @@ def test_the_exported_folder_loads_and_computes_what_the_masters_do(job, tmp_pat
         tokenizer = AutoTokenizer.from_pretrained(out)
         assert tokenizer.decode(tokenizer("def f(): pass").input_ids) == "def f(): pass"
         assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id == loaded.config.eos_token_id
-    assert "20 of 20 tensors were held against a second reading" in capsys.readouterr().out
+    assert "20 of 20 tensors were compared with a second copy" in capsys.readouterr().out
 
 
 def test_the_model_card_records_the_run_and_its_hashes_hold(job, tmp_path):
     source = find_source(checkpoint_of(job, 3), run=None, tokenizer=None, parity=parity_report(tmp_path, job))
-    facts = export(source, tmp_path / "out", dtype="bf16", shard_size="5GB", force=False, say=lambda line: None)
+    facts = export(source, tmp_path / "out", dtype="bf16", shard_size="5GB", force=False, log=lambda line: None)
     card, run = (tmp_path / "out/README.md").read_text(), job / "runs/small"
     environment = json.loads((run / "environment.json").read_text())
     step = launches.events(job, "small", "step")[2]
@@ -175,7 +175,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(job, tmp_path, capsys):
         ([str(damaged), f"{tmp_path}/out"], rf"error: {damaged}: deepspeed/{shard.name} has SHA-256 .*; give a whole"),
         ([whole, f"{tmp_path}/taken"], "taken: exists already; choose another OUT, or replace it with --force"),
         ([whole, f"{tmp_path}/taken", "--force"], "taken: is not an exported model"),
-        ([whole, f"{whole}/out"], "lies in the other"),
+        ([whole, f"{whole}/out"], "must not contain each other"),
         ([whole, "/proc/out"], "error: /proc/out: cannot be written"),
         ([f"{tmp_path}/step-1", f"{tmp_path}/out"], "config.yaml is not there; give the run folder with --run"),
         ([whole, f"{tmp_path}/out", "--shard-size", "much"], "--shard-size much: not a size"),
@@ -252,13 +252,13 @@ def test_a_partition_that_lies_elsewhere_is_found_out(pair, tmp_path, stage, com
     tensor, values = saved.tensors[name], saved.tensors[name].read().flatten().roll(1)
     saved.tensors[name] = SavedTensor(tensor.shape, lambda: values.view(tensor.shape), tensor.again)
     with pytest.raises(TensorsDiffer, match=f"{name}: the partitions of the masters and .* differ"):
-        compare_with_second_reading(saved)
+        compare_with_second_copy(saved)
     if stage < 3:
         first, second = sorted((tmp_path / "deepspeed").glob("*optim_states.pt"))
         for old, new in ((first, first.with_suffix(".x")), (second, first), (first.with_suffix(".x"), second)):
             old.rename(new)
         with pytest.raises((TensorsDiffer, UserError)):
-            compare_with_second_reading(open_saved_model(tmp_path / "deepspeed"))
+            compare_with_second_copy(open_saved_model(tmp_path / "deepspeed"))
 
 
 def test_a_missing_shard_foreign_code_and_another_model_are_refused(pair, tmp_path):

@@ -14,15 +14,13 @@ from config.deepspeed.combinations import SETTINGS, UPSTREAM, combinations, refu
 from tests.training.matrix import matrix_cases
 from training.matrix.cells import ACCUMULATIONS, CHECKPOINTINGS, Cell, all_cells
 from training.matrix.command import main
-from training.matrix.page import page, surprises
+from training.matrix.page import page, unexpected
 
 PAGE = REPOSITORY / "docs" / "precision-matrix.md"
-CELLS = list(all_cells())
-PLAIN = [cell for cell in CELLS if cell.setting is None]
 
 
 def covering(cells: Sequence[Cell]) -> list[Cell]:
-    """A small part of `cells` in which every pair of values that occurs in any cell occurs too: greedily chosen."""
+    """A small subset of `cells`, greedily chosen, with every pair of values that occurs in any cell."""
     left = set().union(*(pairs(cell) for cell in cells))
     chosen = []
     while left:
@@ -46,6 +44,10 @@ def pairs(cell: Cell) -> frozenset[tuple[tuple[str, Any], tuple[str, Any]]]:
     return frozenset(itertools.combinations(values.items(), 2))
 
 
+CELLS = list(all_cells())
+PLAIN = [cell for cell in CELLS if cell.setting is None]
+
+
 COVERING = covering(PLAIN)
 
 
@@ -63,7 +65,7 @@ def test_the_part_that_is_tested_has_every_pair_of_values() -> None:
 def test_it_comes_out_as_the_table_says(pair) -> None:
     cells = sorted(COVERING, key=lambda cell: cell.name)
     for results in pair.run(matrix_cases.measure, cells=cells, upstream=False):
-        assert surprises(cells, results) == []
+        assert unexpected(cells, results) == []
 
 
 @pytest.mark.parametrize("row", [row for row in UPSTREAM if row.path == "cast"], ids=lambda row: row.problem[:60])
@@ -71,7 +73,7 @@ def test_bare_deepspeed_is_wrong_where_the_table_says(pair, row) -> None:
     cell = next(cell for cell in PLAIN if row.covers(cell.combination, clipping=cell.clipping))
     for results in pair.run(matrix_cases.measure, cells=[cell], upstream=True):
         assert results[cell.name]["upstream"]["verdict"] == "wrong"
-        assert surprises([cell], results) == []
+        assert unexpected([cell], results) == []
 
 
 def test_a_setting_comes_out_as_the_table_says(pair) -> None:
@@ -82,7 +84,7 @@ def test_a_setting_comes_out_as_the_table_says(pair) -> None:
     cells = list(first.values())
     assert first.keys() == {row for row in SETTINGS if not row.refused}
     for results in pair.run(matrix_cases.measure, cells=cells, upstream=False):
-        assert surprises(cells, results) == []
+        assert unexpected(cells, results) == []
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -145,4 +147,4 @@ def test_what_is_not_as_the_table_says_stands_out() -> None:
     cell = next(cell for cell in PLAIN if str(cell.combination) == "BF16, ZeRO-2" and cell.clipping)
     results = made_up(**{cell.name: {"verdict": "wrong", "reason": "masters 3.0e-01"}})
     assert "**WRONG**" in page(CELLS, results, conditions)
-    assert f"{cell.name}: wrong, not verified: masters 3.0e-01" in surprises(CELLS, results)
+    assert f"{cell.name}: wrong, not verified: masters 3.0e-01" in unexpected(CELLS, results)

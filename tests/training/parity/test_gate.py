@@ -9,7 +9,7 @@ import pytest
 from config.cli import REPOSITORY
 from config.errors import UserError
 from tests.support import launches
-from training.jobs import last_words, launch
+from training.jobs import error_line_of, launch
 from training.parity import gate as parity
 from training.parity import jobs as parity_jobs
 
@@ -73,7 +73,7 @@ def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
 
 
 def test_a_sabotaged_norm_fails_by_name(folder, judged):
-    """The same job with a norm that squares in FP16, held against the same twin."""
+    """The same job with a norm that squares in FP16, compared with the same twin."""
     defect = f"defects=[{{kind: fp16_norm, module: {NORM}, factor: 30000}}]"
     overrides = [*SMALL, f"data.cache_dir={folder}/cache", defect]
     chosen = parity.plan(DEMO, overrides, folder=folder / "bad", steps=12, processes=2)
@@ -114,10 +114,10 @@ def test_bad_input_is_one_line_and_starts_nothing(tmp_path, capsys, arguments, w
     assert not (tmp_path / "report").exists()
 
 
-def test_a_twin_that_does_not_run_is_told_with_its_last_words(tmp_path):
+def test_a_twin_that_does_not_run_is_reported_with_its_error_line(tmp_path):
     overrides = [*SMALL, f"data.cache_dir={tmp_path}/cache", "model.attention=nonsense"]
     chosen = parity.plan(DEMO, overrides, folder=tmp_path / "report", steps=12, processes=1)
-    with pytest.raises(UserError, match=r"FP32 twin did not reach its end: error: .*model.attention = nonsense.*; see"):
+    with pytest.raises(UserError, match=r"FP32 twin failed: error: .*model.attention = nonsense.*; see"):
         parity_jobs.train_twin(chosen, 0, print)
 
 
@@ -131,4 +131,4 @@ def test_a_job_does_not_inherit_what_a_launcher_told_this_one(tmp_path, monkeypa
     monkeypatch.setenv("WORLD_SIZE", "8")
     program = ["-c", "import os, sys; print({k for k in os.environ if k in ('RANK', 'WORLD_SIZE')}); sys.exit(7)"]
     assert launch(program, processes=1, log=tmp_path / "log") == 7
-    assert last_words(tmp_path / "log") == "set()"
+    assert error_line_of(tmp_path / "log") == "set()"

@@ -77,7 +77,7 @@ def _phases(rows: list[dict]) -> set[str]:
     return {row["phase"] for row in rows}
 
 
-def test_a_module_in_fp32_that_nobody_asked_for_is_named(solo, tmp_path):
+def test_a_module_in_fp32_that_is_unintended_is_named(solo, tmp_path):
     planted = "model.layers.1.mlp.up_proj"
     [result] = solo.run(profiling_cases.profiled, folder=str(tmp_path), compute="bf16", planted=planted)
     summary = result["summary"]
@@ -86,7 +86,7 @@ def test_a_module_in_fp32_that_nobody_asked_for_is_named(solo, tmp_path):
     assert row["wanted"] is False and row["phases"] == ["backward", "forward"] and row["count"] == 3 * 8
     share = HIDDEN * INNER / (_flops() / 2 / TOKENS)
     assert row["share_of_matmul_flops"] == pytest.approx(share, rel=0.05)
-    assert f"| `{planted}` | **nobody asked for it** |" in result["page"]
+    assert f"| `{planted}` | **unintended** |" in result["page"]
     assert summary["host"]["matmul fp32"] > 0 and summary["host"]["matmul bf16"] > 0
     assert {"fp32 -> bf16", "bf16 -> fp32"} <= {cast["kind"] for cast in summary["casts"] if cast["module"] == planted}
 
@@ -100,7 +100,7 @@ def test_one_that_the_manifest_asks_for_is_told_apart(solo, tmp_path):
         wanted: True,
         planted: False,
     }
-    assert f"| `{wanted}` | the manifest says so |" in result["page"]
+    assert f"| `{wanted}` | in the manifest |" in result["page"]
 
 
 def test_an_odd_vocabulary_is_named(solo, tmp_path):

@@ -102,7 +102,7 @@ def test_a_collector_that_takes_nothing_costs_one_note(pair, tmp_path, kind, sec
         refused = len(refusing.paths)
     for result, without in zip(results, plain, strict=True):
         [note] = result["notes"]
-        lead = f"spans are lost, training goes on: tracking.otlp_endpoint = {address}: "
+        lead = f"spans are lost, training continues: tracking.otlp_endpoint = {address}: "
         assert note.startswith(lead) and reason in note.removeprefix(lead) and len(note) < 250
         assert result["close_seconds"] < 15 and result["left"] == []
         assert result["masters"] == without["masters"] and result["python_random"] == without["python_random"]

@@ -14,7 +14,7 @@ import pytest
 
 from config.cli import LOST
 from tests.training.watchdog.watch_cases import Ranks
-from training.watchdog.process import Member, MemoryKills, exit_status, how_it_ended
+from training.watchdog.process import Member, MemoryKills, describe_status, exit_status
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_the_kernel_tells_how_a_process_ended_until_its_parent_asks(code, status
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert not member.alive
         assert exit_status(member) == status
-        assert how_it_ended(status) == words
+        assert describe_status(status) == words
         process.wait()
         assert exit_status(member) is None and not member.alive
         if tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (6, 15):

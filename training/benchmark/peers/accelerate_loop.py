@@ -2,8 +2,8 @@
 
 torchrun --nproc_per_node 2 -m training.benchmark.peers.accelerate_loop SPEC RESULT
 
-On a machine without a GPU Accelerate 1.15 takes DeepSpeed only when the environment asks for it and the process group
-is started with gloo first; otherwise it trains with plain DDP without a word.
+On a machine without a GPU Accelerate 1.15 uses DeepSpeed only when the environment asks for it and the process group
+is started with gloo first; otherwise it silently trains with plain DDP.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the loops share: the work as tensors, the optimizer, and what they measure of themselves."""
+"""What the loops share: the work as tensors, the optimizer, and the measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from config.child_jobs import free_port
 from config.schema import OptimizerSection
 from training.benchmark.spec import Result, Spec
-from training.benchmark.split import Stages, watch_deepspeed
+from training.benchmark.split import Stages, time_deepspeed
 from training.engine.work_time import peak_memory_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class Job:
     """One contestant's process: its work, and what is measured.
 
-    DeepSpeed and transformers' models are imported by the methods that need them: torchtitan's start is to be its own.
+    DeepSpeed and transformers' models are imported by the methods that need them, so that torchtitan's start-up time
+    does not include them.
     """
 
     def __init__(self, arguments: Sequence[str] | None = None) -> None:
@@ -34,7 +35,7 @@ class Job:
         parser = argparse.ArgumentParser()
         parser.add_argument("spec", type=Path)
         parser.add_argument("result", type=Path)
-        parser.add_argument("--local_rank", help="what the deepspeed launcher adds; the environment has it, too")
+        parser.add_argument("--local_rank", help="added by the deepspeed launcher; the environment has it, too")
         parser.add_argument("--compile", action="store_true", help="compile what the library compiles")
         options = parser.parse_args(arguments)
         self.spec, self._result, self.compiled = Spec.read(options.spec), options.result, options.compile
@@ -53,7 +54,7 @@ class Job:
         steps, warm_up = self.spec.steps, self.spec.warm_up
         self._stages = Stages(self.device, warm_up=warm_up, steps=steps) if self.spec.split else None
         if self._stages is not None:
-            watch_deepspeed(self._stages)
+            time_deepspeed(self._stages)
 
     @property
     def sequence_length(self) -> int:
@@ -98,17 +99,17 @@ class Job:
     def loader(self) -> torch.utils.data.DataLoader:
         """This rank's micro-batches in order: input_ids, labels and shift_labels, (micro, sequence) int64 each."""
         micro, world = self.spec.micro_size, self.world_size
-        # the ranks' micro-batches of one number lie side by side, as in data.sampler
+        # the ranks' n-th micro-batches are adjacent in the sample order, as in data.sampler
         starts = [(n * world + self.rank) * micro for n in range(self.spec.steps * self.spec.accumulation)]
         batches = [list(range(start, start + micro)) for start in starts]
         return torch.utils.data.DataLoader(Windows(self.spec), batch_sampler=batches, pin_memory=self.on_cuda)
 
     def loader_of_all(self) -> torch.utils.data.DataLoader:
-        """The micro-batches of all ranks in turn, for a library that takes a rank's own ones out of them."""
+        """The micro-batches of all ranks in turn, for a library that selects a rank's own."""
         return torch.utils.data.DataLoader(Windows(self.spec), batch_size=self.spec.micro_size, pin_memory=self.on_cuda)
 
     def watched(self, loader: Any) -> Iterator[dict[str, torch.Tensor]]:
-        """The batches of a loader on this rank's device; the wait for them is a stage of its own."""
+        """The batches of a loader on this rank's device; the wait for them counts as the stage `data`."""
         batches = iter(loader)
         while True:
             if self._stages is None:
@@ -121,7 +122,7 @@ class Job:
             yield {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
     def loss(self, share: torch.Tensor) -> None:
-        """What one micro-batch on this rank adds to the mean loss of its step."""
+        """Record what one micro-batch on this rank adds to the mean loss of its step."""
         self._losses.append(share.detach())
 
     def step_done(self) -> None:
@@ -134,7 +135,7 @@ class Job:
             self._stages.step_done()
 
     def note_memory(self) -> None:
-        """For a library that resets the peak of the device's memory: what is noted before stays."""
+        """Keep the peak memory so far, for a library that resets the device's peak."""
         self._memory = max(self._memory, peak_memory_bytes(self.device))
 
     def deepspeed_engine(self, engine: Any) -> str:
@@ -142,7 +143,7 @@ class Job:
         import deepspeed
 
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
-            raise RuntimeError(f"this loop was to train on DeepSpeed and has a {type(engine).__name__}")
+            raise RuntimeError(f"this loop should train on DeepSpeed and has a {type(engine).__name__}")
         if engine.zero_optimization_stage() != self.spec.stage:
             raise RuntimeError(f"ZeRO-{engine.zero_optimization_stage()} instead of ZeRO-{self.spec.stage}")
         return f"{type(engine).__name__}, {type(engine.optimizer).__name__}, {engine.device}"
@@ -185,5 +186,5 @@ class Windows(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         window = torch.from_numpy(self._windows[index].astype(np.int64))
-        # Hugging Face models shift labels themselves, unless they are told that it is done.
+        # Hugging Face models shift labels themselves unless shift_labels is given.
         return {"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]}

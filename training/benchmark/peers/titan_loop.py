@@ -3,10 +3,10 @@
 torchrun --nproc_per_node 2 -m training.benchmark.peers.titan_loop SPEC RESULT [--compile]
 
 It is given the work (weights, tokens, learning rates, AdamW's settings) and runs with its defaults otherwise: its loss
-in eight chunks of the sequence, `torch.compile` off (but for FlexAttention, which is always compiled, with autotuning)
-unless `--compile` asks for what its recipes for speed have, each block and the loss compiled,
-CUDA graphs on, FlexAttention on a GPU, a line of metrics every ten steps and its trace of spans. Not its default is the
-`partial_dtensor` backend; see `titan_trainer`. On a CPU CUDA graphs are off and attention is SDPA.
+in eight chunks of the sequence, `torch.compile` off (except FlexAttention, which is always compiled, with autotuning)
+unless `--compile` compiles each block and the loss, as its recipes for speed do, CUDA graphs on, FlexAttention on a
+GPU, a line of metrics every ten steps and its trace of spans. The `partial_dtensor` backend is not its default; see
+`titan_trainer`. On a CPU CUDA graphs are off and attention is SDPA.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from training.benchmark.peers.common import Job
 def main() -> None:
     """Train the work of the command line."""
     job = Job()
-    complete_torch()
+    add_missing_names()
     if not job.on_cuda:
-        find_a_cpu()
+        use_cpu()
     titan = import_module("training.benchmark.peers.titan_trainer")
     logs, tracing = (
         import_module(f"torchtitan.{name}") for name in ("tools.logging", "observability.structured_logger")
@@ -38,29 +38,29 @@ def main() -> None:
         trainer = titan.trainer_of(job, Path(folder))
         trainer.train()
         trainer.close()
-        job.finish(titan.what_trained(trainer))
+        job.finish(titan.trained_with(trainer))
 
 
-def complete_torch() -> None:
-    """Give this torch two names that torchtitan 0.3.0 takes from later ones, where they are not there yet."""
+def add_missing_names() -> None:
+    """Add two names to this torch that torchtitan 0.3.0 imports from later releases."""
     names = vars(torch.distributed)
-    # a public name for a function that 2.13 has under this one
+    # 2.13 has this function only under a private name
     names.setdefault("set_timeout", distributed_c10d._set_pg_timeout)
-    # 2.11: a class that is imported, and used with `spmd_types` alone
+    # missing in 2.11: a class that is imported, but used with `spmd_types` only
     vars(fsdp).setdefault("DataParallelMeshDims", type(None))
 
 
-def find_a_cpu() -> None:
-    """Let torchtitan find a CPU where there is no accelerator: it takes CUDA for granted then, and has no option.
+def use_cpu() -> None:
+    """Make torchtitan run on a CPU: without an accelerator it assumes CUDA, and it has no option.
 
-    Its modules copy these two names when they are imported, so they are set before all others are.
+    Its modules copy these two names when they are imported, so they are set before any other module is.
     """
     cpu = SimpleNamespace(
         # of torch.cpu
         set_device=torch.cpu.set_device,
         device_count=torch.cpu.device_count,
         synchronize=torch.cpu.synchronize,
-        # what torch.cpu has otherwise or not at all, for the lines of its log
+        # different or missing in torch.cpu, used for its log
         current_device=lambda: 0,
         get_device_name=lambda _: "cpu",
         get_device_properties=lambda _: SimpleNamespace(total_memory=1),

@@ -1,4 +1,4 @@
-"""What a benchmark's work is in torchtitan's terms, or why it cannot be said in them. Needs no torchtitan."""
+"""A benchmark's work in torchtitan's configuration, or why it cannot be expressed there. Needs no torchtitan."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 VERSION = "0.3.0"
 """Of torchtitan: its configuration changes from release to release."""
 LEAST_TORCH = {"cuda": (2, 11), "cpu": (2, 13)}
-"""By device. 2.11 has all names that torchtitan 0.3.0 takes from it, but for those of `titan_loop.complete_torch`; its
-backward pass ends with a segmentation fault on a CPU. Seen to work: 2.13, on a CPU."""
+"""By device. 2.11 has all names that torchtitan 0.3.0 imports, except those of `titan_loop.add_missing_names`; its
+backward pass ends with a segmentation fault on a CPU. Tested with 2.13 on a CPU."""
 NEEDED = (
     ("torchtitan", "torchdata", "torch_checkpointing", "spmd_types", "tyro", "docstring_parser")
     + ("tensorboard", "absl")
     + ("triton",)
 )
-"""Modules that its trainer imports and requirements.txt does not bring; triton comes with torch for CUDA."""
+"""Modules that its trainer imports and requirements.txt does not install; triton comes with torch for CUDA."""
 UNDECAYED = r"(^|[._])norm\.weight$|\.bias$|^tok_embeddings\."
 """Names in its Llama, which ties the output's weight to `tok_embeddings.weight`; see `modeling.parameter_groups`."""
 RESHARD = {0: "never", 1: "never", 2: "never", 3: "always"}
-"""By ZeRO stage: whether the weights of a block are let go after its forward pass and gathered again for its backward
+"""By ZeRO stage: whether a block's weights are resharded after its forward pass and gathered again for its backward
 pass. Its FSDP2 shards gradients and the optimizer's state at every stage but 0, and between steps the weights, too."""
 PARAMETERS = {"fp32": "float32", "bf16": "bfloat16"}
 """Its `mixed_precision_param`, by compute. Gradients are reduced in float32, its only choice."""
@@ -34,7 +34,7 @@ PARAMETERS = {"fp32": "float32", "bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Llama:
-    """What its `Llama3Model` is built from."""
+    """Arguments of its `Llama3Model`."""
 
     vocabulary: int
     width: int
@@ -51,11 +51,11 @@ class Llama:
     """Keywords of its `ComplexRoPE.Config`: theta, and those of Llama 3's scaling where there is one."""
 
 
-def why_not() -> str | None:
-    """What keeps torchtitan from being imported here; None where nothing is known to."""
+def unavailable_reason() -> str | None:
+    """Why torchtitan cannot be imported here; None where no reason is known."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        return f"{', '.join(missing)} cannot be imported; make titan installs torchtitan {VERSION} apart"
+        return f"{', '.join(missing)} cannot be imported; make titan installs torchtitan {VERSION} separately"
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,8 +65,8 @@ def why_not() -> str | None:
     return None
 
 
-def refusal(spec: Spec) -> str | None:
-    """Why this work cannot be given to torchtitan as it is; None where it can. Reads the model's configuration."""
+def unsupported_reason(spec: Spec) -> str | None:
+    """Why torchtitan cannot train this work; None where it can. Reads the model's configuration."""
     from transformers import AutoConfig
 
     if spec.compute not in PARAMETERS:
@@ -85,7 +85,7 @@ def refusal(spec: Spec) -> str | None:
 def llama_of(config: PretrainedConfig) -> Llama:
     """The same model. Raises UserError: its Llama cannot be this one."""
     if config.model_type != "llama":
-        raise UserError(f"a {config.model_type} is not among its models that this loop knows: llama")
+        raise UserError(f"this loop supports only llama of its models, not {config.model_type}")
     for key, value in (
         ("attention_bias", False),
         ("mlp_bias", False),

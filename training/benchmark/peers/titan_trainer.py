@@ -1,4 +1,4 @@
-"""torchtitan's own Trainer on a benchmark's work: its configuration, and what is put in where it takes parts.
+"""torchtitan's own Trainer on a benchmark's work: its configuration, data loader, learning rates and measurements.
 
 Imports torchtitan, which looks for its device while it is imported; see `titan_loop`.
 """
@@ -36,8 +36,8 @@ from training.benchmark.peers.common import Job
 from training.benchmark.peers.titan_terms import PARAMETERS, RESHARD, UNDECAYED, Llama, largest_norm, llama_of
 from training.benchmark.spec import Spec
 
-# What is not loaded afterwards shows in the first loss.
-_NOTHING = {"weight": partial(torch.nn.init.constant_, val=math.nan)}
+# A weight that is not loaded afterwards makes the first loss nan.
+_UNLOADED = {"weight": partial(torch.nn.init.constant_, val=math.nan)}
 
 
 class Windows(BaseDataLoader):
@@ -65,7 +65,7 @@ class Windows(BaseDataLoader):
 
 
 class NoTokenizer(BaseTokenizer):
-    """For work that is tokens already."""
+    """Stands in for a tokenizer: the work is token ids already."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -95,12 +95,12 @@ class GivenRates(LRSchedulersContainer):
         of_peak: Callable[[int], float]
 
         def build(self, *, optimizers: OptimizersContainer, training_steps: int) -> LRSchedulersContainer:
-            """As its own, which calculates a function where this one is given it."""
+            """As in its own class, but with a given function instead of a calculated one."""
             return LRSchedulersContainer(optimizers, self.of_peak)
 
 
 class Measured(Trainer):
-    """Its Trainer, telling the job of every step and keeping the loss of every micro-batch without waiting for it."""
+    """Its Trainer, which reports every step to the job and keeps each micro-batch's loss without a device sync."""
 
     job: Job
     computed_in: set[torch.dtype]
@@ -110,7 +110,7 @@ class Measured(Trainer):
         loss = super().forward_backward_step(**work)
         # a new tensor: with CUDA graphs the next replay overwrites the loss
         self.job.loss(loss.detach() * self.job.world_size)
-        # it resets the device's peak whenever it logs, and a graph's memory shows while the graph is made only
+        # it resets the device's peak whenever it logs, and a graph's memory is visible only while it is captured
         self.job.note_memory()
         return loss
 
@@ -121,7 +121,7 @@ class Measured(Trainer):
 
 
 def trainer_of(job: Job, folder: Path) -> Measured:
-    """Its Trainer on the job's work. folder: what it writes beside its log goes there."""
+    """Its Trainer on the job's work. folder: for its output files."""
     trainer = Measured(trainer_config(job, folder))
     trainer.job, trainer.computed_in = job, set()
     block = next(iter(trainer.model_parts[0].layers.values()))
@@ -140,7 +140,7 @@ def trainer_config(job: Job, folder: Path) -> Trainer.Config:
     shape = llama_of(AutoConfig.from_pretrained(spec.model))
     weights = cached_file(spec.model, "config.json")
     assert weights is not None
-    # its default, spmd_types, is for a torch to come: FSDP2 of 2.13 does not take parameters with such annotations
+    # its default, spmd_types, needs a later torch: FSDP2 of 2.13 does not accept parameters with such annotations
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor", fsdp_reshard_after_forward=RESHARD[spec.stage])
     if spec.stage == 0:
         parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree = world, 1
@@ -206,7 +206,7 @@ def model_of(shape: Llama, *, length: int, on_cuda: bool) -> Llama3Model.Config:
     """
 
     def norm() -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=shape.width, eps=shape.norm_eps, param_init=_NOTHING)
+        return RMSNorm.Config(normalized_shape=shape.width, eps=shape.norm_eps, param_init=_UNLOADED)
 
     def block() -> Llama3TransformerBlock.Config:
         return Llama3TransformerBlock.Config(
@@ -217,8 +217,8 @@ def model_of(shape: Llama, *, length: int, on_cuda: bool) -> Llama3Model.Config:
                 n_heads=shape.heads,
                 n_kv_heads=shape.key_value_heads,
                 head_dim=shape.head_size,
-                wqkv_param_init=_NOTHING,
-                wo_param_init=_NOTHING,
+                wqkv_param_init=_UNLOADED,
+                wo_param_init=_UNLOADED,
                 inner_attention=get_attention_config("flex") if on_cuda else ScaledDotProductAttention.Config(),
                 fuse_qkv=True,
                 rope=ComplexRoPE.Config(dim=shape.head_size, max_seq_len=length, **shape.rope),
@@ -226,8 +226,8 @@ def model_of(shape: Llama, *, length: int, on_cuda: bool) -> Llama3Model.Config:
             feed_forward=make_ffn_config(
                 dim=shape.width,
                 hidden_dim=shape.inner_width,
-                w1_param_init=_NOTHING,
-                w2w3_param_init=_NOTHING,
+                w1_param_init=_UNLOADED,
+                w2w3_param_init=_UNLOADED,
             ),
         )
 
@@ -238,21 +238,21 @@ def model_of(shape: Llama, *, length: int, on_cuda: bool) -> Llama3Model.Config:
         tok_embeddings=Embedding.Config(
             num_embeddings=shape.vocabulary,
             embedding_dim=shape.width,
-            param_init={"weight": skip_param_init} if shape.tied else _NOTHING,
+            param_init={"weight": skip_param_init} if shape.tied else _UNLOADED,
         ),
         norm=norm(),
-        lm_head=Linear.Config(in_features=shape.width, out_features=shape.vocabulary, param_init=_NOTHING),
+        lm_head=Linear.Config(in_features=shape.width, out_features=shape.vocabulary, param_init=_UNLOADED),
         layers=[block() for _ in range(shape.layers)],
     )
 
 
-def what_trained(trainer: Measured) -> str:
-    """In words, seen in the trained model. A collective. Raises RuntimeError: it is not what the work asks for."""
+def trained_with(trainer: Measured) -> str:
+    """What trained, in words, from the trained model. A collective. Raises RuntimeError: not what the work asks for."""
     job, model = trainer.job, trainer.model_parts[0]
     units = sum(isinstance(module, FSDPModule) for module in model.modules())
     parameters = list(model.parameters())
     if not units or not all(isinstance(each, DTensor) and each.dtype == torch.float32 for each in parameters):
-        raise RuntimeError(f"this loop was to train FP32 shards with FSDP2 and has {units} FSDP units")
+        raise RuntimeError(f"this loop should train FP32 shards with FSDP2 and has {units} FSDP units")
     here = torch.tensor(sum(each.to_local().numel() for each in parameters), device=job.device)
     torch.distributed.all_reduce(here)
     share = int(here) / sum(each.numel() for each in parameters)
@@ -267,6 +267,6 @@ def what_trained(trainer: Measured) -> str:
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         modules = sum(module._compiled_call_impl is not None for module in model.modules())
         if not graphs or not modules:
-            raise RuntimeError(f"it was to be compiled and has {modules} compiled modules and {graphs} graphs")
+            raise RuntimeError(f"it should be compiled and has {modules} compiled modules and {graphs} graphs")
         words.append(f"{modules} compiled modules in {graphs} graphs")
     return ", ".join([*words, str(job.device)])

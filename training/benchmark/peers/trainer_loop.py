@@ -2,7 +2,7 @@
 
 torchrun --nproc_per_node 2 -m training.benchmark.peers.trainer_loop SPEC RESULT
 
-On a machine without a GPU it takes DeepSpeed only when it is given a state that was started so; see `accelerate_loop`.
+On a machine without a GPU it uses DeepSpeed only with an Accelerate state set up for it; see `accelerate_loop`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from training.benchmark.peers.common import Job, Windows
 
 
 class Measured(TrainerCallback):
-    """Tells the job of every step."""
+    """Reports every step to the job."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -30,9 +30,9 @@ class Measured(TrainerCallback):
 
 
 class InOrder(Trainer):
-    """The Trainer, on the work's order of samples, keeping the loss of every micro-batch without waiting for it.
+    """The Trainer, on the work's order of samples; it keeps the loss of every micro-batch without a device sync.
 
-    Optimizer and scheduler are made here: those given as `optimizers` are dropped under DeepSpeed without a word.
+    Optimizer and scheduler are made here: those given as `optimizers` are silently dropped under DeepSpeed.
     """
 
     job: Job

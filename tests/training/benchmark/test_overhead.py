@@ -14,7 +14,7 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.errors import UserError
 from tests.support.launches import BIN, LAUNCHERS, SMALL
-from training.benchmark.steps import Measured, interval, report, require_comparable
+from training.benchmark.overhead import Measured, interval, report, require_comparable
 
 RECIPE = str(REPOSITORY / "config/recipes/benchmark.yaml")
 
@@ -48,8 +48,8 @@ def test_a_step_that_is_rarely_slow_counts_in_the_seconds_and_not_in_the_median(
         (1e-8, 0.97, None, 0, ""),
         (1e-8, 0.97, 0.96, 0, ""),
         (1e-8, 0.97, 0.99, 3, "the median is below 0.99 for certain"),
-        (2e-4, 1.0, None, 3, "losses part: 2.0e-04 is more than 0.0001"),
-        (math.nan, 1.0, None, 3, "losses part"),
+        (2e-4, 1.0, None, 3, "losses differ by 2.0e-04, more than 0.0001"),
+        (math.nan, 1.0, None, 3, "losses differ by nan"),
     ],
 )
 def test_the_exit_code_is_a_gate(distance, ratio, at_least, code, said, capsys) -> None:
@@ -75,7 +75,7 @@ def test_two_ranks_train_both_to_the_same_losses(tmp_path) -> None:
     port = free_port()
     launch = [part.format(port=port) for part in LAUNCHERS["torchrun"]]
     overrides = [*SMALL, f"data.cache_dir={tmp_path}", "schedule.warmup_steps=2", "tracking.wandb=disabled"]
-    arguments = ["-m", "training.benchmark.steps", "--config", RECIPE, "--pairs", "3", "--steps", "2", *overrides]
+    arguments = ["-m", "training.benchmark.overhead", "--config", RECIPE, "--pairs", "3", "--steps", "2", *overrides]
     done = subprocess.run([BIN / launch[0], *launch[1:], *arguments], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     [distance] = re.findall(r"^losses +(\S+) apart at most", done.stdout, flags=re.MULTILINE)
