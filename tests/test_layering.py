@@ -7,6 +7,7 @@ The floors inside training/ are in tests/support/imports.py, and docs/architectu
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -158,6 +159,12 @@ def test_every_module_says_what_it_is_for() -> None:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     assert circles(REPOSITORY) == []
+
+
+def test_only_the_engine_touches_deepspeeds_engine() -> None:
+    """Whoever needs more of DeepSpeed asks `training/engine/` for it; the benchmark's contestants have their own."""
+    outside = [path for path in source_files(REPOSITORY) if not path.is_relative_to(REPOSITORY / "training" / "engine")]
+    assert [path.name for path in outside if re.search(r"engine\.deepspeed\b", path.read_text())] == []
 
 
 def test_every_folder_of_code_is_held() -> None:
