@@ -9,7 +9,7 @@ PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup another-torch architecture demo test test-cluster test-long test-kernels check benchmark benchmark-gpu benchmark-titan titan test-titan parity parity-defects analyze matrix envelope chaos clean
+.PHONY: help setup another-torch architecture demo test test-fast test-cluster test-long test-kernels check benchmark benchmark-gpu benchmark-titan titan test-titan parity parity-defects analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -38,6 +38,9 @@ demo: setup  ## Train a small Llama on real text and leave runs/demo
 
 test: setup  ## Run all tests, two files at a time (ARGS="-n 0" for one)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-fast: setup  ## The tests that start no process, under two minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-processes -rfE --durations=10 $(ARGS)
 
 test-cluster: setup  ## Test on machines made of network namespaces, and on a Slurm of two nodes (root; skips with the reason)
 	$(BIN)/python -m pytest -rs -m cluster $(ARGS)

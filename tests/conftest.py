@@ -1,18 +1,45 @@
-"""Shared by all tests: real gloo process groups, each started once for the whole session."""
+"""Shared by all tests: real gloo process groups, each started once a session; with --no-processes, none of them."""
 
 from __future__ import annotations
 
+import multiprocessing.util
+import os
+import pty
+import subprocess
 from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import pytest
 
 from config.machine import op_builds
 from tests.support.process_group import ProcessGroup
 
+STARTS = (
+    (subprocess.Popen, "_execute_child"),
+    (multiprocessing.util, "spawnv_passfds"),
+    (os, "fork"),
+    (os, "forkpty"),
+    (pty, "fork"),
+)
+"""What every new process comes from."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-processes", action="store_true", help="skip each test as soon as it would start a process")
+
 
 def pytest_sessionstart() -> None:
     """A session that was killed in a build would stall those tests that start DeepSpeed without Mantissa."""
     op_builds.clear_abandoned("*", print)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_processes(request: pytest.FixtureRequest) -> None:
+    def skip(*arguments: Any, **options: Any) -> NoReturn:
+        pytest.skip("starts a process")
+
+    for owner, name in STARTS if request.config.getoption("--no-processes") else ():
+        setattr(owner, name, skip)
 
 
 @pytest.fixture(scope="session")

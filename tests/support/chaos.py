@@ -8,7 +8,6 @@ each resumed one is held against.
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import random
 import signal
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from config.child_jobs import free_port
-from config.cli import REPOSITORY
+from tests.support import forked
 from tests.support.small_run import batch_of, engine_of, masters_of, resolve, restored, state_of
 from training import distributed
 from training.checkpoint.checkpoints import Checkpoints
@@ -82,7 +81,7 @@ def run_job(folder: Path, *, stage: int, compute: str, steps: int = 1, kill: Kil
 
     Raises AssertionError with the traceback when it fails before that.
     """
-    context, started = multiprocessing.get_context("forkserver"), time.perf_counter()
+    context, started = forked.context(), time.perf_counter()
     port = free_port()
     workers: list[tuple[Any, Connection]] = []
     for rank in range(2):
@@ -107,16 +106,6 @@ def run_job(folder: Path, *, stage: int, compute: str, steps: int = 1, kill: Kil
             worker.kill()
     assert told[0] == told[1]
     return Told(told[0][0][0], dict(told[0]), codes, time.perf_counter() - started)
-
-
-def preload() -> None:
-    """Let the fork server import everything once. It looks for modules on PYTHONPATH only."""
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, paths)])
-    os.environ["OMP_NUM_THREADS"] = "1"
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["tests.support.chaos", "deepspeed.runtime.zero.muon.muon_optimizer"]  # deepspeed.initialize imports that one
-    )
 
 
 def kill_again_and_again(folder: Path, kills: list[Kill], *, stage: int, compute: str) -> dict[str, int]:

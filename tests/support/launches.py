@@ -10,6 +10,7 @@ from pathlib import Path
 
 from config.child_jobs import free_port
 from config.cli import REPOSITORY
+from tests.support.forked import Job
 from tracking.jsonl import read_events
 
 BIN = Path(sys.executable).parent
@@ -61,10 +62,15 @@ def command(launcher: str, folder: Path, name: str, *overrides: str) -> list[str
     ]
 
 
-def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
-    """The job in a process group of its own, so that a test can kill all of it."""
+def start(arguments: Sequence[str], *, fresh: bool = False) -> subprocess.Popen[str] | Job:
+    """The job in a process group of its own, so that a test can kill all of it.
+
+    A job of one process is forked from a server that has imported everything, unless it shall be a `fresh` interpreter.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    if arguments[0] == "python" and not fresh:
+        return Job(arguments, environment)
     return subprocess.Popen(
         arguments,
         env=environment,
@@ -76,9 +82,9 @@ def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
     )
 
 
-def finish(arguments: Sequence[str], *, exit_code: int = 0, seconds: float = 240.0) -> str:
+def finish(arguments: Sequence[str], *, exit_code: int = 0, seconds: float = 240.0, fresh: bool = False) -> str:
     """Run a job to its end and check its exit code; what it printed."""
-    process = start(arguments)
+    process = start(arguments, fresh=fresh)
     output, _ = process.communicate(timeout=seconds)
     assert process.returncode == exit_code, output
     return output

@@ -1,12 +1,11 @@
 """A group of real processes that stays up and runs one test function after another.
 
-Importing torch, transformers and DeepSpeed takes about ten seconds, so the processes are started once. A function that
+Joining a group takes a moment, so the processes are started once. A function that
 fails returns its traceback; one that hangs past the time-out costs the group, which is then started anew.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import traceback
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from config.child_jobs import free_port
+from tests.support import forked
 
 START_SECONDS = 240.0
 """The first start on a machine builds DeepSpeed's shared-memory op, which takes about a minute."""
@@ -57,7 +57,7 @@ class ProcessGroup:
 
     def _start(self) -> None:
         port = free_port()
-        context = multiprocessing.get_context("spawn")
+        context = forked.context()
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.world_size, port), daemon=True)

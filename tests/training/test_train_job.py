@@ -49,7 +49,7 @@ def test_a_job_leaves_what_a_person_can_look_at(folder, unbroken):
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "python"])
 def test_every_launcher_trains_the_same_and_one_process_writes(folder, unbroken, launcher):
-    finish(command(launcher, folder, launcher))
+    finish(command(launcher, folder, launcher), fresh=True)
     started = events(folder, launcher, "run_start")
     assert [event["world_size"] for event in started] == [1 if launcher == "python" else 2]
     steps = trace(folder, launcher)

@@ -21,11 +21,6 @@ ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "1"))
 WHAT_MUST_REPEAT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _server():
-    chaos.preload()
-
-
 def test_a_kill_at_any_phase_of_a_save_loses_nothing_that_was_published(tmp_path):
     """22 s on two busy cores."""
     kills = [

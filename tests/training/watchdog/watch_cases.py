@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from config.child_jobs import free_port
+from tests.support import forked
 from training import distributed
 from training.distributed import Place
 from training.watchdog import watch as lost_rank
@@ -118,8 +118,6 @@ class Ranks:
     """Starts scenarios from a server that has imported everything, and waits for how each rank ended."""
 
     def __init__(self, folder: Path) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.training.watchdog.watch_cases"])
         self._folder = folder
 
     def run(
@@ -129,7 +127,7 @@ class Ranks:
         port = free_port()
         logs = [self._folder / f"{scenario}-{rank}.log" for rank in range(WORLD)]
         ranks = [
-            self._context.Process(target=_rank, args=(scenario, rank, port, str(logs[rank]), elsewhere, timeout))
+            forked.context().Process(target=_rank, args=(scenario, rank, port, str(logs[rank]), elsewhere, timeout))
             for rank in range(WORLD)
         ]
         for rank in ranks:

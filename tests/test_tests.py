@@ -1,0 +1,36 @@
+"""The tests themselves: where they live, and what pytest is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from config.cli import REPOSITORY
+
+TESTS = REPOSITORY / "tests"
+
+
+def test_every_folder_mirrors_one_of_the_code_and_helpers_are_in_support() -> None:
+    files = [path for path in TESTS.rglob("*.py") if path.parent != TESTS / "support" and path.name != "conftest.py"]
+    folders = {path.parent.relative_to(TESTS) for path in files}
+    assert [folder for folder in folders if not (REPOSITORY / folder).is_dir()] == []
+    assert [path for path in files if not (path.name.startswith("test_") or path.name.endswith("_cases.py"))] == []
+
+
+def outcome(folder: Path, test: str, *options: str) -> str:
+    """What pytest says at the end of a session of one test, set up as all sessions are."""
+    (folder / "test_it.py").write_text(f"import os, pytest\n\n{test}\n")
+    words = ["-q", "-p", "no:cacheprovider", "-p", "tests.conftest", "-c", str(REPOSITORY / "pyproject.toml"), *options]
+    command = [sys.executable, "-m", "pytest", *words, "--rootdir", str(folder), str(folder / "test_it.py")]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout
+
+
+def test_an_unknown_marker_is_refused(tmp_path: Path) -> None:
+    assert "'slwo' not found in `markers`" in outcome(tmp_path, "@pytest.mark.slwo\ndef test_it(): pass")
+
+
+def test_what_starts_a_process_is_skipped_on_request(tmp_path: Path) -> None:
+    test = "def test_it(): assert os.spawnlp(os.P_WAIT, 'true', 'true') == 0"
+    assert "1 passed" in outcome(tmp_path, test)
+    assert "1 skipped" in outcome(tmp_path, test, "--no-processes")
