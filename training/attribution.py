@@ -32,7 +32,7 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
     """
     reduced = [(name, describe(gradient)) for name, gradient in engine.gradients.names_not_finite()]
     engine.discard_quietly()
-    device = engine.place.device
+    device = engine.world.device
     after = generators(device)
     restore_generators(outcome.generators, device)
     local = check_parameters(_held_parameters(engine))
@@ -42,7 +42,7 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
     local += [finding for finding in inspector.findings if finding.tensor != "parameter"]
     restore_generators(after, device)
     found = [
-        (rank, finding) for rank, findings in enumerate(engine.place.gather_objects(local)) for finding in findings
+        (rank, finding) for rank, findings in enumerate(engine.world.gather_objects(local)) for finding in findings
     ]
     if found:
         return sorted(found, key=lambda item: item[1].order)

@@ -18,7 +18,7 @@ from tracking.record import Record
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.reader import Opener
 from training.checkpoint.retention import Retention
-from training.distributed import Place
+from training.distributed import World
 from training.engine import Engine
 from training.parts import Parts
 from training.preemption import Preemption
@@ -36,13 +36,13 @@ def build(opened: Session) -> tuple[Parts, Progress]:
 
     A collective. Raises UserError for what only shows now: a store that cannot be used, a checkpoint of another run.
     """
-    resolved, engine, place, batches = opened.resolved, opened.engine, opened.place, opened.batches
+    resolved, engine, world, batches = opened.resolved, opened.engine, opened.world, opened.batches
     config, run_dir = resolved.config, run_dir_of(resolved)
-    checkpoints = open_checkpoints(resolved, run_dir.checkpoints, place, identity=opened.identity)
+    checkpoints = open_checkpoints(resolved, run_dir.checkpoints, world, identity=opened.identity)
     _check_validation(resolved, opened.corpus)
     found = checkpoints.find(config.run.resume)
     state = checkpoints.load(found, engine) if found else None
-    record = open_record(resolved, opened.corpus, engine, run_dir, place)
+    record = open_record(resolved, opened.corpus, engine, run_dir, world)
     for line in engine.notes:
         record.note(line)
     watched: dict[str, Any] = {"engine": engine, "batches": batches, "note": record.note}
@@ -56,7 +56,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         validation=opened.validation,
         preemption=Preemption(config.run.max_minutes),
         telemetry=Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None,
-        tracing=open_tracing(resolved, place, checkpoints=checkpoints, **watched),
+        tracing=open_tracing(resolved, world, checkpoints=checkpoints, **watched),
         profiling=open_profiling(resolved, run_dir.path, **watched),
     )
     _record_start(parts, progress, found)
@@ -96,7 +96,7 @@ def assemble(
     return parts, progress
 
 
-def open_checkpoints(resolved: Resolved, folder: Path, place: Place, *, identity: dict[str, Any]) -> Checkpoints:
+def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity: dict[str, Any]) -> Checkpoints:
     """The run's checkpoints as its config wants them. Raises UserError: no such key, or the store cannot be used."""
     section = resolved.config.checkpoint
     keep, remote = Retention(section.keep, every=section.keep_every, best=section.keep_best), None
@@ -105,8 +105,8 @@ def open_checkpoints(resolved: Resolved, folder: Path, place: Place, *, identity
         from training.checkpoint.store.store import Store
 
         store = Store(f"{section.dir.rstrip('/')}/{resolved.config.run.name}", section.storage_options)
-        problem = _unavailable_reason(store) if place.is_main else None
-        problem = place.from_main(problem)
+        problem = _unavailable_reason(store) if world.is_main else None
+        problem = world.from_main(problem)
         if problem is not None:
             raise UserError(problem)
         remote, keep = Remote(store, keep), Retention(1)
@@ -114,7 +114,7 @@ def open_checkpoints(resolved: Resolved, folder: Path, place: Place, *, identity
         folder,
         keep=keep,
         identity=identity,
-        place=place,
+        world=world,
         background=section.background == "always" or (section.background == "auto" and resolved.offload == "none"),
         verify_after_save=section.verify_after_save,
         opener=Opener.of(section),

@@ -29,7 +29,7 @@ from config.resolved import Resolved
 
 
 @dataclass(frozen=True)
-class Place:
+class World:
     """One process of the run."""
 
     rank: int
@@ -82,7 +82,7 @@ class Place:
         dist.all_reduce(values, group=self.group)
         return values
 
-    def on_own_group(self) -> Place:
+    def on_own_group(self) -> World:
         """The same ranks on a new gloo group, whose collectives may run in a thread at the same time as training's.
 
         Its time-out is a day: a rank with more to write may reach a collective hours after the others. A collective.
@@ -92,7 +92,7 @@ class Place:
         )
 
 
-def join(resolved: Resolved) -> Place:
+def join(resolved: Resolved) -> World:
     """Join the process group of a run by its config and the launcher's environment. Raises as `start` does."""
     run = resolved.config.run
     return start(
@@ -106,7 +106,7 @@ def join(resolved: Resolved) -> Place:
 
 def start(
     *, rank: int, world_size: int, local_rank: int, timeout_minutes: float = 30.0, bind_cores: str = "never"
-) -> Place:
+) -> World:
     """Join the process group, select this rank's device, and its share of the machine's cores.
 
     The first three arguments are from the launcher's environment. bind_cores: as `run.bind_cores`. Raises RuntimeError
@@ -138,9 +138,9 @@ def start(
     if accelerator.device_name() == "cpu":
         _unlink_shared_memory(rank)
     device = torch.device(accelerator.device_name() if accelerator.device_name() == "cpu" else f"cuda:{local_rank}")
-    place = Place(rank, world_size, local_rank, device)
-    _use_own_cores(place, bind_cores)
-    return place
+    world = World(rank, world_size, local_rank, device)
+    _use_own_cores(world, bind_cores)
+    return world
 
 
 def allow_slow_fp16() -> bool:
@@ -187,23 +187,23 @@ def _join_under_new_prefix(rank: int, world_size: int, timeout: timedelta) -> No
     )
 
 
-def _use_own_cores(place: Place, bind_cores: str) -> None:
+def _use_own_cores(world: World, bind_cores: str) -> None:
     """Use this rank's share of its machine's cores, and bind it to them where configured. A collective.
 
     The deepspeed launcher gives every rank all cores. The number of threads is set unless OMP_NUM_THREADS is.
     """
     gpu = None
-    if place.device.type == "cuda":
-        found: Any = torch.cuda.get_device_properties(place.device)  # torch does not declare these
+    if world.device.type == "cuda":
+        found: Any = torch.cuda.get_device_properties(world.device)  # torch does not declare these
         gpu = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    claims = place.gather_objects(RankCpus.here(gpu))
-    binding = choose_binding(bind_cores, claims, place.rank)
+    claims = world.gather_objects(RankCpus.here(gpu))
+    binding = choose_binding(bind_cores, claims, world.rank)
     from_environment = ", as OMP_NUM_THREADS says" if "OMP_NUM_THREADS" in os.environ else ""
     if not from_environment:
         torch.set_num_threads(binding.threads)
     threads = torch.get_num_threads()
     line = apply_binding(binding)
-    if line is not None and place.is_main:
+    if line is not None and world.is_main:
         print(f"{line}; {threads} thread{'s' * (threads > 1)}{from_environment}", flush=True)
 
 

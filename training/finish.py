@@ -30,7 +30,7 @@ def finish(parts: Parts, corpus: Corpus, ending: Ending) -> None:
             tokens=generate.tokens,
             temperature=generate.temperature,
             seed=parts.resolved.config.run.seed,
-            device=parts.engine.place.device,
+            device=parts.engine.world.device,
         )
     parts.batches.close()
     parts.stop_watching()
@@ -43,7 +43,7 @@ def finish(parts: Parts, corpus: Corpus, ending: Ending) -> None:
         reason=ending.reason,
     )
     parts.record.close()
-    if parts.engine.place.is_main:
+    if parts.engine.world.is_main:
         _report(parts, sample, ending)
 
 

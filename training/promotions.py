@@ -39,7 +39,7 @@ class Promotions:
 def promotable(regions: Regions | None, causes: Causes, *, to: str) -> list[str]:
     """The precision regions that the causes blame and that are narrower than `to`.
 
-    Without a cause (an overflow that no rank could place) every FP16 region is suspect.
+    Without a cause (an overflow that no rank could trace) every FP16 region is suspect.
     """
     if regions is None:
         return []

@@ -93,7 +93,7 @@ def replay(run_dir: RunDir, resolved: Resolved, recorded: list[dict[str, Any]], 
 
     target, collector = recorded[-1]["step"], Collector()
     with session(resolved) as opened:
-        found = opened.place.from_main(newest_before(run_dir.checkpoints, target) if opened.place.is_main else None)
+        found = opened.world.from_main(newest_before(run_dir.checkpoints, target) if opened.world.is_main else None)
         checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
         parts, progress = assemble(
             resolved,

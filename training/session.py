@@ -24,7 +24,7 @@ from tracking.run_dir import RunDir
 from training import distributed
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
-from training.distributed import Place
+from training.distributed import World
 from training.engine import Engine, build_engine
 from training.watchdog import watch
 
@@ -36,7 +36,7 @@ class Session:
     resolved: Resolved
     corpus: Corpus
     model_config: PretrainedConfig
-    place: Place
+    world: World
     engine: Engine
     batches: Batches
     """At the start of the data order."""
@@ -68,16 +68,16 @@ class Session:
 
     def saved_checkpoints(self, folder: Path) -> Checkpoints:
         """The checkpoints of a run folder, to load from."""
-        return Checkpoints(folder, keep=Retention(1), identity=self.identity, place=self.place)
+        return Checkpoints(folder, keep=Retention(1), identity=self.identity, world=self.world)
 
 
 @contextmanager
 def session(
-    resolved: Resolved, *, corpus: Corpus | None = None, place: Place | None = None, trains: bool = False
+    resolved: Resolved, *, corpus: Corpus | None = None, world: World | None = None, trains: bool = False
 ) -> Iterator[Session]:
     """Prepare the data, join the process group, build model, engine and batches; end them all afterwards. A collective.
 
-    corpus: the data, where it is prepared already. place: the process group, where it was joined already; it is then
+    corpus: the data, where it is prepared already. world: the process group, where it was joined already; it is then
     left as it is, and the engine closed, so that another session can follow. trains: this is the job of `train.py`
     itself: lost ranks are watched for, and its run folder is opened before anything is built.
 
@@ -87,20 +87,20 @@ def session(
     corpus = corpus or prepare(config.data, progress=resolved.rank == 0)
     shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
     with ExitStack() as ends:
-        joined = place is None
-        if place is None:
-            place = distributed.join(resolved)
+        joined = world is None
+        if world is None:
+            world = distributed.join(resolved)
             ends.callback(distributed.stop)
         if trains:
-            ends.enter_context(watch.watched(place))
-            open_run_dir(resolved, place)
-        engine = build_engine(resolved, shape, place)
+            ends.enter_context(watch.watched(world))
+            open_run_dir(resolved, world)
+        engine = build_engine(resolved, shape, world)
         if not joined:
             ends.callback(engine.close)
-        seed_everything(config.run.seed + place.rank)
+        seed_everything(config.run.seed + world.rank)
         batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
         ends.callback(batches.close)
-        yield Session(resolved, corpus, shape, place, engine, batches)
+        yield Session(resolved, corpus, shape, world, engine, batches)
 
 
 def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:
@@ -123,16 +123,16 @@ def run_dir_of(resolved: Resolved) -> RunDir:
     return RunDir(Path(run.dir).expanduser() / run.name)
 
 
-def open_run_dir(resolved: Resolved, place: Place) -> RunDir:
+def open_run_dir(resolved: Resolved, world: World) -> RunDir:
     """The run folder, made by rank 0 and known to all. A resumed run goes on in its own."""
     run = resolved.config.run
     root, error = Path(run.dir).expanduser(), None
-    if place.is_main:
+    if world.is_main:
         try:
             RunDir.create(root, run.name, fresh=run.resume == "never")
         except Exception as problem:  # carried to every rank, so that none waits for one that has stopped
             error = problem
-    error = place.from_main(error)
+    error = world.from_main(error)
     if error is not None:
         raise error
     return run_dir_of(resolved)

@@ -17,21 +17,21 @@ from tracking.jsonl import JsonlSink
 from tracking.record import Record, Sink
 from tracking.run_dir import RunDir
 from tracking.wandb.sink import WandbSink
-from training.distributed import Place
+from training.distributed import World
 from training.engine import Engine
 from training.engine.ledger import as_plain, read_ledger
 
 
-def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: RunDir, place: Place) -> Record:
+def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: RunDir, world: World) -> Record:
     """Open the record of a run and write the run folder's inputs; on ranks other than 0 it is silent. A collective."""
     ledger = read_ledger(engine, reduce=resolved.config.precision.reduce)
-    if not place.is_main:
+    if not world.is_main:
         return Record.silent()
     config = resolved.config
     facts = environment(
         {
-            "accelerator": _accelerator(place),
-            "world_size": place.world_size,
+            "accelerator": _accelerator(world),
+            "world_size": world.world_size,
             "data": {
                 "fingerprint": corpus.fingerprint,
                 "folder": str(corpus.folder),
@@ -86,10 +86,10 @@ def _prometheus(config: Config, console: ConsoleSink) -> Sink:
     return sink
 
 
-def _accelerator(place: Place) -> dict[str, Any]:
-    if place.device.type != "cuda":
+def _accelerator(world: World) -> dict[str, Any]:
+    if world.device.type != "cuda":
         return {"device": "cpu", "threads": torch.get_num_threads()}
-    properties = torch.cuda.get_device_properties(place.device)
+    properties = torch.cuda.get_device_properties(world.device)
     return {
         "device": properties.name,
         "memory_bytes": properties.total_memory,

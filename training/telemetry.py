@@ -73,7 +73,7 @@ class Telemetry:
                 agreement |= compare_gradients(whole, [(name, self._reference[name]) for name, _ in whole])
         assert self._meter is not None
         plain = to_plain({"gradients": modules, "activation_max": self._meter.maxima, "probe": agreement})
-        by_rank = engine.place.gather_objects(plain["activation_max"])  # each rank has its own samples
+        by_rank = engine.world.gather_objects(plain["activation_max"])  # each rank has its own samples
         plain["activation_max"] = {name: max(seen[name] for seen in by_rank) for name in by_rank[0]}
         self._reference, self._meter = {}, None
         return {**plain, "drift": self._drift(), "gradient_exponents": _trimmed(exponents)}
@@ -98,7 +98,7 @@ class Telemetry:
 
     def _fp32_gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Gradients of the step's mean loss in FP32, by name, averaged over ranks, with the step's random numbers."""
-        engine, device = self._engine, self._engine.place.device
+        engine, device = self._engine, self._engine.world.device
         before = generators(device)
         found = self._through_regions(batch) if engine.regions is not None else self._through_masters(batch)
         restore_generators(before, device)
@@ -120,12 +120,12 @@ class Telemetry:
 
     def _through_masters(self, batch: Batch) -> dict[str, torch.Tensor]:
         """On the cast path: the module called with the masters in place of its 16-bit parameters."""
-        engine, device = self._engine, self._engine.place.device
+        engine, device = self._engine, self._engine.world.device
         masters = {
             name: whole_master(engine, parameter).requires_grad_()
             for name, parameter in engine.model.named_parameters()
         }
-        tokens = engine.place.sum(torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device))
+        tokens = engine.world.sum(torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device))
         for inputs, labels in batch.micro_batches(device):
             options = {**inputs, "use_cache": False}
             logits = torch.func.functional_call(engine.model, masters, args=(), kwargs=options).logits
@@ -133,7 +133,7 @@ class Telemetry:
         found = {}
         for name, master in masters.items():
             gradient = torch.zeros_like(master) if master.grad is None else master.grad
-            found[name] = engine.place.sum(gradient).detach().cpu()
+            found[name] = engine.world.sum(gradient).detach().cpu()
         return found
 
 

@@ -11,7 +11,7 @@ from config.errors import UserError
 from precision.statistics import ActivationMeter
 from tests.support.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
-from training.distributed import Place
+from training.distributed import World
 from training.engine import Engine
 from training.engine.tensors import whole_gradient
 
@@ -22,26 +22,26 @@ LOSSES = {
 
 
 def two_steps(
-    place: Place, *, stage: int, compute: str, loss: str, overrides: tuple[str, ...] = (), manifest: str = ""
+    world: World, *, stage: int, compute: str, loss: str, overrides: tuple[str, ...] = (), manifest: str = ""
 ) -> dict[str, Any]:
     """Two steps from the seeded weights, two micro-batches a rank, and an evaluation."""
-    with engine_of(place, _resolved(place, stage, compute, loss, overrides, manifest)) as engine:
+    with engine_of(world, _resolved(world, stage, compute, loss, overrides, manifest)) as engine:
         rows = []
         gradients: dict[str, Any] = {}
         for step in (1, 2):
             mask = "sequences" if step == 2 else "uneven"  # the second leaves a whole rank without labels
-            health = engine.health(engine.forward_backward(batch_of(place, 2, seed=step, mask=mask), step=step))
+            health = engine.health(engine.forward_backward(batch_of(world, 2, seed=step, mask=mask), step=step))
             gradients = gradients or _gradients(engine)
             rows.append((health.loss, health.grad_norm, engine.step(health, 0.01).applied))
-        evaluated = engine.evaluate([batch_of(place, 2, seed=9)])
+        evaluated = engine.evaluate([batch_of(world, 2, seed=9)])
         found = {"rows": rows, "evaluated": evaluated, "gradients": gradients, "masters": masters_of(engine)}
         return found | {"chunked": engine.loss_path.chunked, "why_full": engine.loss_path.why_full}
 
 
-def watched(place: Place, *, loss: str) -> dict[str, Any]:
+def watched(world: World, *, loss: str) -> dict[str, Any]:
     """What a meter on the modules sees of the head, and the losses of a step in which it looks and of one without."""
-    with engine_of(place, _resolved(place, 1, "fp32", loss, (), "")) as engine:
-        batch = batch_of(place, 2, seed=1)
+    with engine_of(world, _resolved(world, 1, "fp32", loss, (), "")) as engine:
+        batch = batch_of(world, 2, seed=1)
         unseen = engine.health(engine.forward_backward(batch, step=1)).loss
         engine.discard_quietly()
         with ActivationMeter(engine.model) as meter:
@@ -50,12 +50,12 @@ def watched(place: Place, *, loss: str) -> dict[str, Any]:
         return {"unseen": unseen, "seen": seen, "maximum": float(meter.maxima["lm_head"])}
 
 
-def spoiled(place: Place, *, loss: str, module: str, kind: str) -> dict[str, Any]:
+def spoiled(world: World, *, loss: str, module: str, kind: str) -> dict[str, Any]:
     """Who is blamed for a step that a fault on rank 0 spoils, and the shapes of what the model put out meanwhile."""
     fault = f"faults=[{{kind: {kind}, step: 1, rank: 0, module: {module}}}]"
     shapes = set()
-    with engine_of(place, _resolved(place, 2, "bf16", loss, (fault,), "")) as engine:
-        batch = batch_of(place, 2, seed=1)
+    with engine_of(world, _resolved(world, 2, "bf16", loss, (fault,), "")) as engine:
+        batch = batch_of(world, 2, seed=1)
         outcome = engine.forward_backward(batch, step=1)
         finite = engine.health(outcome).finite
         engine.model.register_forward_hook(lambda module, inputs, output: shapes.add(tuple(output.logits.shape)))
@@ -65,11 +65,11 @@ def spoiled(place: Place, *, loss: str, module: str, kind: str) -> dict[str, Any
     return {"finite": finite, "blamed": blamed, "shapes": shapes}
 
 
-def unwanted(place: Place) -> dict[str, Any]:
+def unwanted(world: World) -> dict[str, Any]:
     """The gradients of a step whose first micro-batch counts for nothing: its loss gets the factor 0."""
     defect = ("defects=[{kind: skipped_accumulation}]",)
-    with engine_of(place, _resolved(place, 1, "fp32", "chunked", defect, "")) as engine:
-        engine.health(engine.forward_backward(batch_of(place, 2, seed=1), step=1))
+    with engine_of(world, _resolved(world, 1, "fp32", "chunked", defect, "")) as engine:
+        engine.health(engine.forward_backward(batch_of(world, 2, seed=1), step=1))
         return _gradients(engine)
 
 
@@ -79,13 +79,13 @@ RECURRENT = [
 ]
 
 
-def cannot(place: Place) -> dict[str, Any]:
+def cannot(world: World) -> dict[str, Any]:
     """A model whose logits are changed in an unknown way: what chunked says, and auto where it would be chunked."""
     found: dict[str, Any] = {"refused": ""}
-    batch = batch_of(place, 2, seed=1)
+    batch = batch_of(world, 2, seed=1)
     try:
         overrides = [*RECURRENT, "model.loss=chunked"]
-        with engine_of(place, resolve(place, stage=1, compute="fp32", micro=2, overrides=overrides)):
+        with engine_of(world, resolve(world, stage=1, compute="fp32", micro=2, overrides=overrides)):
             pass
     except UserError as error:
         found["refused"] = str(error)
@@ -93,7 +93,7 @@ def cannot(place: Place) -> dict[str, Any]:
     try:
         for loss, key in (("auto", "loss"), ("full", "loss_of_full")):
             overrides = [*RECURRENT, f"model.loss={loss}"]
-            with engine_of(place, resolve(place, stage=1, compute="fp32", micro=2, overrides=overrides)) as engine:
+            with engine_of(world, resolve(world, stage=1, compute="fp32", micro=2, overrides=overrides)) as engine:
                 found[key] = engine.health(engine.forward_backward(batch, step=1)).loss
                 if loss == "auto":
                     found |= {"chunked": engine.loss_path.chunked, "why_full": engine.loss_path.why_full}
@@ -102,14 +102,14 @@ def cannot(place: Place) -> dict[str, Any]:
     return found
 
 
-def _resolved(place: Place, stage: int, compute: str, loss: str, overrides: tuple[str, ...], manifest: str) -> Any:
+def _resolved(world: World, stage: int, compute: str, loss: str, overrides: tuple[str, ...], manifest: str) -> Any:
     more = [*LOSSES[loss], *overrides]
     if manifest:
-        path = Path(manifest) / f"{place.rank}.json"
+        path = Path(manifest) / f"{world.rank}.json"
         rules = [{"match": "lm_head", "compute": "fp16", "reason": "to be another dtype than its surroundings"}]
         path.write_text(json.dumps({"default": "bf16", "rules": rules}))
         more += ["precision.path=manifest", "precision.compute=auto", f"precision.manifest={path}"]
-    return resolve(place, stage=stage, compute="fp32" if manifest else compute, micro=2, overrides=more)
+    return resolve(world, stage=stage, compute="fp32" if manifest else compute, micro=2, overrides=more)
 
 
 def _gradients(engine: Engine) -> dict[str, Any]:

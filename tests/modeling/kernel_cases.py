@@ -13,7 +13,7 @@ from precision.observe import Observation
 from tests.support import interpreted_liger
 from tests.support.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
-from training.distributed import Place
+from training.distributed import World
 from training.engine.tensors import whole_gradient
 from training.telemetry import Telemetry
 
@@ -26,14 +26,14 @@ SHAPE = (
 
 
 def two_steps(
-    place: Place, *, stage: int, compute: str, kernels: str, overrides: tuple[str, ...] = ()
+    world: World, *, stage: int, compute: str, kernels: str, overrides: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Two steps from the seeded weights, two micro-batches a rank, and an evaluation."""
-    with _engine(place, stage, compute, kernels, overrides) as engine:
+    with _engine(world, stage, compute, kernels, overrides) as engine:
         rows: list[tuple[float, float]] = []
         gradients: dict[str, Any] = {}
         for step in (1, 2):
-            health = engine.health(engine.forward_backward(batch_of(place, MICRO, seed=step), step=step))
+            health = engine.health(engine.forward_backward(batch_of(world, MICRO, seed=step), step=step))
             if not gradients:
                 for name, parameter in engine.model.named_parameters():
                     gradient = whole_gradient(engine, parameter)
@@ -41,7 +41,7 @@ def two_steps(
                     gradients[name] = gradient.float().cpu()
             rows.append((health.loss, health.grad_norm))
             engine.step(health, 0.01)
-        evaluated = engine.evaluate([batch_of(place, MICRO, seed=9)])
+        evaluated = engine.evaluate([batch_of(world, MICRO, seed=9)])
         masters = {name: master.cpu() for name, master in masters_of(engine).items()}
         scale = engine.loss_scale
         gradients = {name: gradient / scale for name, gradient in gradients.items()}
@@ -54,10 +54,10 @@ def two_steps(
         }
 
 
-def looks(place: Place, *, kernels: str) -> dict[str, Any]:
+def looks(world: World, *, kernels: str) -> dict[str, Any]:
     """What telemetry and observation say of a step in BF16, and who is blamed for one that is not finite."""
-    with _engine(place, 2, "bf16", kernels, ()) as engine:
-        batch = batch_of(place, MICRO, seed=0)
+    with _engine(world, 2, "bf16", kernels, ()) as engine:
+        batch = batch_of(world, MICRO, seed=0)
         telemetry = Telemetry(engine, probe=True)
         with telemetry.watching(batch):
             engine.forward_backward(batch, step=1)
@@ -85,19 +85,19 @@ def looks(place: Place, *, kernels: str) -> dict[str, Any]:
         }
 
 
-def _engine(place: Place, stage: int, compute: str, kernels: str, overrides: tuple[str, ...]) -> Any:
+def _engine(world: World, stage: int, compute: str, kernels: str, overrides: tuple[str, ...]) -> Any:
     if kernels != "torch" and not interpreted_liger.why_not():
         interpreted_liger.prepare()
     given = [SHAPE, f"model.kernels={kernels}", *overrides]
-    return engine_of(place, resolve(place, stage=stage, compute=compute, micro=MICRO, overrides=given))
+    return engine_of(world, resolve(world, stage=stage, compute=compute, micro=MICRO, overrides=given))
 
 
-def chosen(place: Place, *, overrides: tuple[str, ...] = (), lacking: int | None = None) -> tuple[list[str], int]:
+def chosen(world: World, *, overrides: tuple[str, ...] = (), lacking: int | None = None) -> tuple[list[str], int]:
     """What `model.kernels = auto` says on each rank, and how many modules compute with another class than they had.
 
     lacking: the rank on whose machine a kernel is found to be wrong.
     """
-    wrong = {"llama": Norm(1.0)} if lacking == place.rank else {}
-    with mock.patch.dict(kernels.ARCHITECTURES, wrong), _engine(place, 2, "bf16", "auto", overrides) as engine:
+    wrong = {"llama": Norm(1.0)} if lacking == world.rank else {}
+    with mock.patch.dict(kernels.ARCHITECTURES, wrong), _engine(world, 2, "bf16", "auto", overrides) as engine:
         exchanged = sum(type(module).__mro__[1].__name__ == type(module).__name__ for module in engine.model.modules())
         return [note for note in engine.notes if "model.kernels" in note or "Liger" in note], exchanged

@@ -57,7 +57,7 @@ class KilledCheckpoints(Checkpoints):
     reached_so_far = 0
 
     def reached(self, phase: str) -> None:
-        if self.kill is None or (phase, self.place.rank) != (self.kill.phase, self.kill.rank):
+        if self.kill is None or (phase, self.world.rank) != (self.kill.phase, self.kill.rank):
             return
         self.reached_so_far += 1
         if self.reached_so_far == self.kill.count:
@@ -163,9 +163,9 @@ def _work(
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
     torch.set_num_threads(1)
     try:
-        place = distributed.start(rank=rank, world_size=2, local_rank=rank)
-        with engine_of(place, resolve(place, stage=stage, compute=compute)) as engine:
-            checkpoints = KilledCheckpoints(folder, keep=Retention(KEEP), identity={"stage": stage}, place=place)
+        world = distributed.start(rank=rank, world_size=2, local_rank=rank)
+        with engine_of(world, resolve(world, stage=stage, compute=compute)) as engine:
+            checkpoints = KilledCheckpoints(folder, keep=Retention(KEEP), identity={"stage": stage}, world=world)
             torch.manual_seed(rank)
             found, progress = checkpoints.find("auto"), Progress()
             if found is not None:
@@ -173,7 +173,7 @@ def _work(
             for left in reversed(range(steps)):
                 pipe.send((True, (progress.step, _checksum(masters_of(engine)))))
                 if kill is None or kill.phase != "replacing":  # which needs a save of the step that is there already
-                    health = engine.health(engine.forward_backward(batch_of(place, 4, seed=progress.step), step=1))
+                    health = engine.health(engine.forward_backward(batch_of(world, 4, seed=progress.step), step=1))
                     progress = progress.after(tokens=128, applied=engine.step(health, 0.001).applied)
                 checkpoints.kill = kill if left == 0 else None
                 checkpoints.save(engine, state_of(engine, progress))

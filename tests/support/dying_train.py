@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
 
     def die(parts: Any, progress: Any) -> Any:
         made = train_step(parts, progress)
-        if (parts.engine.place.rank, made[0].step) == (int(rank), int(step)) and not (mark and Path(mark).exists()):
+        if (parts.engine.world.rank, made[0].step) == (int(rank), int(step)) and not (mark and Path(mark).exists()):
             if mark:
                 Path(mark).touch()
             if how == "error":

@@ -35,7 +35,7 @@ class ProcessGroup:
         self._stop()
 
     def run(self, function: Callable[..., Any], *, seconds: float = 180.0, **arguments: Any) -> list[Any]:
-        """Call `function(place, **arguments)` on every rank; the results in rank order.
+        """Call `function(world, **arguments)` on every rank; the results in rank order.
 
         Raises AssertionError with the rank's traceback when one fails or takes longer than `seconds`.
         """
@@ -84,7 +84,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
         from training import distributed
 
         torch.set_num_threads(1)
-        place = distributed.start(rank=rank, world_size=world_size, local_rank=rank)
+        world = distributed.start(rank=rank, world_size=world_size, local_rank=rank)
         pipe.send((True, None))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
@@ -95,7 +95,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
         except EOFError:
             return
         try:
-            pipe.send((True, function(place, **arguments)))
+            pipe.send((True, function(world, **arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         sys.stdout.flush()

@@ -18,7 +18,7 @@ from config.resolved import Resolved
 from data.loader import Batch
 from modeling.build import model_config
 from training.checkpoint.checkpoints import Checkpoints
-from training.distributed import Place
+from training.distributed import World
 from training.engine import Engine, build_engine
 from training.progress import Progress
 
@@ -28,7 +28,7 @@ GLOBAL = 8
 
 
 def resolve(
-    place: Place, *, stage: int, compute: str, micro: int = 4, variant: str = "", overrides: Sequence[str] = ()
+    world: World, *, stage: int, compute: str, micro: int = 4, variant: str = "", overrides: Sequence[str] = ()
 ) -> Resolved:
     """The demo recipe shrunk to a model of a few thousand parameters. variant: "_offload" for CPU offload."""
     return read_command_line(
@@ -51,17 +51,17 @@ def resolve(
 
 
 @contextmanager
-def engine_of(place: Place, resolved: Resolved) -> Iterator[Engine]:
+def engine_of(world: World, resolved: Resolved) -> Iterator[Engine]:
     """An engine on the resolved config, destroyed afterwards."""
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
-    engine = build_engine(resolved, shape, place)
+    engine = build_engine(resolved, shape, world)
     try:
         yield engine
     finally:
         engine.close()
 
 
-def batch_of(place: Place, micro: int, *, seed: int, mask: str = "uneven") -> Batch:
+def batch_of(world: World, micro: int, *, seed: int, mask: str = "uneven") -> Batch:
     """This rank's part of a random global batch of GLOBAL sequences, the same sequences for every layout.
 
     mask: uneven masks a different share of each sequence's labels; sequences masks all of the first half of the
@@ -77,7 +77,7 @@ def batch_of(place: Place, micro: int, *, seed: int, mask: str = "uneven") -> Ba
         labels[: GLOBAL // 2] = -100
     else:
         labels[:] = -100
-    mine = slice(place.rank * GLOBAL // place.world_size, (place.rank + 1) * GLOBAL // place.world_size)
+    mine = slice(world.rank * GLOBAL // world.world_size, (world.rank + 1) * GLOBAL // world.world_size)
     labels = labels[mine]
     return Batch(
         position=0,

@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from config.schema import LossScaleSection
-from training.distributed import Place
+from training.distributed import World
 from training.loss_scaler import LossScaler
 
 
@@ -27,7 +27,7 @@ def _random_case(draw: random.Random, **keys: Any) -> tuple[LossScaleSection, li
     return section, [draw.random() < rate for _ in range(draw.randint(1, 60))]
 
 
-def traces(place: Place, *, examples: int) -> list[tuple[list, list]]:
+def traces(world: World, *, examples: int) -> list[tuple[list, list]]:
     """(our trace, upstream's trace) of (scale, hysteresis) after each step, for random overflow patterns."""
     draw, found = random.Random(0), []
     for _ in range(examples):
@@ -52,7 +52,7 @@ def traces(place: Place, *, examples: int) -> list[tuple[list, list]]:
     return found
 
 
-def minimum_raises(place: Place, *, examples: int) -> list[tuple[int | None, int | None]]:
+def minimum_raises(world: World, *, examples: int) -> list[tuple[int | None, int | None]]:
     """Step at which we first report the minimum, and step at which upstream raises its bare Exception."""
     draw, found = random.Random(2), []
     for _ in range(examples):
@@ -84,7 +84,7 @@ def _through_pickle(scaler: LossScaler, section: LossScaleSection) -> LossScaler
     return pickle.loads(pickle.dumps(scaler))
 
 
-def resumed_traces(place: Place, *, examples: int, policy: str, pickled: bool) -> list[tuple[list, list]]:
+def resumed_traces(world: World, *, examples: int, policy: str, pickled: bool) -> list[tuple[list, list]]:
     """(unbroken trace, trace of a scaler that was carried to another one at a random step)."""
     carry: Callable[[LossScaler, LossScaleSection], LossScaler] = _through_pickle if pickled else _through_state
     draw, found = random.Random(1), []
@@ -104,7 +104,7 @@ def resumed_traces(place: Place, *, examples: int, policy: str, pickled: bool) -
     return found
 
 
-def story(place: Place) -> list[tuple[Any, ...]]:
+def story(world: World) -> list[tuple[Any, ...]]:
     """(scale during the rest of the step, scale after it, reason, overflow at the minimum) of a short run."""
     scaler = LossScaler(LossScaleSection(initial=8.0, window=2, hysteresis=2, minimum=4.0))
     rows = []
@@ -116,7 +116,7 @@ def story(place: Place) -> list[tuple[Any, ...]]:
     return rows
 
 
-def static_story(place: Place) -> list[tuple[Any, ...]]:
+def static_story(world: World) -> list[tuple[Any, ...]]:
     """(scale, overflows in a row, at the minimum, change) of a static scaler that meets overflows."""
     scaler = LossScaler(LossScaleSection(policy="static", initial=1000.0))
     rows = []
@@ -127,7 +127,7 @@ def static_story(place: Place) -> list[tuple[Any, ...]]:
     return rows
 
 
-def discarded(place: Place, *, policy: str) -> list[tuple[dict, dict, Any]]:
+def discarded(world: World, *, policy: str) -> list[tuple[dict, dict, Any]]:
     """(state before, state after, change) of discarded steps spread among others, which go on as if there were none."""
     draw = random.Random(3)
     section, pattern = _random_case(draw, policy=policy)
@@ -147,7 +147,7 @@ def discarded(place: Place, *, policy: str) -> list[tuple[dict, dict, Any]]:
     return rows
 
 
-def discarded_but_applied(place: Place) -> str:
+def discarded_but_applied(world: World) -> str:
     """The complaint when a step that was to be discarded is applied; afterwards the scaler works again."""
     scaler = LossScaler(LossScaleSection(initial=8.0, hysteresis=1))
     message = ""

@@ -11,18 +11,18 @@ import torch
 from precision.observe import Observation, verify
 from tests.support.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
-from training.distributed import Place
+from training.distributed import World
 from training.engine.health import RanksDisagree
 from training.progress import Progress
 
 HIT = "model.layers.1.mlp.down_proj"
 
 
-def attributed(place: Place, *, stage: int, compute: str, kind: str, rank: int, checkpointing: str) -> dict[str, Any]:
+def attributed(world: World, *, stage: int, compute: str, kind: str, rank: int, checkpointing: str) -> dict[str, Any]:
     """What attribution says of a fault on one rank, and whether the run goes on unharmed afterwards."""
     module = "" if kind == "nan_loss" else f", module: {HIT}"
     resolved = resolve(
-        place,
+        world,
         stage=stage,
         compute=compute,
         micro=2,
@@ -34,11 +34,11 @@ def attributed(place: Place, *, stage: int, compute: str, kind: str, rank: int, 
             f"model.checkpointing_reentrant={'true' if checkpointing == 'reentrant' else 'false'}",
         ],
     )
-    with engine_of(place, resolved) as engine:
+    with engine_of(world, resolved) as engine:
         found, masters, losses = [], [], []
-        torch.manual_seed(place.rank)
+        torch.manual_seed(world.rank)
         for step in range(1, 4):
-            batch = batch_of(place, 2, seed=step)
+            batch = batch_of(world, 2, seed=step)
             outcome = engine.forward_backward(batch, step=step)
             health = engine.health(outcome)
             if not health.finite:
@@ -55,44 +55,44 @@ def attributed(place: Place, *, stage: int, compute: str, kind: str, rank: int, 
         }
 
 
-def clean_losses(place: Place, *, stage: int, compute: str) -> list[float]:
+def clean_losses(world: World, *, stage: int, compute: str) -> list[float]:
     """The losses of the same three steps without a fault, the second one refused."""
     overrides = ["model.config.attention_dropout=0.1", "precision.loss_scale.initial=256"]
-    resolved = resolve(place, stage=stage, compute=compute, micro=2, overrides=overrides)
-    with engine_of(place, resolved) as engine:
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
+    with engine_of(world, resolved) as engine:
         losses = []
-        torch.manual_seed(place.rank)
+        torch.manual_seed(world.rank)
         for step in range(1, 4):
-            health = engine.health(engine.forward_backward(batch_of(place, 2, seed=step), step=step))
+            health = engine.health(engine.forward_backward(batch_of(world, 2, seed=step), step=step))
             engine.step(health, 0.001, apply=step != 2)
             losses.append(health.loss)
     return losses
 
 
-def manifest_steps(place: Place, *, stage: int, folder: str, manifest: dict, overrides: list[str]) -> dict[str, Any]:
+def manifest_steps(world: World, *, stage: int, folder: str, manifest: dict, overrides: list[str]) -> dict[str, Any]:
     """Six steps under a manifest, the dtypes that were really computed in, and a change between two steps."""
-    path = Path(folder) / f"manifest-{place.rank}.json"
+    path = Path(folder) / f"manifest-{world.rank}.json"
     path.write_text(json.dumps(manifest))
     resolved = resolve(
-        place,
+        world,
         stage=stage,
         compute="fp32",
         overrides=["precision.path=manifest", f"precision.manifest={path}", *overrides],
     )
     rows = []
-    with engine_of(place, resolved) as engine:
+    with engine_of(world, resolved) as engine:
         for step in range(1, 7):
-            health = engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
+            health = engine.health(engine.forward_backward(batch_of(world, 4, seed=step), step=step))
             update = engine.step(health, 0.001)
             rows.append((health.loss, health.grad_norm, update.loss_scale, update.applied))
         with Observation(engine.model) as seen:
-            engine.forward_backward(batch_of(place, 4, seed=9), step=9)
+            engine.forward_backward(batch_of(world, 4, seed=9), step=9)
         verify(seen, engine.regions.dtypes, may_idle=engine.regions.may_idle)
         engine.discard_quietly()
         changed = next(iter(name for name in engine.regions.dtypes if name.endswith("down_proj")))
         engine.regions.set(changed, "fp32", "a test")
         with Observation(engine.model) as after:
-            engine.forward_backward(batch_of(place, 4, seed=9), step=9)
+            engine.forward_backward(batch_of(world, 4, seed=9), step=9)
         engine.discard_quietly()
         return {
             "rows": rows,
@@ -102,14 +102,14 @@ def manifest_steps(place: Place, *, stage: int, folder: str, manifest: dict, ove
         }
 
 
-def poisoned_parameter(place: Place, *, stage: int, compute: str) -> list[tuple]:
+def poisoned_parameter(world: World, *, stage: int, compute: str) -> list[tuple]:
     """What attribution says of a weight that was bad before the step, on every rank that holds it."""
-    with engine_of(place, resolve(place, stage=stage, compute=compute, micro=2)) as engine:
+    with engine_of(world, resolve(world, stage=stage, compute=compute, micro=2)) as engine:
         parameter = dict(engine.model.named_parameters())[f"{HIT}.weight"]
         held = getattr(parameter, "ds_tensor", parameter)
-        if stage < 3 or place.rank == 1:
+        if stage < 3 or world.rank == 1:
             held.data.view(-1)[0] = float("nan")
-        batch = batch_of(place, 2, seed=1)
+        batch = batch_of(world, 2, seed=1)
         outcome = engine.forward_backward(batch, step=1)
         health = engine.health(outcome)
         found = attribute(engine, batch, outcome, step=1)
@@ -117,14 +117,14 @@ def poisoned_parameter(place: Place, *, stage: int, compute: str) -> list[tuple]
         return [(r, f.module, f.tensor, f.kind, f.count) for r, f in found]
 
 
-def disagreement(place: Place, *, stage: int, what: str) -> str:
+def disagreement(world: World, *, stage: int, what: str) -> str:
     """What stops the run when rank 1 holds another loss scale, or has counted otherwise."""
-    resolved = resolve(place, stage=stage, compute="fp16", overrides=["precision.loss_scale.initial=256"])
-    with engine_of(place, resolved) as engine:
-        odd = place.rank == 1
+    resolved = resolve(world, stage=stage, compute="fp16", overrides=["precision.loss_scale.initial=256"])
+    with engine_of(world, resolved) as engine:
+        odd = world.rank == 1
         if what == "scale" and odd:
             engine.deepspeed.optimizer.loss_scaler.cur_scale = 128.0
-        outcome = engine.forward_backward(batch_of(place, 4, seed=1), step=1)
+        outcome = engine.forward_backward(batch_of(world, 4, seed=1), step=1)
         try:
             engine.health(outcome, Progress(applied=7 + (odd and what == "count")))
         except RanksDisagree as error:
@@ -132,16 +132,16 @@ def disagreement(place: Place, *, stage: int, what: str) -> str:
     return ""
 
 
-def manifest_steps_plain(place: Place, *, stage: int, folder: str, manifest: dict) -> list[float]:
+def manifest_steps_plain(world: World, *, stage: int, folder: str, manifest: dict) -> list[float]:
     """The losses of six steps under a manifest."""
-    path = Path(folder) / f"plain-{place.rank}.json"
+    path = Path(folder) / f"plain-{world.rank}.json"
     path.write_text(json.dumps(manifest))
     overrides = ["precision.path=manifest", f"precision.manifest={path}"]
-    resolved = resolve(place, stage=stage, compute="fp32", overrides=overrides)
+    resolved = resolve(world, stage=stage, compute="fp32", overrides=overrides)
     losses = []
-    with engine_of(place, resolved) as engine:
+    with engine_of(world, resolved) as engine:
         for step in range(1, 7):
-            health = engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
+            health = engine.health(engine.forward_backward(batch_of(world, 4, seed=step), step=step))
             engine.step(health, 0.001)
             losses.append(health.loss)
     return losses

@@ -28,7 +28,7 @@ from training.benchmark.overhead import bare_step
 from training.build import assemble
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
-from training.distributed import Place
+from training.distributed import World
 from training.loop import save_now
 from training.parts import Parts
 from training.progress import Progress
@@ -104,19 +104,19 @@ def _collectives() -> Iterator[Counter[str]]:
 
 
 @contextmanager
-def parts_of(place: Place, folder: Path, *, overrides: tuple[str, ...] = (), **options: Any) -> Iterator[Parts]:
+def parts_of(world: World, folder: Path, *, overrides: tuple[str, ...] = (), **options: Any) -> Iterator[Parts]:
     """A run with the guard, spikes included, and its events on disk."""
-    resolved = resolve(place, overrides=["guard.spike_sigmas=6", "schedule.warmup_steps=2", *overrides], **options)
-    with engine_of(place, resolved) as engine:
-        record = Record([JsonlSink(folder / "events.jsonl")]) if place.is_main else Record.silent()
-        checkpoints = Checkpoints(folder, keep=Retention(1), identity={}, place=place)
-        parts, _ = assemble(resolved, engine, RandomBatches(place), record=record, checkpoints=checkpoints)
+    resolved = resolve(world, overrides=["guard.spike_sigmas=6", "schedule.warmup_steps=2", *overrides], **options)
+    with engine_of(world, resolved) as engine:
+        record = Record([JsonlSink(folder / "events.jsonl")]) if world.is_main else Record.silent()
+        checkpoints = Checkpoints(folder, keep=Retention(1), identity={}, world=world)
+        parts, _ = assemble(resolved, engine, RandomBatches(world), record=record, checkpoints=checkpoints)
         yield parts
 
 
-def waits_and_collectives(place: Place, *, stage: int, compute: str) -> dict[str, Any]:
+def waits_and_collectives(world: World, *, stage: int, compute: str) -> dict[str, Any]:
     """Counts of one bare and one guarded step, both warm."""
-    with tempfile.TemporaryDirectory() as folder, parts_of(place, Path(folder), stage=stage, compute=compute) as parts:
+    with tempfile.TemporaryDirectory() as folder, parts_of(world, Path(folder), stage=stage, compute=compute) as parts:
         progress = Progress()
         for _ in range(3):
             progress, _, _ = train_step(parts, progress)
@@ -132,12 +132,12 @@ def waits_and_collectives(place: Place, *, stage: int, compute: str) -> dict[str
     }
 
 
-def known_and_asked_label_tokens(place: Place) -> list[dict[str, float]]:
+def known_and_asked_label_tokens(world: World) -> list[dict[str, float]]:
     """Loss, norm and all-reduces of the same forward and backward pass, the number of all labels told and not told."""
-    batch = batch_of(place, 2, seed=1)
+    batch = batch_of(world, 2, seed=1)
     found = []
-    with engine_of(place, resolve(place, stage=2, compute="bf16", micro=2)) as engine:
-        for known in (int(place.sum(torch.tensor(batch.label_tokens))), None):
+    with engine_of(world, resolve(world, stage=2, compute="bf16", micro=2)) as engine:
+        for known in (int(world.sum(torch.tensor(batch.label_tokens))), None):
             with _collectives() as counted:
                 outcome = engine.forward_backward(replace(batch, label_tokens_of_all=known), step=1)
             health = engine.health(outcome)
@@ -174,12 +174,12 @@ def lines_of_python() -> Iterator[Counter[str]]:
         sys.settrace(before)
 
 
-def lines_of_a_step(place: Place, *, layers: int, stage: int, before: int) -> int:
+def lines_of_a_step(world: World, *, layers: int, stage: int, before: int) -> int:
     """Lines of Mantissa's own Python of the guarded step after `before` others; the guard looks back 16 steps."""
     overrides = (layers_of(layers), "guard.spike_window=16")
     with (
         tempfile.TemporaryDirectory() as folder,
-        parts_of(place, Path(folder), overrides=overrides, stage=stage, compute="bf16") as parts,
+        parts_of(world, Path(folder), overrides=overrides, stage=stage, compute="bf16") as parts,
     ):
         progress = Progress()
         for _ in range(before):
@@ -189,7 +189,7 @@ def lines_of_a_step(place: Place, *, layers: int, stage: int, before: int) -> in
     return lines.total()
 
 
-def calls_beside_the_model(place: Place, *, layers: int) -> tuple[int, int]:
+def calls_beside_the_model(world: World, *, layers: int) -> tuple[int, int]:
     """On the manifest path, of a step after three others: how many regions, and how many of Mantissa's functions run.
 
     Those of the forward and backward passes are left out: every region has a forward of its own there.
@@ -213,7 +213,7 @@ def calls_beside_the_model(place: Place, *, layers: int) -> tuple[int, int]:
     overrides = (layers_of(layers), "precision.path=manifest", manifest)
     with (
         tempfile.TemporaryDirectory() as folder,
-        parts_of(place, Path(folder), overrides=overrides, stage=2, compute="fp32") as parts,
+        parts_of(world, Path(folder), overrides=overrides, stage=2, compute="fp32") as parts,
     ):
         progress = Progress()
         for _ in range(3):
@@ -227,33 +227,33 @@ def calls_beside_the_model(place: Place, *, layers: int) -> tuple[int, int]:
         return len(parts.engine.regions.dtypes), calls
 
 
-def step_events(place: Place, *, after: int) -> list[str]:
+def step_events(world: World, *, after: int) -> list[str]:
     """The lines of the event file that three steps leave behind `after` others; none but on rank 0."""
-    with tempfile.TemporaryDirectory() as folder, parts_of(place, Path(folder), stage=2, compute="bf16") as parts:
+    with tempfile.TemporaryDirectory() as folder, parts_of(world, Path(folder), stage=2, compute="bf16") as parts:
         progress = Progress(step=after, applied=after, tokens=after * 2**22, position=after)
         for _ in range(3):
             progress, judgement, _ = train_step(parts, progress)
             assert judgement.verdict is Verdict.STEP
         events = Path(folder) / "events.jsonl"
-        return events.read_text().splitlines() if place.is_main else []
+        return events.read_text().splitlines() if world.is_main else []
 
 
-def files_of_checkpoints(place: Place, *, folder: str, at: Sequence[int]) -> list[dict[str, int]]:
+def files_of_checkpoints(world: World, *, folder: str, at: Sequence[int]) -> list[dict[str, int]]:
     """Bytes of each file of the checkpoints after so many steps; the guard looks back 16 steps."""
     found = []
-    with parts_of(place, Path(folder), overrides=("guard.spike_window=16",), stage=2, compute="fp16") as parts:
+    with parts_of(world, Path(folder), overrides=("guard.spike_window=16",), stage=2, compute="fp16") as parts:
         progress = Progress()
         while progress.step < max(at):
             progress, _, _ = train_step(parts, progress)
             if progress.step in at:
                 assert save_now(parts, progress) is None
                 saved = Path(folder) / f"step-{progress.step}"
-                files = [path for path in saved.rglob("*") if path.is_file()] if place.is_main else []
+                files = [path for path in saved.rglob("*") if path.is_file()] if world.is_main else []
                 found.append({str(path.relative_to(saved)): path.stat().st_size for path in files})
     return found
 
 
-def files_of_a_step(place: Place) -> tuple[int, int]:
+def files_of_a_step(world: World) -> tuple[int, int]:
     """Lines that 20 steps append to the event file, and how often anything was forced to the disk meanwhile."""
     forced = 0
     own = os.fsync
@@ -263,7 +263,7 @@ def files_of_a_step(place: Place) -> tuple[int, int]:
         forced += 1
         own(handle)
 
-    with tempfile.TemporaryDirectory() as folder, parts_of(place, Path(folder), stage=2, compute="bf16") as parts:
+    with tempfile.TemporaryDirectory() as folder, parts_of(world, Path(folder), stage=2, compute="bf16") as parts:
         events, progress = Path(folder) / "events.jsonl", Progress()
         progress, _, _ = train_step(parts, progress)
         before = _lines(events)
@@ -280,11 +280,11 @@ def _lines(path: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def overhead_rows(place: Place) -> list[overhead.Row]:
+def overhead_rows(world: World) -> list[overhead.Row]:
     """Two rows of the benchmark of overhead by stage on the smallest model."""
     rows = []
     for _ in range(2):
         resolved = overhead.resolve_llama(["--config", f"{REPOSITORY}/config/recipes/demo.yaml"], 1e5)
-        with overhead.llama_parts(resolved, place) as parts:
+        with overhead.llama_parts(resolved, world) as parts:
             rows.append(overhead.time_stages(parts, pairs=2, steps=2))
     return rows

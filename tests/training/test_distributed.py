@@ -21,13 +21,13 @@ import json, os, sys, torch
 from pathlib import Path
 from training.distributed import start
 rank = int(sys.argv[1])
-place = start(rank=rank, world_size=2, local_rank=rank, bind_cores="always")
+world = start(rank=rank, world_size=2, local_rank=rank, bind_cores="always")
 threads = torch.get_num_threads()
 torch.set_num_threads(threads + 2)
 torch.ones(1 << 20).exp()  # which makes torch's threads
 masks = {task.name: sorted(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()}
 print("cores", json.dumps([threads, list(masks.values())]))
-print("sum", int(place.sum(torch.ones(1))), os.path.exists(sys.argv[2]), flush=True)
+print("sum", int(world.sum(torch.ones(1))), os.path.exists(sys.argv[2]), flush=True)
 sys.stdin.read()
 """
 

@@ -54,11 +54,11 @@ class Fp32Gradients:
     def __init__(self, engine: Engine, batch: Batch) -> None:
         """The engine's regions must compute in FP32 now. Discards the engine's gradients."""
         self._engine, self._batch = engine, batch
-        self._generators = generators(engine.place.device)
+        self._generators = generators(engine.world.device)
         self._gradients: dict[str, torch.Tensor] = {}
         self._loss = self._backward(1.0)
         for name, gradient in self._reduced(1.0):
-            if engine.place.is_main:
+            if engine.world.is_main:
                 self._gradients[name] = gradient.cpu()
         engine.discard_quietly()
 
@@ -67,17 +67,17 @@ class Fp32Gradients:
 
         scale: factor on the loss, a power of two; the result does not depend on it.
         """
-        place = self._engine.place
+        world = self._engine.world
         loss = self._backward(scale)
         squares: dict[str, float] = {}
         for name, gradient in self._reduced(scale):
-            if place.is_main:
+            if world.is_main:
                 difference = gradient.cpu().double() - self._gradients[name].double()
                 squares[name] = float(difference.square().sum())
         self._engine.discard_quietly()
         loss_error = abs(loss - self._loss) / max(abs(self._loss), 1e-30)
         loss_error = loss_error if math.isfinite(loss_error) else math.inf
-        return GradientError(*place.from_main((*self._errors(squares), loss_error)))
+        return GradientError(*world.from_main((*self._errors(squares), loss_error)))
 
     def _errors(self, off: dict[str, float]) -> tuple[float, float, str, float]:
         """From squared differences by parameter; those with a negligible gradient are rounding noise and left out."""
@@ -94,17 +94,17 @@ class Fp32Gradients:
 
     def _backward(self, scale: float) -> float:
         """Forward and backward passes of the mean loss over the batch, times `scale`; the loss."""
-        engine, place, batch = self._engine, self._engine.place, self._batch
-        restore_generators(self._generators, place.device)
-        tokens = torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=place.device)
-        tokens = place.sum(tokens).clamp_(min=1.0)
-        weight = float(scale * place.world_size / tokens)  # DeepSpeed averages over ranks
-        total = torch.zeros((), dtype=torch.float64, device=place.device)
-        for index, (inputs, labels) in enumerate(batch.micro_batches(place.device)):
+        engine, world, batch = self._engine, self._engine.world, self._batch
+        restore_generators(self._generators, world.device)
+        tokens = torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=world.device)
+        tokens = world.sum(tokens).clamp_(min=1.0)
+        weight = float(scale * world.world_size / tokens)  # DeepSpeed averages over ranks
+        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        for index, (inputs, labels) in enumerate(batch.micro_batches(world.device)):
             loss = label_loss_sum(engine.logits(inputs), labels)
             engine.backward(loss * weight, last=index == len(batch.input_ids) - 1)
             total += loss.detach().double()
-        return float(place.sum(total) / tokens)
+        return float(world.sum(total) / tokens)
 
     def _reduced(self, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._engine.model.named_parameters():

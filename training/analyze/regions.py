@@ -44,16 +44,16 @@ def units_of(engine: Engine, most_regions: int) -> list[Unit]:
 
 def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, limits: Limits) -> Point:
     """Measure on this batch; every region must compute in FP32 now. A collective; changes no weight."""
-    model, place = engine.model, engine.place
+    model, world = engine.model, engine.world
     kinds = find_regions(model)
-    ranges = Ranges(kinds, place.device)
+    ranges = Ranges(kinds, world.device)
     with torch.no_grad(), OperandMeter(model, kinds, ranges) as operands:
-        for inputs, labels in batch.micro_batches(place.device):
+        for inputs, labels in batch.micro_batches(world.device):
             label_loss_sum(engine.logits(inputs), labels)
     with GradientMeter(model, kinds, ranges):
         reference = Fp32Gradients(engine, batch)
-    place.sum(ranges.counts)
-    rows = place.gather(ranges.maxima.reshape(-1))
+    world.sum(ranges.counts)
+    rows = world.gather(ranges.maxima.reshape(-1))
     ranges.maxima.copy_(rows.amax(0).reshape(ranges.maxima.shape))
     spreads = ranges.spreads()
     scale = largest_scale(spreads, limits)
@@ -65,7 +65,7 @@ def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, l
             with _in_dtype(engine, unit, dtype):
                 by_dtype[dtype] = reference.error(scale=scale if dtype == "fp16" else 1.0).error
         errors.append(by_dtype)
-    return Point(step, spreads, place.from_main(dict(operands.region_flops)), scale, errors, repeated)
+    return Point(step, spreads, world.from_main(dict(operands.region_flops)), scale, errors, repeated)
 
 
 @contextmanager

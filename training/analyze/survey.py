@@ -145,7 +145,7 @@ def _uniform(scale: float) -> dict[str, tuple[dict[str, Any], float]]:
 
 
 def _print(engine: Engine, text: str) -> None:
-    if engine.place.is_main:
+    if engine.world.is_main:
         print(text, flush=True)
 
 
@@ -177,9 +177,9 @@ def _run(resolved: Resolved, plan: Plan) -> dict[str, Any]:
             "conditions": {
                 "model": type(engine.model).__name__,
                 "parameters": count_parameters(engine.model),
-                "processes": opened.place.world_size,
+                "processes": opened.world.world_size,
                 "zero_stage": engine.stage,
-                "device": str(opened.place.device.type),
+                "device": str(opened.world.device.type),
                 "data_fingerprint": opened.corpus.fingerprint,
                 "torch": torch.__version__,
             },

@@ -66,7 +66,7 @@ from training import distributed
 from training.benchmark.command import FAILED, TOLERANCE
 from training.benchmark.split import Stages, time_calls
 from training.build import assemble
-from training.distributed import Place
+from training.distributed import World
 from training.engine.optimizer import build_optimizer
 from training.parts import Parts
 from training.progress import Progress
@@ -86,7 +86,7 @@ T = TypeVar("T")
 class PlainLoop:
     """`deepspeed.initialize`, then forward, backward, step, on batches of its own."""
 
-    def __init__(self, resolved: Resolved, corpus: Corpus, place: Place) -> None:
+    def __init__(self, resolved: Resolved, corpus: Corpus, world: World) -> None:
         config = resolved.config
         shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
         model = build_model(config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True)).train()
@@ -94,13 +94,13 @@ class PlainLoop:
         apply_activation_checkpointing(
             model, mode, reentrant=config.model.checkpointing_reentrant, every=config.model.checkpointing_every
         )
-        optimizer = build_optimizer(model, config.optimizer, offload=resolved.offload != "none", device=place.device)
+        optimizer = build_optimizer(model, config.optimizer, offload=resolved.offload != "none", device=world.device)
         peak = config.optimizer.learning_rate
         rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: scheduled_rate(config, n) / peak)
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=rates, config=resolved.deepspeed
         )
-        self._device, self._share = place.device, 1.0 / resolved.batch.accumulation
+        self._device, self._share = world.device, 1.0 / resolved.batch.accumulation
         self.batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
         self.losses: list[torch.Tensor] = []
 
@@ -157,7 +157,7 @@ def open_parts(opened: Session) -> Iterator[Parts]:
     resolved, engine = opened.resolved, opened.engine
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir.create(Path(folder), resolved.config.run.name, fresh=False)
-        record = open_record(resolved, opened.corpus, engine, run_dir, opened.place)
+        record = open_record(resolved, opened.corpus, engine, run_dir, opened.world)
         checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
         parts, _ = assemble(resolved, engine, opened.batches, record=record, checkpoints=checkpoints)
         yield parts
@@ -181,7 +181,7 @@ class Measured:
 
 def time_pairs(parts: Parts, plain: PlainLoop, *, pairs: int, steps: int) -> Measured:
     """Time blocks of both loops in turn. A collective."""
-    guarded, device = GuardedLoop(parts), parts.engine.place.device
+    guarded, device = GuardedLoop(parts), parts.engine.world.device
 
     def seconds_per_step(step: Callable[[], None]) -> float:
         started = time.perf_counter()
@@ -196,7 +196,7 @@ def time_pairs(parts: Parts, plain: PlainLoop, *, pairs: int, steps: int) -> Mea
         guarded.step()
     timed = alternate(lambda: seconds_per_step(plain.step), lambda: seconds_per_step(guarded.step), pairs=pairs)
     # every rank's equal share of label tokens: the mean of the ranks' means is that of the global batch
-    losses = parts.engine.place.gather(torch.stack(plain.losses).double()).mean(dim=0).cpu().numpy()
+    losses = parts.engine.world.gather(torch.stack(plain.losses).double()).mean(dim=0).cpu().numpy()
     seconds = np.array(timed)
     return Measured(seconds[:, 0], seconds[:, 1], float(np.max(np.abs(losses / np.array(guarded.losses) - 1.0))))
 
@@ -328,7 +328,7 @@ def stage_milliseconds(parts: Parts, step: Callable[[], None]) -> dict[str, floa
         (parts.guard, "note", "guard"),
         (parts.record, "event", "record"),
     ]
-    stages = Stages(engine.place.device, warm_up=0, steps=1)
+    stages = Stages(engine.world.device, warm_up=0, steps=1)
     undo = time_calls(stages, calls)
     step()
     stages.step_done()
@@ -395,11 +395,11 @@ def random_corpus(vocabulary: int, folder: Path, *, seed: int) -> Corpus:
 
 
 @contextmanager
-def llama_parts(resolved: Resolved, place: Place) -> Iterator[Parts]:
+def llama_parts(resolved: Resolved, world: World) -> Iterator[Parts]:
     """The parts of a run of `resolve_llama`'s config on random tokens; the process group stays."""
     with tempfile.TemporaryDirectory() as folder:
-        corpus = random_corpus(int(resolved.config.model.config["vocab_size"]), Path(folder), seed=place.rank)
-        with session(resolved, corpus=corpus, place=place) as opened, open_parts(opened) as parts:
+        corpus = random_corpus(int(resolved.config.model.config["vocab_size"]), Path(folder), seed=world.rank)
+        with session(resolved, corpus=corpus, world=world) as opened, open_parts(opened) as parts:
             yield parts
     gc.collect()  # DeepSpeed's engine is part of reference cycles
 
@@ -436,7 +436,7 @@ def against_plain_loop(arguments: Sequence[str], options: argparse.Namespace) ->
     resolved = read_command_line([*arguments, f"run.steps={total}"])
     require_comparable(resolved)
     with session(resolved) as opened, open_parts(opened) as parts:
-        plain = PlainLoop(resolved, opened.corpus, opened.place)
+        plain = PlainLoop(resolved, opened.corpus, opened.world)
         measured = time_pairs(parts, plain, pairs=options.pairs, steps=options.steps)
         plain.batches.close()
     if resolved.rank != 0:
@@ -454,9 +454,9 @@ def by_stage(arguments: Sequence[str], options: argparse.Namespace) -> None:
     else:
         llamas = [resolve_llama(arguments, size, layers=options.layers) for size in options.parameters]
         resolved, rows = llamas[0], []
-        place = distributed.join(resolved)
+        world = distributed.join(resolved)
         for llama in llamas:
-            with llama_parts(llama, place) as parts:
+            with llama_parts(llama, world) as parts:
                 rows.append(time_stages(parts, **counts))
         distributed.stop()
     if resolved.rank == 0:

@@ -22,7 +22,7 @@ from config.command_line import read_command_line
 from config.resolved import Resolved
 from training.build import open_checkpoints
 from training.checkpoint.outcome import Saved
-from training.distributed import Place
+from training.distributed import World
 from training.engine import Engine
 from training.progress import Progress
 from training.session import session
@@ -30,7 +30,7 @@ from training.session import session
 Mode = Literal["always", "never"]
 
 
-def measure(resolved: Resolved, engine: Engine, folder: Path, place: Place, *, saves: int) -> dict[Mode, list[Saved]]:
+def measure(resolved: Resolved, engine: Engine, folder: Path, world: World, *, saves: int) -> dict[Mode, list[Saved]]:
     """The outcome of each save, by mode; the modes alternate. A collective."""
     found: dict[Mode, list[Saved]] = {"always": [], "never": []}
     step = 0
@@ -38,7 +38,7 @@ def measure(resolved: Resolved, engine: Engine, folder: Path, place: Place, *, s
         for mode, outcomes in found.items():
             section = replace(resolved.config.checkpoint, background=mode, keep=1)
             chosen = replace(resolved, config=replace(resolved.config, checkpoint=section))
-            checkpoints = open_checkpoints(chosen, folder, place, identity={})
+            checkpoints = open_checkpoints(chosen, folder, world, identity={})
             step += 1
             checkpoints.start_save(engine, {"progress": Progress(step=step).state_dict()})
             while not checkpoints.save_ended:  # training would continue meanwhile; to join the save would be a stall
@@ -58,16 +58,16 @@ def main(arguments: list[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     resolved = read_command_line(rest)
     with session(resolved) as opened:
-        engine, place = opened.engine, opened.place
+        engine, world = opened.engine, opened.world
         root = Path(resolved.config.run.dir).expanduser()
         root.mkdir(parents=True, exist_ok=True)
-        folder = Path(place.from_main(tempfile.mkdtemp(prefix="benchmark-", dir=root) if place.is_main else None))
+        folder = Path(world.from_main(tempfile.mkdtemp(prefix="benchmark-", dir=root) if world.is_main else None))
         try:
             batch = opened.batches.next_step()
             engine.step(engine.health(engine.forward_backward(batch, step=1)), 0.0)
-            found = measure(resolved, engine, folder, place, saves=options.saves)
+            found = measure(resolved, engine, folder, world, saves=options.saves)
         finally:
-            if place.is_main:
+            if world.is_main:
                 shutil.rmtree(folder, ignore_errors=True)
     for mode, saves in found.items() if resolved.rank == 0 else ():
         seconds = median(save.seconds for save in saves)

@@ -107,19 +107,19 @@ def time_deepspeed(stages: Stages) -> None:
     """Time every DeepSpeed engine of this process, and every collective. Before the process group is joined."""
     import torch.distributed as dist
 
-    for name, (place, keyword, factor) in COLLECTIVES.items():
-        _time_collective(stages, dist, name, place, keyword, factor)
+    for name, (world, keyword, factor) in COLLECTIVES.items():
+        _time_collective(stages, dist, name, world, keyword, factor)
     import deepspeed
 
     time_calls(stages, [(deepspeed.DeepSpeedEngine, name, name) for name in ("forward", "backward", "step")])
 
 
-def _time_collective(stages: Stages, dist: Any, name: str, place: int, keyword: str, factor: int) -> None:
+def _time_collective(stages: Stages, dist: Any, name: str, world: int, keyword: str, factor: int) -> None:
     before = getattr(dist, name)
 
     @functools.wraps(before)
     def call(*arguments: Any, **options: Any) -> Any:
-        payload = arguments[place] if len(arguments) > place else options[keyword]
+        payload = arguments[world] if len(arguments) > world else options[keyword]
         tensors = payload if isinstance(payload, list | tuple) else [payload]
         ranks = dist.get_world_size(options.get("group"))
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

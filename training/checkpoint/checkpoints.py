@@ -46,7 +46,7 @@ from training.checkpoint.reshard import restore
 from training.checkpoint.retention import Retention, being_read
 from training.checkpoint.save import Order, Save
 from training.checkpoint.writer import Files
-from training.distributed import Place
+from training.distributed import World
 from training.engine import Engine
 from training.engine.rng import load_generators
 from training.progress import Progress
@@ -64,7 +64,7 @@ class Checkpoints:
         *,
         keep: Retention,
         identity: dict[str, Any],
-        place: Place,
+        world: World,
         background: bool = True,
         verify_after_save: bool = False,
         opener: Opener | None = None,
@@ -76,7 +76,7 @@ class Checkpoints:
         opener: with the key that files are encrypted and read with; None: plain files.
         remote: where every checkpoint goes as well; the folder then holds what is on its way there and back.
         """
-        self.folder, self.keep, self.identity, self.place = folder, keep, identity, place
+        self.folder, self.keep, self.identity, self.world = folder, keep, identity, world
         self.background, self.verify_after_save = background, verify_after_save
         self._opener, self._remote = opener, remote
         self.any_saved = False
@@ -87,7 +87,7 @@ class Checkpoints:
         """Why the newest of them failed, in one line."""
         self._save: Save | None = None
         self._ended: list[Saved | SaveFailed] = []
-        self._beside: Place | None = None
+        self._beside: World | None = None
         self._asked = False
         self._untold: list[str] = []
         self._sound: set[Path] = set()
@@ -104,15 +104,15 @@ class Checkpoints:
         self.reached("begin")
         final, partial = self.folder / f"step-{progress.step}", commit.partial_of(self.folder, progress.step)
         try:
-            on_main(self.place, lambda: commit.begin(self.folder, progress.step), final)
+            on_main(self.world, lambda: commit.begin(self.folder, progress.step), final)
         except SaveFailed as failure:
             self._note_outcome(failure)
             return
         self._sound.discard(final)
-        files = Files(partial, rank=self.place.rank, reached=self.reached, copied=self.background, key=key)
+        files = Files(partial, rank=self.world.rank, reached=self.reached, copied=self.background, key=key)
         take(files, partial, engine, {**state, "identity": self.identity})
         if self._beside is None:
-            self._beside = self.place.on_own_group()
+            self._beside = self.world.on_own_group()
         order = Order(
             final=final,
             partial=partial,
@@ -167,20 +167,20 @@ class Checkpoints:
         self._conclude()
         if resume == "never":
             if self._remote is not None:
-                self._remote.require_empty(self.place)
+                self._remote.require_empty(self.world)
             return None
         if resume == "auto" and self._remote is not None and not self._asked:
             self._asked = True  # once: later the folder has what this session saved, store or no store
-            self._remote.fetch(self.place, self.folder, lambda text: self._untold.append(self._tell(text)))
+            self._remote.fetch(self.world, self.folder, lambda text: self._untold.append(self._tell(text)))
         refused: list[str] = []
-        for path in self.place.from_main(self._choice(resume) if self.place.is_main else None):
+        for path in self.world.from_main(self._choice(resume) if self.world.is_main else None):
             problem, damaged = self._examine(path)
             if problem is None:
                 self._untold += [self._tell(f"passed over checkpoint {text}") for text in refused]
                 self.any_saved = True
                 return path
             refused.append(f"{path}: {problem}")
-            if damaged and resume == "auto" and self.place.is_main:
+            if damaged and resume == "auto" and self.world.is_main:
                 commit.set_aside(path)
         self.any_saved = False
         if refused:
@@ -200,18 +200,18 @@ class Checkpoints:
         problem = None if path in self._sound else self._examine(path)[0]
         if problem is not None:
             raise UserError(f"{path}: {problem}")
-        state = self.place.from_main(read_state(path) if self.place.is_main else None)
+        state = self.world.from_main(read_state(path) if self.world.is_main else None)
         other = other_parameters(state["parameters"], parameter_shapes(engine.model))
         if other is not None:
             raise UserError(f"{path}: {other}")
-        rank, step = self.place.rank, state["progress"]["step"]
+        rank, step = self.world.rank, state["progress"]["step"]
         with being_read(path):
             change = other_layout(state["identity"], self.identity)
             opener = self._opener or Opener()
             line = restore(engine, path, recorded=state.get("checksums"), change=change, opener=opener)
             drawn = path / f"rng-rank-{rank}.pt"
             otherwise = f"{self.identity.get('run.seed')}/{step}/{rank}"
-            load_generators(opener.read(drawn) if drawn.exists() else None, self.place.device, otherwise=otherwise)
+            load_generators(opener.read(drawn) if drawn.exists() else None, self.world.device, otherwise=otherwise)
         if line:
             self._untold.append(self._tell(line))
         return state
@@ -230,15 +230,15 @@ class Checkpoints:
 
     def _examine(self, path: Path) -> tuple[str | None, bool]:
         """Why `path` cannot be gone on from, or None; and whether it is damaged. Remembers one that is sound."""
-        place = self.place
+        world = self.world
 
         def hash_my_share(manifest: dict[str, Any]) -> None:
-            check_hashes(path, manifest, share(manifest, place.rank, place.world_size))
+            check_hashes(path, manifest, share(manifest, world.rank, world.world_size))
 
-        for found in place.gather_objects(flaw(path, hash_my_share)):
+        for found in world.gather_objects(flaw(path, hash_my_share)):
             if found is not None:
                 return str(found), isinstance(found, Damaged)
-        theirs = place.from_main(read_state(path)["identity"] if place.is_main else None)
+        theirs = world.from_main(read_state(path)["identity"] if world.is_main else None)
         other = other_identity(theirs, self.identity)
         if other is None:
             self._sound.add(path)
@@ -258,10 +258,10 @@ class Checkpoints:
                 self._sound.add(outcome.path)
             return
         self.failures, self.last_failure = self.failures + 1, str(outcome)
-        self.any_saved = bool(self.place.from_main(newest(self.folder) is not None if self.place.is_main else None))
+        self.any_saved = bool(self.world.from_main(newest(self.folder) is not None if self.world.is_main else None))
         self._tell(f"{outcome}; the checkpoints before it are as they were")
 
     def _tell(self, text: str) -> str:
-        if self.place.is_main:
+        if self.world.is_main:
             print(f"mantissa: {text}", file=sys.stderr, flush=True)
         return text

@@ -32,10 +32,10 @@ def take(files: Files, folder: Path, engine: Engine, state: dict[str, Any]) -> N
 
     state: of the run, and its identity; what the engine alone knows is added.
     """
-    place, checksums = engine.place, checksums_of(engine)
+    world, checksums = engine.world, checksums_of(engine)
     engine.save(folder, TAG, files)
-    files.save(generators(place.device), folder / f"rng-rank-{place.rank}.pt")
-    if place.is_main:
+    files.save(generators(world.device), folder / f"rng-rank-{world.rank}.pt")
+    if world.is_main:
         state = {**state, "parameters": parameter_shapes(engine.model), "checksums": checksums}
         files.save_text(json.dumps(state, indent=1) + "\n", folder / STATE)
 
@@ -48,7 +48,7 @@ def manifest_of(engine: Engine, progress: Progress, validation_loss: float | Non
         "format": FORMAT,
         "step": progress.step,
         "written": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "world_size": engine.place.world_size,
+        "world_size": engine.world.world_size,
         "zero_stage": engine.stage,
         "precision": {"compute": engine.compute, "regions": regions},
         "data": {"position": progress.position, "tokens": progress.tokens},

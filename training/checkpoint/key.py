@@ -32,8 +32,8 @@ class Key:
         name: of the setting, for errors. Raises UserError, which never shows what the setting or the place holds when
         that may be the key.
         """
-        kind, place = parse_key_setting(setting, name)
-        text = _from_environment(place, name) if kind == "env" else _from_file(Path(place).expanduser(), name)
+        kind, world = parse_key_setting(setting, name)
+        text = _from_environment(world, name) if kind == "env" else _from_file(Path(world).expanduser(), name)
         secret = decode_key(text.strip())
         if secret is None:
             raise UserError(f"{name} = {setting}: holds no 256-bit key; make one with `openssl rand -hex 32`")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from training.distributed import Place
+    from training.distributed import World
 
 
 class SaveFailed(OSError):
@@ -33,15 +33,15 @@ class Saved:
     """Every file was read back, from the disk or from the store, and has the hash of what was written."""
 
 
-def on_main(place: Place, act: Callable[[], Any], path: Path | str) -> Any:
+def on_main(world: World, act: Callable[[], Any], path: Path | str) -> Any:
     """What `act` gives on the main process, on every rank; raises SaveFailed on all when it meets an OSError."""
     value, error = None, None
-    if place.is_main:
+    if world.is_main:
         try:
             value = act()
         except OSError as problem:
             error = f"checkpoint {path} was not saved: {problem}"
-    value, error = place.from_main((value, error))
+    value, error = world.from_main((value, error))
     if error is not None:
         raise SaveFailed(error)
     return value

@@ -68,7 +68,7 @@ def restore(
     bit. Gives a line about the change, for the log. A collective. Raises UserError as `load_resharded` does.
     """
     kept = [kind for kind in recorded or {} if kind != "master"]  # none before the first update
-    engine.place.raise_first(_other_optimizer(engine, path, kept) if kept else None, UserError)
+    engine.world.raise_first(_other_optimizer(engine, path, kept) if kept else None, UserError)
     if change is None:
         engine.load(path, TAG, Reader(opener))
         require_same(engine, path, recorded or {})
@@ -92,7 +92,7 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
         saved, problem = SavedModel(stage=0, ranks=0), str(error)
     if problem is None:
         problem = _mismatch(engine, saved, folder)
-    engine.place.raise_first(problem, UserError)
+    engine.world.raise_first(problem, UserError)
     with partitioned(engine):
         for name, parameter in engine.model.named_parameters():
             _restore(engine, parameter, saved.tensors[name])
@@ -115,7 +115,7 @@ def require_same(engine: Engine, where: Path, recorded: Checksums) -> None:
 
     A collective. Raises UserError, on every rank, naming the first that differs; `where` is the checkpoint.
     """
-    engine.place.raise_first(_difference(where, recorded, checksums_of(engine)), UserError)
+    engine.world.raise_first(_difference(where, recorded, checksums_of(engine)), UserError)
 
 
 def _other_optimizer(engine: Engine, where: Path, kept: Collection[str]) -> str | None:
@@ -211,7 +211,7 @@ def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None
         return
     part = parameter.ds_tensor
     numel, length = tensor.shape.numel(), part.numel()
-    start = min(engine.place.rank * length, numel)
+    start = min(engine.world.rank * length, numel)
     length = min(length, numel - start)
     values = tensor.master.slice(start, length) if tensor.master else tensor.read().view(-1)[start : start + length]
     part.data.view(-1)[:length].copy_(values)
@@ -227,10 +227,10 @@ def _restore_buffers(engine: Engine, saved: SavedModel) -> int:
 
 def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:
     """Of what the files hold, a share of the parameters on each rank."""
-    place, found = engine.place, []
+    world, found = engine.world, []
     for index, name in enumerate(trained(engine)):
         tensor = saved.tensors[name]
-        if index % place.world_size != place.rank or tensor.master is None:
+        if index % world.world_size != world.rank or tensor.master is None:
             continue
         pieces = {"master": tensor.master}
         if tensor.state is not None:
@@ -239,7 +239,7 @@ def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:
             (kind, name, as_text(checksum(piece.slice(0, piece.numel), 0).tolist())) for kind, piece in pieces.items()
         ]
     result: Checksums = {}
-    for kind, name, text in (row for rows in place.gather_objects(found) for row in rows):
+    for kind, name, text in (row for rows in world.gather_objects(found) for row in rows):
         result.setdefault(kind, {})[name] = text
     return result
 

@@ -22,7 +22,7 @@ from training.checkpoint.retention import Retention
 if TYPE_CHECKING:
     from training.checkpoint.store.remote import Remote
     from training.checkpoint.writer import Files
-    from training.distributed import Place
+    from training.distributed import World
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Order:
 class Save:
     """Runs an order to its end in a daemon thread: a process that must die is not held by it."""
 
-    def __init__(self, order: Order, files: Files, place: Place, reached: Callable[[str], None]) -> None:
-        """place: with a process group that nothing else uses meanwhile. reached: told each phase on each rank."""
+    def __init__(self, order: Order, files: Files, world: World, reached: Callable[[str], None]) -> None:
+        """world: with a process group that nothing else uses meanwhile. reached: told each phase on each rank."""
         self.stall_seconds = 0.0
         """For which it held the training thread so far."""
-        self._order, self._files, self._place, self._reached = order, files, place, reached
+        self._order, self._files, self._world, self._reached = order, files, world, reached
         self._outcome: Saved | BaseException | None = None
         self._published = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"save of step {order.step}", daemon=True)
@@ -83,7 +83,7 @@ class Save:
         try:
             self._outcome = self._save()
         except SaveFailed as failure:
-            if self._place.is_main:
+            if self._world.is_main:
                 shutil.rmtree(self._order.partial, ignore_errors=True)
             self._outcome = failure
         except BaseException as error:  # told where it is waited for
@@ -96,12 +96,12 @@ class Save:
         self._files.write_all()
         self._reached("written")
         written = self._agree_on_files()
-        size = on_main(self._place, lambda: self._publish(written), order.final)
+        size = on_main(self._world, lambda: self._publish(written), order.final)
         self._published.set()
         if order.verify:
             self._read_back(written)
         if order.remote is not None:
-            order.remote.upload(self._place, order.final, order.step, written)
+            order.remote.upload(self._world, order.final, order.step, written)
         return Saved(
             path=order.final,
             url=order.remote.where(order.step) if order.remote is not None else None,
@@ -114,7 +114,7 @@ class Save:
         )
 
     def _agree_on_files(self) -> dict[str, Written]:
-        everyone = self._place.gather_objects((self._files.written, self._files.error))
+        everyone = self._world.gather_objects((self._files.written, self._files.error))
         for _, error in everyone:
             if error is not None:
                 raise SaveFailed(f"checkpoint {self._order.final} was not saved: {error}")
@@ -135,10 +135,10 @@ class Save:
 
     def _read_back(self, files: dict[str, Written]) -> None:
         """Hash what this rank wrote once more, from the disk. One that differs is set aside and never chosen."""
-        mine = {name: file.sha256 for name, file in files.items() if file.rank == self._place.rank}
-        found = next((text for text in self._place.gather_objects(_difference(self._order.final, mine)) if text), None)
+        mine = {name: file.sha256 for name, file in files.items() if file.rank == self._world.rank}
+        found = next((text for text in self._world.gather_objects(_difference(self._order.final, mine)) if text), None)
         if found is not None:
-            on_main(self._place, lambda: _condemn(self._order.final), self._order.final)
+            on_main(self._world, lambda: _condemn(self._order.final), self._order.final)
             raise SaveFailed(f"checkpoint {self._order.final} is not what was written and is set aside: {found}")
 
 

@@ -19,31 +19,31 @@ from modeling.build import Gather, build_model
 from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
 from modeling.kernels import require_liger
-from training.distributed import Place
+from training.distributed import World
 from training.engine.engine import Engine
 from training.engine.kernels import choose_kernels
 from training.engine.weights import start_from_weights
 
 
-def build_engine(resolved: Resolved, model_config: PretrainedConfig, place: Place) -> Engine:
+def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: World) -> Engine:
     """The model under the resolved DeepSpeed config, with its activation checkpointing, on this rank."""
     config = resolved.config
     if config.model.compile:
         require_compilable(resolved.zero_stage)
     if config.model.kernels == "liger":
-        require_liger(model_config.model_type, place.device)
+        require_liger(model_config.model_type, world.device)
     # transformers builds and loads the model partitioned for as long as this object lives and says ZeRO-3.
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
-    gather = _gather_partitioned(place) if zero3 else _already_whole
+    gather = _gather_partitioned(world) if zero3 else _already_whole
     model = build_model(config.model, model_config, seed=config.run.seed, gather=gather)
-    notes = choose_kernels(model, resolved, place)
+    notes = choose_kernels(model, resolved, world)
     apply_activation_checkpointing(
         model,
         config.model.activation_checkpointing,
         reentrant=config.model.checkpointing_reentrant,
         every=config.model.checkpointing_every,
     )
-    engine = Engine(model, resolved, place)
+    engine = Engine(model, resolved, world)
     engine.notes += notes
     if config.model.name_or_path is not None:
         start_from_weights(engine, config.model.name_or_path)
@@ -58,7 +58,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, place: Plac
 
 def _require_documents_apart(engine: Engine) -> None:
     engine.model.eval()
-    require_documents_apart(engine.logits, engine.model.config, engine.place.device)
+    require_documents_apart(engine.logits, engine.model.config, engine.world.device)
     engine.model.train()
 
 
@@ -69,7 +69,7 @@ def _one_micro_batch(engine: Engine, resolved: Resolved) -> Callable[[], None]:
     inputs: dict[str, Any] = {"input_ids": torch.arange(math.prod(shape)).remainder_(vocabulary).view(shape)}
     if resolved.config.data.document_masking:  # the mask is kept as well
         inputs["position_ids"] = torch.arange(shape[1]).remainder_(max(shape[1] // 2, 1)).expand(shape)
-    inputs = {name: ids.to(engine.place.device) for name, ids in inputs.items()}
+    inputs = {name: ids.to(engine.world.device) for name, ids in inputs.items()}
 
     def forward() -> None:
         engine.deepspeed.train()
@@ -79,20 +79,20 @@ def _one_micro_batch(engine: Engine, resolved: Resolved) -> Callable[[], None]:
 
 
 def _recompute_within(engine: Engine, resolved: Resolved, gib: float) -> None:
-    place, forward = engine.place, _one_micro_batch(engine, resolved)
+    world, forward = engine.world, _one_micro_batch(engine, resolved)
 
     def largest(values: Sequence[int]) -> list[int]:
-        rows = place.gather(torch.tensor(values, dtype=torch.float64, device=place.device))
+        rows = world.gather(torch.tensor(values, dtype=torch.float64, device=world.device))
         return [int(value) for value in rows.amax(dim=0).tolist()]
 
     engine.notes.append(recompute_within_budget(engine.model, gib, forward=forward, largest=largest).text)
 
 
-def _gather_partitioned(place: Place) -> Gather:
+def _gather_partitioned(world: World) -> Gather:
     @contextmanager
     def gather(parameters: Sequence[torch.nn.Parameter]) -> Iterator[bool]:
         with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0):
-            yield place.is_main
+            yield world.is_main
 
     return gather
 

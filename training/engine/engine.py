@@ -30,7 +30,7 @@ from data.loader import Batch
 from precision.manifest import load_manifest
 from precision.regions import Regions
 from precision.step_health import Health
-from training.distributed import Place, allow_slow_fp16
+from training.distributed import World, allow_slow_fp16
 from training.engine.defects import Defects
 from training.engine.faults import Faults
 from training.engine.gradients import ReducedGradients
@@ -47,30 +47,30 @@ from training.progress import START, Progress
 class Engine:
     """One model, its masters and its optimizer on DeepSpeed. Every method is a collective."""
 
-    def __init__(self, model: PreTrainedModel, resolved: Resolved, place: Place) -> None:
+    def __init__(self, model: PreTrainedModel, resolved: Resolved, world: World) -> None:
         optimizer_section = resolved.config.optimizer
-        self.place = place
+        self.world = world
         self.stage = resolved.zero_stage
         self.compute = resolved.compute
         self.optimizer_spec = OPTIMIZERS[optimizer_section.name]
         """What its optimizer keeps."""
         self.clipping = optimizer_section.gradient_clipping
         self.slow_fp16 = self.compute == "fp16" and allow_slow_fp16()
-        self.faults = Faults(resolved.config.faults, rank=place.rank, model=model)
-        self._defects = Defects(resolved.config.defects, rank=place.rank, model=model)
+        self.faults = Faults(resolved.config.faults, rank=world.rank, model=model)
+        self._defects = Defects(resolved.config.defects, rank=world.rank, model=model)
         import_muon_uncompiled()
         self.deepspeed, *_ = deepspeed.initialize(
             model=model,
             optimizer=build_optimizer(
-                model, optimizer_section, offload=resolved.offload != "none", device=place.device
+                model, optimizer_section, offload=resolved.offload != "none", device=world.device
             ),
             config=resolved.deepspeed,
         )
         self.gradients = ReducedGradients(self.deepspeed, stage=self.stage)
         if self._defects.unclipped:
             self.gradients.stop_clipping()
-        self._work = WorkTime(place.device)
-        self.loss_path = LossPath(self.deepspeed, resolved, place.device)
+        self._work = WorkTime(world.device)
+        self.loss_path = LossPath(self.deepspeed, resolved, world.device)
         """Whether a micro-batch's logits are all in memory at once."""
         problem = self.loss_path.why_full
         self.notes = [f"the loss makes all logits at once: {problem}"] if problem is not None else []
@@ -79,7 +79,7 @@ class Engine:
         """Precision regions of the manifest path; None on the cast path."""
         guard = resolved.config.guard
         self._always_measure = guard.min_update_ratio is not None or guard.max_update_ratio is not None
-        self._meter = UpdateMeter(self.deepspeed.optimizer, stage=self.stage, place=place)
+        self._meter = UpdateMeter(self.deepspeed.optimizer, stage=self.stage, world=world)
         self._scale_section = resolved.config.precision.loss_scale
         self._scaler: LossScaler | None = None
         self.install_scaler(None)
@@ -112,10 +112,10 @@ class Engine:
         batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. on_loss: sees each micro-batch's
         summed loss before its backward pass.
         """
-        device = self.place.device
+        device = self.world.device
         before = generators(device)
-        label_tokens = label_tokens_of_all(batch, self.place)
-        weight = self.place.world_size / label_tokens
+        label_tokens = label_tokens_of_all(batch, self.world)
+        weight = self.world.world_size / label_tokens
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for index, (inputs, labels) in enumerate(batch.micro_batches(device)):
             last = index == len(batch.input_ids) - 1
@@ -159,11 +159,11 @@ class Engine:
         everywhere.
         """
         norm = self.gradients.norm()
-        memory, counters = float(peak_memory_bytes(self.place.device)), (progress.applied, progress.skipped)
+        memory, counters = float(peak_memory_bytes(self.world.device)), (progress.applied, progress.skipped)
         here = [memory, float(preempted_here), self.loss_scale, *map(float, counters), float(save_ended_here)]
         here.append(data_seconds + self._work.take())
         mine = torch.stack([outcome.loss_sum, outcome.label_tokens, norm.double()])
-        rows = self.place.gather(torch.cat([mine, self.place.numbers(here)])).tolist()
+        rows = self.world.gather(torch.cat([mine, self.world.numbers(here)])).tolist()
         require_equal("the gradient norm", [row[2] for row in rows])
         for column, what in (
             (5, "the loss scale"),
@@ -237,13 +237,13 @@ class Engine:
     def evaluate(self, batches: Any) -> float:
         """Mean loss in nats over every label token of `batches` on all ranks."""
         self.deepspeed.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for batch in batches:
-            for inputs, labels in batch.micro_batches(self.place.device):
+            for inputs, labels in batch.micro_batches(self.world.device):
                 totals[0] += self.loss_path.loss_sum(inputs, labels, 1.0, inspected=False).double()
             totals[1] += batch.label_tokens
         self.deepspeed.train()
-        loss, tokens = self.place.sum(totals).tolist()
+        loss, tokens = self.world.sum(totals).tolist()
         return loss / max(tokens, 1.0)
 
     def save(self, folder: Path, tag: str, writer: CheckpointEngine | None = None) -> None:
@@ -284,8 +284,8 @@ class Engine:
         if self.optimizer_spec.momentum is None:
             return None
         momentum = local_states(self.deepspeed.basic_optimizer, self.optimizer_spec.momentum)
-        squares = sum_of_squares(momentum, self.place.device)
-        return float(squares if self.stage == 0 else self.place.sum(squares)) ** 0.5
+        squares = sum_of_squares(momentum, self.world.device)
+        return float(squares if self.stage == 0 else self.world.sum(squares)) ** 0.5
 
     def scaler_state(self) -> dict[str, Any] | None:
         """State of the loss scaler as plain types; None where there is none."""

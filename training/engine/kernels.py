@@ -9,16 +9,16 @@ from config.resolved import Resolved
 from config.rules import liger_conflicts
 from modeling.kernels import Plan, cannot_run_on, plan_liger, use_liger
 from precision.dtypes import DTYPES
-from training.distributed import Place
+from training.distributed import World
 
 
-def choose_kernels(model: PreTrainedModel, resolved: Resolved, place: Place) -> list[str]:
+def choose_kernels(model: PreTrainedModel, resolved: Resolved, world: World) -> list[str]:
     """Let the model compute with Liger's kernels where the config says so, or leaves it open and they can be had.
 
     What was decided, for the record: nothing where there was nothing to decide, as on a CPU. A collective. Raises
     UserError where the config asks for kernels that cannot be had.
     """
-    wanted, device = resolved.config.model.kernels, place.device
+    wanted, device = resolved.config.model.kernels, world.device
     if wanted == "torch" or (wanted == "auto" and cannot_run_on(device)):
         return []
     if wanted == "liger":
@@ -33,7 +33,7 @@ def choose_kernels(model: PreTrainedModel, resolved: Resolved, place: Place) -> 
         except UserError as error:
             problem = str(error)
     # one node may lack what the others have; kernels round differently, and ranks are to do the same
-    problems = place.gather_objects(problem)
+    problems = world.gather_objects(problem)
     where, first = next(((rank, each) for rank, each in enumerate(problems) if each is not None), (0, None))
     if plan is not None and first is None:
         return [plan.apply()]

@@ -12,14 +12,14 @@ from config.resolved import Resolved
 from data.loader import Batch
 from modeling.chunked_head import ChunkedHead
 from modeling.linear_cross_entropy import label_loss_sum
-from training.distributed import Place
+from training.distributed import World
 
 
-def label_tokens_of_all(batch: Batch, place: Place) -> torch.Tensor:
+def label_tokens_of_all(batch: Batch, world: World) -> torch.Tensor:
     """() float64: what the step's mean is taken over, 1 at least. A collective where `batch` knows only its own."""
     if batch.label_tokens_of_all is None:
-        return place.sum(place.numbers([batch.label_tokens])).clamp_(min=1.0)[0]
-    return torch.full((), float(max(batch.label_tokens_of_all, 1)), dtype=torch.float64, device=place.device)
+        return world.sum(world.numbers([batch.label_tokens])).clamp_(min=1.0)[0]
+    return torch.full((), float(max(batch.label_tokens_of_all, 1)), dtype=torch.float64, device=world.device)
 
 
 class LossPath:

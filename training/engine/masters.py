@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from training.distributed import Place
+from training.distributed import World
 
 
 def local_masters(optimizer: Any) -> list[torch.Tensor]:
@@ -37,8 +37,8 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> tor
 class UpdateMeter:
     """Measures how large an update was against the weights it changed. Copies the masters: only where asked for."""
 
-    def __init__(self, optimizer: Any, *, stage: int, place: Place) -> None:
-        self._optimizer, self._stage, self._place = optimizer, stage, place
+    def __init__(self, optimizer: Any, *, stage: int, world: World) -> None:
+        self._optimizer, self._stage, self._world = optimizer, stage, world
         self._before: list[torch.Tensor] = []
 
     def start(self) -> None:
@@ -47,9 +47,9 @@ class UpdateMeter:
 
     def ratio(self) -> float:
         """||after - before|| / ||before|| over all ranks, to be called after the step. A collective."""
-        after, device = local_masters(self._optimizer), self._place.device
+        after, device = local_masters(self._optimizer), self._world.device
         changes = (new.detach() - old for old, new in zip(self._before, after, strict=True))
         squares = torch.stack([sum_of_squares(changes, device), sum_of_squares(self._before, device)])
         self._before = []
-        changed, weights = (squares if self._stage == 0 else self._place.sum(squares)).tolist()
+        changed, weights = (squares if self._stage == 0 else self._world.sum(squares)).tolist()
         return (changed / weights) ** 0.5 if weights else 0.0

@@ -49,12 +49,12 @@ def whole_state(engine: Engine, parameter: torch.nn.Parameter, name: str) -> tor
     DeepSpeed's own getter is linked too late for a first step at ZeRO-1 and 2.
     """
     shape = shape_of(parameter)
-    whole = torch.zeros(shape.numel(), dtype=torch.float32, device=engine.place.device)
+    whole = torch.zeros(shape.numel(), dtype=torch.float32, device=engine.world.device)
     shard = shard_of(engine, parameter)
     held = shard.held(engine) if shard is not None else {}
     if shard is not None and name in held:
         whole[shard.start : shard.start + shard.length] = held[name]
-    return (whole if engine.stage == 0 else engine.place.sum(whole)).view(shape)
+    return (whole if engine.stage == 0 else engine.world.sum(whole)).view(shape)
 
 
 def whole_weight(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -102,7 +102,7 @@ def shard_of(engine: Engine, parameter: Any) -> Shard | None:
         return Shard(parameter, 0, 0, numel)
     if engine.stage == 3:
         group, at, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start = min(engine.place.rank * padded, numel)
+        start = min(engine.world.rank * padded, numel)
         length = min(padded, numel - start)
         return Shard(local_masters(optimizer)[group], at, start, length) if length else None
     mapping = parameter._hp_mapping
@@ -130,7 +130,7 @@ def checksums_of(engine: Engine) -> Checksums:
     """
     parameters, names = trained(engine), kinds(engine)
     sums = torch.zeros(len(parameters), len(names), 2, dtype=torch.int64)
-    exists = torch.zeros(len(names), device=engine.place.device)
+    exists = torch.zeros(len(names), device=engine.world.device)
     exists[0] = 1.0  # masters are always there
     for row, parameter in zip(sums, parameters.values(), strict=True):
         shard = shard_of(engine, parameter)
@@ -141,11 +141,11 @@ def checksums_of(engine: Engine) -> Checksums:
             exists[column] = 1.0
             row[column] = checksum(values, shard.start)
     # 64-bit sums of ranks could overflow while they are added up; their halves cannot
-    halves = torch.stack([sums & (_HALF - 1), (sums >> 32) & (_HALF - 1)]).to(engine.place.device)
+    halves = torch.stack([sums & (_HALF - 1), (sums >> 32) & (_HALF - 1)]).to(engine.world.device)
     if engine.stage > 0:
-        engine.place.sum(halves)
+        engine.world.sum(halves)
     low, high = halves.tolist()
-    anywhere = engine.place.sum(exists).tolist()
+    anywhere = engine.world.sum(exists).tolist()
     return {
         kind: {
             name: as_text((lower[column][k] + lifted[column][k] * _HALF) for k in range(2))

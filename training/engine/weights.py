@@ -31,7 +31,7 @@ def start_from_weights(engine: Engine, name_or_path: str) -> int:
     Raises StaleMaster.
     """
     folder = Path(name_or_path).expanduser()
-    refreshed = refresh_masters(engine, folder) if engine.place.from_main(folder.is_dir()) else 0
+    refreshed = refresh_masters(engine, folder) if engine.world.from_main(folder.is_dir()) else 0
     require_fresh_masters(engine)
     return refreshed
 
@@ -45,7 +45,7 @@ def refresh_masters(engine: Engine, folder: Path) -> int:
     a time.
     """
     problems: list[str] = []
-    where = engine.place.from_main(_find(engine, folder) if engine.place.is_main else None)
+    where = engine.world.from_main(_find(engine, folder) if engine.world.is_main else None)
     with ExitStack() as stack:
         names = sorted({file for file, _ in where.values()})
         files = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in names}
@@ -53,13 +53,13 @@ def refresh_masters(engine: Engine, folder: Path) -> int:
             if name not in where:
                 continue
             file, key = where[name]
-            value = files[file].get_tensor(key).to(device=engine.place.device, dtype=torch.float32)
+            value = files[file].get_tensor(key).to(device=engine.world.device, dtype=torch.float32)
             problems += _difference(name, whole_weight(engine, parameter), value, f"{folder} has")
             shard = shard_of(engine, parameter) if parameter.requires_grad else None
             if shard is not None and engine.stage > 0:
                 # not safe_set_full_fp32_param: at ZeRO-3 it fails where the ranks do not divide the parameter's size
                 shard.of(shard.flat).copy_(value.view(-1)[shard.start : shard.start + shard.length])
-    engine.place.raise_first(next(iter(problems), None), StaleMaster)
+    engine.world.raise_first(next(iter(problems), None), StaleMaster)
     return len(where)
 
 
@@ -74,7 +74,7 @@ def require_fresh_masters(engine: Engine) -> None:
         if parameter.requires_grad:
             weight, master = whole_weight(engine, parameter), whole_master(engine, parameter)
             problems += _difference(name, weight, master, "its master has")
-    engine.place.raise_first(next(iter(problems), None), StaleMaster)
+    engine.world.raise_first(next(iter(problems), None), StaleMaster)
 
 
 def _find(engine: Engine, folder: Path) -> dict[str, tuple[str, str]]:

@@ -30,7 +30,7 @@ from tracking.jsonl import JsonlSink, read_events
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
-    from training.distributed import Place
+    from training.distributed import World
 
 TRIALS = "trials.jsonl"
 TRIAL_PREFIX = "trial:"
@@ -139,7 +139,7 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else str(environment({})["cpu"]["model"])
 
 
-def run_trial(resolved: Resolved, corpus: Corpus, place: Place) -> Trial:
+def run_trial(resolved: Resolved, corpus: Corpus, world: World) -> Trial:
     """Train one setting at one rate from its seed, until its last step or until it fails. A collective."""
     from training.schedule import scheduled_rate
     from training.session import session
@@ -148,7 +148,7 @@ def run_trial(resolved: Resolved, corpus: Corpus, place: Place) -> Trial:
     watch = DivergenceWatch(window=window_of(steps), most_skips=config.guard.max_consecutive_skips)
     losses: list[float] = []
     applied, why, validation = 0, None, math.nan
-    with session(resolved, corpus=corpus, place=place) as opened:
+    with session(resolved, corpus=corpus, world=world) as opened:
         engine = opened.engine
         while why is None and len(losses) < steps:
             outcome = engine.forward_backward(opened.batches.next_step(), step=len(losses) + 1)
@@ -170,10 +170,10 @@ def run_trial(resolved: Resolved, corpus: Corpus, place: Place) -> Trial:
     )
 
 
-def work(study: Study, corpus: Corpus, place: Place, log: Callable[[str], Any] = print) -> int:
+def work(study: Study, corpus: Corpus, world: World, log: Callable[[str], Any] = print) -> int:
     """Run the trials of the search that are not known yet; returns how many it ran. A collective."""
     folder, device = Path(study.folder), device_name()
-    known: dict[str, Trial] = place.from_main(read_trials(folder) if place.is_main else None)
+    known: dict[str, Trial] = world.from_main(read_trials(folder) if world.is_main else None)
     ran = 0
 
     def run(setting: Setting, rate: float) -> Trial:
@@ -182,9 +182,9 @@ def work(study: Study, corpus: Corpus, place: Place, log: Callable[[str], Any] =
         key = trial_key(resolved, corpus.fingerprint, device)
         if key not in known:
             started = time.perf_counter()
-            known[key] = trial = run_trial(resolved, corpus, place)
+            known[key] = trial = run_trial(resolved, corpus, world)
             seconds, ran = time.perf_counter() - started, ran + 1
-            if place.is_main:
+            if world.is_main:
                 append_trial(folder, key, setting, rate, trial, seconds)
                 log(f"{TRIAL_PREFIX} {describe(setting, rate, trial)}, {seconds:.1f} s")
         return known[key]
@@ -213,9 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     first = study.resolve(study.settings[0], study.rates[0], os.environ)
     corpus = prepare(first.config.data, progress=False)
-    place = distributed.start(rank=first.rank, world_size=first.world_size, local_rank=first.local_rank)
+    world = distributed.start(rank=first.rank, world_size=first.world_size, local_rank=first.local_rank)
     try:
-        work(study, corpus, place, log=lambda text: print(text, flush=True))
+        work(study, corpus, world, log=lambda text: print(text, flush=True))
     finally:
         distributed.stop()
     return 0

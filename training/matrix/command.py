@@ -67,20 +67,20 @@ def work(options: argparse.Namespace) -> int:
     from training import distributed
     from training.matrix.run import measure
 
-    place = distributed.start(
+    world = distributed.start(
         rank=int(os.environ.get("RANK", 0)),
         world_size=int(os.environ.get("WORLD_SIZE", 1)),
         local_rank=int(os.environ.get("LOCAL_RANK", 0)),
         timeout_minutes=_HANG_MINUTES,
     )
     now = json.loads(options.worker)
-    for name in place.from_main(_missing(options, now)):
+    for name in world.from_main(_missing(options, now)):
         cell = next(cell for cell in all_cells() if cell.name == name)
-        if place.is_main:
+        if world.is_main:
             print(f"cell: {name}", flush=True)
         start = time.monotonic()
-        result = measure(place, cell, steps=options.steps)
-        if place.is_main:
+        result = measure(world, cell, steps=options.steps)
+        if world.is_main:
             _append(options.folder, {"cell": name, **result, "seconds": time.monotonic() - start, "conditions": now})
         if "raised" in (result["verdict"], result.get("upstream", {}).get("verdict")):
             return 0  # DeepSpeed's state after an error must not affect the next cell: start new processes

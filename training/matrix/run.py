@@ -30,7 +30,7 @@ from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config
 from modeling.linear_cross_entropy import IGNORED, label_loss_sum
 from modeling.parameter_groups import parameter_groups
-from training.distributed import Place, allow_slow_fp16
+from training.distributed import World, allow_slow_fp16
 from training.engine import Engine, build_engine
 from training.engine.tensors import whole_master
 from training.matrix.cells import CLIPPING, DTYPES, SEQUENCE, VOCABULARY, Cell, global_size
@@ -63,7 +63,7 @@ class Errors(NamedTuple):
     """||masters - reference|| / ||reference - start|| after the last step."""
 
 
-def measure(place: Place, cell: Cell, *, steps: int, upstream: bool = True) -> dict[str, Any]:
+def measure(world: World, cell: Cell, *, steps: int, upstream: bool = True) -> dict[str, Any]:
     """Measure a cell with Mantissa and with bare DeepSpeed; plain numbers and strings. A collective.
 
     verdict: verified, wrong, refused (by the config or the engine) or raised. On the cast path bare DeepSpeed runs too,
@@ -73,15 +73,15 @@ def measure(place: Place, cell: Cell, *, steps: int, upstream: bool = True) -> d
         folder = Path(name)
         overrides, path = cell.prepare(folder)
         config = load_config(path, overrides, None)
-        expected = reference(config, cell.dtype, clipping=cell.clipping, steps=steps, place=place)
-        found = _judge(place, cell, expected, lambda: mantissa(place, cell.resolve(folder), steps=steps))
+        expected = reference(config, cell.dtype, clipping=cell.clipping, steps=steps, world=world)
+        found = _judge(world, cell, expected, lambda: mantissa(world, cell.resolve(folder), steps=steps))
         if upstream and cell.combination.path == "cast" and cell.setting is None:
             document = cell.resolve_document(folder)
-            found["upstream"] = _judge(place, cell, expected, lambda: bare(place, config, document, steps=steps))
+            found["upstream"] = _judge(world, cell, expected, lambda: bare(world, config, document, steps=steps))
     return found
 
 
-def _judge(place: Place, cell: Cell, expected: Trajectory, run: Callable[[], Trajectory]) -> dict[str, Any]:
+def _judge(world: World, cell: Cell, expected: Trajectory, run: Callable[[], Trajectory]) -> dict[str, Any]:
     verdict, reason, numbers = "verified", "", {}
     try:
         trajectory = run()
@@ -93,7 +93,7 @@ def _judge(place: Place, cell: Cell, expected: Trajectory, run: Callable[[], Tra
     except Exception as error:
         verdict, reason = "raised", f"{type(error).__name__}: {error}"
     # One rank may have raised where another one did not.
-    verdicts = place.gather_objects((verdict, reason))
+    verdicts = world.gather_objects((verdict, reason))
     verdict, reason = next((item for item in verdicts if item[0] == "raised"), (verdict, reason))
     return {"verdict": verdict, "reason": reason, "errors": numbers}
 
@@ -126,10 +126,10 @@ def rows(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], labels
 
 
-def batch_of(place: Place, step: int, *, accumulation: int) -> Batch:
+def batch_of(world: World, step: int, *, accumulation: int) -> Batch:
     """This rank's share of a step's global batch."""
-    size = global_size(place.world_size)
-    inputs, labels = (whole.chunk(place.world_size)[place.rank] for whole in rows(step, size))
+    size = global_size(world.world_size)
+    inputs, labels = (whole.chunk(world.world_size)[world.rank] for whole in rows(step, size))
     shape = (accumulation, -1, SEQUENCE)
     counted = int((labels != IGNORED).sum())
     return Batch(0, inputs.reshape(shape), labels.reshape(shape), np.arange(size), counted)
@@ -141,9 +141,9 @@ def fp32_model(section: ModelSection, *, seed: int) -> PreTrainedModel:
     return build_model(section, shape, seed=seed, gather=lambda _: nullcontext(True))
 
 
-def reference(config: Config, dtype: str, *, clipping: bool, steps: int, place: Place) -> Trajectory:
+def reference(config: Config, dtype: str, *, clipping: bool, steps: int, world: World) -> Trajectory:
     """Plain torch, FP32, from weights rounded to `dtype`."""
-    device, size = place.device, global_size(place.world_size)
+    device, size = world.device, global_size(world.world_size)
     model: torch.nn.Module = fp32_model(config.model, seed=config.run.seed)
     model = model.to(DTYPES[dtype]).float().to(device).train()
     section = config.optimizer
@@ -166,15 +166,15 @@ def reference(config: Config, dtype: str, *, clipping: bool, steps: int, place: 
     return found
 
 
-def mantissa(place: Place, resolved: Resolved, *, steps: int) -> Trajectory:
+def mantissa(world: World, resolved: Resolved, *, steps: int) -> Trajectory:
     """Mantissa's engine, driven as in a run. A collective."""
     config = resolved.config
     shape = model_config(config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
-    engine = build_engine(resolved, shape, place)
+    engine = build_engine(resolved, shape, world)
     try:
         found = Trajectory(_mantissa_masters(engine))
         for step in range(1, steps + 1):
-            batch = batch_of(place, step, accumulation=resolved.batch.accumulation)
+            batch = batch_of(world, step, accumulation=resolved.batch.accumulation)
             health = engine.health(engine.forward_backward(batch, step=step))
             update = engine.step(health, learning_rate(config.optimizer.learning_rate, step))
             found.losses.append(health.loss)
@@ -186,7 +186,7 @@ def mantissa(place: Place, resolved: Resolved, *, steps: int) -> Trajectory:
         engine.close()
 
 
-def bare(place: Place, config: Config, document: dict[str, Any], *, steps: int) -> Trajectory:
+def bare(world: World, config: Config, document: dict[str, Any], *, steps: int) -> Trajectory:
     """DeepSpeed used as in its documentation: initialize, backward, step, its own loss scaler. A collective."""
     allow_slow_fp16()
     section, stage = config.optimizer, document["zero_optimization"]["stage"]
@@ -202,17 +202,17 @@ def bare(place: Place, config: Config, document: dict[str, Any], *, steps: int) 
         for step in range(1, steps + 1):
             for group in engine.optimizer.param_groups:
                 group["lr"] = learning_rate(section.learning_rate, step)
-            batch = batch_of(place, step, accumulation=accumulation)
-            tokens = float((rows(step, global_size(place.world_size))[1] != IGNORED).sum())
-            total = torch.zeros((), dtype=torch.float64, device=place.device)
+            batch = batch_of(world, step, accumulation=accumulation)
+            tokens = float((rows(step, global_size(world.world_size))[1] != IGNORED).sum())
+            total = torch.zeros((), dtype=torch.float64, device=world.device)
             found.scales.append(float(getattr(engine.optimizer, "cur_scale", 1.0)))
-            for inputs, labels in zip(batch.input_ids.to(place.device), batch.labels.to(place.device), strict=True):
+            for inputs, labels in zip(batch.input_ids.to(world.device), batch.labels.to(world.device), strict=True):
                 loss = label_loss_sum(engine(input_ids=inputs, use_cache=False).logits, labels)
                 # DeepSpeed divides by the accumulation and averages over ranks.
-                engine.backward(loss * (place.world_size * accumulation / tokens))
+                engine.backward(loss * (world.world_size * accumulation / tokens))
                 engine.step()
                 total += loss.detach().double()
-            found.losses.append(float(place.sum(total)) / tokens)
+            found.losses.append(float(world.sum(total)) / tokens)
             norm = engine.get_global_grad_norm()
             found.norms.append(math.nan if norm is None else float(norm))
         found.end.update(_deepspeed_masters(engine, stage))

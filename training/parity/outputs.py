@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from precision.findings import tensors_of
 from precision.manifest import find_regions
-from training.distributed import Place
+from training.distributed import World
 
 SAMPLE = 65536
 """Values of an output that are kept for the output error, at most."""
@@ -26,7 +26,7 @@ SAMPLE = 65536
 class OutputErrors:
     """One step's outputs of the modules that two models share: a reference in FP32 and a candidate."""
 
-    def __init__(self, reference: torch.nn.Module, candidate: torch.nn.Module, *, place: Place) -> None:
+    def __init__(self, reference: torch.nn.Module, candidate: torch.nn.Module, *, world: World) -> None:
         regions = find_regions(reference)
         self._reference = dict(reference.named_modules())
         self._candidate = {
@@ -34,7 +34,7 @@ class OutputErrors:
             for name, module in candidate.named_modules()
             if name in regions or (name and next(module.children(), None) is None)
         }
-        self._place = place
+        self._world = world
         self._outputs: dict[str, torch.Tensor] = {}
         self._own: dict[str, torch.Tensor] = {}
         self._accumulated: dict[str, torch.Tensor] = {}
@@ -59,7 +59,7 @@ class OutputErrors:
         """
         order = [name for name in self._own if name in self._accumulated]
         squares = torch.stack([torch.cat([self._own[name], self._accumulated[name]]) for name in order])
-        rows = self._place.sum(squares).tolist()
+        rows = self._world.sum(squares).tolist()
         return {
             "order": order,
             "own_error": {name: _ratio(*row[:2]) for name, row in zip(order, rows, strict=True)},

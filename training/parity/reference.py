@@ -21,13 +21,13 @@ from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
-from training.distributed import Place
+from training.distributed import World
 
 
 class Reference:
     """One FP32 copy of the model, whose weights are set to a run's masters."""
 
-    def __init__(self, resolved: Resolved, shape: PretrainedConfig, place: Place) -> None:
+    def __init__(self, resolved: Resolved, shape: PretrainedConfig, world: World) -> None:
         section = resolved.config.model
         self.model: PreTrainedModel = build_model(
             section, shape, seed=resolved.config.run.seed, gather=lambda _: nullcontext(True)
@@ -38,8 +38,8 @@ class Reference:
             reentrant=section.checkpointing_reentrant,
             every=section.checkpointing_every,
         )
-        torch.nn.Module.to(self.model, place.device)
-        self._place = place
+        torch.nn.Module.to(self.model, world.device)
+        self._world = world
         self._decay = {
             id(parameter): group["weight_decay"]
             for group in parameter_groups(self.model, weight_decay=resolved.config.optimizer.weight_decay)
@@ -58,10 +58,10 @@ class Reference:
 
     def loss_and_gradients(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
         """Mean loss over the global batch in nats, and its gradients by name, FP32. A collective."""
-        device = self._place.device
+        device = self._world.device
         self.model.zero_grad()
         totals = torch.tensor([0.0, float(batch.label_tokens)], dtype=torch.float64, device=device)
-        tokens = self._place.sum(totals.clone())[1].clamp_(min=1.0)
+        tokens = self._world.sum(totals.clone())[1].clamp_(min=1.0)
         for inputs, labels in batch.micro_batches(device):
             loss = label_loss_sum(self.model(**inputs, use_cache=False).logits, labels)
             (loss / tokens.to(loss.dtype)).backward()
@@ -69,8 +69,8 @@ class Reference:
         found = {}
         for name, parameter in self.model.named_parameters():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found[name] = self._place.sum(gradient.detach())
-        return float(self._place.sum(totals)[0] / tokens), found
+            found[name] = self._world.sum(gradient.detach())
+        return float(self._world.sum(totals)[0] / tokens), found
 
 
 def clip_coefficient(norm: float, largest: float) -> float:

@@ -71,7 +71,7 @@ class StepParity:
         drift = self._drift(before)
         for model in (engine.model, reference.model):
             model.train(not self._no_dropout)
-        errors = OutputErrors(reference.model, engine.model, place=engine.place)
+        errors = OutputErrors(reference.model, engine.model, world=engine.world)
         with errors.of_reference():
             loss, gradients = reference.loss_and_gradients(batch)
         with errors.of_candidate():
@@ -165,7 +165,7 @@ def measure(run_dir: RunDir, resolved: Resolved, points: list[int], *, length: i
         checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
         record = Record.silent()
         parts, start = assemble(resolved, engine, batches, record=record, checkpoints=checkpoints)
-        steps = StepParity(engine, Reference(resolved, opened.model_config, opened.place), resolved)
+        steps = StepParity(engine, Reference(resolved, opened.model_config, opened.world), resolved)
         found: list[dict[str, Any]] = []
         for point in points:
             progress = start

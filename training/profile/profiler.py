@@ -44,7 +44,7 @@ def open_profiling(
     folder: of the run. note: called with a line about the files written.
     """
     section = resolved.config.profile
-    if not section.steps or engine.place.rank not in section.ranks:
+    if not section.steps or engine.world.rank not in section.ranks:
         return None
     return Profiling(engine, batches, folder / "profile", start=section.start, steps=section.steps, note=note)
 
@@ -88,17 +88,17 @@ class Profiling:
         last = len(self._profiled) == self._steps
         with record_function(f"{STEP}{step}"):
             yield
-            if last and self._engine.place.device.type == "cuda":
-                torch.cuda.synchronize(self._engine.place.device)
+            if last and self._engine.world.device.type == "cuda":
+                torch.cuda.synchronize(self._engine.world.device)
         if last:
             self._finish()
 
     def _begin(self) -> None:
         kinds = [ProfilerActivity.CPU]
-        if self._engine.place.device.type == "cuda":
+        if self._engine.world.device.type == "cuda":
             kinds.append(ProfilerActivity.CUDA)
         with profile(activities=kinds):  # a process's first start of the profiler takes longer than a step
-            torch.ones(1, device=self._engine.place.device).add_(1)
+            torch.ones(1, device=self._engine.world.device).add_(1)
         self._undo = [self._open_stage_ranges(), *_open_module_ranges(self._engine.model)]
         self._profiler = profile(activities=kinds, record_shapes=True)
         self._profiler.start()
@@ -125,7 +125,7 @@ class Profiling:
         profiler.stop()
         started = time.perf_counter()
         folder = self._folder / f"step-{self._profiled[0]}-{self._profiled[-1]}"
-        trace = folder / f"rank-{self._engine.place.rank}.pt.trace.json.gz"
+        trace = folder / f"rank-{self._engine.world.rank}.pt.trace.json.gz"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(trace))
@@ -141,13 +141,13 @@ class Profiling:
 
     def _facts(self) -> dict[str, Any]:
         """What is not in the trace."""
-        engine, place = self._engine, self._engine.place
-        cuda = place.device.type == "cuda"
+        engine, world = self._engine, self._engine.world
+        cuda = world.device.type == "cuda"
         return {
             "steps": self._profiled,
-            "rank": place.rank,
-            "world_size": place.world_size,
-            "device": torch.cuda.get_device_name(place.device) if cuda else "cpu",
+            "rank": world.rank,
+            "world_size": world.world_size,
+            "device": torch.cuda.get_device_name(world.device) if cuda else "cpu",
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "compute": engine.compute,

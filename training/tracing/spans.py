@@ -25,13 +25,13 @@ from training.tracing.follow import follow
 if TYPE_CHECKING:
     from config.resolved import Resolved
     from training.checkpoint.checkpoints import Checkpoints
-    from training.distributed import Place
+    from training.distributed import World
     from training.progress import Progress
 
 
 def open_tracing(
     resolved: Resolved,
-    place: Place,
+    world: World,
     *,
     engine: Any,
     batches: Any,
@@ -48,12 +48,12 @@ def open_tracing(
     run = resolved.config.run.name
     facts = {
         "service.namespace": "mantissa",
-        "service.instance.id": f"{run}/{place.rank}",
+        "service.instance.id": f"{run}/{world.rank}",
         "host.name": socket.gethostname(),
         "process.pid": os.getpid(),
         "run": run,
-        "rank": place.rank,
-        "world_size": place.world_size,
+        "rank": world.rank,
+        "world_size": world.world_size,
         "compute": resolved.compute,
         "zero_stage": resolved.zero_stage,
     }
@@ -62,8 +62,8 @@ def open_tracing(
     tracing = Tracing(
         endpoint,
         facts,
-        session=place.from_main(secrets.token_hex(16)),
-        rank=place.rank,
+        session=world.from_main(secrets.token_hex(16)),
+        rank=world.rank,
         tokens=resolved.tokens_per_step,
         note=note,
     )

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from training.distributed import Place
+from training.distributed import World
 from training.watchdog.process import Member, describe_status
 from training.watchdog.witness import start_witness
 
@@ -37,7 +37,7 @@ class Links:
 
     def __init__(
         self,
-        place: Place,
+        world: World,
         me: Member,
         others: Sequence[Member],
         *,
@@ -52,8 +52,8 @@ class Links:
         self._witness: subprocess.Popen[bytes] | None = None
         self._over = threading.Event()
         self._lock = threading.Lock()
-        self._server = _server() if place.is_main else None
-        self._port, self._token = place.from_main(
+        self._server = _server() if world.is_main else None
+        self._port, self._token = world.from_main(
             (self._server.getsockname()[1], secrets.token_hex(16)) if self._server else None
         )
         if self._server or 0 in self._remote:

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from config.cli import CONFIG_ERROR, DIVERGED, DONE, LOST, PREEMPTED, REPOSITORY, UNSAVED
-from training.distributed import Place
+from training.distributed import World
 from training.watchdog.links import Links
 from training.watchdog.process import Member, MemoryKills, describe_exit, exit_status
 
@@ -45,17 +45,17 @@ class LostRank(Exception):
 
 
 @contextmanager
-def watched(place: Place) -> Iterator[None]:
+def watched(world: World) -> Iterator[None]:
     """Watch the other ranks while the body runs, and leave it together with them. A collective at both ends.
 
     Raises LostRank in place of a collective that failed because of another rank. Any other exception is this rank's own
     and passes with its traceback.
     """
-    watch = Watch(place)
+    watch = Watch(world)
     try:
         yield
         watch.close()
-        place.wait_for_all()  # no rank counts as lost that leaves while another one still writes its report
+        world.wait_for_all()  # no rank counts as lost that leaves while another one still writes its report
     except Exception as error:
         line = watch.find_culprit() if _of_a_collective(error) else None
         if line is None:
@@ -70,11 +70,11 @@ def watched(place: Place) -> Iterator[None]:
 class Watch:
     """Watches the other ranks from two threads: their processes on this machine, and the store for those elsewhere."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, world: World) -> None:
         """A collective: the ranks exchange which processes they are."""
-        self._me = Member.here(place.rank)
-        members: list[Member] = place.gather_objects(self._me)
-        self._others = [member for member in members if member.rank != place.rank]
+        self._me = Member.here(world.rank)
+        members: list[Member] = world.gather_objects(self._me)
+        self._others = [member for member in members if member.rank != world.rank]
         self._local = [member for member in self._others if member.machine == self._me.machine]
         self._kills = MemoryKills.now()
         self._line = ""
@@ -93,12 +93,12 @@ class Watch:
         if self._others:
             if len({member.machine for member in members}) > 1:
                 self._links = Links(
-                    place, self._me, self._others, on_exit=self._on_remote_exit, on_unreachable=self._declare_lost
+                    world, self._me, self._others, on_exit=self._on_remote_exit, on_unreachable=self._declare_lost
                 )
             # A connection of its own, which never waits for training's; and a prefix of its own, since torchrun over
             # several machines keeps a store through a restart, with the messages about the ranks that died.
             store = cast(Any, dist.distributed_c10d._get_default_store()).clone()
-            self._store = dist.PrefixStore(place.from_main(os.urandom(8).hex()), store)
+            self._store = dist.PrefixStore(world.from_main(os.urandom(8).hex()), store)
             self._store.set(f"beat/{self._me.rank}", "0 at its start")  # the others can time its silence from here on
             for work in (self._watch_processes, self._watch_store):
                 threading.Thread(target=work, daemon=True).start()

@@ -18,30 +18,30 @@ from config.command_line import read_command_line
 from config.resolved import Resolved
 from data.loader import Batch
 from modeling.build import model_config
-from training.distributed import Place
+from training.distributed import World
 from training.engine import build_engine
 
 
-def peak_of(place: Place, *, overrides: Sequence[str], vocabulary: int, steps: int = 2) -> dict[str, float]:
+def peak_of(world: World, *, overrides: Sequence[str], vocabulary: int, steps: int = 2) -> dict[str, float]:
     """Bytes that tensors take at most, in all and in each of `steps` steps, from before the model was built."""
     resolved = resolve(overrides)
     gc.collect()  # what an earlier engine left must not be freed while this one is measured
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        engine = engine_of(resolved, vocabulary, place)
+        engine = engine_of(resolved, vocabulary, world)
         for step in range(steps):
-            one_step(engine, batch_of(place, resolved, vocabulary), step)
+            one_step(engine, batch_of(world, resolved, vocabulary), step)
     parameters = sum(parameter.numel() for parameter in engine.model.parameters())
     engine.close()
     return {"peak": max_allocated(record), "parameters": parameters}
 
 
-def traffic_of(place: Place, *, overrides: Sequence[str], vocabulary: int) -> dict[str, int]:
+def traffic_of(world: World, *, overrides: Sequence[str], vocabulary: int) -> dict[str, int]:
     """Bytes given to each kind of collective in one step that is not the first, small messages left out."""
     resolved = resolve(overrides)
-    engine = engine_of(resolved, vocabulary, place)
-    one_step(engine, batch_of(place, resolved, vocabulary), 0)
+    engine = engine_of(resolved, vocabulary, world)
+    one_step(engine, batch_of(world, resolved, vocabulary), 0)
     with counted() as bytes_of:
-        one_step(engine, batch_of(place, resolved, vocabulary), 1)
+        one_step(engine, batch_of(world, resolved, vocabulary), 1)
     engine.close()
     return dict(bytes_of)
 
@@ -51,16 +51,16 @@ def resolve(overrides: Sequence[str]) -> Resolved:
     return read_command_line(["--config", str(REPOSITORY / "config/recipes/demo.yaml"), *overrides])
 
 
-def engine_of(resolved: Resolved, vocabulary: int, place: Place) -> Any:
+def engine_of(resolved: Resolved, vocabulary: int, world: World) -> Any:
     """An engine on random weights."""
     sequence = resolved.config.data.sequence_length
     shape = model_config(resolved.config.model, vocab_size=vocabulary, sequence_length=sequence)
-    return build_engine(resolved, shape, place)
+    return build_engine(resolved, shape, world)
 
 
-def batch_of(place: Place, resolved: Resolved, vocabulary: int) -> Batch:
+def batch_of(world: World, resolved: Resolved, vocabulary: int) -> Batch:
     """Random tokens in the shape that the config gives a rank."""
-    generator = torch.Generator().manual_seed(place.rank)
+    generator = torch.Generator().manual_seed(world.rank)
     plan, sequence = resolved.batch, resolved.config.data.sequence_length
     ids = torch.randint(vocabulary, (plan.accumulation, plan.micro_size, sequence + 1), generator=generator)
     count = plan.accumulation * plan.micro_size * sequence

@@ -17,7 +17,7 @@ from precision.regions import Regions
 from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.analyze.gradients import Fp32Gradients, under_manifest
 from training.analyze.survey import Plan, survey
-from training.distributed import Place
+from training.distributed import World
 from training.engine.rng import generators
 
 MICRO = 2
@@ -27,21 +27,21 @@ FP32 = {"default": "fp32", "rules": []}
 class Stream:
     """Random batches in place of the data loader's."""
 
-    def __init__(self, place: Place) -> None:
-        self._place, self.position = place, 0
+    def __init__(self, world: World) -> None:
+        self._world, self.position = world, 0
 
     def next_step(self) -> Batch:
         """The next batch of this rank."""
         self.position += 1
-        return batch_of(self._place, MICRO, seed=self.position)
+        return batch_of(self._world, MICRO, seed=self.position)
 
 
-def resolve_manifest(place: Place, *, stage: int, folder: str, tree: dict[str, Any], overrides: tuple[str, ...] = ()):
+def resolve_manifest(world: World, *, stage: int, folder: str, tree: dict[str, Any], overrides: tuple[str, ...] = ()):
     """The small run on the manifest path."""
-    path = Path(folder) / f"manifest-{place.rank}.json"
+    path = Path(folder) / f"manifest-{world.rank}.json"
     path.write_text(json.dumps(tree))
     manifest = ["precision.path=manifest", f"precision.manifest={path}", *overrides]
-    return resolve(place, stage=stage, compute="fp32", micro=MICRO, overrides=manifest)
+    return resolve(world, stage=stage, compute="fp32", micro=MICRO, overrides=manifest)
 
 
 def plan(**changes: Any) -> Plan:
@@ -50,11 +50,11 @@ def plan(**changes: Any) -> Plan:
     return Plan(**given | changes)
 
 
-def errors(place: Place, *, stage: int, folder: str, trees: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def errors(world: World, *, stage: int, folder: str, trees: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Gradient errors of manifests as the engine has them and as plain torch has them, and traces left."""
-    resolved = resolve_manifest(place, stage=stage, folder=folder, tree=FP32)
-    with engine_of(place, resolved) as engine:
-        batch, weights = batch_of(place, MICRO, seed=3), masters_of(engine)
+    resolved = resolve_manifest(world, stage=stage, folder=folder, tree=FP32)
+    with engine_of(world, resolved) as engine:
+        batch, weights = batch_of(world, MICRO, seed=3), masters_of(engine)
         reference = Fp32Gradients(engine, batch)
         found = {"fp32": (reference.error().error, reference.error().whole)}
         for name, tree in trees.items():
@@ -66,56 +66,56 @@ def errors(place: Place, *, stage: int, folder: str, trees: dict[str, dict[str, 
         engine.regions.set("model.layers.1.self_attn.v_proj", "bf16", "a test")
         found["set by hand"] = (reference.error().error, reference.error().whole)
         after = masters_of(engine)
-    plain = {name: _plain_gradients(resolved, weights, place, Path(folder), tree) for name, tree in trees.items()}
-    exact = _plain_gradients(resolved, weights, place, Path(folder), FP32)
+    plain = {name: _plain_gradients(resolved, weights, world, Path(folder), tree) for name, tree in trees.items()}
+    exact = _plain_gradients(resolved, weights, world, Path(folder), FP32)
     return {
         "found": found,
         "expected": {name: _errors(gradients, exact) for name, gradients in plain.items()},
-        "reference": _errors(reference._gradients, exact)[0] if place.is_main else 0.0,
+        "reference": _errors(reference._gradients, exact)[0] if world.is_main else 0.0,
         "again": again,
         "unchanged": all(torch.equal(weights[name], after[name]) for name in weights),
     }
 
 
-def repeated_with_dropout(place: Place, *, folder: str) -> dict[str, float]:
+def repeated_with_dropout(world: World, *, folder: str) -> dict[str, float]:
     """Error of FP32 against itself with dropout, and between two passes that drop different values."""
     dropout = ("model.config.attention_dropout=0.3",)
-    resolved = resolve_manifest(place, stage=1, folder=folder, tree=FP32, overrides=dropout)
-    with engine_of(place, resolved) as engine:
-        reference = Fp32Gradients(engine, batch_of(place, MICRO, seed=3))
+    resolved = resolve_manifest(world, stage=1, folder=folder, tree=FP32, overrides=dropout)
+    with engine_of(world, resolved) as engine:
+        reference = Fp32Gradients(engine, batch_of(world, MICRO, seed=3))
         repeated = reference.error().error
-        reference._generators = generators(place.device)
+        reference._generators = generators(world.device)
         return {"repeated": repeated, "without the random numbers": reference.error().error}
 
 
 def surveyed(
-    place: Place, *, stage: int, folder: str, swell: float = 1.0, changes: dict[str, Any] | None = None
+    world: World, *, stage: int, folder: str, swell: float = 1.0, changes: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """A survey of the small model, and the losses of the same training without one.
 
     swell: factor on the weights of the last block's gate and up projections, so that their product grows by its square.
     """
-    resolved = resolve_manifest(place, stage=stage, folder=folder, tree=FP32)
+    resolved = resolve_manifest(world, stage=stage, folder=folder, tree=FP32)
     plain = []
-    with engine_of(place, resolved) as engine:
+    with engine_of(world, resolved) as engine:
         _swell(engine.model, swell)
-        stream = Stream(place)
+        stream = Stream(world)
         for step in range(2):
             health = engine.health(engine.forward_backward(stream.next_step(), step=step + 1))
             engine.step(health, 0.01 * (step + 1) / 40)
             plain.append(health.loss)
-    with engine_of(place, resolved) as engine:
+    with engine_of(world, resolved) as engine:
         _swell(engine.model, swell)
-        result = survey(engine, Stream(place), resolved, plan(**(changes or {})))
+        result = survey(engine, Stream(world), resolved, plan(**(changes or {})))
     return {"result": result, "plain": plain}
 
 
-def computes_as_promised(place: Place, *, folder: str, tree: dict[str, Any]) -> dict[str, float]:
+def computes_as_promised(world: World, *, folder: str, tree: dict[str, Any]) -> dict[str, float]:
     """FLOP shares of a pass of the small model under a manifest that was verified."""
-    resolved = resolve_manifest(place, stage=2, folder=folder, tree=tree)
-    with engine_of(place, resolved) as engine:
+    resolved = resolve_manifest(world, stage=2, folder=folder, tree=tree)
+    with engine_of(world, resolved) as engine:
         with Observation(engine.model) as seen:
-            outcome = engine.forward_backward(batch_of(place, MICRO, seed=1), step=1)
+            outcome = engine.forward_backward(batch_of(world, MICRO, seed=1), step=1)
         assert engine.health(outcome).finite
         engine.discard_quietly()
         verify(seen, engine.regions.dtypes, may_idle=engine.regions.may_idle)
@@ -128,13 +128,13 @@ def _swell(model: torch.nn.Module, factor: float) -> None:
             parameter.data.mul_(factor)
 
 
-def _plain_gradients(resolved: Any, weights: dict, place: Place, folder: Path, tree: dict) -> dict[str, torch.Tensor]:
+def _plain_gradients(resolved: Any, weights: dict, world: World, folder: Path, tree: dict) -> dict[str, torch.Tensor]:
     """Gradients under a manifest in plain torch: every rank's micro-batches one after another, summed in FP64."""
     model = plain_model(resolved, weights)
-    path = folder / f"plain-{place.rank}.json"
+    path = folder / f"plain-{world.rank}.json"
     path.write_text(json.dumps(tree))
     Regions(model, load_manifest(path))
-    places = [Place(rank, place.world_size, rank, place.device) for rank in range(place.world_size)]
+    places = [World(rank, world.world_size, rank, world.device) for rank in range(world.world_size)]
     batches = [batch_of(other, MICRO, seed=3) for other in places]
     tokens = sum(batch.label_tokens for batch in batches)
     named = dict(model.named_parameters())

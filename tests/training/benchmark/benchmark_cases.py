@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.support.small_run import batch_of, engine_of, resolve
 from training.benchmark.split import COLLECTIVES, Stages, time_deepspeed
-from training.distributed import Place
+from training.distributed import World
 
 
 @contextmanager
@@ -32,9 +32,9 @@ def watched(stages: Stages) -> Iterator[None]:
             setattr(owner, name, function)
 
 
-def known_collectives(place: Place) -> dict[str, Any]:
+def known_collectives(world: World) -> dict[str, Any]:
     """Of one call each, of known sizes."""
-    stages = Stages(place.device, warm_up=0, steps=1)
+    stages = Stages(world.device, warm_up=0, steps=1)
     with watched(stages):
         dist.all_reduce(torch.ones(100))
         dist.broadcast(torch.ones(10, dtype=torch.float64), src=0)
@@ -45,15 +45,15 @@ def known_collectives(place: Place) -> dict[str, Any]:
     return stages.result()
 
 
-def steps_of_an_engine(place: Place, *, warm_up: int, steps: int) -> tuple[dict[str, Any], int]:
+def steps_of_an_engine(world: World, *, warm_up: int, steps: int) -> tuple[dict[str, Any], int]:
     """Of Mantissa's engine at ZeRO-2 in FP32, and how many parameters it has."""
-    resolved = resolve(place, stage=2, compute="fp32", micro=2)
-    with engine_of(place, resolved) as engine:
+    resolved = resolve(world, stage=2, compute="fp32", micro=2)
+    with engine_of(world, resolved) as engine:
         parameters = sum(parameter.numel() for parameter in engine.model.parameters())
-        stages = Stages(place.device, warm_up=warm_up, steps=steps)
+        stages = Stages(world.device, warm_up=warm_up, steps=steps)
         with watched(stages):
             for step in range(1, steps + 1):
-                outcome = engine.forward_backward(batch_of(place, 2, seed=step), step=step)
+                outcome = engine.forward_backward(batch_of(world, 2, seed=step), step=step)
                 engine.step(engine.health(outcome), 0.01)
                 stages.step_done()
     return stages.result(), parameters

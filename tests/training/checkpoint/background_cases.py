@@ -12,7 +12,7 @@ from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.manifest import read_state
 from training.checkpoint.outcome import Saved
 from training.checkpoint.retention import Retention
-from training.distributed import Place
+from training.distributed import World
 from training.engine import Engine
 from training.progress import Progress
 
@@ -29,27 +29,27 @@ class Held(Checkpoints):
             assert self.go.wait(60)
 
 
-def step(place: Place, engine: Engine, progress: Progress, *, save_ended: bool = False) -> tuple[Progress, bool]:
+def step(world: World, engine: Engine, progress: Progress, *, save_ended: bool = False) -> tuple[Progress, bool]:
     """One step on the batch of that number; also whether all ranks say that a save has ended."""
-    outcome = engine.forward_backward(batch_of(place, 4, seed=progress.step), step=progress.step + 1)
+    outcome = engine.forward_backward(batch_of(world, 4, seed=progress.step), step=progress.step + 1)
     health = engine.health(outcome, save_ended_here=save_ended)
     return progress.after(tokens=128, applied=engine.step(health, 0.01).applied), health.save_ended
 
 
 def train_while_it_is_written(
-    place: Place, *, folder: str, stage: int, compute: str, variant: str, overrides: list[str]
+    world: World, *, folder: str, stage: int, compute: str, variant: str, overrides: list[str]
 ) -> dict[str, Any]:
     """Save after step 2, make steps 3 and 4 before a byte is written, then go back to what was saved, and forth."""
-    resolved = resolve(place, stage=stage, compute=compute, variant=variant, overrides=overrides)
-    with engine_of(place, resolved) as engine:
-        checkpoints = Held(Path(folder), keep=Retention(2), identity={}, place=place)
+    resolved = resolve(world, stage=stage, compute=compute, variant=variant, overrides=overrides)
+    with engine_of(world, resolved) as engine:
+        checkpoints = Held(Path(folder), keep=Retention(2), identity={}, world=world)
         progress = Progress()
         for _ in range(2):
-            progress, _ = step(place, engine, progress)
+            progress, _ = step(world, engine, progress)
         then = masters_of(engine), engine.momentum_norm()
         checkpoints.start_save(engine, state_of(engine, progress, guard=1))
         for _ in range(2):
-            progress, ended = step(place, engine, progress, save_ended=checkpoints.save_ended)
+            progress, ended = step(world, engine, progress, save_ended=checkpoints.save_ended)
             assert not ended
         later = masters_of(engine), engine.momentum_norm()
         published = (Path(folder) / "step-2").exists()
@@ -59,7 +59,7 @@ def train_while_it_is_written(
         progress = restored(checkpoints, path, engine)
         back = masters_of(engine), engine.momentum_norm()
         for _ in range(2):
-            progress, _ = step(place, engine, progress)
+            progress, _ = step(world, engine, progress)
         forth = masters_of(engine), engine.momentum_norm()
         return {
             "published before a byte was written": published,
@@ -72,10 +72,10 @@ def train_while_it_is_written(
         }
 
 
-def save_into_a_save(place: Place, *, folder: str, background: bool) -> dict[str, Any]:
+def save_into_a_save(world: World, *, folder: str, background: bool) -> dict[str, Any]:
     """Two saves, the second asked for while the first is held for 0.5 s; and whether each was there at once."""
-    with engine_of(place, resolve(place, stage=1, compute="bf16")) as engine:
-        checkpoints = Held(Path(folder), keep=Retention(2), identity={}, place=place, background=background)
+    with engine_of(world, resolve(world, stage=1, compute="bf16")) as engine:
+        checkpoints = Held(Path(folder), keep=Retention(2), identity={}, world=world, background=background)
         threading.Timer(0.5, checkpoints.go.set).start()
         checkpoints.start_save(engine, state_of(engine, Progress(step=1)))
         there = [(Path(folder) / "step-1").exists()]
@@ -86,14 +86,14 @@ def save_into_a_save(place: Place, *, folder: str, background: bool) -> dict[str
         return {"there": there, "stalls": (first.stall_seconds, second.stall_seconds)}
 
 
-def same_bytes(place: Place, *, folder: str, stage: int, compute: str) -> list[dict[str, str]]:
+def same_bytes(world: World, *, folder: str, stage: int, compute: str) -> list[dict[str, str]]:
     """SHA-256 by file of the same state, copied and written behind, and written at once."""
-    with engine_of(place, resolve(place, stage=stage, compute=compute)) as engine:
-        progress, _ = step(place, engine, Progress())
+    with engine_of(world, resolve(world, stage=stage, compute=compute)) as engine:
+        progress, _ = step(world, engine, Progress())
         found = []
         for background in (True, False):
             path = Path(folder) / str(background)
-            Checkpoints(path, keep=Retention(1), identity={}, place=place, background=background).save(
+            Checkpoints(path, keep=Retention(1), identity={}, world=world, background=background).save(
                 engine, state_of(engine, progress)
             )
             files = sorted(file for file in path.rglob("*.pt"))
@@ -101,10 +101,10 @@ def same_bytes(place: Place, *, folder: str, stage: int, compute: str) -> list[d
         return found
 
 
-def losses_and_what_stays(place: Place, *, folder: str, losses: dict[int, float | None], keep: Retention) -> list[str]:
+def losses_and_what_stays(world: World, *, folder: str, losses: dict[int, float | None], keep: Retention) -> list[str]:
     """A save of each step, with its validation loss; the checkpoints that are left."""
-    with engine_of(place, resolve(place, stage=0, compute="fp32")) as engine:
-        checkpoints = Checkpoints(Path(folder), keep=keep, identity={}, place=place)
+    with engine_of(world, resolve(world, stage=0, compute="fp32")) as engine:
+        checkpoints = Checkpoints(Path(folder), keep=keep, identity={}, world=world)
         for number, loss in losses.items():
             checkpoints.start_save(engine, state_of(engine, Progress(step=number)), loss)
         checkpoints.outcomes()

@@ -21,7 +21,7 @@ from training.build import assemble
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.outcome import Saved, SaveFailed
 from training.checkpoint.retention import Retention
-from training.distributed import Place
+from training.distributed import World
 from training.loop import train
 from training.parity.reference import Reference
 from training.parity.steps import StepParity
@@ -37,20 +37,20 @@ OVERFLOWING = [
 ]
 
 
-def trajectory(place: Place, *, stage: int, compute: str, folder: str, first: int, last: int) -> dict[str, Any]:
+def trajectory(world: World, *, stage: int, compute: str, folder: str, first: int, last: int) -> dict[str, Any]:
     """Steps first..last with dropout and an overflow at step 2; resumed from the folder unless first is 1; saved."""
-    resolved = resolve(place, stage=stage, compute=compute, overrides=OVERFLOWING)
+    resolved = resolve(world, stage=stage, compute=compute, overrides=OVERFLOWING)
     rows = []
-    with engine_of(place, resolved) as engine:
-        checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={"stage": stage}, place=place)
-        torch.manual_seed(place.rank)
+    with engine_of(world, resolved) as engine:
+        checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={"stage": stage}, world=world)
+        torch.manual_seed(world.rank)
         progress = Progress()
         if first > 1:
             found = checkpoints.find("auto")
             progress = restored(checkpoints, found, engine)
             assert progress.step == first - 1
         for step in range(first, last + 1):
-            health = engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
+            health = engine.health(engine.forward_backward(batch_of(world, 4, seed=step), step=step))
             update = engine.step(health, 0.001)
             progress = progress.after(tokens=128, applied=update.applied)
             rows.append((health.loss, health.grad_norm, update.loss_scale, update.applied))
@@ -65,38 +65,38 @@ def trajectory(place: Place, *, stage: int, compute: str, folder: str, first: in
         }
 
 
-def clipping_after_load(place: Place, *, stage: int, compute: str, folder: str) -> list[dict[str, Any]]:
+def clipping_after_load(world: World, *, stage: int, compute: str, folder: str) -> list[dict[str, Any]]:
     """Steps measured against AdamW by hand, on a checkpoint that was saved with another clipping norm."""
     for clipping in ("1.0", "0.01"):
         overrides = [f"optimizer.gradient_clipping={clipping}", "precision.loss_scale.initial=256"]
-        resolved = resolve(place, stage=stage, compute=compute, overrides=overrides)
+        resolved = resolve(world, stage=stage, compute=compute, overrides=overrides)
         shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
-        with engine_of(place, resolved) as engine:
-            checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={}, place=place)
+        with engine_of(world, resolved) as engine:
+            checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={}, world=world)
             found = checkpoints.find("auto")
             progress = restored(checkpoints, found, engine) if found else Progress()
-            parity = StepParity(engine, Reference(resolved, shape, place), resolved)
-            rows = [parity.step(batch_of(place, 4, seed=seed), applied=progress.applied + seed) for seed in range(2)]
+            parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+            rows = [parity.step(batch_of(world, 4, seed=seed), applied=progress.applied + seed) for seed in range(2)]
             for row in rows:
                 progress = progress.after(tokens=128, applied=row["applied"])
             checkpoints.save(engine, state_of(engine, progress))
     return rows
 
 
-def save_steps(place: Place, *, folder: str, stage: int, compute: str, steps: int, keep: int = 9) -> None:
+def save_steps(world: World, *, folder: str, stage: int, compute: str, steps: int, keep: int = 9) -> None:
     """A run of so many steps, a checkpoint after each."""
-    with engine_of(place, resolve(place, stage=stage, compute=compute)) as engine:
-        checkpoints = Checkpoints(Path(folder), keep=Retention(keep), identity={"stage": stage}, place=place)
+    with engine_of(world, resolve(world, stage=stage, compute=compute)) as engine:
+        checkpoints = Checkpoints(Path(folder), keep=Retention(keep), identity={"stage": stage}, world=world)
         progress = Progress()
         for step in range(1, steps + 1):
-            health = engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
+            health = engine.health(engine.forward_backward(batch_of(world, 4, seed=step), step=step))
             progress = progress.after(tokens=128, applied=engine.step(health, 0.001).applied)
             checkpoints.save(engine, state_of(engine, progress, step=step))
 
 
-def find(place: Place, *, folder: str, resume: str, identity: dict[str, Any] | None = None) -> tuple[str, list[str]]:
+def find(world: World, *, folder: str, resume: str, identity: dict[str, Any] | None = None) -> tuple[str, list[str]]:
     """The name of what `find` chooses ("" for nothing) or the error's text, and what there is to record."""
-    checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity=identity or {}, place=place)
+    checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity=identity or {}, world=world)
     try:
         found = checkpoints.find(resume)
     except UserError as error:
@@ -104,47 +104,47 @@ def find(place: Place, *, folder: str, resume: str, identity: dict[str, Any] | N
     return found.name if found else "", checkpoints.settle()
 
 
-def load_into_another_model(place: Place, *, path: str) -> str:
+def load_into_another_model(world: World, *, path: str) -> str:
     """The error of loading a checkpoint into a model with a wider feed-forward layer."""
     shape = "model.config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}"
-    with engine_of(place, resolve(place, stage=2, compute="bf16", overrides=[shape])) as engine:
+    with engine_of(world, resolve(world, stage=2, compute="bf16", overrides=[shape])) as engine:
         try:
-            Checkpoints(Path(path).parent, keep=Retention(2), identity={}, place=place).load(Path(path), engine)
+            Checkpoints(Path(path).parent, keep=Retention(2), identity={}, world=world).load(Path(path), engine)
         except UserError as error:
             return str(error)
     return ""
 
 
-def save_where_it_fails(place: Place, *, folder: str, limit: int | None = None) -> dict[str, Any]:
+def save_where_it_fails(world: World, *, folder: str, limit: int | None = None) -> dict[str, Any]:
     """Two saves, of which the second meets a disk that takes no more, and a third when it takes some again.
 
     limit: bytes that rank 1 may write into one file during the second save; None: the file system is filled instead.
     """
     ballast = Path(folder).parent / "ballast"
-    with engine_of(place, resolve(place, stage=2, compute="bf16")) as engine:
-        checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={}, place=place)
+    with engine_of(world, resolve(world, stage=2, compute="bf16")) as engine:
+        checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={}, world=world)
         checkpoints.save(engine, state_of(engine, Progress(step=1)))
         masters = masters_of(engine)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if limit is not None and place.rank == 1:
+        if limit is not None and world.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-        if limit is None and place.is_main:
+        if limit is None and world.is_main:
             _fill(ballast)
-        place.wait_for_all()
+        world.wait_for_all()
         try:
             checkpoints.save(engine, state_of(engine, Progress(step=2)))
             error = ""
         except SaveFailed as failure:
             error = str(failure)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        place.wait_for_all()
+        world.wait_for_all()
         names = sorted(path.name for path in Path(folder).iterdir())
         failures = checkpoints.failures
         found = checkpoints.find("auto")
-        place.wait_for_all()
-        if limit is None and place.is_main:
+        world.wait_for_all()
+        if limit is None and world.is_main:
             ballast.unlink()
-        place.wait_for_all()
+        world.wait_for_all()
         checkpoints.save(engine, state_of(engine, Progress(step=3)))
         progress = restored(checkpoints, checkpoints.find("auto"), engine)
         after = masters_of(engine)
@@ -158,11 +158,11 @@ def save_where_it_fails(place: Place, *, folder: str, limit: int | None = None) 
         }
 
 
-def failing_save(place: Place, *, folder: str) -> str:
+def failing_save(world: World, *, folder: str) -> str:
     """The error of a save of step 2."""
-    with engine_of(place, resolve(place, stage=2, compute="bf16")) as engine:
+    with engine_of(world, resolve(world, stage=2, compute="bf16")) as engine:
         try:
-            Checkpoints(Path(folder), keep=Retention(2), identity={}, place=place).save(
+            Checkpoints(Path(folder), keep=Retention(2), identity={}, world=world).save(
                 engine, state_of(engine, Progress(step=2))
             )
         except SaveFailed as failure:
@@ -170,7 +170,7 @@ def failing_save(place: Place, *, folder: str) -> str:
     return ""
 
 
-def read_back(place: Place, *, folder: str, spoil: bool) -> dict[str, Any]:
+def read_back(world: World, *, folder: str, spoil: bool) -> dict[str, Any]:
     """Two saves that are read back; the second one's shard of rank 1 rots right after it was published, if spoil."""
 
     class Rotting(Checkpoints):
@@ -178,8 +178,8 @@ def read_back(place: Place, *, folder: str, spoil: bool) -> dict[str, Any]:
             if spoil and phase == "done" and (self.folder / "step-2").exists():
                 flip(next((self.folder / "step-2" / "deepspeed").glob("*pp_rank_1*optim_states.pt")))
 
-    with engine_of(place, resolve(place, stage=2, compute="bf16")) as engine:
-        checkpoints = Rotting(Path(folder), keep=Retention(2), identity={}, place=place, verify_after_save=True)
+    with engine_of(world, resolve(world, stage=2, compute="bf16")) as engine:
+        checkpoints = Rotting(Path(folder), keep=Retention(2), identity={}, world=world, verify_after_save=True)
         outcomes = []
         for step in (1, 2):
             checkpoints.start_save(engine, state_of(engine, Progress(step=step)))
@@ -194,7 +194,7 @@ def read_back(place: Place, *, folder: str, spoil: bool) -> dict[str, Any]:
         }
 
 
-def flushes_and_renames(place: Place, *, folder: str) -> list[tuple[str, ...]]:
+def flushes_and_renames(world: World, *, folder: str) -> list[tuple[str, ...]]:
     """What the first save asks the operating system for, in order; paths inside the folder."""
     asked: list[tuple[str, ...]] = []
     fsync, renamed, replaced = os.fsync, Path.rename, Path.replace
@@ -213,17 +213,17 @@ def flushes_and_renames(place: Place, *, folder: str) -> list[tuple[str, ...]]:
 
         return act
 
-    with engine_of(place, resolve(place, stage=1, compute="fp32")) as engine, pytest.MonkeyPatch.context() as patch:
+    with engine_of(world, resolve(world, stage=1, compute="fp32")) as engine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", noted_fsync)
         patch.setattr(Path, "rename", noted(renamed))
         patch.setattr(Path, "replace", noted(replaced))
-        Checkpoints(Path(folder), keep=Retention(2), identity={}, place=place).save(
+        Checkpoints(Path(folder), keep=Retention(2), identity={}, world=world).save(
             engine, state_of(engine, Progress(step=1))
         )
     return asked
 
 
-def loop_with_failures(place: Place, *, folder: str, lasting: bool, last: bool = False) -> dict[str, Any]:
+def loop_with_failures(world: World, *, folder: str, lasting: bool, last: bool = False) -> dict[str, Any]:
     """The training loop over 9 steps with a save every 2, where some saves find no room for more than 1000 bytes."""
     overrides = ["run.steps=9", "schedule.warmup_steps=2", "checkpoint.every_steps=2", "checkpoint.keep=3"]
     failing = range(2, 10) if lasting else (9,) if last else (2, 4)
@@ -239,11 +239,11 @@ def loop_with_failures(place: Place, *, folder: str, lasting: bool, last: bool =
                 time.sleep(0.001)
             resource.setrlimit(resource.RLIMIT_FSIZE, free)
 
-    resolved = resolve(place, stage=1, compute="fp32", overrides=[*overrides, "evaluate.every_steps=0"])
-    with engine_of(place, resolved) as engine:
-        checkpoints = Tight(Path(folder), keep=Retention(3), identity={}, place=place)
+    resolved = resolve(world, stage=1, compute="fp32", overrides=[*overrides, "evaluate.every_steps=0"])
+    with engine_of(world, resolved) as engine:
+        checkpoints = Tight(Path(folder), keep=Retention(3), identity={}, world=world)
         parts, progress = assemble(
-            resolved, engine, RandomBatches(place), record=Record([collected]), checkpoints=checkpoints
+            resolved, engine, RandomBatches(world), record=Record([collected]), checkpoints=checkpoints
         )
         ending = train(parts, progress)
     notes = [event["text"] for event in collected.events if event["event"] == "note"]
@@ -253,12 +253,12 @@ def loop_with_failures(place: Place, *, folder: str, lasting: bool, last: bool =
 class RandomBatches:
     """Stands for the data loader."""
 
-    def __init__(self, place: Place) -> None:
-        self._place, self._position = place, 0
+    def __init__(self, world: World) -> None:
+        self._world, self._position = world, 0
 
     def next_step(self) -> Any:
         """The next random global batch."""
-        batch = replace(batch_of(self._place, 4, seed=self._position), position=self._position)
+        batch = replace(batch_of(self._world, 4, seed=self._position), position=self._position)
         self._position += 1
         return batch
 

@@ -16,7 +16,7 @@ from config.optimizers import COUNT
 from modeling.build import build_model, model_config
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, resolve
 from training.checkpoint.reshard import load_resharded
-from training.distributed import Place
+from training.distributed import World
 from training.engine import Engine
 from training.engine.build import _gather_partitioned
 from training.engine.masters import local_masters
@@ -28,12 +28,12 @@ SAVED_AFTER = 3
 STEPS = 6
 
 Layout = dict[str, Any]
-"""Arguments of `engine`, but the place and the seed."""
+"""Arguments of `engine`, but the world and the seed."""
 
 
 @contextmanager
 def engine(
-    place: Place,
+    world: World,
     *,
     stage: int,
     compute: str,
@@ -44,15 +44,15 @@ def engine(
     frozen: tuple[str, ...] = (),
 ) -> Iterator[Engine]:
     """A small engine whose weights, and one persistent buffer, are drawn from `seed`."""
-    resolved = resolve(place, stage=stage, compute=compute, micro=micro, variant=variant, overrides=overrides)
+    resolved = resolve(world, stage=stage, compute=compute, micro=micro, variant=variant, overrides=overrides)
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
-    gather = _gather_partitioned(place) if zero3 else lambda parameters: nullcontext(True)
+    gather = _gather_partitioned(world) if zero3 else lambda parameters: nullcontext(True)
     model = build_model(resolved.config.model, shape, seed=seed, gather=gather)
     model.register_buffer("seen", torch.full((3,), float(seed)))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    built = Engine(model, resolved, place)
+    built = Engine(model, resolved, world)
     try:
         yield built
     finally:
@@ -60,26 +60,26 @@ def engine(
 
 
 def trained_and_saved(
-    place: Place, *, folder: str, layout: Layout, first: int = SAVED_AFTER, spoil: str = ""
+    world: World, *, folder: str, layout: Layout, first: int = SAVED_AFTER, spoil: str = ""
 ) -> dict[str, Any]:
     """The first steps, a save, and what the run then held and went through when it was not stopped.
 
     spoil: master or exp_avg_sq changes one value of the last rank's part of it before the files are written.
     """
-    with engine(place, seed=0, **layout) as running:
-        _train(running, place, range(1, first + 1), micro=layout.get("micro", 4))
+    with engine(world, seed=0, **layout) as running:
+        _train(running, world, range(1, first + 1), micro=layout.get("micro", 4))
         held = _held(running)
-        if spoil and place.rank == place.world_size - 1:
+        if spoil and world.rank == world.world_size - 1:
             flat = local_masters(running.deepspeed.optimizer)[0]
             spoiled = flat if spoil == "master" else running.deepspeed.basic_optimizer.state[flat][spoil]
             spoiled.data[7] += 1e-6
         running.save(Path(folder), "deepspeed")
-        losses = _train(running, place, range(first + 1, STEPS + 1), micro=layout.get("micro", 4))
+        losses = _train(running, world, range(first + 1, STEPS + 1), micro=layout.get("micro", 4))
         return {**held, "losses": losses}
 
 
 def gone_on(
-    place: Place,
+    world: World,
     *,
     folder: str,
     layout: Layout,
@@ -91,23 +91,23 @@ def gone_on(
 
     lived: it has trained a step of its own before, as at a rollback.
     """
-    with engine(place, seed=7, **layout) as running:
+    with engine(world, seed=7, **layout) as running:
         if lived:
-            _train(running, place, [1], micro=layout.get("micro", 4))
+            _train(running, world, [1], micro=layout.get("micro", 4))
         before = torch.get_rng_state()
         carried = load_resharded(running, Path(folder) / "deepspeed", recorded=recorded)
         assert torch.equal(before, torch.get_rng_state())
         require_fresh_masters(running)
         held = _held(running)
-        losses = _train(running, place, range(first + 1, STEPS + 1), micro=layout.get("micro", 4))
+        losses = _train(running, world, range(first + 1, STEPS + 1), micro=layout.get("micro", 4))
         return {**held, "carried": carried, "losses": losses}
 
 
 def refused(
-    place: Place, *, folder: str, layout: Layout, recorded: Checksums | None, states: tuple[str, ...] | None = None
+    world: World, *, folder: str, layout: Layout, recorded: Checksums | None, states: tuple[str, ...] | None = None
 ) -> str:
     """The error of a load. states: what this run's optimizer keeps, where it is another one."""
-    with engine(place, seed=7, **layout) as running:
+    with engine(world, seed=7, **layout) as running:
         if states is not None:
             running.optimizer_spec = replace(running.optimizer_spec, states=states)
         try:
@@ -117,10 +117,10 @@ def refused(
     return ""
 
 
-def _train(running: Engine, place: Place, steps: Iterable[int], *, micro: int) -> list[tuple[float, float]]:
+def _train(running: Engine, world: World, steps: Iterable[int], *, micro: int) -> list[tuple[float, float]]:
     rows = []
     for step in steps:
-        health = running.health(running.forward_backward(batch_of(place, micro, seed=step), step=step))
+        health = running.health(running.forward_backward(batch_of(world, micro, seed=step), step=step))
         assert running.step(health, 0.001).applied
         rows.append((health.loss, health.grad_norm))
     return rows

@@ -14,7 +14,7 @@ from config.resolved import Resolved
 from tests.support.small_run import masters_of
 from tracking.jsonl import read_events
 from training.build import build
-from training.distributed import Place
+from training.distributed import World
 from training.loop import train
 from training.session import Session, open_run_dir, session
 
@@ -25,11 +25,11 @@ class BrokeOff(Exception):
     """The job stops here, between two micro-batches."""
 
 
-def job(place: Place, *, folder: str, name: str, overrides: list[str], passes: int | None) -> dict[str, Any]:
+def job(world: World, *, folder: str, name: str, overrides: list[str], passes: int | None) -> dict[str, Any]:
     """Resume the job and train it to its end, or until so many forward passes were begun; where it is then."""
     resolved = resolve(folder, name, overrides)
-    open_run_dir(resolved, place)
-    with session(resolved, place=place) as opened:
+    open_run_dir(resolved, world)
+    with session(resolved, world=world) as opened:
         return _train(opened, passes)
 
 

@@ -13,7 +13,7 @@ from modeling.compiling import CompiledBlock
 from precision.observe import Observation
 from tests.support.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
-from training.distributed import Place
+from training.distributed import World
 from training.engine import Engine
 
 MICRO = 2
@@ -22,12 +22,12 @@ RATE = 0.01
 SICK = "model.layers.1.mlp.up_proj"
 
 
-def parity(place: Place, *, stage: int, compute: str, overrides: Sequence[str] = ()) -> dict[str, float]:
+def parity(world: World, *, stage: int, compute: str, overrides: Sequence[str] = ()) -> dict[str, float]:
     """Largest distances between a compiled run and the same run as it is: relative, but of masters absolute.
 
     kept: elements that its forward pass keeps for the backward pass, as a share of those of the run as it is.
     """
-    plain, compiled = (_train(place, stage, compute, [*overrides, f"model.compile={word}"]) for word in _WORDS)
+    plain, compiled = (_train(world, stage, compute, [*overrides, f"model.compile={word}"]) for word in _WORDS)
     return {
         "loss": max(abs(a - b) / a for a, b in zip(plain["losses"], compiled["losses"], strict=True)),
         "norm": max(abs(a - b) / a for a, b in zip(plain["norms"], compiled["norms"], strict=True)),
@@ -39,21 +39,21 @@ def parity(place: Place, *, stage: int, compute: str, overrides: Sequence[str] =
     }
 
 
-def resume(place: Place, *, folder: str, overrides: Sequence[str]) -> dict[str, Any]:
+def resume(world: World, *, folder: str, overrides: Sequence[str]) -> dict[str, Any]:
     """A compiled run of four steps, and one that stops after two, loads into a new engine and goes on."""
-    whole = _train(place, 2, "fp32", [*overrides, "model.compile=true"])
-    with _engine(place, 2, "fp32", [*overrides, "model.compile=true"]) as engine:
+    whole = _train(world, 2, "fp32", [*overrides, "model.compile=true"])
+    with _engine(world, 2, "fp32", [*overrides, "model.compile=true"]) as engine:
         torch.manual_seed(7)
         for step in range(2):
-            _step(engine, place, step)
+            _step(engine, world, step)
         torch_state = torch.get_rng_state()
         engine.save(Path(folder), "half")
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-    with _engine(place, 2, "fp32", [*overrides, "model.compile=true"]) as engine:
+    with _engine(world, 2, "fp32", [*overrides, "model.compile=true"]) as engine:
         engine.load(Path(folder), "half", TorchCheckpointEngine())
         torch.set_rng_state(torch_state)
-        losses = [_step(engine, place, step)[0] for step in (2, 3)]
+        losses = [_step(engine, world, step)[0] for step in (2, 3)]
         masters = masters_of(engine)
     return {
         "losses": (whole["losses"][2:], losses),
@@ -61,13 +61,13 @@ def resume(place: Place, *, folder: str, overrides: Sequence[str]) -> dict[str, 
     }
 
 
-def looks(place: Place, *, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def looks(world: World, *, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """What observation, evaluation and attribution find with and without compiled blocks."""
     found: dict[str, Any] = {}
     for word in _WORDS:
-        with _engine(place, 2, "bf16", [*overrides, f"model.compile={word}"]) as engine:
+        with _engine(world, 2, "bf16", [*overrides, f"model.compile={word}"]) as engine:
             torch.manual_seed(7)
-            batch = batch_of(place, MICRO, seed=0)
+            batch = batch_of(world, MICRO, seed=0)
             with Observation(engine.model) as seen:
                 engine.forward_backward(batch, step=1)
             engine.discard_quietly()
@@ -97,22 +97,22 @@ def looks(place: Place, *, overrides: Sequence[str] = ()) -> dict[str, Any]:
 _WORDS = ("false", "true")
 
 
-def _engine(place: Place, stage: int, compute: str, overrides: Sequence[str]) -> Any:
-    return engine_of(place, resolve(place, stage=stage, compute=compute, micro=MICRO, overrides=overrides))
+def _engine(world: World, stage: int, compute: str, overrides: Sequence[str]) -> Any:
+    return engine_of(world, resolve(world, stage=stage, compute=compute, micro=MICRO, overrides=overrides))
 
 
-def _step(engine: Engine, place: Place, step: int) -> tuple[float, float]:
-    outcome = engine.forward_backward(batch_of(place, MICRO, seed=step), step=step + 1)
+def _step(engine: Engine, world: World, step: int) -> tuple[float, float]:
+    outcome = engine.forward_backward(batch_of(world, MICRO, seed=step), step=step + 1)
     health = engine.health(outcome)
     engine.step(health, RATE)
     return health.loss, health.grad_norm
 
 
-def _train(place: Place, stage: int, compute: str, overrides: Sequence[str]) -> dict[str, Any]:
-    with _engine(place, stage, compute, overrides) as engine:
+def _train(world: World, stage: int, compute: str, overrides: Sequence[str]) -> dict[str, Any]:
+    with _engine(world, stage, compute, overrides) as engine:
         torch.manual_seed(7)
         before, first = _calls(engine), masters_of(engine)
-        steps = [_step(engine, place, step) for step in range(STEPS)]
+        steps = [_step(engine, world, step) for step in range(STEPS)]
         after = _calls(engine)
         kept = 0
 
@@ -121,7 +121,7 @@ def _train(place: Place, stage: int, compute: str, overrides: Sequence[str]) -> 
             kept += tensor.numel()
             return tensor
 
-        inputs, labels = next(batch_of(place, MICRO, seed=0).micro_batches(place.device))
+        inputs, labels = next(batch_of(world, MICRO, seed=0).micro_batches(world.device))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             engine.loss_path.loss_sum(inputs, labels, 1.0, inspected=False)
         return {

@@ -14,14 +14,14 @@ from data.documents import document_positions
 from data.loader import IGNORED_LABEL, Batch
 from tests.support.flex_on_cpu import flex_on_cpu
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, plain_model, resolve
-from training.distributed import Place
+from training.distributed import World
 
 END = 1
 
 
-def packed(place: Place, *, rank: int | None = None) -> Batch:
+def packed(world: World, *, rank: int | None = None) -> Batch:
     """A rank's part of the global batch of `batch_of`, cut into documents wherever END happens to stand, or every 5."""
-    there = place if rank is None else replace(place, rank=rank)
+    there = world if rank is None else replace(world, rank=rank)
     batch = batch_of(there, 4, seed=3)
     ids, labels = batch.input_ids.clone(), batch.labels.clone()
     ids[..., 4::5] = END
@@ -37,20 +37,20 @@ def packed(place: Place, *, rank: int | None = None) -> Batch:
 
 
 def against_separate_documents(
-    place: Place, *, stage: int, compute: str, loss: str = "full", attention: str = "sdpa"
+    world: World, *, stage: int, compute: str, loss: str = "full", attention: str = "sdpa"
 ) -> dict[str, float]:
     """Loss and norm of the engine on packed documents, and of plain FP32 torch on each document alone."""
     overrides = ["data.document_masking=true", f"model.loss={loss}", f"model.attention={attention}"]
-    resolved = resolve(place, stage=stage, compute=compute, overrides=overrides)
+    resolved = resolve(world, stage=stage, compute=compute, overrides=overrides)
     flex = flex_on_cpu() if attention == "flex_attention" else nullcontext()
-    with flex, engine_of(place, resolved) as engine:
+    with flex, engine_of(world, resolved) as engine:
         plain = plain_model(resolved, masters_of(engine))
-        batch = packed(place)
+        batch = packed(world)
         health = engine.health(engine.forward_backward(batch, step=1))
         evaluated = engine.evaluate([batch])
     total, tokens = torch.zeros(()), 0
-    for rank in range(place.world_size):
-        whole = packed(place, rank=rank)
+    for rank in range(world.world_size):
+        whole = packed(world, rank=rank)
         rows = zip(whole.input_ids.reshape(-1, SEQUENCE), whole.labels.reshape(-1, SEQUENCE), strict=True)
         for ids, labels in rows:
             for at in range(0, SEQUENCE, 5):  # the definition, not what is tested
@@ -78,12 +78,12 @@ def against_separate_documents(
     }
 
 
-def of_an_architecture(place: Place, *, name: str, config: dict[str, Any]) -> str:
+def of_an_architecture(world: World, *, name: str, config: dict[str, Any]) -> str:
     """What building an engine of this architecture with document masking is refused for; empty when it is not."""
     given = ", ".join(f"{key}: {value}" for key, value in config.items())
     overrides = ["data.document_masking=true", f"model.architecture={name}", f"model.config={{{given}}}"]
     try:
-        with engine_of(place, resolve(place, stage=3, compute="bf16", overrides=overrides)):
+        with engine_of(world, resolve(world, stage=3, compute="bf16", overrides=overrides)):
             return ""
     except UserError as error:
         return str(error)

@@ -10,16 +10,16 @@ import torch
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
-from training.distributed import Place
+from training.distributed import World
 from training.engine.ledger import PrecisionError, read_ledger
 
 
-def one_step(place: Place, *, stage: int, compute: str, micro: int, mask: str, **options: Any) -> dict[str, Any]:
+def one_step(world: World, *, stage: int, compute: str, micro: int, mask: str, **options: Any) -> dict[str, Any]:
     """Loss, norm and masters of one engine step from the seeded weights."""
-    resolved = resolve(place, stage=stage, compute=compute, micro=micro, **options)
-    with engine_of(place, resolved) as engine:
+    resolved = resolve(world, stage=stage, compute=compute, micro=micro, **options)
+    with engine_of(world, resolved) as engine:
         before = masters_of(engine)
-        batch = batch_of(place, micro, seed=1, mask=mask)
+        batch = batch_of(world, micro, seed=1, mask=mask)
         health = engine.health(engine.forward_backward(batch, step=1))
         update = engine.step(health, 0.001)
         return {
@@ -32,17 +32,17 @@ def one_step(place: Place, *, stage: int, compute: str, micro: int, mask: str, *
         }
 
 
-def reference_step(place: Place, *, mask: str, clipping: float) -> dict[str, Any]:
+def reference_step(world: World, *, mask: str, clipping: float) -> dict[str, Any]:
     """The same step in plain torch, FP32, one process, the whole batch at once, no DeepSpeed."""
-    resolved = resolve(place, stage=0, compute="fp32", micro=8)
-    with engine_of(place, resolved) as engine:
+    resolved = resolve(world, stage=0, compute="fp32", micro=8)
+    with engine_of(world, resolved) as engine:
         weights = masters_of(engine)
     model = plain_model(resolved, weights)
     section = resolved.config.optimizer
     optimizer = torch.optim.AdamW(
         parameter_groups(model, weight_decay=section.weight_decay), lr=0.001, betas=section.betas, eps=section.eps
     )
-    batch = batch_of(place, 8, seed=1, mask=mask)
+    batch = batch_of(world, 8, seed=1, mask=mask)
     loss = label_loss_sum(model(input_ids=batch.input_ids[0]).logits, batch.labels[0]) / max(batch.label_tokens, 1)
     loss.backward()
     norm = torch.linalg.vector_norm(torch.stack([p.grad.detach().norm() for p in model.parameters()]))
@@ -52,13 +52,13 @@ def reference_step(place: Place, *, mask: str, clipping: float) -> dict[str, Any
     return {"loss": float(loss.detach()), "grad_norm": float(norm), "after": after}
 
 
-def norms_over_steps(place: Place, *, stage: int, compute: str, steps: int, overrides: list[str]) -> list[dict]:
+def norms_over_steps(world: World, *, stage: int, compute: str, steps: int, overrides: list[str]) -> list[dict]:
     """What `steps` steps on different batches report."""
-    resolved = resolve(place, stage=stage, compute=compute, overrides=overrides)
+    resolved = resolve(world, stage=stage, compute=compute, overrides=overrides)
     rows = []
-    with engine_of(place, resolved) as engine:
+    with engine_of(world, resolved) as engine:
         for step in range(1, steps + 1):
-            outcome = engine.forward_backward(batch_of(place, 4, seed=step), step=step)
+            outcome = engine.forward_backward(batch_of(world, 4, seed=step), step=step)
             health = engine.health(outcome)
             update = engine.step(health, 0.001)
             rows.append(
@@ -75,14 +75,14 @@ def norms_over_steps(place: Place, *, stage: int, compute: str, steps: int, over
     return rows
 
 
-def struck_step(place: Place, *, stage: int, compute: str, kind: str, rank: int) -> dict[str, Any]:
+def struck_step(world: World, *, stage: int, compute: str, kind: str, rank: int) -> dict[str, Any]:
     """Two good steps, one with a fault on `rank`, one good step."""
     fault = f"faults=[{{kind: {kind}, step: 3, rank: {rank}, module: model.layers.1.mlp.down_proj}}]"
-    resolved = resolve(place, stage=stage, compute=compute, overrides=[fault, "precision.loss_scale.hysteresis=1"])
+    resolved = resolve(world, stage=stage, compute=compute, overrides=[fault, "precision.loss_scale.hysteresis=1"])
     applied, changes, masters, momenta = [], [], [], []
-    with engine_of(place, resolved) as engine:
+    with engine_of(world, resolved) as engine:
         for step in range(1, 5):
-            health = engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
+            health = engine.health(engine.forward_backward(batch_of(world, 4, seed=step), step=step))
             update = engine.step(health, 0.001)
             applied.append(update.applied)
             changes.append(update.scale_change.reason if update.scale_change else None)
@@ -92,10 +92,10 @@ def struck_step(place: Place, *, stage: int, compute: str, kind: str, rank: int)
     return {"applied": applied, "changes": changes, "masters": masters, "momenta": momenta}
 
 
-def partitioned_build(place: Place) -> dict[str, Any]:
+def partitioned_build(world: World) -> dict[str, Any]:
     """How much of the model this rank holds after a ZeRO-3 build, and the weights it drew."""
-    resolved = resolve(place, stage=3, compute="fp32", overrides=["model.config.tie_word_embeddings=false"])
-    with engine_of(place, resolved) as engine:
+    resolved = resolve(world, stage=3, compute="fp32", overrides=["model.config.tie_word_embeddings=false"])
+    with engine_of(world, resolved) as engine:
         parameters = list(engine.model.parameters())
         return {
             "whole": sum(p.ds_numel for p in parameters),
@@ -104,28 +104,28 @@ def partitioned_build(place: Place) -> dict[str, Any]:
         }
 
 
-def save_weights(place: Place, *, folder: str) -> dict[str, torch.Tensor]:
+def save_weights(world: World, *, folder: str) -> dict[str, torch.Tensor]:
     """Save a model with weights of another seed as a Hugging Face folder; returns the weights."""
-    resolved = resolve(place, stage=0, compute="fp32", overrides=["run.seed=5"])
-    with engine_of(place, resolved) as engine:
+    resolved = resolve(world, stage=0, compute="fp32", overrides=["run.seed=5"])
+    with engine_of(world, resolved) as engine:
         engine.model.save_pretrained(folder)
         return masters_of(engine)
 
 
-def load_weights(place: Place, *, stage: int, folder: str) -> dict[str, torch.Tensor]:
+def load_weights(world: World, *, stage: int, folder: str) -> dict[str, torch.Tensor]:
     """The masters of an engine whose model was loaded from a folder."""
     overrides = [f"model.name_or_path={folder}", "model.architecture=null", "model.config={}"]
-    resolved = resolve(place, stage=stage, compute="fp32", overrides=overrides)
-    with engine_of(place, resolved) as engine:
+    resolved = resolve(world, stage=stage, compute="fp32", overrides=overrides)
+    with engine_of(world, resolved) as engine:
         return masters_of(engine)
 
 
-def ledger(place: Place, *, stage: int, compute: str, reduce: str, promise: str) -> tuple[dict[str, str], str]:
+def ledger(world: World, *, stage: int, compute: str, reduce: str, promise: str) -> tuple[dict[str, str], str]:
     """The ledger after a step, and the error when the config's promise on reduction is `promise` instead."""
-    resolved = resolve(place, stage=stage, compute=compute, overrides=[f"precision.reduce={reduce}"])
-    with engine_of(place, resolved) as engine:
+    resolved = resolve(world, stage=stage, compute=compute, overrides=[f"precision.reduce={reduce}"])
+    with engine_of(world, resolved) as engine:
         read_ledger(engine, reduce=reduce)
-        health = engine.health(engine.forward_backward(batch_of(place, 4, seed=1), step=1))
+        health = engine.health(engine.forward_backward(batch_of(world, 4, seed=1), step=1))
         engine.step(health, 0.001)
         rows = {entry.what: entry.dtype for entry in read_ledger(engine, reduce=reduce)}
         try:
@@ -135,10 +135,10 @@ def ledger(place: Place, *, stage: int, compute: str, reduce: str, promise: str)
     return rows, ""
 
 
-def broken_master(place: Place, *, stage: int) -> str:
+def broken_master(world: World, *, stage: int) -> str:
     """What the ledger says when an optimizer's master has been cast to 16 bits behind its back."""
-    resolved = resolve(place, stage=stage, compute="bf16")
-    with engine_of(place, resolved) as engine:
+    resolved = resolve(world, stage=stage, compute="bf16")
+    with engine_of(world, resolved) as engine:
         optimizer = engine.deepspeed.optimizer
         groups = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
         groups[0].data = groups[0].data.bfloat16()

@@ -65,7 +65,7 @@ def test_what_is_not_verified_is_refused(override: str, words: str, capsys: pyte
 
 
 def test_zero_3_is_refused_before_anything_is_built() -> None:
-    place: Any = None
-    resolved = resolve(place, stage=3, compute="fp32", overrides=["model.compile=true"])
+    world: Any = None
+    resolved = resolve(world, stage=3, compute="fp32", overrides=["model.compile=true"])
     with pytest.raises(UserError, match="use ZeRO-2"):
-        build_engine(resolved, PretrainedConfig(), place)
+        build_engine(resolved, PretrainedConfig(), world)

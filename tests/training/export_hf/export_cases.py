@@ -11,7 +11,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from modeling.build import build_model, model_config
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
-from training.distributed import Place
+from training.distributed import World
 from training.engine import Engine
 from training.engine.build import _gather_partitioned
 from training.engine.masters import local_masters
@@ -24,7 +24,7 @@ ODD = ["model.config.hidden_size=28", "model.config.intermediate_size=47", "mode
 
 
 def save(
-    place: Place,
+    world: World,
     *,
     folder: str,
     stage: int,
@@ -34,10 +34,10 @@ def save(
     frozen: bool = False,
 ) -> dict[str, Any]:
     """Two steps, a checkpoint in DeepSpeed's files, and what the engine had: masters and computing weights, whole."""
-    resolved = resolve(place, stage=stage, compute=compute, variant=variant, overrides=overrides)
-    with _engine(place, resolved, freeze=FROZEN if frozen else ()) as engine:
+    resolved = resolve(world, stage=stage, compute=compute, variant=variant, overrides=overrides)
+    with _engine(world, resolved, freeze=FROZEN if frozen else ()) as engine:
         for step in (1, 2):
-            health = engine.health(engine.forward_backward(batch_of(place, 4, seed=step), step=step))
+            health = engine.health(engine.forward_backward(batch_of(world, 4, seed=step), step=step))
             engine.step(health, 0.001)
         engine.save(Path(folder), "deepspeed")
         parameters = dict(engine.model.named_parameters())
@@ -50,50 +50,50 @@ def save(
 
 
 @contextmanager
-def _engine(place: Place, resolved: Any, *, freeze: tuple[str, ...]) -> Iterator[Engine]:
+def _engine(world: World, resolved: Any, *, freeze: tuple[str, ...]) -> Iterator[Engine]:
     if not freeze:
-        with engine_of(place, resolved) as engine:
+        with engine_of(world, resolved) as engine:
             yield engine
         return
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
-    gather = _gather_partitioned(place) if zero3 else lambda parameters: nullcontext(True)
+    gather = _gather_partitioned(world) if zero3 else lambda parameters: nullcontext(True)
     model = build_model(resolved.config.model, shape, seed=0, gather=gather)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in freeze)
-    engine = Engine(model, resolved, place)
+    engine = Engine(model, resolved, world)
     try:
         yield engine
     finally:
         engine.close()
 
 
-def _from_folder(place: Place, folder: str, stage: int, compute: str, variant: str = "") -> Any:
+def _from_folder(world: World, folder: str, stage: int, compute: str, variant: str = "") -> Any:
     overrides = [f"model.name_or_path={folder}", "model.architecture=null", "model.config={}"]
-    return resolve(place, stage=stage, compute=compute, variant=variant, overrides=overrides)
+    return resolve(world, stage=stage, compute=compute, variant=variant, overrides=overrides)
 
 
-def start(place: Place, *, folder: str, stage: int, compute: str, variant: str = "") -> dict[str, Any]:
+def start(world: World, *, folder: str, stage: int, compute: str, variant: str = "") -> dict[str, Any]:
     """A run from a folder: its masters, and its weights after a step at learning rate 0."""
-    with engine_of(place, _from_folder(place, folder, stage, compute, variant)) as engine:
+    with engine_of(world, _from_folder(world, folder, stage, compute, variant)) as engine:
         parameters = dict(engine.model.named_parameters())
         refreshed = start_from_weights(engine, folder)
         after = {name: whole_master(engine, parameter).cpu() for name, parameter in parameters.items()}
-        health = engine.health(engine.forward_backward(batch_of(place, 4, seed=1), step=1))
+        health = engine.health(engine.forward_backward(batch_of(world, 4, seed=1), step=1))
         applied = engine.step(health, 0.0).applied
         stepped = {name: whole_weight(engine, parameter).cpu() for name, parameter in parameters.items()}
         return {"after": after, "stepped": stepped, "refreshed": refreshed, "applied": applied}
 
 
-def stale(place: Place, *, folder: str, stage: int, compute: str, how: str) -> str:
+def stale(world: World, *, folder: str, stage: int, compute: str, how: str) -> str:
     """The error of a start whose masters, or whose weights, are not those of the folder on one rank.
 
     how: master changes one value of rank 1's partition; weight overwrites a module's weight after DeepSpeed has made
     the masters, as a load into the module does.
     """
-    with engine_of(place, _from_folder(place, folder, stage, compute)) as engine:
+    with engine_of(world, _from_folder(world, folder, stage, compute)) as engine:
         start_from_weights(engine, folder)
-        if how == "master" and place.rank == 1:
+        if how == "master" and world.rank == 1:
             local_masters(engine.deepspeed.optimizer)[0].data[5] += 0.5
         parameter = engine.model.get_parameter("model.layers.1.self_attn.o_proj.weight")
         if how != "master":

@@ -10,7 +10,7 @@ import pytest
 from config.deepspeed.combinations import Combination
 from data.loader import Batch
 from modeling.linear_cross_entropy import IGNORED
-from training.distributed import Place
+from training.distributed import World
 from training.loss_scaler import LossScaler
 from training.matrix import run as matrix_run
 from training.matrix.cells import Cell
@@ -19,12 +19,12 @@ STEPS = 6
 """The fewest in which the loss scale grows twice."""
 
 
-def measure(place: Place, *, cells: list[Cell], upstream: bool) -> dict[str, dict[str, Any]]:
+def measure(world: World, *, cells: list[Cell], upstream: bool) -> dict[str, dict[str, Any]]:
     """What the matrix finds in each cell, by name."""
-    return {cell.name: matrix_run.measure(place, cell, steps=STEPS, upstream=upstream) for cell in cells}
+    return {cell.name: matrix_run.measure(world, cell, steps=STEPS, upstream=upstream) for cell in cells}
 
 
-def scale_grows_at_once(place: Place, *, stage: int) -> dict[str, Any]:
+def scale_grows_at_once(world: World, *, stage: int) -> dict[str, Any]:
     """A cell whose loss scale changes in the middle of the step, as DeepSpeed's own does."""
 
     def update_scale(scaler: LossScaler, overflow: bool) -> None:
@@ -33,16 +33,16 @@ def scale_grows_at_once(place: Place, *, stage: int) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LossScaler, "update_scale", update_scale)
-        return matrix_run.measure(place, Cell(Combination("cast", "fp16", stage)), steps=STEPS, upstream=False)
+        return matrix_run.measure(world, Cell(Combination("cast", "fp16", stage)), steps=STEPS, upstream=False)
 
 
-def loses_a_micro_batch(place: Place, *, path: str, compute: str) -> dict[str, Any]:
+def loses_a_micro_batch(world: World, *, path: str, compute: str) -> dict[str, Any]:
     """A cell in which rank 1 learns nothing from its last micro-batch, and counts its labels all the same."""
     whole = matrix_run.batch_of
 
-    def batch_of(place: Place, step: int, *, accumulation: int) -> Batch:
-        batch = whole(place, step, accumulation=accumulation)
-        if place.rank == 0:
+    def batch_of(world: World, step: int, *, accumulation: int) -> Batch:
+        batch = whole(world, step, accumulation=accumulation)
+        if world.rank == 0:
             return batch
         labels = batch.labels.clone()
         labels[-1] = IGNORED
@@ -51,18 +51,18 @@ def loses_a_micro_batch(place: Place, *, path: str, compute: str) -> dict[str, A
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matrix_run, "batch_of", batch_of)
         cell = Cell(Combination(path, compute, 2), accumulation=4, clipping=True)
-        return matrix_run.measure(place, cell, steps=STEPS, upstream=False)
+        return matrix_run.measure(world, cell, steps=STEPS, upstream=False)
 
 
-def raises(place: Place) -> dict[str, Any]:
+def raises(world: World) -> dict[str, Any]:
     """A cell in which one rank fails where the other does not."""
     masters = matrix_run.errors
 
     def errors(*arguments: Any) -> Any:
-        if place.rank == 1:
+        if world.rank == 1:
             raise ValueError("only here")
         return masters(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matrix_run, "errors", errors)
-        return matrix_run.measure(place, Cell(Combination("manifest", "bf16", 2)), steps=STEPS)
+        return matrix_run.measure(world, Cell(Combination("manifest", "bf16", 2)), steps=STEPS)

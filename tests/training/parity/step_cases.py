@@ -7,22 +7,22 @@ from typing import Any
 
 from modeling.build import model_config
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
-from training.distributed import Place
+from training.distributed import World
 from training.parity.reference import Reference
 from training.parity.steps import StepParity
 
 
 def measured_steps(
-    place: Place, *, stage: int, compute: str, steps: int, overrides: Sequence[str] = (), micro: int = 2
+    world: World, *, stage: int, compute: str, steps: int, overrides: Sequence[str] = (), micro: int = 2
 ) -> list[dict[str, Any]]:
     """Some real steps on random batches, each held against FP32."""
-    resolved = resolve(place, stage=stage, compute=compute, micro=micro, overrides=overrides)
+    resolved = resolve(world, stage=stage, compute=compute, micro=micro, overrides=overrides)
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     rows, applied = [], 0
-    with engine_of(place, resolved) as engine:
-        parity = StepParity(engine, Reference(resolved, shape, place), resolved)
+    with engine_of(world, resolved) as engine:
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
         for step in range(1, steps + 1):
-            row = parity.step(batch_of(place, micro, seed=step), applied=applied)
+            row = parity.step(batch_of(world, micro, seed=step), applied=applied)
             applied += row["applied"]
             rows.append(row)
     return rows

@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules import module as hooks
 
 from tests.support.small_run import VOCABULARY, batch_of, engine_of, masters_of, resolve
-from training.distributed import Place
+from training.distributed import World
 from training.engine import Engine
 from training.profile.profiler import Profiling
 
@@ -27,21 +27,21 @@ MODEL = (
 class Repeated:
     """Random batches without end; `seconds` is what each lets one wait."""
 
-    def __init__(self, place: Place, seconds: float) -> None:
-        self._place, self._seconds = place, seconds
+    def __init__(self, world: World, seconds: float) -> None:
+        self._world, self._seconds = world, seconds
         self.waits: list[float] = []
 
     def next_step(self) -> Any:
         """The next one."""
         started = time.perf_counter()
         time.sleep(self._seconds)
-        batch = batch_of(self._place, 2, seed=len(self.waits))
+        batch = batch_of(self._world, 2, seed=len(self.waits))
         self.waits.append(time.perf_counter() - started)
         return batch
 
 
 def profiled(
-    place: Place,
+    world: World,
     *,
     folder: str,
     start: int = 3,
@@ -61,13 +61,13 @@ def profiled(
     """
     given = [MODEL % f", vocab_size: {vocabulary}", *overrides]
     if manifest is not None:
-        path = Path(folder) / f"manifest-{place.rank}.json"
+        path = Path(folder) / f"manifest-{world.rank}.json"
         path.write_text(json.dumps(manifest))
         given += ["precision.path=manifest", f"precision.manifest={path}"]
-    resolved = resolve(place, stage=stage, compute=compute, micro=2, overrides=given)
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=given)
     notes: list[str] = []
-    with engine_of(place, resolved) as engine:
-        batches = Repeated(place, wait if place.rank == place.world_size - 1 else 0.0)
+    with engine_of(world, resolved) as engine:
+        batches = Repeated(world, wait if world.rank == world.world_size - 1 else 0.0)
         if planted is not None:
             _compute_in_fp32(engine.model.get_submodule(planted))
         watched = Profiling(engine, batches, Path(folder) / "profile", start=start, steps=steps, note=notes.append)
@@ -76,7 +76,7 @@ def profiled(
         left = [name for name in ("forward_backward", "health", "step") if name in vars(engine)]
         left += [name for name in vars(batches) if name == "next_step"]
         masters = masters_of(engine)
-    written = Path(folder) / "profile/step-3-4" / f"rank-{place.rank}.json"
+    written = Path(folder) / "profile/step-3-4" / f"rank-{world.rank}.json"
     return {
         "summary": json.loads(written.read_text()) if written.exists() else None,
         "page": written.with_suffix(".md").read_text() if written.exists() else None,
@@ -88,13 +88,13 @@ def profiled(
     }
 
 
-def unwritable(place: Place, *, folder: str) -> dict[str, Any]:
+def unwritable(world: World, *, folder: str) -> dict[str, Any]:
     """A profile whose folder cannot be made: a file is in the way."""
     (Path(folder) / "profile").write_text("in the way")
-    return profiled(place, folder=folder)
+    return profiled(world, folder=folder)
 
 
-def cost_of_nobody(place: Place) -> float:
+def cost_of_nobody(world: World) -> float:
     """Seconds that `watching` adds to a step of a run without spans and profile."""
     from unittest.mock import sentinel
 

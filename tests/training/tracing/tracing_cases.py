@@ -14,7 +14,7 @@ from tests.support.small_run import batch_of, engine_of, masters_of, resolve, st
 from tests.training.profile.profiler_cases import Repeated
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
-from training.distributed import Place
+from training.distributed import World
 from training.progress import Progress
 from training.tracing.spans import Tracing
 
@@ -25,14 +25,14 @@ class Spoiled(RuntimeError):
     """What a broken step raises in these tests."""
 
 
-def traced(place: Place, *, environment: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
+def traced(world: World, *, environment: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
     """`steps_of` under environment variables that are gone afterwards."""
     with _variables(environment or {}):
-        return steps_of(place, **arguments)
+        return steps_of(world, **arguments)
 
 
 def steps_of(
-    place: Place,
+    world: World,
     *,
     endpoint: str | None,
     folder: str,
@@ -49,15 +49,15 @@ def steps_of(
     """
     notes: list[str] = []
     random.seed(7)
-    resolved = resolve(place, stage=2, compute=compute, micro=2, overrides=overrides)
-    with engine_of(place, resolved) as engine:
-        batches, progress, rows, seconds = Repeated(place, wait), Progress(), [], []
-        checkpoints = Checkpoints(Path(folder), keep=Retention(1), identity={}, place=place)
+    resolved = resolve(world, stage=2, compute=compute, micro=2, overrides=overrides)
+    with engine_of(world, resolved) as engine:
+        batches, progress, rows, seconds = Repeated(world, wait), Progress(), [], []
+        checkpoints = Checkpoints(Path(folder), keep=Retention(1), identity={}, world=world)
         tracing = None
         if endpoint is not None:
-            facts = {"run": "a test", "rank": place.rank}
-            session = place.from_main(os.urandom(8).hex())
-            tracing = Tracing(endpoint, facts, session=session, rank=place.rank, tokens=TOKENS, note=notes.append)
+            facts = {"run": "a test", "rank": world.rank}
+            session = world.from_main(os.urandom(8).hex())
+            tracing = Tracing(endpoint, facts, session=session, rank=world.rank, tokens=TOKENS, note=notes.append)
             tracing.follow(engine, batches, checkpoints)
         for step in range(1, steps + 1):
             started = time.perf_counter()
@@ -68,7 +68,7 @@ def steps_of(
             seconds.append(time.perf_counter() - started)
             progress = progress.after(tokens=TOKENS, applied=update.applied)
             rows.append([health.loss, update.applied, update.loss_scale])
-        engine.evaluate([batch_of(place, 2, seed=99)])
+        engine.evaluate([batch_of(world, 2, seed=99)])
         outcomes = []
         if save:
             checkpoints.start_save(engine, state_of(engine, progress))
@@ -94,13 +94,13 @@ def steps_of(
 _METHODS = ("forward_backward", "health", "step", "evaluate", "next_step", "start_save", "outcomes")
 
 
-def full_disk(place: Place, *, endpoint: str, folder: str) -> dict[str, Any]:
+def full_disk(world: World, *, endpoint: str, folder: str) -> dict[str, Any]:
     """A traced save that cannot be written: a file is where the checkpoints' folder has to be."""
     (Path(folder) / "checkpoints").write_text("in the way")
-    return traced(place, endpoint=endpoint, folder=f"{folder}/checkpoints", steps=1, save=True)
+    return traced(world, endpoint=endpoint, folder=f"{folder}/checkpoints", steps=1, save=True)
 
 
-def cost(place: Place, *, endpoint: str, steps: int) -> float:
+def cost(world: World, *, endpoint: str, steps: int) -> float:
     """Seconds that the spans of one step cost the training thread: best of five rounds."""
     tracing = Tracing(endpoint, {}, session="cost", rank=0, tokens=TOKENS, note=print)
     best = min(_empty_steps(tracing, steps) for _ in range(5))
@@ -108,7 +108,7 @@ def cost(place: Place, *, endpoint: str, steps: int) -> float:
     return best
 
 
-def burst(place: Place, *, endpoint: str, steps: int) -> list[str]:
+def burst(world: World, *, endpoint: str, steps: int) -> list[str]:
     """Spans faster than any training makes them; the notes."""
     notes: list[str] = []
     with _variables({"OTEL_BSP_MAX_QUEUE_SIZE": "64", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "16"}):

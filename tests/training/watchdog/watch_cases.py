@@ -16,29 +16,29 @@ import torch
 from config.child_jobs import free_port
 from tests.support import forked
 from training import distributed
-from training.distributed import Place
+from training.distributed import World
 from training.watchdog import watch as lost_rank
 from training.watchdog.process import Member
 
 WORLD = 2
 
 
-def killed(place: Place) -> None:
+def killed(world: World) -> None:
     """Rank 1 is killed; rank 0 waits for it in a collective."""
-    if place.rank == 1:
+    if world.rank == 1:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
-    place.wait_for_all()
+    world.wait_for_all()
 
 
-def killed_beside_its_witness(place: Place) -> None:
+def killed_beside_its_witness(world: World) -> None:
     """Rank 1 is killed once the process beside it listens to no SIGTERM any more, and has had a moment to go on."""
-    if place.rank == 1:
+    if world.rank == 1:
         while not any(_ignores_sigterm(child) for child in _children()):
             time.sleep(0.05)
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
-    place.wait_for_all()
+    world.wait_for_all()
 
 
 def _children() -> list[str]:
@@ -53,44 +53,44 @@ def _ignores_sigterm(process: str) -> bool:
     return False
 
 
-def killed_while_the_other_computes(place: Place) -> None:
+def killed_while_the_other_computes(world: World) -> None:
     """Rank 1 crashes; rank 0 comes to no collective, as one that waits inside NCCL does not come back."""
-    if place.rank == 1:
+    if world.rank == 1:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGSEGV)
     time.sleep(60)
 
 
-def failed(place: Place) -> None:
+def failed(world: World) -> None:
     """Rank 1 has a bug, and takes long to go."""
-    if place.rank == 1:
+    if world.rank == 1:
         raise ValueError("a bug of our own")
-    place.wait_for_all()
+    world.wait_for_all()
 
 
-def failed_both(place: Place) -> None:
+def failed_both(world: World) -> None:
     """A bug that every rank has, with a word in it that failed collectives use as well."""
     raise RuntimeError("Connection of layers is wrong")
 
 
-def stopped(place: Place) -> None:
+def stopped(world: World) -> None:
     """Rank 1 stands still until the collective's time-out."""
-    if place.rank == 1:
+    if world.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    place.wait_for_all()
+    world.wait_for_all()
 
 
-def absent(place: Place) -> None:
+def absent(world: World) -> None:
     """Rank 1 is well, but does not come to the collective before its time-out."""
-    if place.rank == 1:
+    if world.rank == 1:
         time.sleep(60)
-    place.wait_for_all()
+    world.wait_for_all()
 
 
-def fine(place: Place) -> None:
+def fine(world: World) -> None:
     """Rank 0 is long in leaving, rank 1 is not missed."""
-    place.wait_for_all()
-    if place.rank == 0:
+    world.wait_for_all()
+    if world.rank == 0:
         time.sleep(3)
 
 
@@ -105,10 +105,10 @@ def _rank(scenario: str, rank: int, port: int, log: str, elsewhere: bool, timeou
         here = Member.here(rank)
         Member.here = classmethod(lambda cls, rank: replace(here, machine=f"machine {rank}"))  # type: ignore[assignment,method-assign]
     torch.set_num_threads(1)
-    place = distributed.start(rank=rank, world_size=WORLD, local_rank=rank, timeout_minutes=timeout / 60)
+    world = distributed.start(rank=rank, world_size=WORLD, local_rank=rank, timeout_minutes=timeout / 60)
     try:
-        with lost_rank.watched(place):
-            globals()[scenario](place)
+        with lost_rank.watched(world):
+            globals()[scenario](world)
     except lost_rank.LostRank:
         os._exit(lost_rank.LOST)
     sys.stderr.flush()

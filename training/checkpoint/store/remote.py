@@ -21,7 +21,7 @@ from training.checkpoint.store.errors import StoreError
 from training.checkpoint.store.store import Store
 
 if TYPE_CHECKING:
-    from training.distributed import Place
+    from training.distributed import World
 
 
 @dataclass
@@ -44,43 +44,43 @@ class Remote:
         """The URL of a checkpoint."""
         return f"{self.store.url}/step-{step}"
 
-    def upload(self, place: Place, folder: Path, step: int, files: dict[str, Written]) -> None:
+    def upload(self, world: World, folder: Path, step: int, files: dict[str, Written]) -> None:
         """Store the published checkpoint `folder`, then let go of those that need not stay there.
 
-        place: of a process group that nothing else uses meanwhile. Raises SaveFailed on every rank.
+        world: of a process group that nothing else uses meanwhile. Raises SaveFailed on every rank.
         """
         there = self.where(step)
-        on_main(place, lambda: self.store.begin(step), there)
-        problem = self._upload_mine(place.rank, folder, step, files)
-        problem = next((text for text in place.gather_objects(problem) if text), None)
+        on_main(world, lambda: self.store.begin(step), there)
+        problem = self._upload_mine(world.rank, folder, step, files)
+        problem = next((text for text in world.gather_objects(problem) if text), None)
         if problem is not None:
             raise SaveFailed(f"checkpoint {there} was not saved: {problem}")
-        on_main(place, lambda: self._publish(folder, step), there)
+        on_main(world, lambda: self._publish(folder, step), there)
 
-    def fetch(self, place: Place, folder: Path, tell: Callable[[str], Any]) -> None:
+    def fetch(self, world: World, folder: Path, tell: Callable[[str], Any]) -> None:
         """Bring the newest checkpoint of the store into the run's checkpoints folder, unless what is there is newer.
 
         tell: hears on every rank of those that had to be passed over. Raises UserError, on every rank, when the store
         cannot be asked: a run must not start anew because a network is down.
         """
-        offer: _Offer = place.from_main(self._offer(folder) if place.is_main else None)
+        offer: _Offer = world.from_main(self._offer(folder) if world.is_main else None)
         for text in offer.passed_over:
             tell(text)
         if offer.error:
             raise UserError(f"checkpoint.dir = {offer.error}")
         for step, manifest in offer.checkpoints:
             try:
-                problem = self._fetch(place, folder, step, manifest)
+                problem = self._fetch(world, folder, step, manifest)
             except SaveFailed as failure:
                 raise UserError(f"checkpoint.dir = {self.where(step)} cannot be fetched: {failure}") from failure
             if problem is None:
                 return
             tell(f"passed over checkpoint {self.where(step)}: {problem}")
 
-    def require_empty(self, place: Place) -> None:
+    def require_empty(self, world: World) -> None:
         """Raises UserError, on every rank, where another run has left checkpoints: they would be mixed up."""
         error = None
-        if place.is_main:
+        if world.is_main:
             try:
                 steps = self.store.steps()
             except StoreError as problem:
@@ -91,7 +91,7 @@ class Remote:
                         f"{self.store.url}: holds checkpoints of an earlier run, up to step {steps[-1]}, while "
                         "run.resume = never; use another run.name or checkpoint.dir, or delete them"
                     )
-        error = place.from_main(error)
+        error = world.from_main(error)
         if error is not None:
             raise UserError(f"checkpoint.dir = {error}")
 
@@ -129,22 +129,22 @@ class Remote:
             offer.error = str(error)
         return offer
 
-    def _fetch(self, place: Place, folder: Path, step: int, manifest: dict[str, Any]) -> str | None:
+    def _fetch(self, world: World, folder: Path, step: int, manifest: dict[str, Any]) -> str | None:
         """Why the checkpoint cannot be had, or None. Each rank fetches a share of the bytes."""
         final, partial = folder / f"step-{step}", commit.partial_of(folder, step)
-        on_main(place, lambda: commit.begin(folder, step), final)
+        on_main(world, lambda: commit.begin(folder, step), final)
         problem = None
         try:
-            for name in share(manifest, place.rank, place.world_size):
+            for name in share(manifest, world.rank, world.world_size):
                 entry, private = manifest["files"][name], bool(manifest.get("encryption"))
                 target = {"sha256": entry["sha256"], "size": entry["bytes"], "private": private}
                 self.store.download(f"step-{step}/{name}", partial / name, **target)
         except (Refused, OSError) as error:
             problem = str(error)
-        problem = next((text for text in place.gather_objects(problem) if text), None)
+        problem = next((text for text in world.gather_objects(problem) if text), None)
         if problem is None:
-            on_main(place, lambda: self._take_in(partial, final, manifest), final)
-        elif place.is_main:
+            on_main(world, lambda: self._take_in(partial, final, manifest), final)
+        elif world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         return problem
 
