@@ -170,7 +170,7 @@ class Guard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; budgets, window size and factors stay those of the config."""
-        self._used = {name: int(state["used"][name]) for name in self._budgets}
+        self._used = {name: int(state["used"].get(name, 0)) for name in self._budgets}
         self._losses.load_state_dict(state["loss"])
         self._log_norms.load_state_dict(state["log_norm"])
         self._cuts = [int(left) for left in state["cuts"]]

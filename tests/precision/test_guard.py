@@ -387,3 +387,11 @@ def test_judging_is_the_same_on_every_rank_and_changes_nothing(section: GuardSec
         assert health.judged(here.guard) == health.judged(here.guard)
         assert here.guard.state_dict() == state
         assert here.attempt(health) == there.attempt(health)
+
+
+def test_a_checkpoint_from_before_a_reaction_existed_has_used_none_of_its_budget() -> None:
+    guard = Guard(plan(*EVERYTHING))
+    state = guard.state_dict()
+    del state["used"]["promote"]
+    guard.load_state_dict(state | {"used": {**state["used"], "rollback": 1}})
+    assert guard.used == {"skip": 0, "cut_lr": 0, "promote": 0, "rollback": 1}
