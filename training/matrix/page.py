@@ -57,8 +57,9 @@ def _opening(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]
     verdicts = ", ".join(f"{count} {sign}" for sign, count in counts.items() if count)
     return f"""# The precision matrix
 
-Written by `make matrix` from what it measured and from
-[config/deepspeed/combinations.py](../config/deepspeed/combinations.py), the table from which the config refuses; do not
+Which combinations of precision, ZeRO stage, offload, accumulation, clipping and activation checkpointing train as FP32
+does, which are refused, and where DeepSpeed alone is wrong. `make matrix` writes this page from what it measures and from
+[config/deepspeed/combinations.py](../config/deepspeed/combinations.py), the table by which the config refuses: do not
 edit it.
 
 {len(cells)} cells: {verdicts}. Bare DeepSpeed, compared in {compared} of them, is wrong in {wrong}.
