@@ -58,7 +58,7 @@ def _opening(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]
     return f"""# The precision matrix
 
 Which combinations of precision, ZeRO stage, offload, accumulation, clipping and activation checkpointing train as FP32
-does, which are refused, and where DeepSpeed alone is wrong. `make matrix` writes this page from what it measures and from
+does, which are refused, and where DeepSpeed alone is wrong. `make matrix` writes this page from measurements and from
 [config/deepspeed/combinations.py](../config/deepspeed/combinations.py), the table by which the config refuses: do not
 edit it.
 
