@@ -193,7 +193,7 @@ def test_a_model_that_does_something_else_to_its_logits_is_told() -> None:
     model, ids = model_of("llama"), torch.zeros((1, 2), dtype=torch.int64)
     head = ChunkedHead(model, chunk_tokens=5)
     for spoil, reason in (
-        (lambda output: output.logits[..., 3].fill_(-1e4), "not known here"),
+        (lambda output: output.logits[..., 3].fill_(-1e4), "unknown way"),
         (lambda output: setattr(output, "logits", output.logits[..., :-1]), "it makes logits of"),
     ):
         handle = model.register_forward_hook(lambda module, inputs, output, spoil=spoil: (spoil(output), output)[1])

@@ -129,7 +129,9 @@ def _number(value: float) -> str:
 
 def _head(state: WatchState, view: View) -> RenderableType:
     status, style = _status(state, view)
-    first = Text.assemble((view.name, "bold"), "  ", (status, style), no_wrap=True, overflow="ellipsis")
+    first = Text.assemble(
+        (view.name, "bold"), "  ", (status, style), no_wrap=True, overflow="crop" if view.ascii else "ellipsis"
+    )
     if state.start is not None:
         start = state.start
         computes = sorted(set((start.get("regions") or {}).values())) or [start["compute"]]
@@ -168,7 +170,7 @@ def _progress(state: WatchState, view: View) -> Text:
         words.append("q quits, x log steps")
     text = "   ".join(words)
     room = min(40, view.width - len(text) - 3)
-    bar = Text(no_wrap=True, overflow="ellipsis")
+    bar = Text(no_wrap=True, overflow="crop" if view.ascii else "ellipsis")
     if done is not None and room >= 10:
         full = int(done * room)
         on, off = ("#", "-") if view.ascii else ("━", "━")
@@ -249,7 +251,7 @@ def _ranks(state: WatchState, most: int) -> list[tuple[str, str, str]]:
 
 
 def _log_panel(state: WatchState, view: View, height: int) -> Panel:
-    text = Text(no_wrap=True, overflow="ellipsis")
+    text = Text(no_wrap=True, overflow="crop" if view.ascii else "ellipsis")
     newest = list(state.log)[-height:]
     for index, (step, level, words) in enumerate([(0, "plain", "")] * (height - len(newest)) + newest):
         text.append("\n" if index else "")

@@ -139,7 +139,7 @@ def test_trouble_is_named() -> None:
     text = shown(state)
     for words in (
         "aborted (exit 3)",
-        "12 nan in the activation of model.layers.1, rank 3",
+        "12 nan in the activation of model.layers.1 on rank 3",
         "ROLLBACK: it broke",
         "rolled back to step-5",
         "wandb is lost",
