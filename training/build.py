@@ -60,7 +60,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         profiling=open_profiling(resolved, run_dir.path, **watched),
     )
     _record_start(parts, progress, found)
-    for line in checkpoints.settle():
+    for line in checkpoints.take_notes():
         record.note(line)
     return parts, progress
 

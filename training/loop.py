@@ -74,7 +74,7 @@ def record_saves(parts: Parts) -> str | None:
     Why the last of them failed, or None.
     """
     problem = None
-    for line in parts.checkpoints.settle():
+    for line in parts.checkpoints.take_notes():
         parts.record.note(line)
     for outcome in parts.checkpoints.outcomes():
         problem = str(outcome) if isinstance(outcome, SaveFailed) else None

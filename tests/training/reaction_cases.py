@@ -88,12 +88,12 @@ def manifest_steps(world: World, *, stage: int, folder: str, manifest: dict, ove
         with Observation(engine.model) as seen:
             engine.forward_backward(batch_of(world, 4, seed=9), step=9)
         verify(seen, engine.regions.dtypes, may_idle=engine.regions.may_idle)
-        engine.discard_quietly()
+        engine.discard_finite()
         changed = next(iter(name for name in engine.regions.dtypes if name.endswith("down_proj")))
         engine.regions.set(changed, "fp32", "a test")
         with Observation(engine.model) as after:
             engine.forward_backward(batch_of(world, 4, seed=9), step=9)
-        engine.discard_quietly()
+        engine.discard_finite()
         return {
             "rows": rows,
             "share": seen.flop_share(),

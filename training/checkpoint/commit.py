@@ -5,7 +5,7 @@
     .step-60.dropped     being deleted
     step-60.damaged      set aside: it was not what had been written
 
-After a kill `tidy` finishes or takes back what was under way. Only the main process calls these.
+After a kill `recover` finishes or takes back what was under way. Only the main process calls these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from config.files import flush, write_flushed
 from training.checkpoint.manifest import MANIFEST, Written, file_sha256, is_whole, sealed
-from training.checkpoint.retention import is_being_read
+from training.checkpoint.retention import is_read_locked
 
 Reached = Callable[[str], None]
 
@@ -36,7 +36,7 @@ def begin(folder: Path, step: int) -> None:
     partial.mkdir(parents=True)
 
 
-def take_in(partial: Path, files: dict[str, Written]) -> None:
+def add_unlisted_files(partial: Path, files: dict[str, Written]) -> None:
     """Add to `files` what was written into the folder past them (DeepSpeed copies what it offloaded to NVMe), flushed.
 
     Their hashes are of what is on disk. Raises OSError.
@@ -89,7 +89,7 @@ def name_latest(final: Path, reached: Reached = lambda phase: None) -> None:
 
 def drop(path: Path, reached: Reached = lambda phase: None) -> None:
     """Delete a checkpoint so that no half of it is ever seen. What is being read or cannot be deleted stays."""
-    if is_being_read(path):
+    if is_read_locked(path):
         return
     hidden = path.with_name(f".{path.name}.dropped")
     try:
@@ -100,7 +100,7 @@ def drop(path: Path, reached: Reached = lambda phase: None) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def set_aside(path: Path) -> Path | None:
+def rename_damaged(path: Path) -> Path | None:
     """Rename a damaged checkpoint so that nothing chooses it again; its new path, or None where that is impossible."""
     for number in range(100):
         aside = path.with_name(f"{path.name}.damaged" + (f".{number}" if number else ""))
@@ -112,7 +112,7 @@ def set_aside(path: Path) -> Path | None:
     return None
 
 
-def tidy(folder: Path) -> None:
+def recover(folder: Path) -> None:
     """Finish or take back what a killed process had under way. Does nothing in a folder that cannot be written."""
     for replaced in folder.glob(".step-*.replaced"):
         name = replaced.name[1:].removesuffix(".replaced")

@@ -74,13 +74,13 @@ def tensors_of(value: Any) -> Tensors:
     return {name: (str(leaf.dtype).removeprefix("torch."), list(leaf.shape)) for name, leaf in leaves(value)}
 
 
-def tensors_in(path: Path, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")) -> Tensors:
+def tensors_in(path: Path, open_file: Callable[[Path], BinaryIO] = lambda path: path.open("rb")) -> Tensors:
     """The same of a file on disk. Raises Damaged when it is not such a file, or a storage lacks bytes.
 
-    opened: the file for reading, decrypted where it has to be.
+    open_file: the file for reading, decrypted where it has to be.
     """
     try:
-        with opened(path) as whole, zipfile.ZipFile(whole) as archive:
+        with open_file(path) as whole, zipfile.ZipFile(whole) as archive:
             inner = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
             with archive.open(inner) as file:
@@ -118,7 +118,7 @@ class _Reader(pickle.Unpickler):
                 return _Storage(_STORAGES[name])
             if name in _REBUILD:
                 return getattr(self, name)
-        return type(name, (_Shell,), {})
+        return type(name, (_Placeholder,), {})
 
     def persistent_load(self, pid: Any) -> _Storage:
         _, storage, key, _, elements = pid
@@ -150,10 +150,10 @@ class _Reader(pickle.Unpickler):
         return rebuild(*arguments)
 
 
-class _Shell:
+class _Placeholder:
     """Stands for an object of any other class and holds nothing."""
 
-    def __new__(cls, *arguments: Any, **named: Any) -> _Shell:
+    def __new__(cls, *arguments: Any, **named: Any) -> _Placeholder:
         return super().__new__(cls)
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

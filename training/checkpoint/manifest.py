@@ -23,11 +23,11 @@ BLOCK = 1 << 22
 Tensors = dict[str, tuple[str, list[int]]]
 
 
-class Refused(Exception):
+class Unusable(Exception):
     """A checkpoint cannot be used. One line: the file, and what is wrong with it."""
 
 
-class Damaged(Refused):
+class Damaged(Unusable):
     """A checkpoint is not what was written, and never will be."""
 
 
@@ -56,7 +56,7 @@ def sealed(content: dict[str, Any]) -> str:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint at `path`.
 
-    Raises Damaged when it is not there or not as it was sealed, Refused when it is of another format, OSError when it
+    Raises Damaged when it is not there or not as it was sealed, Unusable when it is of another format, OSError when it
     cannot be read.
     """
     try:
@@ -67,14 +67,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(text: bytes) -> dict[str, Any]:
-    """The content of a manifest. Raises Damaged when it is not as it was sealed, Refused when of another format."""
+    """The content of a manifest. Raises Damaged when it is not as it was sealed, Unusable when of another format."""
     try:
         manifest = json.loads(text)
         seal = manifest.pop("sha256")
     except (ValueError, KeyError, AttributeError, TypeError):
         raise Damaged(f"{MANIFEST} is not a whole manifest") from None
     if manifest.get("format") != FORMAT:
-        raise Refused(f"{MANIFEST} has format {manifest.get('format')}; this version reads format {FORMAT}")
+        raise Unusable(f"{MANIFEST} has format {manifest.get('format')}; this version reads format {FORMAT}")
     if seal != _seal(manifest):
         raise Damaged(f"{MANIFEST} does not have the SHA-256 it was sealed with")
     return manifest
@@ -104,7 +104,7 @@ def check_hashes(path: Path, manifest: dict[str, Any], names: Iterable[str]) -> 
             raise Damaged(f"{name} has SHA-256 {found[:12]}...; the manifest says {expected[:12]}...")
 
 
-def share(manifest: dict[str, Any], rank: int, world_size: int) -> list[str]:
+def files_of_rank(manifest: dict[str, Any], rank: int, world_size: int) -> list[str]:
     """The files that `rank` of `world_size` is to hash: about as many bytes for each, every file once."""
     loads, mine = [0] * world_size, []
     for name, entry in sorted(manifest["files"].items(), key=lambda item: (-item[1]["bytes"], item[0])):
@@ -117,19 +117,19 @@ def share(manifest: dict[str, Any], rank: int, world_size: int) -> list[str]:
 
 def is_whole(path: Path) -> bool:
     """Whether there is a sealed manifest and every file that it names has its size. Hashes are not computed."""
-    return flaw(path) is None
+    return find_problem(path) is None
 
 
-def flaw(path: Path, further: Callable[[dict[str, Any]], None] = lambda manifest: None) -> Refused | None:
-    """What is wrong with the checkpoint at `path`, or None. `further` may raise Refused about the manifest it gets."""
+def find_problem(path: Path, further: Callable[[dict[str, Any]], None] = lambda manifest: None) -> Unusable | None:
+    """What is wrong with the checkpoint at `path`, or None. `further` may raise Unusable about the manifest it gets."""
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest)
         further(manifest)
-    except Refused as refused:
+    except Unusable as refused:
         return refused
     except OSError as error:
-        return Refused(f"{error.filename or path} cannot be read: {error.strerror or error}")
+        return Unusable(f"{error.filename or path} cannot be read: {error.strerror or error}")
     return None
 
 
@@ -171,8 +171,8 @@ def _seal(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _without_manifest(path: Path) -> Refused:
+def _without_manifest(path: Path) -> Unusable:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if read_state(path).get("format") == 1:
-            return Refused(f"{STATE} has format 1, which has no hashes; this version reads format {FORMAT}")
+            return Unusable(f"{STATE} has format 1, which has no hashes; this version reads format {FORMAT}")
     return Damaged(f"{MANIFEST} is missing")

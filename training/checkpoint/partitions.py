@@ -45,7 +45,7 @@ class SavedTensor:
     shape: torch.Size
     read: Read
     """The FP32 master, whole; of a frozen parameter, which has none, its weight in the dtype it was kept in."""
-    again: Read | None = None
+    second_copy: Read | None = None
     """The same from the other place that has it, in that place's dtype; None where there is no other."""
     master: Pieces | None = None
     """The FP32 master by parts; None for a frozen parameter."""
@@ -68,8 +68,8 @@ class SavedModel:
     """Parameters that no optimizer group holds."""
     unnamed_states: list[OptimizerState | None] = field(default_factory=list)
     """ZeRO-0's: those of the first optimizer group's parameters, then the next group's, without names."""
-    second_reading: str = "none: at ZeRO-0 the weights are the masters"
-    """What `again` reads, in words."""
+    second_source: str = "none: at ZeRO-0 the weights are the masters"
+    """What `second_copy` reads, in words."""
 
 
 def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
@@ -84,25 +84,25 @@ def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
         return opener.read(path, mmap=True)
 
     if not shards:
-        return _without_zero(folder, read)
+        return _open_stage_0(folder, read)
     states = [read(path)["optimizer_state_dict"] for path in shards]
     partitions = states[0].get("partition_count", len(states))
     expected = max(partitions) if isinstance(partitions, list) else partitions
     if expected != len(states):
         raise UserError(f"{folder}: has {len(states)} of {expected} *_optim_states.pt files; restore the missing ones")
     if "fp32_flat_groups" in states[0]:
-        return _partitioned_weights(folder, states, read, upstream=opener.key is None)
+        return _open_stage_3(folder, states, read, upstream=opener.key is None)
     if "single_partition_of_fp32_groups" in states[0]:
-        return _partitioned_masters(folder, states, read)
+        return _open_stages_1_and_2(folder, states, read)
     raise UserError(
         f"{shards[0]}: holds no FP32 partitions that this reader knows; the engine that saved it can load it"
     )
 
 
-def _without_zero(folder: Path, read: ReadFile) -> SavedModel:
+def _open_stage_0(folder: Path, read: ReadFile) -> SavedModel:
     state = read(folder / "mp_rank_00_model_states.pt")
     saved = SavedModel(stage=0, ranks=1)
-    _take_buffers(saved, state)
+    _set_buffers(saved, state)
     for name, weight in state["module"].items():
         if name not in saved.buffers:
             whole = Pieces([weight], weight.numel()) if weight.dtype == torch.float32 else None
@@ -116,18 +116,18 @@ def _without_zero(folder: Path, read: ReadFile) -> SavedModel:
     return saved
 
 
-def _partitioned_masters(folder: Path, states: list[dict[str, Any]], read: ReadFile) -> SavedModel:
+def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadFile) -> SavedModel:
     """ZeRO-1 and 2: each rank's flat partition of a group, with the address of every parameter's part in it."""
     state = read(folder / "mp_rank_00_model_states.pt")
-    saved = SavedModel(stage=2, ranks=len(states), second_reading="the weights in the model file, rounded alike")
-    _take_buffers(saved, state)
+    saved = SavedModel(stage=2, ranks=len(states), second_source="the weights in the model file, rounded alike")
+    _set_buffers(saved, state)
     module, shared = state["module"], state["shared_params"] or {}
     parts: dict[str, list[torch.Tensor]] = {}
     kept: dict[str, list[Any]] = {}
     places: dict[str, list[slice]] = {}
     for partition in states:
         groups = partition["single_partition_of_fp32_groups"]
-        flats = _of_flats(partition["base_optimizer_state"])
+        flats = _flat_states(partition["base_optimizer_state"])
         for index, addresses in enumerate(partition["param_slice_mappings"]):
             for name, address in addresses.items():
                 # an address may end in the padding that was cut off the last rank's partition
@@ -152,7 +152,7 @@ def _partitioned_masters(folder: Path, states: list[dict[str, Any]], read: ReadF
     return saved
 
 
-def _partitioned_weights(folder: Path, states: list[dict[str, Any]], read: ReadFile, *, upstream: bool) -> SavedModel:
+def _open_stage_3(folder: Path, states: list[dict[str, Any]], read: ReadFile, *, upstream: bool) -> SavedModel:
     """ZeRO-3: every parameter is cut into equal parts, the last one padded; each rank's parts lie end to end.
 
     upstream: whether DeepSpeed can read the files too.
@@ -160,10 +160,10 @@ def _partitioned_weights(folder: Path, states: list[dict[str, Any]], read: ReadF
     files = [folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(states))]
     models = [read(path) for path in files]
     second = "DeepSpeed's zero_to_fp32" if upstream else "none: DeepSpeed's zero_to_fp32 reads no encrypted files"
-    saved = SavedModel(stage=3, ranks=len(states), second_reading=second)
-    _take_buffers(saved, models[0])
+    saved = SavedModel(stage=3, ranks=len(states), second_source=second)
+    _set_buffers(saved, models[0])
     whole = cache(lambda: _zero_to_fp32(folder)) if upstream else None
-    optimizers = [_of_flats(state["optimizer_state_dict"]) for state in states]
+    optimizers = [_flat_states(state["optimizer_state_dict"]) for state in states]
     for index, shapes in enumerate(models[0]["param_shapes"]):
         flats, start = [state["fp32_flat_groups"][index] for state in states], 0
         kept = [optimizer[index] for optimizer in optimizers]
@@ -176,7 +176,7 @@ def _partitioned_weights(folder: Path, states: list[dict[str, Any]], read: ReadF
             saved.tensors[name] = SavedTensor(
                 shape,
                 _joined(parts, shape),
-                _upstreams(whole, name),
+                _read_by_deepspeed(whole, name),
                 Pieces(parts, shape.numel()),
                 _joined_state(folder, name, kept, [where] * len(states), shape.numel()),
             )
@@ -188,11 +188,11 @@ def _partitioned_weights(folder: Path, states: list[dict[str, Any]], read: ReadF
         parts = [model["frozen_param_fragments"][name] for model in models]
         _require_size(folder, name, shape, sum(part.numel() for part in parts))
         saved.frozen.add(name)
-        saved.tensors[name] = SavedTensor(shape, _joined(parts, shape), _upstreams(whole, name))
+        saved.tensors[name] = SavedTensor(shape, _joined(parts, shape), _read_by_deepspeed(whole, name))
     return saved
 
 
-def _of_flats(optimizer: dict[str, Any]) -> list[dict[str, Any] | None]:
+def _flat_states(optimizer: dict[str, Any]) -> list[dict[str, Any] | None]:
     """State of each flat partition, group after group; None for one that was never stepped."""
     return [optimizer["state"].get(index) for group in optimizer["param_groups"] for index in group["params"]]
 
@@ -227,11 +227,11 @@ def _zero_to_fp32(folder: Path) -> dict[str, Any]:
         return get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name, lazy_mode=True)
 
 
-def _upstreams(whole: Callable[[], dict[str, Any]] | None, name: str) -> Read | None:
+def _read_by_deepspeed(whole: Callable[[], dict[str, Any]] | None, name: str) -> Read | None:
     return (lambda: whole()[name].contiguous()) if whole is not None else None
 
 
-def _take_buffers(saved: SavedModel, state: dict[str, Any]) -> None:
+def _set_buffers(saved: SavedModel, state: dict[str, Any]) -> None:
     saved.buffers = {name: state["module"][name] for name in state["buffer_names"] or ()}
 
 

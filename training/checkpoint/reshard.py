@@ -40,7 +40,7 @@ from training.engine.tensors import (
 
 
 @dataclass(frozen=True)
-class Carried:
+class Restored:
     """What was restored."""
 
     parameters: int
@@ -68,17 +68,17 @@ def restore(
     bit. Gives a line about the change, for the log. A collective. Raises UserError as `load_resharded` does.
     """
     kept = [kind for kind in recorded or {} if kind != "master"]  # none before the first update
-    engine.world.raise_first(_other_optimizer(engine, path, kept) if kept else None, UserError)
+    engine.world.raise_first(_optimizer_difference(engine, path, kept) if kept else None, UserError)
     if change is None:
         engine.load(path, TAG, Reader(opener))
-        require_same(engine, path, recorded or {})
+        require_same_checksums(engine, path, recorded or {})
         return None
-    carried = load_resharded(engine, path / TAG, recorded=recorded, opener=opener)
-    return f"checkpoint {path}: {change}; {carried}"
+    restored = load_resharded(engine, path / TAG, recorded=recorded, opener=opener)
+    return f"checkpoint {path}: {change}; {restored}"
 
 
 @torch.no_grad()
-def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, opener: Opener = PLAIN) -> Carried:
+def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, opener: Opener = PLAIN) -> Restored:
     """Restore masters, optimizer state, frozen weights and buffers from a `deepspeed/` folder of any layout.
 
     recorded: `checksums_of` the engine that saved; None takes them from the files, which then shows only what went
@@ -100,8 +100,8 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
     _restore_padding(engine, updates)
     buffers = _restore_buffers(engine, saved)
     recorded = recorded or _checksums_of_files(engine, saved)
-    require_same(engine, folder, recorded)
-    return Carried(
+    require_same_checksums(engine, folder, recorded)
+    return Restored(
         parameters=len(trained(engine)),
         frozen=sum(not parameter.requires_grad for parameter in engine.model.parameters()),
         buffers=buffers,
@@ -110,7 +110,7 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
     )
 
 
-def require_same(engine: Engine, where: Path, recorded: Checksums) -> None:
+def require_same_checksums(engine: Engine, where: Path, recorded: Checksums) -> None:
     """Compare every master and state tensor of the engine with the checksums that were recorded when they were saved.
 
     A collective. Raises UserError, on every rank, naming the first that differs; `where` is the checkpoint.
@@ -118,7 +118,7 @@ def require_same(engine: Engine, where: Path, recorded: Checksums) -> None:
     engine.world.raise_first(_difference(where, recorded, checksums_of(engine)), UserError)
 
 
-def _other_optimizer(engine: Engine, where: Path, kept: Collection[str]) -> str | None:
+def _optimizer_difference(engine: Engine, where: Path, kept: Collection[str]) -> str | None:
     """How the state tensors that were saved are not those of this run's optimizer, or None. kept: their names."""
     mine = engine.optimizer_spec.states
     if set(kept) == set(mine):
@@ -164,7 +164,7 @@ def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
         if parameter.requires_grad is (tensor.master is None):
             here = "trains" if parameter.requires_grad else "is frozen"
             return f"{folder}: {name} {here} in this run and not there; freeze the same parameters"
-        problem = _other_optimizer(engine, folder, tensor.state.tensors) if tensor.state else None
+        problem = _optimizer_difference(engine, folder, tensor.state.tensors) if tensor.state else None
         if problem is not None:
             return problem
         shard = shard_of(engine, parameter) if parameter.requires_grad else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint.manifest import MANIFEST, Refused, by_step, read_manifest
+from training.checkpoint.manifest import MANIFEST, Unusable, by_step, read_manifest
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def validation_loss(path: Path) -> float | None:
     """Nats per label token at the checkpoint's step; None when it was not evaluated, not finite or not readable."""
     try:
         return loss_in(read_manifest(path))
-    except (Refused, OSError):
+    except (Unusable, OSError):
         return None
 
 
@@ -66,7 +66,7 @@ def loss_in(manifest: dict[str, Any]) -> float | None:
 
 
 @contextmanager
-def being_read(path: Path) -> Iterator[None]:
+def read_lock(path: Path) -> Iterator[None]:
     """Whoever retains or prunes checkpoints meanwhile, in this process or another one, leaves `path` alone.
 
     A shared lock on its manifest. Where the file system has no locks it does nothing.
@@ -82,8 +82,8 @@ def being_read(path: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def is_being_read(path: Path) -> bool:
-    """Whether someone is inside `being_read` of the checkpoint."""
+def is_read_locked(path: Path) -> bool:
+    """Whether someone is inside `read_lock` of the checkpoint."""
     try:
         handle = os.open(path / MANIFEST, os.O_RDONLY)
     except OSError:

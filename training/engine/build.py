@@ -34,7 +34,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         require_liger(model_config.model_type, world.device)
     # transformers builds and loads the model partitioned for as long as this object lives and says ZeRO-3.
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
-    gather = _gather_partitioned(world) if zero3 else _already_whole
+    gather = _gather_partitioned(world) if zero3 else _no_gather
     model = build_model(config.model, model_config, seed=config.run.seed, gather=gather)
     notes = choose_kernels(model, resolved, world)
     apply_activation_checkpointing(
@@ -97,5 +97,5 @@ def _gather_partitioned(world: World) -> Gather:
     return gather
 
 
-def _already_whole(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[bool]:
+def _no_gather(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[bool]:
     return nullcontext(True)

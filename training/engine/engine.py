@@ -72,7 +72,7 @@ class Engine:
         self._work = WorkTime(world.device)
         self.loss_path = LossPath(self.deepspeed, resolved, world.device)
         """Whether a micro-batch's logits are all in memory at once."""
-        problem = self.loss_path.why_full
+        problem = self.loss_path.unchunked_reason
         self.notes = [f"the loss makes all logits at once: {problem}"] if problem is not None else []
         """What was decided while it was built, for the record."""
         self.regions = _regions(model, resolved, stage=self.stage)
@@ -119,13 +119,13 @@ class Engine:
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for index, (inputs, labels) in enumerate(batch.micro_batches(device)):
             last = index == len(batch.input_ids) - 1
-            with self.faults.armed(step) if last else nullcontext():
+            with self.faults.injected(step) if last else nullcontext():
                 share = self._defects.weighted(weight, index).float()
                 factor, inspected = share * self.loss_scale, on_loss is not None
                 with self._work.measured():
                     micro_loss = self.loss_path.loss_sum(inputs, labels, factor, inspected=inspected)
                 if last:
-                    micro_loss = self.faults.spoil_loss(step, micro_loss)
+                    micro_loss = self.faults.corrupt_loss(step, micro_loss)
                 if on_loss is not None:
                     on_loss(micro_loss)
                 self.backward(micro_loss * share, last=last)
@@ -204,10 +204,10 @@ class Engine:
         elif applied:
             self._apply()
         elif finite:
-            self.discard_quietly()
+            self.discard_finite()
         else:
             self.gradients.discard()
-        change = self._scaler.settle() if self._scaler else None
+        change = self._scaler.apply_change() if self._scaler else None
         clipped = applied and 0 < self.clipping < health.grad_norm
         return Update(
             applied=applied,
@@ -219,8 +219,8 @@ class Engine:
         )
 
     def _apply(self) -> None:
-        if self._defects.swallows_step():
-            self.discard_quietly()
+        if self._defects.drops_step():
+            self.discard_finite()
             return
         self._defects.before_step()
         self.gradients.apply()
@@ -228,9 +228,9 @@ class Engine:
         if self.stage > 0 and not self.deepspeed.was_step_applied():
             raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
 
-    def discard_quietly(self) -> None:
+    def discard_finite(self) -> None:
         """Drop the gradients without a word to the loss scale."""
-        with self._scaler.skip_is_not_an_overflow() if self._scaler else nullcontext():
+        with self._scaler.ignoring_overflow() if self._scaler else nullcontext():
             self.gradients.discard()
 
     @torch.no_grad()

@@ -33,7 +33,7 @@ class ReducedGradients:
     def __init__(self, engine: deepspeed.DeepSpeedEngine, *, stage: int) -> None:
         self._engine = engine
         self._stage = stage
-        self._answer: torch.Tensor | None = None
+        self._given_norm: torch.Tensor | None = None
         """Norm that DeepSpeed is given in the coming step: what `norm` measured, or infinity to discard it."""
         optimizer: Any = engine.optimizer
         if stage == 0:
@@ -44,10 +44,10 @@ class ReducedGradients:
             optimizer.get_grads_for_norm = self._bf16_tensors
         elif stage == 3:
             self._norm_groups = optimizer._get_norm_groups
-            optimizer._get_norm_groups = lambda: [self._answer]
+            optimizer._get_norm_groups = lambda: [self._given_norm]
         else:
             self._scaled_norm = optimizer.scaled_global_norm
-            optimizer.scaled_global_norm = lambda norm_type=2: self._answer
+            optimizer.scaled_global_norm = lambda norm_type=2: self._given_norm
 
     def norm(self) -> torch.Tensor:
         """() FP32: global L2 norm of the still scaled gradient; inf when any value is not finite."""
@@ -62,8 +62,8 @@ class ReducedGradients:
             norm = self._scaled_norm()
         norm = norm.float()
         # DeepSpeed writes -1 for a norm that is not finite.
-        self._answer = torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
-        return self._answer
+        self._given_norm = torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
+        return self._given_norm
 
     def stop_clipping(self) -> None:
         """Leave gradients as they are from now on; for the defect that is planted to be found."""
@@ -80,10 +80,10 @@ class ReducedGradients:
         if self._stage == 0:
             self._engine.zero_grad()
             return
-        self._answer = torch.full((), math.inf, device=self._engine.device)
+        self._given_norm = torch.full((), math.inf, device=self._engine.device)
         self._engine.step()
 
-    def names_not_finite(self) -> list[tuple[str, torch.Tensor]]:
+    def nonfinite_gradients(self) -> list[tuple[str, torch.Tensor]]:
         """(name, reduced gradient) of every parameter whose gradient is not finite. Gathers: only for a bad step."""
         found = []
         for name, parameter in self._engine.module.named_parameters():
@@ -94,4 +94,4 @@ class ReducedGradients:
 
     def _bf16_tensors(self, for_clipping: bool = False) -> Any:
         """What BF16_Optimizer asks for: all gradients to clip, or a tensor whose norm is the answer."""
-        return self._tensors_for_norm(for_clipping=True) if for_clipping else ([self._answer], {})
+        return self._tensors_for_norm(for_clipping=True) if for_clipping else ([self._given_norm], {})

@@ -32,7 +32,7 @@ class LossPath:
         """
         self._engine, self._device = engine, device
         self._head: ChunkedHead | None = None
-        self.why_full: str | None = None
+        self.unchunked_reason: str | None = None
         """What keeps a loss from being chunked that was to be; None where nothing does."""
         section, model = resolved.config.model, engine.module
         tokens = resolved.batch.micro_size * resolved.config.data.sequence_length
@@ -44,10 +44,10 @@ class LossPath:
             self._head.detect_logit_transform(self._try)
         except ValueError as problem:
             self.close()
-            self.why_full = f"model {model.config.model_type}: {problem}"
+            self.unchunked_reason = f"model {model.config.model_type}: {problem}"
             if section.loss == "chunked":
                 fix = "set model.loss=auto or full"
-                raise UserError(f"model.loss = chunked: cannot be had for {self.why_full}; {fix}") from problem
+                raise UserError(f"model.loss = chunked: cannot be had for {self.unchunked_reason}; {fix}") from problem
 
     @property
     def chunked(self) -> bool:

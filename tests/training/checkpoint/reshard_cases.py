@@ -78,7 +78,7 @@ def trained_and_saved(
         return {**held, "losses": losses}
 
 
-def gone_on(
+def resumed(
     world: World,
     *,
     folder: str,

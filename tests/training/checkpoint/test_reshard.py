@@ -67,7 +67,7 @@ def test_masters_and_moments_carry_over_bit_for_bit(pair, solo, tmp_path, ranks,
     saving, going = groups[ranks[0]], groups[ranks[-1]]
     saved = saving.run(cases.trained_and_saved, folder=str(tmp_path), layout=layout(*before, **common))[0]
     other = layout(*after, **common, micro=2)
-    results = going.run(cases.gone_on, folder=str(tmp_path), layout=other, recorded=saved["checksums"])
+    results = going.run(cases.resumed, folder=str(tmp_path), layout=other, recorded=saved["checksums"])
     for found in results:
         require_same(saved, found)
     require_same_losses(saved, found, FP32_LOSS if before[1] == after[1] == "fp32" else OTHER_COMPUTE_LOSS)
@@ -86,7 +86,7 @@ def test_offload_and_the_manifest_path_carry_over(pair, tmp_path, before, after)
     """Also into an engine that has lived: its own moments are replaced, as a rollback needs it."""
     saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=before)[0]
     arguments = {"folder": str(tmp_path), "layout": after, "recorded": saved["checksums"], "lived": True}
-    found = pair.run(cases.gone_on, **arguments)[0]
+    found = pair.run(cases.resumed, **arguments)[0]
     require_same(saved, found)
     require_same_losses(saved, found, OTHER_COMPUTE_LOSS)
 
@@ -109,7 +109,7 @@ def test_gaps_between_parameters_and_groups_cut_in_several_do_not_show(pair, tmp
         layouts.append(layout(stage, "bf16", overrides=(*ODD, f"deepspeed.config={path}")))
     saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=layouts[0])[0]
     arguments = {"folder": str(tmp_path), "layout": layouts[1], "recorded": saved["checksums"]}
-    found = pair.run(cases.gone_on, **arguments)[0]
+    found = pair.run(cases.resumed, **arguments)[0]
     require_same(saved, found)
     require_same_losses(saved, found, OTHER_COMPUTE_LOSS)
     assert (saved if before[0] == 3 else found)["groups"] > 2
@@ -120,7 +120,7 @@ def test_before_the_first_update_there_are_no_moments(pair, solo, tmp_path, stag
     """Moments of an engine that has lived go back to zero, and Adam counts from one again."""
     saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=layout(stage, "fp32"), first=0)[0]
     arguments = {"folder": str(tmp_path), "layout": layout(2, "fp32"), "recorded": saved["checksums"]}
-    found = solo.run(cases.gone_on, **arguments, first=0, lived=True)[0]
+    found = solo.run(cases.resumed, **arguments, first=0, lived=True)[0]
     assert set(saved["checksums"]) == {"master"}
     assert found["updates"] == {0.0} and found["carried"].updates == 0
     assert all(torch.equal(found["masters"][name], master) for name, master in saved["masters"].items())

@@ -42,7 +42,7 @@ class Store(StoreFiles):
         return sorted(self.steps(), key=lambda step: (f"step-{step}" != latest, -step))
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """The manifest of a checkpoint, its seal checked. Raises Damaged or Refused like `parse_manifest`."""
+        """The manifest of a checkpoint, its seal checked. Raises Damaged or Unusable like `parse_manifest`."""
         text = self.read_text(f"step-{step}/{MANIFEST}")
         if text is None:
             raise Damaged(f"{MANIFEST} is missing")

@@ -19,7 +19,7 @@ import pytest
 from config.errors import UserError
 from config.secrets import refuse_secrets
 from tests.support.store_server import CREDENTIALS, SMALLEST_PART, S3Server, s3_server
-from training.checkpoint.manifest import FORMAT, Damaged, Refused, sealed
+from training.checkpoint.manifest import FORMAT, Damaged, Unusable, sealed
 from training.checkpoint.store.errors import StoreError, without_secrets
 from training.checkpoint.store.store import Store
 
@@ -409,7 +409,7 @@ def test_a_manifest_that_is_not_as_it_was_sealed(s3: S3Server, tmp_path: Path) -
     with pytest.raises(Damaged, match="is not a whole manifest"):
         store.manifest(4)
     store.upload_text("step-4/manifest.json", sealed(manifest | {"format": 99}))
-    with pytest.raises(Refused, match="format 99"):
+    with pytest.raises(Unusable, match="format 99"):
         store.manifest(4)
 
 
