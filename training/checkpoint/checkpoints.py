@@ -219,7 +219,7 @@ class Checkpoints:
         return state
 
     def reached(self, phase: str) -> None:
-        """Called on each rank when a save reaches `phase` (listed in docs/checkpoints.md); tests kill the process here."""
+        """Called on each rank when a save reaches `phase` (listed in docs/checkpoints.md); tests kill it here."""
 
     def _candidates(self, resume: str) -> list[Path]:
         commit.recover(self.folder)

@@ -46,7 +46,7 @@ class SaveRequest:
 
 
 class Save:
-    """Carries out a request in a daemon thread: a process that must die is not held by it."""
+    """Carries out a request in a daemon thread, which does not keep a dying process alive."""
 
     def __init__(self, request: SaveRequest, files: Files, world: World, reached: Callable[[str], None]) -> None:
         """world: on a process group that nothing else uses meanwhile. reached: called with each phase on each rank."""

@@ -1,12 +1,12 @@
 """What belongs to a parameter (master, optimizer state, gradient, computing weight): whole, or this rank's part of it.
 
-What gives a whole tensor is a collective that hands the same to every rank. For looking at, a parameter at a time:
-nothing here belongs on the path of a training step.
+Functions that return a whole tensor are collectives with the same result on every rank. They are for inspection, one
+parameter at a time, and too slow for a training step.
 
 The checksum of a tensor is one that no layout changes: two sums over its values' 32 bits b(i), read as signed integers,
 modulo 2**64: of b(i), and of (i + 1) b(i). Each rank sums over its own part and the sums are added up, so nothing is
-gathered, and the number of ranks, the ZeRO stage and the padding do not show. Any one changed value changes it, and so
-does any exchange of two different ones. It guards against accidents; against intent there is the files' SHA-256.
+gathered, and the result does not depend on the number of ranks, the ZeRO stage or the padding. Any one changed value
+changes it, and so does any exchange of two different ones. It detects accidents; the files' SHA-256 detects tampering.
 """
 
 from __future__ import annotations
@@ -68,8 +68,6 @@ _CHUNK, _CHUNK_ON_A_GPU = 1 << 16, 1 << 22
 
 
 _HALF, _WHOLE = 1 << 32, 1 << 64
-
-
 Checksums = dict[str, dict[str, str]]
 """`kinds` to parameter name to 32 hexadecimal digits."""
 
@@ -113,7 +111,7 @@ def shard_of(engine: Engine, parameter: Any) -> Shard | None:
 
 
 def kinds(engine: Engine) -> tuple[str, ...]:
-    """What is held of each parameter that trains: its master, and the optimizer's state tensors by torch's keys."""
+    """The FP32 tensors of each trainable parameter: its master, and the optimizer's state tensors by torch's keys."""
     return ("master", *engine.optimizer_spec.states)
 
 
@@ -181,7 +179,7 @@ def flat_masters(engine: Engine) -> list[torch.Tensor]:
 
 
 def state_after(engine: Engine, flat: torch.Tensor, updates: int) -> dict[str, Any]:
-    """The optimizer's state of one flat tensor after so many updates, made as its own first one would make it."""
+    """The optimizer's state of one flat tensor after so many updates, initialized as its first update would."""
     optimizer = engine.deepspeed.basic_optimizer
     state = optimizer.state[flat]
     for name in engine.optimizer_spec.states:

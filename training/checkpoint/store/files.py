@@ -257,8 +257,8 @@ def _is_s3(system: Any) -> bool:
 
 
 def _with_defaults(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """fsspec's options: nothing is cached between calls; S3's client tries a request three times, and does not check what
-    it reads, which our hashes do."""
+    """fsspec's options: nothing is cached between calls; S3's client tries a request three times, and leaves checking
+    what it reads to our hashes."""
     found = {"use_listings_cache": False, "skip_instance_cache": True, **options}
     protocol = url.partition("://")[0]
     if protocol in ("s3", "s3a"):
