@@ -1,8 +1,8 @@
-"""Which tensors are in a file that torch.save wrote, read without executing anything that is in it.
+"""List the tensors in a file of torch.save without executing anything in it.
 
 Such a file is a zip archive of one pickle and one record a storage. The pickle is read by an unpickler that knows
-dictionaries, lists and tensors and takes every other class for an empty shell, so that no code of the file runs and no
-tensor is loaded.
+dictionaries, lists and tensors and replaces every other class by an empty placeholder, so that no code of the file runs
+and no tensor is loaded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ITEM_BYTES = {
     "complex128": 16,
     "complex64": 8,
 }
-# The functions by which torch pickles a tensor; the reader has its own in their place.
+# The functions by which torch pickles a tensor; the reader replaces them.
 _REBUILD = (
     "_rebuild_tensor_v2",
     "_rebuild_tensor_v3",
@@ -75,9 +75,9 @@ def tensors_of(value: Any) -> Tensors:
 
 
 def tensors_in(path: Path, open_file: Callable[[Path], BinaryIO] = lambda path: path.open("rb")) -> Tensors:
-    """The same of a file on disk. Raises Damaged when it is not such a file, or a storage lacks bytes.
+    """`tensors_of` a file on disk. Raises Damaged when it is no file of torch.save, or a storage has the wrong size.
 
-    open_file: the file for reading, decrypted where it has to be.
+    open_file: opens it for reading, and decrypts where needed.
     """
     try:
         with open_file(path) as whole, zipfile.ZipFile(whole) as archive:
@@ -151,7 +151,7 @@ class _Reader(pickle.Unpickler):
 
 
 class _Placeholder:
-    """Stands for an object of any other class and holds nothing."""
+    """Replaces an object of any other class, and is empty."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> _Placeholder:
         return super().__new__(cls)

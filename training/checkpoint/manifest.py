@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, and whether it still is: `manifest.json`, its seal, sizes and hashes.
+"""`manifest.json`: the files of a checkpoint with sizes and hashes, its seal, and how they are verified.
 
 `docs/checkpoints.md` describes the format for other tools. Nothing here unpickles, and nothing needs torch.
 """
@@ -28,7 +28,7 @@ class Unusable(Exception):
 
 
 class Damaged(Unusable):
-    """A checkpoint is not what was written, and never will be."""
+    """A checkpoint differs from what was written."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def sealed(content: dict[str, Any]) -> str:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint at `path`.
 
-    Raises Damaged when it is not there or not as it was sealed, Unusable when it is of another format, OSError when it
-    cannot be read.
+    Raises Damaged when it is missing or its seal does not match, Unusable when it is of another format, OSError when
+    it cannot be read.
     """
     try:
         text = (path / MANIFEST).read_bytes()
@@ -67,7 +67,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(text: bytes) -> dict[str, Any]:
-    """The content of a manifest. Raises Damaged when it is not as it was sealed, Unusable when of another format."""
+    """The content of a manifest. Raises Damaged when its seal does not match, Unusable for another format."""
     try:
         manifest = json.loads(text)
         seal = manifest.pop("sha256")
@@ -86,7 +86,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_sizes(path: Path, manifest: dict[str, Any]) -> None:
-    """Raises Damaged for the first file that is missing or has another size; OSError when that cannot be told."""
+    """Raises Damaged for the first file that is missing or has another size; OSError when it cannot be checked."""
     for name, entry in manifest["files"].items():
         try:
             size = (path / name).stat().st_size
@@ -105,7 +105,7 @@ def check_hashes(path: Path, manifest: dict[str, Any], names: Iterable[str]) -> 
 
 
 def files_of_rank(manifest: dict[str, Any], rank: int, world_size: int) -> list[str]:
-    """The files that `rank` of `world_size` is to hash: about as many bytes for each, every file once."""
+    """The files that `rank` of `world_size` hashes: about the same bytes on each rank, every file once."""
     loads, mine = [0] * world_size, []
     for name, entry in sorted(manifest["files"].items(), key=lambda item: (-item[1]["bytes"], item[0])):
         lightest = loads.index(min(loads))
@@ -121,13 +121,13 @@ def is_whole(path: Path) -> bool:
 
 
 def find_problem(path: Path, further: Callable[[dict[str, Any]], None] = lambda manifest: None) -> Unusable | None:
-    """What is wrong with the checkpoint at `path`, or None. `further` may raise Unusable about the manifest it gets."""
+    """Why the checkpoint at `path` is unusable, or None. `further` checks its manifest, and may raise Unusable."""
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest)
         further(manifest)
-    except Unusable as refused:
-        return refused
+    except Unusable as problem:
+        return problem
     except OSError as error:
         return Unusable(f"{error.filename or path} cannot be read: {error.strerror or error}")
     return None
@@ -140,7 +140,7 @@ def by_step(folder: Path) -> list[Path]:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """What to go on from, best first: the checkpoint that LATEST names, then the others from the highest step down."""
+    """What to resume from, best first: the checkpoint that LATEST names, then the others from the highest step down."""
     found, latest = by_step(folder), folder / "LATEST"
     if latest.is_file():
         named = folder / latest.read_text().strip()
@@ -159,7 +159,7 @@ def newest_before(folder: Path, step: int) -> Path | None:
 
 
 def file_sha256(path: Path) -> str:
-    """Of the file's bytes, in hexadecimal."""
+    """The file's SHA-256, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):

@@ -1,4 +1,4 @@
-"""`python -m training.checkpoint`: look at checkpoints from outside, without loading them.
+"""`python -m training.checkpoint`: inspect checkpoints without loading them.
 
 verify PATH            hash every file, then compare its tensors with the manifest; exit code 3 when anything differs.
                        The tensors of an encrypted one are compared with --key env:NAME or file:PATH

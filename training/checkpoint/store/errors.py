@@ -1,7 +1,7 @@
-"""Which errors of an object store pass by themselves, what to say of the others, and no secret in either.
+"""Which errors of an object store are transient, and how to describe the others without secrets.
 
-Stores speak through many libraries (botocore, aiohttp, gcsfs, adlfs), none of which has to be installed, so an error is
-judged by what those agree on: an HTTP status, S3's error code, the names of the transport's exceptions.
+Errors come from many libraries (botocore, aiohttp, gcsfs, adlfs), none of which has to be installed, so they are
+classified by what these have in common: HTTP status, S3's error code, names of the transport's exceptions.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ _IN_ENVIRONMENT = re.compile(r"SECRET|TOKEN|PASSW|KEY|CONNECTION_STRING|CREDENTI
 
 
 class StoreError(OSError):
-    """The store did not do what it was asked, and asking again did not help. One line: the URL, what, what to do."""
+    """A store operation failed, retries included. One line: the URL, the operation, the error, what to do."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may well succeed a little later: 5xx, throttling, a time-out, a cut connection."""
+    """Whether a retry may succeed: 5xx, throttling, a time-out, a broken connection."""
     for cause in _causes(error):
         status, code = _status(cause), _code(cause)
         if code in _TRANSIENT_CODES or _TRANSPORT & {kind.__name__ for kind in type(cause).__mro__}:
@@ -98,7 +98,7 @@ def is_missing(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """The error in one line without credentials, and what can be done about it."""
+    """The error in one line without credentials, and what to do about it."""
     text = next((message for cause in _causes(error) if (message := str(cause))), type(error).__name__)
     code = next((str(code) for cause in _causes(error) if (code := _code(cause))), "")
     if code and not code.isdigit() and code not in text:

@@ -1,7 +1,7 @@
-"""A run's checkpoints in an object store, as its ranks use it together: each uploads what it wrote itself.
+"""A run's checkpoints in an object store: each rank uploads what it wrote itself.
 
-What is in the run folder is sealed first and then uploaded, behind training; the manifest follows when every rank's
-files are there and read back, LATEST last. A run that starts fetches what the store has that its folder has not.
+A checkpoint is published in the run folder first and then uploaded in the background; the manifest follows when every
+rank's files are uploaded and read back, LATEST last. A run that starts fetches checkpoints that its folder lacks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Newer:
     """What rank 0 found in the store."""
 
     checkpoints: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """Steps and manifests that are newer than what the run folder has, best first."""
+    """Steps and manifests that are newer than those in the run folder, best first."""
     passed_over: list[str] = field(default_factory=list)
     error: str = ""
 
@@ -45,23 +45,21 @@ class Remote:
         return f"{self.store.url}/step-{step}"
 
     def upload(self, world: World, folder: Path, step: int, files: dict[str, Written]) -> None:
-        """Store the published checkpoint `folder`, then let go of those that need not stay there.
+        """Upload the published checkpoint `folder`, then delete the expired ones.
 
         world: of a process group that nothing else uses meanwhile. Raises SaveFailed on every rank.
         """
         there = self.url_of(step)
         on_main(world, lambda: self.store.begin(step), there)
         problem = self._upload_mine(world.rank, folder, step, files)
-        problem = next((text for text in world.gather_objects(problem) if text), None)
-        if problem is not None:
-            raise SaveFailed(f"checkpoint {there} was not saved: {problem}")
+        world.raise_first(problem and f"checkpoint {there} was not saved: {problem}", SaveFailed)
         on_main(world, lambda: self._publish(folder, step), there)
 
     def fetch(self, world: World, folder: Path, log: Callable[[str], Any]) -> None:
         """Bring the newest checkpoint of the store into the run's checkpoints folder, unless what is there is newer.
 
-        log: hears on every rank of those that had to be passed over. Raises UserError, on every rank, when the store
-        cannot be asked: a run must not start anew because a network is down.
+        log: called on every rank for each one that is passed over. Raises UserError, on every rank, when the store
+        cannot be reached: a run must not start from scratch because a network is down.
         """
         newer: _Newer = world.from_main(self._find_newer(folder) if world.is_main else None)
         for text in newer.passed_over:
@@ -78,7 +76,7 @@ class Remote:
             log(f"passed over checkpoint {self.url_of(step)}: {problem}")
 
     def require_empty(self, world: World) -> None:
-        """Raises UserError, on every rank, where another run has left checkpoints: they would be mixed up."""
+        """Raises UserError, on every rank, where there are checkpoints of another run: they would be mixed up."""
         error = None
         if world.is_main:
             try:
@@ -91,9 +89,7 @@ class Remote:
                         f"{self.store.url}: holds checkpoints of an earlier run, up to step {steps[-1]}, while "
                         "run.resume = never; use another run.name or checkpoint.dir, or delete them"
                     )
-        error = world.from_main(error)
-        if error is not None:
-            raise UserError(f"checkpoint.dir = {error}")
+        world.raise_first(error and f"checkpoint.dir = {error}", UserError)
 
     def _upload_mine(self, rank: int, folder: Path, step: int, files: dict[str, Written]) -> str | None:
         try:
@@ -130,7 +126,7 @@ class Remote:
         return newer
 
     def _fetch(self, world: World, folder: Path, step: int, manifest: dict[str, Any]) -> str | None:
-        """Why the checkpoint cannot be had, or None. Each rank fetches a share of the bytes."""
+        """Why the checkpoint cannot be fetched, or None. Each rank fetches a share of the bytes."""
         final, partial = folder / f"step-{step}", commit.partial_of(folder, step)
         on_main(world, lambda: commit.begin(folder, step), final)
         problem = None
