@@ -89,12 +89,12 @@ def batch_of(world: World, micro: int, *, seed: int, mask: str = "uneven") -> Ba
 
 
 def state_of(engine: Engine, progress: Progress, **reactions: Any) -> dict[str, Any]:
-    """What a run without guard and promotions gives a checkpoint."""
+    """The state that a run without guard and promotions saves."""
     return {"progress": progress.state_dict(), "scaler": engine.scaler_state(), "reactions": reactions}
 
 
 def restored(checkpoints: Checkpoints, path: Path | None, engine: Engine) -> Progress:
-    """Load a checkpoint into the engine, its loss scaler too; where it stands."""
+    """Load a checkpoint into the engine, its loss scaler too; the progress."""
     assert path is not None
     state = checkpoints.load(path, engine)
     engine.install_scaler(state["scaler"])

@@ -128,7 +128,7 @@ def static_story(world: World) -> list[tuple[Any, ...]]:
 
 
 def discarded(world: World, *, policy: str) -> list[tuple[dict, dict, Any]]:
-    """(state before, state after, change) of discarded steps spread among others, which go on as if there were none."""
+    """(state before, state after, change) of discarded steps spread among others, which are not affected."""
     draw = random.Random(3)
     section, pattern = _random_case(draw, policy=policy)
     with_guard, without = LossScaler(section), LossScaler(section)

@@ -19,7 +19,7 @@ HIT = "model.layers.1.mlp.down_proj"
 
 
 def attributed(world: World, *, stage: int, compute: str, kind: str, rank: int, checkpointing: str) -> dict[str, Any]:
-    """What attribution says of a fault on one rank, and whether the run goes on unharmed afterwards."""
+    """What attribution finds for a fault on one rank, and whether the run continues unchanged afterwards."""
     module = "" if kind == "nan_loss" else f", module: {HIT}"
     resolved = resolve(
         world,

@@ -180,7 +180,7 @@ def open_file(path: Path, key: Key | None, *, plain: bool = False) -> BinaryIO:
 
 
 def load(path: Path, key: Key | None, *, plain: bool = False, **options: Any) -> Any:
-    """torch.load, with `options`, of what `open_file` gives. Raises Damaged too."""
+    """torch.load, with `options`, through `open_file`. Raises Damaged too."""
     with open_file(path, key, plain=plain) as file:
         try:
             return torch.load(file, **options)

@@ -34,7 +34,7 @@ class HashedFile(io.RawIOBase):
     """
 
     def __init__(self, path: Path, reached: Callable[[str], None], *, private: bool = False) -> None:
-        """reached: called with "write" before every write, "flush" after the last one. private: only this user may read.
+        """reached: called with "write" before every write, "flush" after the last. private: only this user may read it.
 
         Raises OSError.
         """

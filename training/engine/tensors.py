@@ -179,7 +179,7 @@ def flat_masters(engine: Engine) -> list[torch.Tensor]:
 
 
 def state_after(engine: Engine, flat: torch.Tensor, updates: int) -> dict[str, Any]:
-    """The optimizer's state of one flat tensor after so many updates, initialized as its first update would."""
+    """The optimizer's state of one flat tensor after `updates` updates, initialized as its first update would."""
     optimizer = engine.deepspeed.basic_optimizer
     state = optimizer.state[flat]
     for name in engine.optimizer_spec.states:
@@ -193,7 +193,7 @@ def state_after(engine: Engine, flat: torch.Tensor, updates: int) -> dict[str, A
 
 @contextmanager
 def partitioned(engine: Engine) -> Iterator[None]:
-    """At ZeRO-3, no parameter is whole inside; afterwards those that DeepSpeed keeps whole are gathered anew."""
+    """At ZeRO-3, no parameter is whole inside; afterwards the persistent ones are gathered again."""
     if engine.stage == 3:
         engine.deepspeed.optimizer.checkpoint_event_prologue()
     yield

@@ -1,4 +1,4 @@
-"""Saves that are written while training goes on: what is saved is the state at the call; what stays is what should."""
+"""Saves that are written while training continues: they hold the state at the call, and retention deletes the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is chosen, which is passed over, and what is said about it."""
+"""Which checkpoint is chosen, which is passed over, and the messages about it."""
 
 from __future__ import annotations
 

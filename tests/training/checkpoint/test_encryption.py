@@ -116,10 +116,10 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     """In each place: magic, version, key id, chunk size, salt, text and tags."""
     content = encrypted(random.Random(2).randbytes(2 * SMALL + 5))
     for place in range(len(content)):
-        spoilt = bytearray(content)
-        spoilt[place] ^= 1 << random.Random(place).randrange(8)
+        corrupted = bytearray(content)
+        corrupted[place] ^= 1 << random.Random(place).randrange(8)
         with pytest.raises((Damaged, UserError)) as error:
-            read_all(tmp_path / "a.pt", bytes(spoilt))
+            read_all(tmp_path / "a.pt", bytes(corrupted))
         if place >= 16:
             assert error.type is Damaged, place
 
@@ -159,7 +159,7 @@ def test_chunks_moved_dropped_repeated_appended_or_taken_from_another_file_are_f
             pytest.fail(kind)
 
 
-def test_another_key_is_told_by_its_id(tmp_path: Path) -> None:
+def test_another_key_is_named_by_its_id(tmp_path: Path) -> None:
     path, other = tmp_path / "a.pt", Key(os.urandom(32))
     path.write_bytes(encrypted(b"weights"))
     assert key_id_of(path) == KEY.id != other.id
@@ -216,9 +216,9 @@ def test_torch_saves_and_loads_through_it(tmp_path: Path) -> None:
 def test_torch_is_not_given_a_byte_that_was_changed(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     save_encrypted({"weight": torch.zeros(1 << 20)}, path)
-    spoilt = bytearray(path.read_bytes())
-    spoilt[len(spoilt) // 2] ^= 1
-    path.write_bytes(spoilt)
+    corrupted = bytearray(path.read_bytes())
+    corrupted[len(corrupted) // 2] ^= 1
+    path.write_bytes(corrupted)
     with pytest.raises(Damaged, match=r"a\.pt: chunk \d is not what was encrypted"):
         load(path, KEY, weights_only=True)
 

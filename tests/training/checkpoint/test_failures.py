@@ -1,4 +1,4 @@
-"""Disks that are full or take nothing: the last good checkpoint stays, every rank hears of it, and later saves work."""
+"""Disks that are full or take nothing: the last good checkpoint stays, every rank fails alike, and later saves work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint of one layout goes on in another: the same masters and moments by name, and the same losses."""
+"""A checkpoint of one layout resumes in another: the same masters and moments by name, and the same losses."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_the_checksum_knows_no_cuts_but_every_value_and_its_place():
 
 
 def test_a_job_goes_on_with_other_ranks_and_other_zero_stages(pair, solo, tmp_path):
-    """Two ranks save, one goes on at ZeRO-3 and saves, four go on at ZeRO-1; against two that were never stopped."""
+    """Two ranks save, one resumes at ZeRO-3 and saves, four resume at ZeRO-1; compared with two that never stopped."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(300)))
     overrides = ["checkpoint.every_steps=1", "checkpoint.keep=9", "model.config.attention_dropout=0.0"]

@@ -93,7 +93,7 @@ def test_a_missing_and_a_truncated_shard_are_named(copy):
     assert tool("verify", copy)[0] == 3
 
 
-def test_tensors_are_told_as_torch_loads_them(run):
+def test_tensors_are_listed_as_torch_loads_them(run):
     """The reader that executes nothing against torch's own; and against what was in memory when it was written."""
     for path in sorted((run / "checkpoints" / "step-3").rglob("*.pt")):
         found = tensors_in(path)

@@ -139,8 +139,8 @@ class StoreFiles:
         except ImportError as error:
             raise UserError(f"checkpoint.dir = {self.url}: {error}") from error
         except (ValueError, TypeError, KeyError) as error:
-            said = without_secrets(" ".join(str(error).split()))
-            raise UserError(f"checkpoint.dir = {self.url} with its storage_options: {said}") from error
+            message = without_secrets(" ".join(str(error).split()))
+            raise UserError(f"checkpoint.dir = {self.url} with its storage_options: {message}") from error
         if _is_s3(system):
             system.retries = 1  # of s3fs; its client and this class retry
         return system, root.rstrip("/")
@@ -229,7 +229,7 @@ class StoreFiles:
         return block
 
     def _retried(self, what: str, name: str, act: Callable[[], T]) -> T:
-        """What `act` gives. Raises StoreError."""
+        """The result of `act`. Raises StoreError."""
         attempt = 0
         while True:
             attempt += 1
