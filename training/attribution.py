@@ -31,7 +31,7 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
     Afterwards the engine has the second run's gradients: discard them.
     """
     reduced = [(name, describe(gradient)) for name, gradient in engine.gradients.nonfinite_gradients()]
-    engine.discard_finite()
+    engine.discard_gradients()
     device = engine.world.device
     after = generators(device)
     restore_generators(outcome.generators, device)

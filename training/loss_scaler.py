@@ -77,7 +77,7 @@ class LossScaler(DynamicLossScaler):
 
     @contextmanager
     def ignoring_overflow(self) -> Iterator[None]:
-        """Inside, the policy does not see the overflow of DeepSpeed's step: the guard discards a finite step.
+        """Inside, the policy neither sees nor counts the overflow of DeepSpeed's step.
 
         A step is discarded by reporting an overflow to DeepSpeed, which says nothing about the scale. Not for a step
         that did overflow: the scale would never decrease.

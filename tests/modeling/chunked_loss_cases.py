@@ -43,10 +43,10 @@ def watched(world: World, *, loss: str) -> dict[str, Any]:
     with engine_of(world, _resolved(world, 1, "fp32", loss, (), "")) as engine:
         batch = batch_of(world, 2, seed=1)
         unseen = engine.health(engine.forward_backward(batch, step=1)).loss
-        engine.discard_finite()
+        engine.discard_gradients()
         with ActivationMeter(engine.model) as meter:
             seen = engine.health(engine.forward_backward(batch, step=1)).loss
-        engine.discard_finite()
+        engine.discard_gradients()
         return {"unseen": unseen, "seen": seen, "maximum": float(meter.maxima["lm_head"])}
 
 
@@ -60,7 +60,7 @@ def spoiled(world: World, *, loss: str, module: str, kind: str) -> dict[str, Any
         finite = engine.health(outcome).finite
         engine.model.register_forward_hook(lambda module, inputs, output: shapes.add(tuple(output.logits.shape)))
         found = attribute(engine, batch, outcome, step=1)
-        engine.discard_finite()
+        engine.discard_gradients()
     blamed = [(rank, finding.module, finding.tensor, finding.kind) for rank, finding in found]
     return {"finite": finite, "blamed": blamed, "shapes": shapes}
 

@@ -85,7 +85,7 @@ def _through_pickle(scaler: LossScaler, section: LossScaleSection) -> LossScaler
 
 
 def resumed_traces(world: World, *, examples: int, policy: str, pickled: bool) -> list[tuple[list, list]]:
-    """(unbroken trace, trace of a scaler that was carried to another one at a random step)."""
+    """(unbroken trace, trace of a scaler whose state was moved to another one at a random step)."""
     carry: Callable[[LossScaler, LossScaleSection], LossScaler] = _through_pickle if pickled else _through_state
     draw, found = random.Random(1), []
     for _ in range(examples):

@@ -27,7 +27,7 @@ class Saved:
     seconds: float
     """From the call until it was published and, where configured, read back and uploaded."""
     stall_seconds: float
-    """For which the training thread was blocked: copying to host memory, and waiting for an earlier save."""
+    """For which the training thread was blocked: copying to host memory, and any wait for the end."""
     bytes: int
     verified: bool
     """Whether every file was read back, from the disk or the store, with the hash of what was written."""

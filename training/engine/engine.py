@@ -203,7 +203,7 @@ class Engine:
         elif applied:
             self._apply()
         elif finite:
-            self.discard_finite()
+            self.discard_gradients()
         else:
             self.gradients.discard()
         change = self._scaler.apply_change() if self._scaler else None
@@ -219,7 +219,7 @@ class Engine:
 
     def _apply(self) -> None:
         if self._defects.drops_step():
-            self.discard_finite()
+            self.discard_gradients()
             return
         self._defects.before_step()
         self.gradients.apply()
@@ -227,8 +227,8 @@ class Engine:
         if self.stage > 0 and not self.deepspeed.was_step_applied():
             raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
 
-    def discard_finite(self) -> None:
-        """Discard finite gradients: the loss scale does not count it as an overflow."""
+    def discard_gradients(self) -> None:
+        """Discard the gradients; the loss scaler does not count it as an overflow."""
         with self._scaler.ignoring_overflow() if self._scaler else nullcontext():
             self.gradients.discard()
 

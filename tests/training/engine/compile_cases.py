@@ -70,7 +70,7 @@ def looks(world: World, *, overrides: Sequence[str] = ()) -> dict[str, Any]:
             batch = batch_of(world, MICRO, seed=0)
             with Observation(engine.model) as seen:
                 engine.forward_backward(batch, step=1)
-            engine.discard_finite()
+            engine.discard_gradients()
             calls = _calls(engine)
             loss = engine.evaluate([batch])
             with torch.no_grad():
