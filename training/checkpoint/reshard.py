@@ -29,12 +29,12 @@ from training.engine.tensors import (
     checksum,
     checksums_of,
     flat_masters,
-    kinds,
     partitioned,
     shape_of,
     shard_of,
     state_after,
-    trained,
+    tensor_kinds,
+    trainable_parameters,
 )
 
 
@@ -100,11 +100,11 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
     recorded = recorded or _checksums_of_files(engine, saved)
     require_same_checksums(engine, folder, recorded)
     return Restored(
-        parameters=len(trained(engine)),
+        parameters=len(trainable_parameters(engine)),
         frozen=sum(not parameter.requires_grad for parameter in engine.model.parameters()),
         buffers=buffers,
         updates=updates if engine.optimizer_spec.counts_updates else None,
-        compared=sum(len(recorded.get(kind, {})) for kind in kinds(engine)),
+        compared=sum(len(recorded.get(kind, {})) for kind in tensor_kinds(engine)),
     )
 
 
@@ -195,7 +195,7 @@ def _restore_padding(engine: Engine, updates: int) -> None:
     """Create the optimizer state of partitions that are only padding on this rank; later checkpoints contain it."""
     if engine.stage == 0:
         return
-    held = [shard_of(engine, parameter) for parameter in trained(engine).values()]
+    held = [shard_of(engine, parameter) for parameter in trainable_parameters(engine).values()]
     flats = {id(shard.flat) for shard in held if shard is not None}
     for flat in flat_masters(engine):
         if id(flat) not in flats:
@@ -226,7 +226,7 @@ def _restore_buffers(engine: Engine, saved: SavedModel) -> int:
 def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:
     """The checksums of the files' tensors; each rank computes those of some parameters."""
     world, found = engine.world, []
-    for index, name in enumerate(trained(engine)):
+    for index, name in enumerate(trainable_parameters(engine)):
         tensor = saved.tensors[name]
         if index % world.world_size != world.rank or tensor.master is None:
             continue

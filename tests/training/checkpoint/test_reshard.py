@@ -83,7 +83,7 @@ def test_masters_and_moments_carry_over_bit_for_bit(pair, solo, tmp_path, ranks,
     ],
 )
 def test_offload_and_the_manifest_path_carry_over(pair, tmp_path, before, after):
-    """Also into an engine that has trained_before: its own moments are replaced, as a rollback needs it."""
+    """Also into an engine that has trained before: its own moments are replaced, as a rollback needs it."""
     saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=before)[0]
     arguments = {"folder": str(tmp_path), "layout": after, "recorded": saved["checksums"], "trained_before": True}
     found = pair.run(cases.resumed, **arguments)[0]
@@ -117,7 +117,7 @@ def test_gaps_between_parameters_and_groups_cut_in_several_do_not_show(pair, tmp
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_before_the_first_update_there_are_no_moments(pair, solo, tmp_path, stage):
-    """Moments of an engine that has trained_before go back to zero, and Adam counts from one again."""
+    """Moments of an engine that has trained before go back to zero, and Adam counts from one again."""
     saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=layout(stage, "fp32"), first=0)[0]
     arguments = {"folder": str(tmp_path), "layout": layout(2, "fp32"), "recorded": saved["checksums"]}
     found = solo.run(cases.resumed, **arguments, first=0, trained_before=True)[0]
