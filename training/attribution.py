@@ -30,8 +30,8 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
     (the values overflowed in the reduction) the parameters with a non-finite reduced gradient are named, under rank 0.
     Afterwards the engine has the second run's gradients: discard them.
     """
-    reduced = [(name, describe(gradient)) for name, gradient in engine.gradients.names_not_finite()]
-    engine.discard_quietly()
+    reduced = [(name, describe(gradient)) for name, gradient in engine.gradients.nonfinite_gradients()]
+    engine.discard_gradients()
     device = engine.world.device
     after = generators(device)
     restore_generators(outcome.generators, device)

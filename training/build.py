@@ -1,4 +1,4 @@
-"""Put a run together: checkpoints, guard, record and what watches, around a session; restored where it resumes."""
+"""Build a run around a session: checkpoints, guard, record and observers; restored where it resumes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         profiling=open_profiling(resolved, run_dir.path, **watched),
     )
     _record_start(parts, progress, found)
-    for line in checkpoints.settle():
+    for line in checkpoints.take_notes():
         record.note(line)
     return parts, progress
 
@@ -75,7 +75,7 @@ def assemble(
     state: dict[str, Any] | None = None,
     **further: Any,
 ) -> tuple[Parts, Progress]:
-    """The parts of a run, and where it stands: the one place where they come together.
+    """The parts of a run, and its progress: the only place where they are put together.
 
     state: from a checkpoint that was loaded into the engine; None starts the run. further: other fields of Parts.
     """
@@ -105,10 +105,7 @@ def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity
         from training.checkpoint.store.store import Store
 
         store = Store(f"{section.dir.rstrip('/')}/{resolved.config.run.name}", section.storage_options)
-        problem = _unavailable_reason(store) if world.is_main else None
-        problem = world.from_main(problem)
-        if problem is not None:
-            raise UserError(problem)
+        world.raise_first(_unavailable_reason(store) if world.is_main else None, UserError)
         remote, keep = Remote(store, keep), Retention(1)
     return Checkpoints(
         folder,

@@ -1,4 +1,4 @@
-"""The training loop: one step after another, and now and then an evaluation and a checkpoint."""
+"""The training loop: steps, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Ending:
 
 
 def train(parts: Parts, progress: Progress) -> Ending:
-    """Train from `progress` until the planned steps are done, the guard says stop, or someone asks to stop.
+    """Train from `progress` until the planned steps are done, the guard says stop, or a stop is requested.
 
-    A checkpoint of where it ended is on disk, unless no step was made or the ending says that it could not be saved.
+    The last state is saved as a checkpoint, unless no step was made or the ending says that the save failed.
     """
     config, saves, problem = parts.resolved.config, parts.checkpoints, None
     planned = config.run.steps
@@ -39,7 +39,7 @@ def train(parts: Parts, progress: Progress) -> Ending:
             problem = save_now(parts, progress)
             return Ending(progress, DIVERGED, judgement.reason + (f"; {problem}" if problem else ""))
         if judgement.verdict is Verdict.ROLLBACK:
-            save_now(parts, progress)  # a crash must not give the used budget and the skipped batches back
+            save_now(parts, progress)  # after a crash, the used budget and the skipped batches must not come back
             continue
         if health.preempted:
             problem = save_now(parts, progress)
@@ -58,23 +58,23 @@ def train(parts: Parts, progress: Progress) -> Ending:
 
 
 def start_save(parts: Parts, progress: Progress, validation_loss: float | None = None) -> None:
-    """Begin to save a checkpoint behind training. That it failed is no reason to stop: `max_failures` says when."""
+    """Begin to save a checkpoint in the background. A failure does not stop the run: see `checkpoint.max_failures`."""
     parts.checkpoints.start_save(parts.engine, parts.state_dict(progress), validation_loss)
 
 
 def save_now(parts: Parts, progress: Progress, validation_loss: float | None = None) -> str | None:
-    """Save a checkpoint and wait for it; why that failed, or None."""
+    """Save a checkpoint and wait for it; the error, or None."""
     start_save(parts, progress, validation_loss)
     return record_saves(parts)
 
 
 def record_saves(parts: Parts) -> str | None:
-    """Record what came of saves, the one under way included, and which checkpoints were passed over.
+    """Record the outcomes of saves, waiting for one in progress, and the notes of the checkpoints.
 
-    Why the last of them failed, or None.
+    The error of the last save, or None.
     """
     problem = None
-    for line in parts.checkpoints.settle():
+    for line in parts.checkpoints.take_notes():
         parts.record.note(line)
     for outcome in parts.checkpoints.outcomes():
         problem = str(outcome) if isinstance(outcome, SaveFailed) else None

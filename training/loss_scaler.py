@@ -1,12 +1,12 @@
-"""The loss scaler that DeepSpeed holds: one of Mantissa's policies, and two upstream faults of its use repaired.
+"""The loss scaler that DeepSpeed is given: one of Mantissa's policies, with two upstream bugs worked around.
 
 DeepSpeed 0.19.8 calls `update_scale` in the middle of the step, between the gradient norm and the unscaling of the
 gradients. On a step where the scale grows, ZeRO-1, 2 and 3 then divide the gradients by the new scale, so that an
 unclipped update sees half its gradient (and ZeRO-3 also reports half the norm). Here a change of the scale takes
-effect when the step is over. And an overflow at the minimum is reported, not raised as a bare Exception: the guard
-decides what to do about it, with a diagnosis.
+effect after the step. And an overflow at the minimum is reported, not raised as a bare Exception: the guard decides
+what to do about it, with a diagnosis.
 
-What the scale does is decided by `precision/loss_scale.py`. The class is a `DynamicLossScaler` only so that DeepSpeed
+`precision/loss_scale.py` decides how the scale changes. The class is a `DynamicLossScaler` only so that DeepSpeed
 accepts it, and pickles it into its checkpoints; of the parent's state nothing but `cur_scale` is used, which is what
 DeepSpeed reads.
 """
@@ -35,10 +35,10 @@ class ScaleChange:
 
 
 class LossScaler(DynamicLossScaler):
-    """Loss scale of one ZeRO optimizer, for every policy. `settle()` has to be called after every optimizer step."""
+    """Loss scale of one ZeRO optimizer, for every policy. Call `apply_change()` after every optimizer step."""
 
     cur_scale: float
-    """Factor that DeepSpeed puts on the loss and takes off the gradients; constant from one `settle` to the next."""
+    """Factor by which DeepSpeed scales the loss and unscales the gradients; only `apply_change` changes it."""
     at_minimum: bool
     """The last step overflowed and the scale could not get smaller."""
 
@@ -58,14 +58,14 @@ class LossScaler(DynamicLossScaler):
 
     @property
     def consecutive_overflows(self) -> int:
-        """Overflows in a row; steps that the guard discarded neither count nor break the row."""
+        """Consecutive overflows; steps that the guard discarded neither count nor reset it."""
         return self.policy.consecutive_overflows
 
     def update_scale(self, overflow: bool) -> None:
-        """Called by DeepSpeed inside its step. The scale that results is held back until `settle`.
+        """Called by DeepSpeed inside its step. The new scale takes effect in `apply_change`.
 
         Raises:
-            RuntimeError: DeepSpeed is about to apply a step that was to be discarded.
+            RuntimeError: DeepSpeed is about to apply a step that should be discarded.
         """
         if self._discarding:
             if not overflow:
@@ -76,11 +76,11 @@ class LossScaler(DynamicLossScaler):
         self.at_minimum, self._reason = self.policy.at_minimum, self.policy.reason
 
     @contextmanager
-    def skip_is_not_an_overflow(self) -> Iterator[None]:
-        """While DeepSpeed's step runs in here, its overflow is the guard's: the policy neither hears nor counts it.
+    def ignoring_overflow(self) -> Iterator[None]:
+        """Inside, the policy neither sees nor counts the overflow of DeepSpeed's step.
 
-        A step is discarded by letting DeepSpeed believe in an overflow. The gradients of such a step say nothing about
-        the scale. Not for a step that did overflow: its scale would never fall.
+        A step is discarded by reporting an overflow to DeepSpeed, which says nothing about the scale. Not for a step
+        that did overflow: the scale would never decrease.
         """
         self._discarding = True
         try:
@@ -88,8 +88,8 @@ class LossScaler(DynamicLossScaler):
         finally:
             self._discarding = False
 
-    def settle(self) -> ScaleChange | None:
-        """Let the last update take effect; says what changed, if anything did."""
+    def apply_change(self) -> ScaleChange | None:
+        """Make the last update take effect; what changed, or None."""
         reason, self._reason = self._reason, None
         old, self.cur_scale = self.cur_scale, self.policy.scale
         return ScaleChange(old, self.cur_scale, reason) if reason else None

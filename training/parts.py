@@ -1,4 +1,4 @@
-"""The named collaborators of a run: what of them a checkpoint carries, and which of them watch its steps."""
+"""The named collaborators of a run: their state in a checkpoint, and those that observe its steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Parts:
     profiling: Profiling | None = None
 
     def state_dict(self, progress: Progress) -> dict[str, Any]:
-        """What a checkpoint carries beside DeepSpeed's files and the random generators, as plain types."""
+        """What a checkpoint holds besides DeepSpeed's files and the random generators, as plain types."""
         return {
             "progress": progress.state_dict(),
             "scaler": self.engine.scaler_state(),
@@ -53,9 +53,9 @@ class Parts:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, keep_budgets: bool = False) -> Progress:
-        """The inverse of `state_dict`, after the engine itself was loaded; where the run then stands.
+        """The inverse of `state_dict`, after the engine itself was loaded; the progress of the run.
 
-        keep_budgets: reactions that were used stay used, as a rollback wants it.
+        keep_budgets: used reactions stay used, as a rollback needs it.
         """
         progress, reactions = Progress.from_state_dict(state["progress"]), state["reactions"]
         self.engine.install_scaler(state["scaler"])
@@ -65,7 +65,7 @@ class Parts:
         return progress
 
     def watching(self, progress: Progress) -> AbstractContextManager[Any]:
-        """Spans and the profiler around one attempted step, where they are wanted; progress: before it."""
+        """Spans and the profiler around one attempted step, where they are configured; progress: before it."""
         if self.tracing is None and self.profiling is None:
             return _NOTHING
         stack = ExitStack()
@@ -76,7 +76,7 @@ class Parts:
         return stack
 
     def stop_watching(self) -> None:
-        """Write what there is of a profile and send the last spans, for at most a few seconds."""
+        """Write the profile as far as it got and send the last spans, for at most a few seconds."""
         if self.profiling is not None:
             self.profiling.close()
         if self.tracing is not None:

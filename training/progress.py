@@ -1,4 +1,4 @@
-"""Where a run stands: the counters that a checkpoint must carry to go on exactly."""
+"""Where a run stands: the counters that an exact resume needs."""
 
 from __future__ import annotations
 

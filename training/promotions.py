@@ -1,23 +1,20 @@
-"""Which precision regions are on a wider dtype than their manifest names, since when, and for how long on probation."""
+"""Which precision regions were promoted to a wider dtype than their manifest's, and are on probation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from precision.findings import Finding
 from precision.guard import Guard
 from precision.regions import Regions
-
-if TYPE_CHECKING:
-    pass
 
 _WIDTH = {"fp16": 0, "bf16": 1, "fp32": 2}
 Causes = Sequence[tuple[int, Finding]]
 
 
 class Promotions:
-    """The modules that were promoted, by the step that made them suspect, with the dtype to go back to."""
+    """The modules that were promoted, by the step that was refused for them, with the dtype to go back to."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, dict[str, str]] = {}
@@ -37,9 +34,9 @@ class Promotions:
 
 
 def promotable(regions: Regions | None, causes: Causes, *, to: str) -> list[str]:
-    """The precision regions that the causes blame and that are narrower than `to`.
+    """The precision regions in which the causes lie and that are narrower than `to`.
 
-    Without a cause (an overflow that no rank could trace) every FP16 region is suspect.
+    Without a cause (an overflow that no rank could trace) all FP16 regions.
     """
     if regions is None:
         return []
@@ -47,8 +44,8 @@ def promotable(regions: Regions | None, causes: Causes, *, to: str) -> list[str]
     narrower = [name for name, compute in dtypes.items() if _WIDTH[compute] < _WIDTH[to]]
     if not causes:
         return [name for name in narrower if dtypes[name] == "fp16"]
-    blamed = {finding.module for _, finding in causes}
-    return [name for name in narrower if any(_related(name, module) for module in blamed)]
+    causing = {finding.module for _, finding in causes}
+    return [name for name in narrower if any(_related(name, module) for module in causing)]
 
 
 def promote(regions: Regions, promotions: Promotions, modules: Sequence[str], *, to: str, step: int) -> None:
@@ -59,7 +56,7 @@ def promote(regions: Regions, promotions: Promotions, modules: Sequence[str], *,
 
 
 def demote_due(regions: Regions | None, promotions: Promotions, guard: Guard) -> dict[str, str]:
-    """Take back the promotions that have been through their probation; what was changed, module to dtype."""
+    """Undo the promotions whose probation is over; what was changed, module to dtype."""
     changed: dict[str, str] = {}
     for step in guard.take_due_demotions():
         for name, compute in promotions.by_step.pop(step, {}).items():

@@ -1,8 +1,8 @@
-"""Act on the guard's verdict. The step itself has been discarded already: masters and moments are what they were.
+"""Act on the guard's verdict. The step itself has already been discarded: masters and moments are unchanged.
 
-SKIP and CUT_LR need nothing more (the guard holds the factor on the learning rate). PROMOTE moves the blamed modules to
-a wider dtype, on probation. ROLLBACK goes back to the last good checkpoint and leaves out the batches since, twice as
-many each time, so that it cannot go in circles.
+SKIP and CUT_LR need nothing more (the guard holds the factor on the learning rate). PROMOTE moves the modules that
+caused it to a wider dtype, on probation. ROLLBACK loads the last good checkpoint and skips the batches since, twice as
+many each time, so that it cannot repeat forever.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from training.record import record_incident
 
 
 def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, str]:
-    """Return to the last good checkpoint and skip the batches that broke the run; where it is now, and the path.
+    """Return to the last good checkpoint and skip the batches that broke the run; the new position and the path.
 
     Raises RuntimeError when there is no checkpoint (the guard asks first).
     """
@@ -26,8 +26,8 @@ def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, str]:
     if path is None:
         raise RuntimeError("no checkpoint to go back to")
     restored = parts.load_state_dict(parts.checkpoints.load(path, parts.engine), keep_budgets=True)
-    left_out = rollback_skip(parts.guard.used["rollback"], max(progress.position - restored.position, 1))
-    restored = replace(restored, position=restored.position + left_out)
+    skipped = rollback_skip(parts.guard.used["rollback"], max(progress.position - restored.position, 1))
+    restored = replace(restored, position=restored.position + skipped)
     parts.batches.restore(restored.position)
     return restored, str(path)
 
@@ -36,7 +36,7 @@ def react(parts: Parts, progress: Progress, judgement: Judgement, causes: Causes
     """Do what the verdict asks for beyond discarding the step, and record the incident."""
     modules = [finding.module for _, finding in causes]
     further: dict[str, Any] = {}
-    broken_at = progress
+    refused_at = progress
     if judgement.verdict is Verdict.PROMOTE:
         assert parts.engine.regions is not None
         to = parts.resolved.config.guard.promote_to
@@ -46,5 +46,5 @@ def react(parts: Parts, progress: Progress, judgement: Judgement, causes: Causes
     if judgement.verdict is Verdict.ROLLBACK:
         progress, path = roll_back(parts, progress)
         further = {"rolled_back_to": path, "position": progress.position}
-    record_incident(parts.record, parts.resolved, broken_at, judgement, modules, further)
+    record_incident(parts.record, parts.resolved, refused_at, judgement, modules, further)
     return progress

@@ -121,7 +121,7 @@ def record_evaluation(record: Record, progress: Progress, loss: float) -> None:
 
 
 def record_checkpoint(record: Record, saved: Saved) -> None:
-    """The `checkpoint` event, of the step that was saved: later ones may have been recorded before it."""
+    """The `checkpoint` event, of the step that was saved: events of later steps may precede it."""
     record.event(
         "checkpoint",
         step=saved.step,

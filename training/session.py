@@ -31,7 +31,7 @@ from training.watchdog import watch
 
 @dataclass(frozen=True)
 class Session:
-    """What a run and every tool that looks at one work on, on this rank."""
+    """What a run, and every tool that builds one, works on; on this rank."""
 
     resolved: Resolved
     corpus: Corpus
@@ -75,7 +75,7 @@ class Session:
 def session(
     resolved: Resolved, *, corpus: Corpus | None = None, world: World | None = None, trains: bool = False
 ) -> Iterator[Session]:
-    """Prepare the data, join the process group, build model, engine and batches; end them all afterwards. A collective.
+    """Prepare the data, join the process group, build model, engine and batches; close them afterwards. A collective.
 
     corpus: the data, where it is prepared already. world: the process group, where it was joined already; it is then
     left as it is, and the engine closed, so that another session can follow. trains: this is the job of `train.py`
@@ -124,13 +124,13 @@ def run_dir_of(resolved: Resolved) -> RunDir:
 
 
 def open_run_dir(resolved: Resolved, world: World) -> RunDir:
-    """The run folder, made by rank 0 and known to all. A resumed run goes on in its own."""
+    """The run folder, made by rank 0 and known to all. A resumed run keeps its own."""
     run = resolved.config.run
     root, error = Path(run.dir).expanduser(), None
     if world.is_main:
         try:
             RunDir.create(root, run.name, fresh=run.resume == "never")
-        except Exception as problem:  # carried to every rank, so that none waits for one that has stopped
+        except Exception as problem:  # raised on every rank, so that none waits for one that has stopped
             error = problem
     error = world.from_main(error)
     if error is not None:

@@ -27,19 +27,19 @@ from training.telemetry import Telemetry
 def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, Health]:
     """Forward, backward, norm, judge, apply or discard, record, react.
 
-    Gives where the run is afterwards, what the guard said, and what all ranks saw. A collective.
+    Returns the progress afterwards, the guard's judgement and the health that all ranks saw. A collective.
     """
     started, config = time.perf_counter(), parts.resolved.config
     engine, guard, record = parts.engine, parts.guard, parts.record
     batch = parts.batches.next_step()
     waited = time.perf_counter() - started
 
-    # Forward and backward of every micro-batch. On the steps that are due, dtypes and gradients are watched meanwhile.
+    # Forward and backward of every micro-batch. Where due, dtypes and gradients are observed.
     watch, telemetry = _due_watch(parts, progress), _due_telemetry(parts, progress)
     with watch or nullcontext(), telemetry.watching(batch) if telemetry else nullcontext():
         outcome = engine.forward_backward(batch, step=batch.position + 1)
 
-    # The norm of the reduced gradients, and one small gather, after which every rank sees and decides the same.
+    # The norm of the reduced gradients, and one small gather, after which every rank decides the same.
     health = engine.health(
         outcome,
         progress,
@@ -78,7 +78,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
 
 
 def _due_watch(parts: Parts, progress: Progress) -> Observation | None:
-    """An observer of the dtypes computed in, on the first step of a session and at the configured interval."""
+    """An observer of the compute dtypes, on the first step of a session and at the configured interval."""
     every = parts.resolved.config.precision.verify_every_steps
     due = progress.step == parts.first_step or (every and progress.step % every == 0)
     return Observation(parts.engine.model) if due else None

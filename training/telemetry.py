@@ -113,7 +113,7 @@ class Telemetry:
             regions.set(name, "fp32", "telemetry probe")
         engine.forward_backward(batch, step=0)
         pairs = [(name, whole_gradient(engine, parameter)) for name, parameter in engine.model.named_parameters()]
-        engine.discard_quietly()
+        engine.discard_gradients()
         for name, compute in before.items():
             regions.set(name, compute, "telemetry probe")
         return {name: gradient.cpu() for name, gradient in pairs if gradient is not None}

@@ -35,7 +35,7 @@ def two_steps(
             rows.append((health.loss, health.grad_norm, engine.step(health, 0.01).applied))
         evaluated = engine.evaluate([batch_of(world, 2, seed=9)])
         found = {"rows": rows, "evaluated": evaluated, "gradients": gradients, "masters": masters_of(engine)}
-        return found | {"chunked": engine.loss_path.chunked, "why_full": engine.loss_path.why_full}
+        return found | {"chunked": engine.loss_path.chunked, "unchunked_reason": engine.loss_path.unchunked_reason}
 
 
 def watched(world: World, *, loss: str) -> dict[str, Any]:
@@ -43,10 +43,10 @@ def watched(world: World, *, loss: str) -> dict[str, Any]:
     with engine_of(world, _resolved(world, 1, "fp32", loss, (), "")) as engine:
         batch = batch_of(world, 2, seed=1)
         unseen = engine.health(engine.forward_backward(batch, step=1)).loss
-        engine.discard_quietly()
+        engine.discard_gradients()
         with ActivationMeter(engine.model) as meter:
             seen = engine.health(engine.forward_backward(batch, step=1)).loss
-        engine.discard_quietly()
+        engine.discard_gradients()
         return {"unseen": unseen, "seen": seen, "maximum": float(meter.maxima["lm_head"])}
 
 
@@ -60,7 +60,7 @@ def spoiled(world: World, *, loss: str, module: str, kind: str) -> dict[str, Any
         finite = engine.health(outcome).finite
         engine.model.register_forward_hook(lambda module, inputs, output: shapes.add(tuple(output.logits.shape)))
         found = attribute(engine, batch, outcome, step=1)
-        engine.discard_quietly()
+        engine.discard_gradients()
     blamed = [(rank, finding.module, finding.tensor, finding.kind) for rank, finding in found]
     return {"finite": finite, "blamed": blamed, "shapes": shapes}
 
@@ -96,7 +96,10 @@ def cannot(world: World) -> dict[str, Any]:
             with engine_of(world, resolve(world, stage=1, compute="fp32", micro=2, overrides=overrides)) as engine:
                 found[key] = engine.health(engine.forward_backward(batch, step=1)).loss
                 if loss == "auto":
-                    found |= {"chunked": engine.loss_path.chunked, "why_full": engine.loss_path.why_full}
+                    found |= {
+                        "chunked": engine.loss_path.chunked,
+                        "unchunked_reason": engine.loss_path.unchunked_reason,
+                    }
     finally:
         loss_chunks.AUTO_FROM_LOGITS = before
     return found

@@ -63,10 +63,10 @@ def looks(world: World, *, kernels: str) -> dict[str, Any]:
             engine.forward_backward(batch, step=1)
         probe = dict(telemetry._reference)
         event = telemetry.finish()
-        engine.discard_quietly()
+        engine.discard_gradients()
         with Observation(engine.model) as seen:
             engine.forward_backward(batch, step=1)
-        engine.discard_quietly()
+        engine.discard_gradients()
         matmuls = {name: dtypes for name, dtypes in seen.computed.items() if "norm" not in name}
         with torch.no_grad():
             engine.model.get_submodule(SICK).weight[0, 0] = float("inf")

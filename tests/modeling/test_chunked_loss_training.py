@@ -35,7 +35,7 @@ def test_two_ranks_train_as_with_the_full_loss(pair, stage: int, compute: str) -
     """
     exact = found(pair, 0, "fp32", "full")[0]
     full, chunked = (found(pair, stage, compute, loss) for loss in ("full", "chunked"))
-    assert all(rank["chunked"] and rank["why_full"] is None for rank in chunked)
+    assert all(rank["chunked"] and rank["unchunked_reason"] is None for rank in chunked)
     assert not full[0]["chunked"]
     tolerance = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-4}[compute]
     for (loss, norm, applied), (loss_of_full, norm_of_full, _) in zip(chunked[0]["rows"], full[0]["rows"], strict=True):
@@ -86,7 +86,7 @@ def test_what_cannot_be_chunked_is_refused_or_stays_full(pair) -> None:
     for rank in pair.run(cases.cannot):
         assert rank["refused"].startswith("model.loss = chunked: cannot be had for model recurrent_gemma: it changes")
         assert rank["refused"].endswith("set model.loss=auto or full")
-        assert not rank["chunked"] and "unknown way" in rank["why_full"]
+        assert not rank["chunked"] and "unknown way" in rank["unchunked_reason"]
         assert rank["loss"] == rank["loss_of_full"]
 
 

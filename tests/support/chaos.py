@@ -1,8 +1,8 @@
-"""Kill processes in the middle of saves, start the job again, and see that it goes on from what it should.
+"""Kill processes in the middle of saves, start the job again, and check which checkpoint it resumes from.
 
-A job is two processes forked from a server that has imported everything. It resumes as `run.resume: auto` does, tells
-where it stands and the checksum of its masters, takes one step and saves. The checksums of an undisturbed job are what
-each resumed one is held against.
+A job is two processes forked from a server that has imported everything. It resumes as `run.resume: auto` does, reports
+its step and the checksum of its masters, takes one step and saves. Each resumed job is compared with the checksums of
+an undisturbed one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ START_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to `rank` as it comes to `phase` for the `count`th time; or, without a phase, `delay` seconds after it
-    began to save. alone: the other process is left to find out by itself."""
+    """SIGKILL to `rank` as it reaches `phase` for the `count`th time; or, without a phase, `delay` seconds after it
+    began to save. alone: the other process is not killed too."""
 
     phase: str
     rank: int = 0
@@ -51,7 +51,7 @@ class Kill:
 
 
 class KilledCheckpoints(Checkpoints):
-    """Dies at the phase it was told to."""
+    """Kills its process at the phase of `kill`."""
 
     kill: Kill | None = None
     reached_so_far = 0
@@ -65,18 +65,18 @@ class KilledCheckpoints(Checkpoints):
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a job told."""
+class JobReport:
+    """What a job sent back."""
 
     step: int
-    """Where it went on from."""
+    """The step it resumed from."""
     checksums: dict[int, str]
-    """Of its masters, at that step and after those that it then took."""
+    """Of its masters, at that step and after each later one."""
     exit_codes: tuple[int | None, ...]
     seconds: float
 
 
-def run_job(folder: Path, *, stage: int, compute: str, steps: int = 1, kill: Kill | None = None) -> Told:
+def run_job(folder: Path, *, stage: int, compute: str, steps: int = 1, kill: Kill | None = None) -> JobReport:
     """One session of the job on `folder`: so many steps, a save after each, and death in the last save.
 
     Raises AssertionError with the traceback when it fails before that.
@@ -91,7 +91,7 @@ def run_job(folder: Path, *, stage: int, compute: str, steps: int = 1, kill: Kil
         theirs.close()
         workers.append((worker, mine))
     try:
-        told = [[_hear(pipe, rank) for _ in range(steps)] for rank, (_, pipe) in enumerate(workers)]
+        reports = [[_receive(pipe, rank) for _ in range(steps)] for rank, (_, pipe) in enumerate(workers)]
         if kill is not None and not kill.phase:
             time.sleep(kill.delay)
             workers[kill.rank][0].kill()
@@ -104,15 +104,15 @@ def run_job(folder: Path, *, stage: int, compute: str, steps: int = 1, kill: Kil
     finally:
         for worker, _ in workers:
             worker.kill()
-    assert told[0] == told[1]
-    return Told(told[0][0][0], dict(told[0]), codes, time.perf_counter() - started)
+    assert reports[0] == reports[1]
+    return JobReport(reports[0][0][0], dict(reports[0]), codes, time.perf_counter() - started)
 
 
 def kill_again_and_again(folder: Path, kills: list[Kill], *, stage: int, compute: str) -> dict[str, int]:
     """Run the job once for each kill and once more at the end; how many kills of each phase it survived.
 
-    Raises AssertionError when a job goes on from another checkpoint than it should or with other masters, or when a
-    kill did not strike.
+    Raises AssertionError when a job resumes from another checkpoint than it should or with other masters, or when a
+    kill did not happen.
     """
     truth = run_job(folder / "undisturbed", stage=stage, compute=compute, steps=len(kills) + KEEP + 2).checksums
     survived: dict[str, int] = {}
@@ -120,19 +120,19 @@ def kill_again_and_again(folder: Path, kills: list[Kill], *, stage: int, compute
     run_job(disturbed, stage=stage, compute=compute, steps=KEEP)  # so that a later save has something to drop
     expected = {KEEP}
     for kill in [*kills, None]:
-        told = run_job(disturbed, stage=stage, compute=compute, kill=kill)
-        assert told.step in expected, f"went on from step {told.step}, not {expected}, before {kill}"
-        assert told.checksums[told.step] == truth[told.step], f"other masters at step {told.step}, before {kill}"
+        report = run_job(disturbed, stage=stage, compute=compute, kill=kill)
+        assert report.step in expected, f"resumed from step {report.step}, not {expected}, before {kill}"
+        assert report.checksums[report.step] == truth[report.step], f"other masters before {kill}"
         if kill is None:
-            assert told.exit_codes == (0, 0)
+            assert report.exit_codes == (0, 0)
             break
-        assert -signal.SIGKILL in told.exit_codes or not kill.phase, f"{kill} did not strike: {told.exit_codes}"
+        assert -signal.SIGKILL in report.exit_codes or not kill.phase, f"{kill} did not happen: {report.exit_codes}"
         if not kill.phase:
-            expected = {told.step, told.step + 1}
+            expected = {report.step, report.step + 1}
         elif kill.phase == "replacing":
-            expected = {told.step}
+            expected = {report.step}
         else:
-            expected = {told.step + (kill.phase in PUBLISHED_AFTER)}
+            expected = {report.step + (kill.phase in PUBLISHED_AFTER)}
         name = kill.phase or "at random"
         survived[name] = survived.get(name, 0) + 1
     leftovers = [path.name for path in disturbed.iterdir() if path.name.startswith(".") or ".damaged" in path.name]
@@ -146,8 +146,8 @@ def random_kills(count: int, seed: int, *, within: float) -> list[Kill]:
     return [Kill("", draw.randrange(2), delay=draw.uniform(0, within), alone=draw.random() < 0.5) for _ in range(count)]
 
 
-def _hear(pipe: Connection, rank: int) -> tuple[int, str]:
-    assert pipe.poll(START_SECONDS), f"rank {rank} told nothing"
+def _receive(pipe: Connection, rank: int) -> tuple[int, str]:
+    assert pipe.poll(START_SECONDS), f"rank {rank} reported nothing"
     try:
         good, value = pipe.recv()
     except EOFError:

@@ -1,6 +1,6 @@
-"""train.py, told to die: the first argument is PHASE:RANK:COUNT:STEP, the rest is train.py's own command line.
+"""train.py, killed on purpose: the first argument is PHASE:RANK:COUNT:STEP, the rest is train.py's own command line.
 
-It dies as that rank comes to that phase for the COUNT-th time in the save of that step or of a later one.
+It dies when that rank reaches that phase for the COUNT-th time in the save of that step or of a later one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def main(arguments: list[str]) -> int:
     """Run the job."""
     phase, rank, count, step = arguments[0].split(":")
 
-    class Told(KilledCheckpoints):
+    class KilledAtStep(KilledCheckpoints):
         def start_save(self, engine: Any, state: dict[str, Any], *further: Any) -> None:
             self.kill = Kill(phase, int(rank), int(count)) if state["progress"]["step"] >= int(step) else None
             super().start_save(engine, state, *further)
 
-    build.Checkpoints = Told  # type: ignore[misc]
+    build.Checkpoints = KilledAtStep  # type: ignore[misc]
     return train.main(arguments[1:])
 
 

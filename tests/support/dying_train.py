@@ -1,4 +1,4 @@
-"""train.py, told to die: one argument is HOW:RANK:STEP:MARK, the others are train.py's own command line.
+"""train.py that dies on purpose: one argument is HOW:RANK:STEP:MARK, the others are train.py's own command line.
 
 HOW is the name of a signal, or `error` for an exception. That rank dies when it has made that step, and leaves the file
 MARK; where the file is, it lives. Without a MARK it dies each time.
@@ -18,8 +18,8 @@ from training import loop
 
 def main(arguments: list[str]) -> int:
     """Run the job."""
-    told = next(word for word in arguments if not word.startswith("--"))
-    how, rank, step, mark = told.split(":")
+    death = next(word for word in arguments if not word.startswith("--"))
+    how, rank, step, mark = death.split(":")
     train_step = loop.train_step
 
     def die(parts: Any, progress: Any) -> Any:
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
         return made
 
     loop.train_step = die
-    return train.main([word for word in arguments if word != told])
+    return train.main([word for word in arguments if word != death])
 
 
 if __name__ == "__main__":

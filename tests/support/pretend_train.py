@@ -1,4 +1,4 @@
-"""Stands in for train.py where only the end of a run counts: writes the events it was told to, and ends as it was told.
+"""Stands in for train.py where only the end of a run counts: writes the given events, and ends with the given code.
 
 The environment's PRETEND is a JSON list: what to do at each start, the last one again and again. `steps`: last step
 attempted, `saved`: step of a checkpoint, `end`: [exit code, reason] of its run_end, `exit`: its own exit code, `leave`:
@@ -26,22 +26,22 @@ def main() -> int:
         starts.seek(0)
         count = len(starts.readlines())
     plan = json.loads(os.environ["PRETEND"])
-    told = plan[min(count, len(plan)) - 1]
+    start = plan[min(count, len(plan)) - 1]
     asked: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
     write(folder, "run_start", 0)
-    if told.get("steps"):
-        write(folder, "step", told["steps"])
-    if told.get("saved"):
-        write(folder, "checkpoint", told["saved"])
-    if told.get("leave"):
+    if start.get("steps"):
+        write(folder, "step", start["steps"])
+    if start.get("saved"):
+        write(folder, "checkpoint", start["saved"])
+    if start.get("leave"):
         left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         (folder / "left").write_text(str(left.pid))
-    while told.get("wait") and not asked:
+    while start.get("wait") and not asked:
         time.sleep(0.05)
-    if told.get("end"):
-        write(folder, "run_end", told.get("steps", 0), exit_code=told["end"][0], reason=told["end"][1])
-    return int(told["exit"])
+    if start.get("end"):
+        write(folder, "run_end", start.get("steps", 0), exit_code=start["end"][0], reason=start["end"][1])
+    return int(start["exit"])
 
 
 def write(folder: Path, event: str, step: int, **fields: object) -> None:

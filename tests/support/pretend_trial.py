@@ -1,8 +1,8 @@
 """A launcher that trains nothing: `pretend_trial.py train.py --config FILE key=value ...` writes a run's events.
 
-The loss of a step is 1 + |log10(learning rate) + 3| + 9 / step, so 1e-3 is best. What else happens is told by other
+The loss of a step is 1 + |log10(learning rate) + 3| + 9 / step, so 1e-3 is best. What else happens is set by other
 keys of the run config: optimizer.eps is the seconds of a step, of the first start only; run.hypothesis is `crash`,
-`diverge`, `refuse`, `late` (a crash once, after the first save), `deaf` (SIGUSR1 is not heard) or `leave` (a process is
+`diverge`, `refuse`, `late` (a crash once, after the first save), `deaf` (SIGUSR1 is ignored) or `leave` (a process is
 left behind).
 """
 
@@ -30,8 +30,8 @@ def main() -> int:
     saved = folder / "checkpoints" / "step-1"
     first = not saved.exists()
     with (folder / "starts").open("a") as starts:
-        told = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MASTER_PORT")}
-        starts.write(json.dumps({"time": time.time(), "resume": settings.get("run.resume"), **told}) + "\n")
+        variables = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MASTER_PORT")}
+        starts.write(json.dumps({"time": time.time(), "resume": settings.get("run.resume"), **variables}) + "\n")
     how = settings.get("run.hypothesis", "")
     if how == "refuse":
         print("error: nothing here is right", file=sys.stderr)

@@ -1,7 +1,7 @@
 """A group of real processes that stays up and runs one test function after another.
 
 Joining a group takes a moment, so the processes are started once. A function that
-fails returns its traceback; one that hangs past the time-out costs the group, which is then started anew.
+fails returns its traceback; one that hangs past the time-out costs the group, which is then restarted.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
 from transformers import AutoModelForCausalLM
 
 from config.cli import REPOSITORY
@@ -20,6 +19,7 @@ from modeling.build import model_config
 from training.checkpoint.checkpoints import Checkpoints
 from training.distributed import World
 from training.engine import Engine, build_engine
+from training.engine.tensors import whole_master
 from training.progress import Progress
 
 VOCABULARY = 64
@@ -89,12 +89,12 @@ def batch_of(world: World, micro: int, *, seed: int, mask: str = "uneven") -> Ba
 
 
 def state_of(engine: Engine, progress: Progress, **reactions: Any) -> dict[str, Any]:
-    """What a run without guard and promotions gives a checkpoint."""
+    """The state that a run without guard and promotions saves."""
     return {"progress": progress.state_dict(), "scaler": engine.scaler_state(), "reactions": reactions}
 
 
 def restored(checkpoints: Checkpoints, path: Path | None, engine: Engine) -> Progress:
-    """Load a checkpoint into the engine, its loss scaler too; where it stands."""
+    """Load a checkpoint into the engine, its loss scaler too; the progress."""
     assert path is not None
     state = checkpoints.load(path, engine)
     engine.install_scaler(state["scaler"])
@@ -103,11 +103,7 @@ def restored(checkpoints: Checkpoints, path: Path | None, engine: Engine) -> Pro
 
 def masters_of(engine: Engine) -> dict[str, torch.Tensor]:
     """Every FP32 master, whole, by name. A collective."""
-    found = {}
-    for name, parameter in engine.model.named_parameters():
-        full = parameter.data if engine.stage == 0 else safe_get_full_fp32_param(parameter)
-        found[name] = full.detach().float().clone()
-    return found
+    return {name: whole_master(engine, parameter) for name, parameter in engine.model.named_parameters()}
 
 
 def plain_model(resolved: Resolved, weights: dict[str, torch.Tensor]) -> torch.nn.Module:

@@ -41,7 +41,7 @@ class Fault:
     pattern: str
     kind: int | str
     """A status to answer with; "cut before": the connection ends before an answer; "cut inside": half-way through the
-    body of one; "done, then cut": the server did it, but the answer is lost; "spoil": a byte of what is being stored
+    body of one; "done, then cut": the server did it, but the answer is lost; "corrupt": a byte of what is being stored
     changes on its way; "none": nothing happens."""
     times: int = 1
     seen: int = 0
@@ -105,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "cut before":
             self.cut()
             return
-        if fault == "spoil":
+        if fault == "corrupt":
             body = bytes([body[0] ^ 1]) + body[1:]
         connection = http.client.HTTPConnection("127.0.0.1", self.server.upstream, timeout=60)
         headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}

@@ -44,7 +44,7 @@ def traces(world: World, *, examples: int) -> list[tuple[list, list]]:
         mine, theirs = [], []
         for overflow in pattern:
             ours.update_scale(overflow)
-            ours.settle()
+            ours.apply_change()
             upstream.update_scale(overflow)
             mine.append((ours.cur_scale, ours.policy.hysteresis))
             theirs.append((upstream.cur_scale, upstream.cur_hysteresis))
@@ -62,7 +62,7 @@ def minimum_raises(world: World, *, examples: int) -> list[tuple[int | None, int
         mine = theirs = None
         for step, overflow in enumerate(pattern):
             ours.update_scale(overflow)
-            ours.settle()
+            ours.apply_change()
             mine = step if mine is None and ours.at_minimum else mine
             if theirs is None:
                 try:
@@ -85,7 +85,7 @@ def _through_pickle(scaler: LossScaler, section: LossScaleSection) -> LossScaler
 
 
 def resumed_traces(world: World, *, examples: int, policy: str, pickled: bool) -> list[tuple[list, list]]:
-    """(unbroken trace, trace of a scaler that was carried to another one at a random step)."""
+    """(unbroken trace, trace of a scaler whose state was moved to another one at a random step)."""
     carry: Callable[[LossScaler, LossScaleSection], LossScaler] = _through_pickle if pickled else _through_state
     draw, found = random.Random(1), []
     for _ in range(examples):
@@ -98,7 +98,7 @@ def resumed_traces(world: World, *, examples: int, policy: str, pickled: bool) -
                 broken = carry(broken, section)
             for scaler, trace in ((unbroken, whole), (broken, pieces)):
                 scaler.update_scale(overflow)
-                change = scaler.settle()
+                change = scaler.apply_change()
                 trace.append((scaler.state_dict(), scaler.cur_scale, scaler.at_minimum, change))
         found.append((whole, pieces))
     return found
@@ -111,7 +111,7 @@ def story(world: World) -> list[tuple[Any, ...]]:
     for overflow in (False, True, True, True, False, False, False):
         scaler.update_scale(overflow)
         during = scaler.cur_scale
-        change = scaler.settle()
+        change = scaler.apply_change()
         rows.append((during, scaler.cur_scale, change.reason if change else None, scaler.at_minimum))
     return rows
 
@@ -122,27 +122,27 @@ def static_story(world: World) -> list[tuple[Any, ...]]:
     rows = []
     for overflow in (False, True, True, False):
         scaler.update_scale(overflow)
-        change = scaler.settle()
+        change = scaler.apply_change()
         rows.append((scaler.cur_scale, scaler.consecutive_overflows, scaler.at_minimum, change))
     return rows
 
 
 def discarded(world: World, *, policy: str) -> list[tuple[dict, dict, Any]]:
-    """(state before, state after, change) of discarded steps spread among others, which go on as if there were none."""
+    """(state before, state after, change) of discarded steps spread among others, which are not affected."""
     draw = random.Random(3)
     section, pattern = _random_case(draw, policy=policy)
     with_guard, without = LossScaler(section), LossScaler(section)
     rows = []
     for overflow in pattern:
         before, scale = with_guard.state_dict(), with_guard.cur_scale
-        with with_guard.skip_is_not_an_overflow():
+        with with_guard.ignoring_overflow():
             with_guard.update_scale(True)
-        change = with_guard.settle()
+        change = with_guard.apply_change()
         assert with_guard.cur_scale == scale and not with_guard.at_minimum
         rows.append((before, with_guard.state_dict(), change))
         for scaler in (with_guard, without):
             scaler.update_scale(overflow)
-            scaler.settle()
+            scaler.apply_change()
         assert with_guard.state_dict() == without.state_dict()
     return rows
 
@@ -152,11 +152,11 @@ def discarded_but_applied(world: World) -> str:
     scaler = LossScaler(LossScaleSection(initial=8.0, hysteresis=1))
     message = ""
     try:
-        with scaler.skip_is_not_an_overflow():
+        with scaler.ignoring_overflow():
             scaler.update_scale(False)
     except RuntimeError as error:
         message = str(error)
     scaler.update_scale(True)
-    scaler.settle()
+    scaler.apply_change()
     assert scaler.cur_scale == 4.0
     return message

@@ -19,7 +19,7 @@ HIT = "model.layers.1.mlp.down_proj"
 
 
 def attributed(world: World, *, stage: int, compute: str, kind: str, rank: int, checkpointing: str) -> dict[str, Any]:
-    """What attribution says of a fault on one rank, and whether the run goes on unharmed afterwards."""
+    """What attribution finds for a fault on one rank, and whether the run continues unchanged afterwards."""
     module = "" if kind == "nan_loss" else f", module: {HIT}"
     resolved = resolve(
         world,
@@ -88,12 +88,12 @@ def manifest_steps(world: World, *, stage: int, folder: str, manifest: dict, ove
         with Observation(engine.model) as seen:
             engine.forward_backward(batch_of(world, 4, seed=9), step=9)
         verify(seen, engine.regions.dtypes, may_idle=engine.regions.may_idle)
-        engine.discard_quietly()
+        engine.discard_gradients()
         changed = next(iter(name for name in engine.regions.dtypes if name.endswith("down_proj")))
         engine.regions.set(changed, "fp32", "a test")
         with Observation(engine.model) as after:
             engine.forward_backward(batch_of(world, 4, seed=9), step=9)
-        engine.discard_quietly()
+        engine.discard_gradients()
         return {
             "rows": rows,
             "share": seen.flop_share(),
@@ -103,7 +103,7 @@ def manifest_steps(world: World, *, stage: int, folder: str, manifest: dict, ove
 
 
 def poisoned_parameter(world: World, *, stage: int, compute: str) -> list[tuple]:
-    """What attribution says of a weight that was bad before the step, on every rank that holds it."""
+    """What attribution finds for a weight that was NaN before the step, on every rank that holds it."""
     with engine_of(world, resolve(world, stage=stage, compute=compute, micro=2)) as engine:
         parameter = dict(engine.model.named_parameters())[f"{HIT}.weight"]
         held = getattr(parameter, "ds_tensor", parameter)
@@ -118,7 +118,7 @@ def poisoned_parameter(world: World, *, stage: int, compute: str) -> list[tuple]
 
 
 def disagreement(world: World, *, stage: int, what: str) -> str:
-    """What stops the run when rank 1 holds another loss scale, or has counted otherwise."""
+    """The error when rank 1 has another loss scale or step count."""
     resolved = resolve(world, stage=stage, compute="fp16", overrides=["precision.loss_scale.initial=256"])
     with engine_of(world, resolved) as engine:
         odd = world.rank == 1

@@ -141,7 +141,7 @@ def known_and_asked_label_tokens(world: World) -> list[dict[str, float]]:
             with _collectives() as counted:
                 outcome = engine.forward_backward(replace(batch, label_tokens_of_all=known), step=1)
             health = engine.health(outcome)
-            engine.discard_quietly()
+            engine.discard_gradients()
             found.append({"loss": health.loss, "norm": health.grad_norm, "all_reduce": counted["all_reduce"]})
     return found
 

@@ -60,7 +60,7 @@ class Fp32Gradients:
         for name, gradient in self._reduced(1.0):
             if engine.world.is_main:
                 self._gradients[name] = gradient.cpu()
-        engine.discard_quietly()
+        engine.discard_gradients()
 
     def error(self, *, scale: float = 1.0) -> GradientError:
         """Run the same batch in the regions' present dtypes, with the same random numbers, and compare.
@@ -74,7 +74,7 @@ class Fp32Gradients:
             if world.is_main:
                 difference = gradient.cpu().double() - self._gradients[name].double()
                 squares[name] = float(difference.square().sum())
-        self._engine.discard_quietly()
+        self._engine.discard_gradients()
         loss_error = abs(loss - self._loss) / max(abs(self._loss), 1e-30)
         loss_error = loss_error if math.isfinite(loss_error) else math.inf
         return GradientError(*world.from_main((*self._errors(squares), loss_error)))

@@ -1,11 +1,11 @@
-"""How a checkpoint becomes one on disk: aside, flushed, one rename, and nothing that a kill could leave half done.
+"""How a checkpoint is published: written to a hidden folder, flushed, renamed once; a kill leaves no half of one.
 
-    .step-60.partial     being written; nobody chooses a name with a dot
+    .step-60.partial     being written; names with a dot are never chosen
     .step-60.replaced    the old step-60 while a new one takes its name
     .step-60.dropped     being deleted
-    step-60.damaged      set aside: it was not what had been written
+    step-60.damaged      set aside: it differs from what was written
 
-After a kill `tidy` finishes or takes back what was under way. Only the main process calls these.
+After a kill `recover` finishes or undoes what was in progress. Only the main process calls these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from config.files import flush, write_flushed
 from training.checkpoint.manifest import MANIFEST, Written, file_sha256, is_whole, sealed
-from training.checkpoint.retention import is_being_read
+from training.checkpoint.retention import is_read_locked
 
 Reached = Callable[[str], None]
 
@@ -36,8 +36,8 @@ def begin(folder: Path, step: int) -> None:
     partial.mkdir(parents=True)
 
 
-def take_in(partial: Path, files: dict[str, Written]) -> None:
-    """Add to `files` what was written into the folder past them (DeepSpeed copies what it offloaded to NVMe), flushed.
+def add_unlisted_files(partial: Path, files: dict[str, Written]) -> None:
+    """Flush files in the folder that `Files` did not write (DeepSpeed copies what it offloaded to NVMe), and list them.
 
     Their hashes are of what is on disk. Raises OSError.
     """
@@ -49,7 +49,7 @@ def take_in(partial: Path, files: dict[str, Written]) -> None:
 
 
 def seal_folder(partial: Path, manifest: dict[str, Any], reached: Reached = lambda phase: None) -> int:
-    """Write the manifest of files that are on disk already, and flush the folders; the manifest's bytes."""
+    """Write the manifest of files that are on disk already, and flush the folders; the manifest's size in bytes."""
     reached("manifest")
     text = sealed(manifest)
     write_flushed(partial / MANIFEST, text.encode())
@@ -60,7 +60,7 @@ def seal_folder(partial: Path, manifest: dict[str, Any], reached: Reached = lamb
 
 
 def publish(partial: Path, final: Path, reached: Reached = lambda phase: None) -> None:
-    """Give the sealed folder its name, then let LATEST name it. Raises OSError; an older `final` then stays."""
+    """Rename the sealed folder to `final`, then point LATEST to it. Raises OSError; an older `final` then stays."""
     replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():
         final.rename(replaced)
@@ -78,18 +78,18 @@ def publish(partial: Path, final: Path, reached: Reached = lambda phase: None) -
 
 
 def name_latest(final: Path, reached: Reached = lambda phase: None) -> None:
-    """Let LATEST name `final`, in one replacement. Raises OSError."""
-    aside = final.with_name(".LATEST.partial")
-    write_flushed(aside, f"{final.name}\n".encode())
+    """Point LATEST to `final`, atomically. Raises OSError."""
+    partial = final.with_name(".LATEST.partial")
+    write_flushed(partial, f"{final.name}\n".encode())
     reached("latest")
-    aside.replace(final.with_name("LATEST"))
+    partial.replace(final.with_name("LATEST"))
     flush(final.parent)
     reached("named")
 
 
 def drop(path: Path, reached: Reached = lambda phase: None) -> None:
-    """Delete a checkpoint so that no half of it is ever seen. What is being read or cannot be deleted stays."""
-    if is_being_read(path):
+    """Delete a checkpoint, renamed first so that no half of it is ever seen. One that is locked for reading stays."""
+    if is_read_locked(path):
         return
     hidden = path.with_name(f".{path.name}.dropped")
     try:
@@ -100,20 +100,20 @@ def drop(path: Path, reached: Reached = lambda phase: None) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def set_aside(path: Path) -> Path | None:
-    """Rename a damaged checkpoint so that nothing chooses it again; its new path, or None where that is impossible."""
+def rename_damaged(path: Path) -> Path | None:
+    """Rename a damaged checkpoint so that it is never chosen again; its new path, or None where that fails."""
     for number in range(100):
-        aside = path.with_name(f"{path.name}.damaged" + (f".{number}" if number else ""))
-        if not aside.exists():
+        target = path.with_name(f"{path.name}.damaged" + (f".{number}" if number else ""))
+        if not target.exists():
             try:
-                return path.rename(aside)
+                return path.rename(target)
             except OSError:
                 return None
     return None
 
 
-def tidy(folder: Path) -> None:
-    """Finish or take back what a killed process had under way. Does nothing in a folder that cannot be written."""
+def recover(folder: Path) -> None:
+    """Finish or undo what a killed process had in progress. Does nothing in a folder that cannot be written."""
     for replaced in folder.glob(".step-*.replaced"):
         name = replaced.name[1:].removesuffix(".replaced")
         final, partial = folder / name, folder / f".{name}.partial"

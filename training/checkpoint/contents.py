@@ -1,4 +1,4 @@
-"""What goes into a checkpoint: every rank's files, what the manifest says of them, and of which run it is.
+"""What goes into a checkpoint: every rank's files, the manifest, and the identity of the run.
 
 A checkpoint's identity is what two runs must share for one to resume from the other's.
 """
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 TAG = "deepspeed"
 
 
-def take(files: Files, folder: Path, engine: Engine, state: dict[str, Any]) -> None:
-    """Give `files` all of this rank's: copies that wait to be written, or, where nothing is copied, on disk already.
+def save_state(files: Files, folder: Path, engine: Engine, state: dict[str, Any]) -> None:
+    """Hand this rank's state to `files`, which copies it for later or writes it at once. A collective.
 
-    state: of the run, and its identity; what the engine alone knows is added.
+    state: the run's, with its identity; parameter shapes and checksums are added here.
     """
     world, checksums = engine.world, checksums_of(engine)
     engine.save(folder, TAG, files)
@@ -58,43 +58,41 @@ def manifest_of(engine: Engine, progress: Progress, validation_loss: float | Non
     }
 
 
-_ANEW = "start anew with run.resume=never or another run.name"
+_START_ANEW = "start anew with run.resume=never or another run.name"
 
 
 LAYOUT = ("world size", "ZeRO stage", "precision.compute", "offload")
-"""What a run may change as it goes on: how the masters are cut up, and what is computed with (docs/elastic.md)."""
+"""What may change on resume: how the masters are partitioned, and the compute dtype (docs/elastic.md)."""
 
 
-_BEFORE = {"data.document_masking": False}
-"""What checkpoints were that do not say it."""
+_DEFAULTS = {"data.document_masking": False}
+"""Values for checkpoints that were written before the key existed."""
 
 
-def other_identity(theirs: dict[str, Any], mine: dict[str, Any]) -> str | None:
-    """The first of `mine` that is another one in `theirs`, in words; None when there is none."""
-    theirs = {**_BEFORE, **theirs}
-    for key, value in mine.items():
-        if key not in LAYOUT and theirs.get(key) != value:
-            return f"{key} is {theirs.get(key)} there and {value} in this run; use the same {key}, or {_ANEW}"
+def identity_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
+    """The first value of `current` that differs in `saved`, as an error message; None when all agree."""
+    saved = {**_DEFAULTS, **saved}
+    for key, value in current.items():
+        if key not in LAYOUT and saved.get(key) != value:
+            return f"{key} is {saved.get(key)} there and {value} in this run; use the same {key}, or {_START_ANEW}"
     return None
 
 
-def other_layout(theirs: dict[str, Any], mine: dict[str, Any]) -> str | None:
+def layout_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
     """How the layout differs, such as "world size 2 -> 4"; None where it does not."""
-    changes = [
-        f"{key} {theirs.get(key)} -> {mine[key]}" for key in LAYOUT if key in mine and theirs.get(key) != mine[key]
-    ]
-    return ", ".join(changes) or None
+    changed = [key for key in LAYOUT if key in current and saved.get(key) != current[key]]
+    return ", ".join(f"{key} {saved.get(key)} -> {current[key]}" for key in changed) or None
 
 
 def parameter_shapes(model: torch.nn.Module) -> dict[str, list[int]]:
-    """Every parameter's whole shape by name, also where ZeRO-3 holds it in parts."""
+    """Every parameter's full shape by name, also where ZeRO-3 partitions it."""
     return {name: list(shape_of(parameter)) for name, parameter in model.named_parameters()}
 
 
-def other_parameters(theirs: dict[str, list[int]], mine: dict[str, list[int]]) -> str | None:
-    """The first parameter that has another shape or is only in one of them, in words; None when there is none."""
-    for name in [*mine, *theirs]:
-        if theirs.get(name) != mine.get(name):
-            shapes = f"{name} has shape {theirs.get(name)} there and {mine.get(name)} in this run"
-            return f"{shapes}; it is of another model; {_ANEW}"
+def parameter_difference(saved: dict[str, list[int]], current: dict[str, list[int]]) -> str | None:
+    """The first parameter with another shape or in only one of them, as an error message; None when all agree."""
+    for name in [*current, *saved]:
+        if saved.get(name) != current.get(name):
+            shapes = f"{name} has shape {saved.get(name)} there and {current.get(name)} in this run"
+            return f"{shapes}; it is of another model; {_START_ANEW}"
     return None

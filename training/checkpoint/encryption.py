@@ -1,10 +1,10 @@
-"""Files that only the holder of a key can read, and that nobody else can change unnoticed.
+"""Authenticated encryption of checkpoint files.
 
 AES-256-GCM in chunks, in the STREAM construction (Hoang, Reyhanitabar, Rogaway and Vizar, "Online
 Authenticated-Encryption and its Nonce-Reuse Misuse-Resistance", CRYPTO 2015): a chunk's nonce has its number and
-whether it is the last one, so that bits flipped, chunks reordered, dropped or taken from another file, and files cut
-short are all found. Each file has a key of its own, derived with HKDF-SHA256 from the given key and a random salt, so
-that nonces cannot meet however many files one key writes.
+whether it is the last one, so that flipped bits, truncated files, and chunks that are reordered, missing or of another
+file are detected. Each file has its own key, derived with HKDF-SHA256 from the given key and a random salt, so that
+nonces never repeat, however many files one key writes.
 
     bytes 0..8     magic and version of the format
     8..16          key id: the first 8 bytes of SHA-256(key)
@@ -40,10 +40,10 @@ _CACHED = 4
 
 
 class EncryptingStream(io.RawIOBase):
-    """Takes a file's plain bytes and gives the encrypted ones to `write`, a chunk at a time. `finish` ends it."""
+    """Encrypts what is written to it and passes it to `write`, a chunk at a time. Call `finish` at the end."""
 
     def __init__(self, key: Key, write: Callable[[memoryview], Any], *, chunk: int = CHUNK) -> None:
-        """write: what it is given is overwritten after it returned. chunk: plain bytes in a chunk."""
+        """write: its buffer is reused after it returns. chunk: plain bytes in a chunk."""
         self._header = MAGIC + bytes.fromhex(key.id) + chunk.to_bytes(4, "big") + os.urandom(32)
         self._cipher, self._prefix = key.cipher(self._header)
         self._write, self._number = write, 0
@@ -52,7 +52,7 @@ class EncryptingStream(io.RawIOBase):
         write(memoryview(self._header))
 
     def write(self, data: Any) -> int:
-        """Encrypt more; how many bytes that was."""
+        """Encrypt `data`; its size in bytes."""
         view = memoryview(data).cast("B")
         while len(view):
             if self._filled == len(self._plain):
@@ -64,7 +64,7 @@ class EncryptingStream(io.RawIOBase):
         return memoryview(data).nbytes
 
     def finish(self) -> None:
-        """Write the last chunk; without it nobody can read the file."""
+        """Write the last chunk; without it the file cannot be read."""
         self._put(last=True)
 
     def writable(self) -> bool:
@@ -79,13 +79,13 @@ class EncryptingStream(io.RawIOBase):
 
 
 class DecryptedFile(io.RawIOBase):
-    """An encrypted file as its plain bytes, read anywhere; every chunk is authenticated before any of it is given."""
+    """The plain bytes of an encrypted file, seekable; every chunk is authenticated before any of it is returned."""
 
     def __init__(self, path: Path, key: Key) -> None:
-        """Raises UserError when the file was encrypted with another key, Damaged when it is not as it was written, or
-        cut short, OSError when it cannot be read."""
+        """Raises UserError when the file was encrypted with another key, Damaged when it was changed or truncated,
+        OSError when it cannot be read."""
         self.damage: Damaged | None = None
-        """What a read raised; readers written in C may hide that behind an error of their own."""
+        """What a read raised; C readers may replace it with an error of their own."""
         self._path, self._file = path, path.open("rb", buffering=0)
         try:
             header = self._file.read(HEADER)
@@ -100,7 +100,7 @@ class DecryptedFile(io.RawIOBase):
             self._cipher, self._prefix = key.cipher(header)
             self._cache: OrderedDict[int, bytearray] = OrderedDict()
             self._at = 0
-            self._decrypted(self._chunks - 1)  # it says that it is the last one, so nothing is missing behind it
+            self._decrypted(self._chunks - 1)  # its nonce says that it is the last one, so the file is not truncated
         except BaseException:
             self._file.close()
             raise
@@ -159,16 +159,11 @@ class DecryptedFile(io.RawIOBase):
         return plain
 
 
-def open_decrypted(path: Path, key: Key) -> BinaryIO:
-    """The plain content of an encrypted file, seekable; raises like DecryptedFile."""
-    return cast(BinaryIO, DecryptedFile(path, key))
-
-
 def open_file(path: Path, key: Key | None, *, plain: bool = False) -> BinaryIO:
-    """A file of a checkpoint for reading, decrypted where it is encrypted.
+    """Open a file of a checkpoint for reading, decrypted where it is encrypted.
 
-    plain: with a key, take a file that is not encrypted too. Otherwise that is refused, since whoever can write it
-    could put anything there, code included. Raises UserError, else like DecryptedFile.
+    plain: with a key, also accept a file that is not encrypted. Otherwise that is refused, since anyone with write
+    access could put anything there, code included. Raises UserError, else like DecryptedFile.
     """
     if key is None:
         if is_encrypted(path):
@@ -178,14 +173,14 @@ def open_file(path: Path, key: Key | None, *, plain: bool = False) -> BinaryIO:
             )
         return path.open("rb")
     if is_encrypted(path):
-        return open_decrypted(path, key)
+        return cast(BinaryIO, DecryptedFile(path, key))
     if plain:
         return path.open("rb")
     raise UserError(f"{path}: is not encrypted while checkpoint.encryption_key is set, so anyone may have written it")
 
 
 def load(path: Path, key: Key | None, *, plain: bool = False, **options: Any) -> Any:
-    """torch.load, with `options`, of what `open_file` gives. Raises Damaged too."""
+    """torch.load, with `options`, through `open_file`. Raises Damaged too."""
     with open_file(path, key, plain=plain) as file:
         try:
             return torch.load(file, **options)
@@ -197,7 +192,7 @@ def load(path: Path, key: Key | None, *, plain: bool = False, **options: Any) ->
 
 
 def is_encrypted(path: Path) -> bool:
-    """Whether the file begins as an encrypted one does, of whatever version. Raises OSError."""
+    """Whether the file starts like an encrypted one, of any version. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(MAGIC) - 1) == MAGIC[:-1]
 
@@ -209,7 +204,7 @@ def key_id_of(path: Path) -> str:
 
 
 def owner_only(path: str, flags: int) -> int:
-    """An `opener` for `open`: a file that is made is readable for this user alone, whatever it was before."""
+    """An `opener` for `open`: only this user may read the file, also where it existed before."""
     handle = os.open(path, flags, 0o600)
     os.fchmod(handle, 0o600)
     return handle

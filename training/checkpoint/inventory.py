@@ -1,8 +1,8 @@
-"""Which tensors are in a file that torch.save wrote, read without executing anything that is in it.
+"""List the tensors in a file of torch.save without executing anything in it.
 
 Such a file is a zip archive of one pickle and one record a storage. The pickle is read by an unpickler that knows
-dictionaries, lists and tensors and takes every other class for an empty shell, so that no code of the file runs and no
-tensor is loaded.
+dictionaries, lists and tensors and replaces every other class by an empty placeholder, so that no code of the file runs
+and no tensor is loaded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ITEM_BYTES = {
     "complex128": 16,
     "complex64": 8,
 }
-# The functions by which torch pickles a tensor; the reader has its own in their place.
+# The functions by which torch pickles a tensor; the reader replaces them.
 _REBUILD = (
     "_rebuild_tensor_v2",
     "_rebuild_tensor_v3",
@@ -74,13 +74,13 @@ def tensors_of(value: Any) -> Tensors:
     return {name: (str(leaf.dtype).removeprefix("torch."), list(leaf.shape)) for name, leaf in leaves(value)}
 
 
-def tensors_in(path: Path, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")) -> Tensors:
-    """The same of a file on disk. Raises Damaged when it is not such a file, or a storage lacks bytes.
+def tensors_in(path: Path, open_file: Callable[[Path], BinaryIO] = lambda path: path.open("rb")) -> Tensors:
+    """`tensors_of` a file on disk. Raises Damaged when it is no file of torch.save, or a storage has the wrong size.
 
-    opened: the file for reading, decrypted where it has to be.
+    open_file: opens it for reading, and decrypts where needed.
     """
     try:
-        with opened(path) as whole, zipfile.ZipFile(whole) as archive:
+        with open_file(path) as whole, zipfile.ZipFile(whole) as archive:
             inner = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
             with archive.open(inner) as file:
@@ -118,7 +118,7 @@ class _Reader(pickle.Unpickler):
                 return _Storage(_STORAGES[name])
             if name in _REBUILD:
                 return getattr(self, name)
-        return type(name, (_Shell,), {})
+        return type(name, (_Placeholder,), {})
 
     def persistent_load(self, pid: Any) -> _Storage:
         _, storage, key, _, elements = pid
@@ -150,10 +150,10 @@ class _Reader(pickle.Unpickler):
         return rebuild(*arguments)
 
 
-class _Shell:
-    """Stands for an object of any other class and holds nothing."""
+class _Placeholder:
+    """Replaces an object of any other class, and is empty."""
 
-    def __new__(cls, *arguments: Any, **named: Any) -> _Shell:
+    def __new__(cls, *arguments: Any, **named: Any) -> _Placeholder:
         return super().__new__(cls)
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

@@ -1,4 +1,4 @@
-"""The key of encrypted checkpoints: where it comes from, and how it stays out of everything that is written down."""
+"""The key of encrypted checkpoints: read from the environment or a file, and kept out of logs and pickles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from config.secrets import decode_key, parse_key_setting
 
 
 class Key:
-    """A 256-bit key. It is in no text that this class gives."""
+    """A 256-bit key. Nothing that this class prints contains it."""
 
     def __init__(self, secret: bytes) -> None:
         """Raises ValueError unless there are 32 bytes."""
@@ -29,11 +29,10 @@ class Key:
     def from_setting(cls, setting: str, name: str = "checkpoint.encryption_key") -> Key:
         """The key that "env:NAME" or "file:PATH" holds, as 64 hexadecimal digits or base64.
 
-        name: of the setting, for errors. Raises UserError, which never shows what the setting or the place holds when
-        that may be the key.
+        name: of the setting, for errors. Raises UserError, whose text never contains a value that may be the key.
         """
-        kind, world = parse_key_setting(setting, name)
-        text = _from_environment(world, name) if kind == "env" else _from_file(Path(world).expanduser(), name)
+        kind, source = parse_key_setting(setting, name)
+        text = _from_environment(source, name) if kind == "env" else _from_file(Path(source).expanduser(), name)
         secret = decode_key(text.strip())
         if secret is None:
             raise UserError(f"{name} = {setting}: holds no 256-bit key; make one with `openssl rand -hex 32`")
@@ -41,11 +40,11 @@ class Key:
 
     @property
     def id(self) -> str:
-        """Tells keys apart and does not give them away: the first 8 bytes of the SHA-256, in hexadecimal."""
+        """Identifies the key without revealing it: the first 8 bytes of its SHA-256, in hexadecimal."""
         return hashlib.sha256(self._secret).hexdigest()[:16]
 
     def cipher(self, header: bytes) -> tuple[AESGCM, bytes]:
-        """Of the file with this header: its cipher and the first 7 bytes of its nonces."""
+        """The cipher of the file with this header, and the first 7 bytes of its nonces."""
         derived = HKDF(algorithm=hashes.SHA256(), length=39, salt=header[20:], info=header[:20]).derive(self._secret)
         return AESGCM(derived[:32]), derived[32:]
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, and whether it still is: `manifest.json`, its seal, sizes and hashes.
+"""`manifest.json`: the files of a checkpoint with sizes and hashes, its seal, and how they are verified.
 
 `docs/checkpoints.md` describes the format for other tools. Nothing here unpickles, and nothing needs torch.
 """
@@ -23,12 +23,12 @@ BLOCK = 1 << 22
 Tensors = dict[str, tuple[str, list[int]]]
 
 
-class Refused(Exception):
+class Unusable(Exception):
     """A checkpoint cannot be used. One line: the file, and what is wrong with it."""
 
 
-class Damaged(Refused):
-    """A checkpoint is not what was written, and never will be."""
+class Damaged(Unusable):
+    """A checkpoint differs from what was written."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def sealed(content: dict[str, Any]) -> str:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint at `path`.
 
-    Raises Damaged when it is not there or not as it was sealed, Refused when it is of another format, OSError when it
-    cannot be read.
+    Raises Damaged when it is missing or its seal does not match, Unusable when it is of another format, OSError when
+    it cannot be read.
     """
     try:
         text = (path / MANIFEST).read_bytes()
@@ -67,14 +67,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(text: bytes) -> dict[str, Any]:
-    """The content of a manifest. Raises Damaged when it is not as it was sealed, Refused when of another format."""
+    """The content of a manifest. Raises Damaged when its seal does not match, Unusable for another format."""
     try:
         manifest = json.loads(text)
         seal = manifest.pop("sha256")
     except (ValueError, KeyError, AttributeError, TypeError):
         raise Damaged(f"{MANIFEST} is not a whole manifest") from None
     if manifest.get("format") != FORMAT:
-        raise Refused(f"{MANIFEST} has format {manifest.get('format')}; this version reads format {FORMAT}")
+        raise Unusable(f"{MANIFEST} has format {manifest.get('format')}; this version reads format {FORMAT}")
     if seal != _seal(manifest):
         raise Damaged(f"{MANIFEST} does not have the SHA-256 it was sealed with")
     return manifest
@@ -86,7 +86,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_sizes(path: Path, manifest: dict[str, Any]) -> None:
-    """Raises Damaged for the first file that is missing or has another size; OSError when that cannot be told."""
+    """Raises Damaged for the first file that is missing or has another size; OSError when it cannot be checked."""
     for name, entry in manifest["files"].items():
         try:
             size = (path / name).stat().st_size
@@ -104,8 +104,8 @@ def check_hashes(path: Path, manifest: dict[str, Any], names: Iterable[str]) -> 
             raise Damaged(f"{name} has SHA-256 {found[:12]}...; the manifest says {expected[:12]}...")
 
 
-def share(manifest: dict[str, Any], rank: int, world_size: int) -> list[str]:
-    """The files that `rank` of `world_size` is to hash: about as many bytes for each, every file once."""
+def files_of_rank(manifest: dict[str, Any], rank: int, world_size: int) -> list[str]:
+    """The files that `rank` of `world_size` hashes: about the same bytes on each rank, every file once."""
     loads, mine = [0] * world_size, []
     for name, entry in sorted(manifest["files"].items(), key=lambda item: (-item[1]["bytes"], item[0])):
         lightest = loads.index(min(loads))
@@ -117,19 +117,19 @@ def share(manifest: dict[str, Any], rank: int, world_size: int) -> list[str]:
 
 def is_whole(path: Path) -> bool:
     """Whether there is a sealed manifest and every file that it names has its size. Hashes are not computed."""
-    return flaw(path) is None
+    return find_problem(path) is None
 
 
-def flaw(path: Path, further: Callable[[dict[str, Any]], None] = lambda manifest: None) -> Refused | None:
-    """What is wrong with the checkpoint at `path`, or None. `further` may raise Refused about the manifest it gets."""
+def find_problem(path: Path, further: Callable[[dict[str, Any]], None] = lambda manifest: None) -> Unusable | None:
+    """Why the checkpoint at `path` is unusable, or None. `further` checks its manifest, and may raise Unusable."""
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest)
         further(manifest)
-    except Refused as refused:
-        return refused
+    except Unusable as problem:
+        return problem
     except OSError as error:
-        return Refused(f"{error.filename or path} cannot be read: {error.strerror or error}")
+        return Unusable(f"{error.filename or path} cannot be read: {error.strerror or error}")
     return None
 
 
@@ -140,7 +140,7 @@ def by_step(folder: Path) -> list[Path]:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """What to go on from, best first: the checkpoint that LATEST names, then the others from the highest step down."""
+    """What to resume from, best first: the checkpoint that LATEST names, then the others from the highest step down."""
     found, latest = by_step(folder), folder / "LATEST"
     if latest.is_file():
         named = folder / latest.read_text().strip()
@@ -159,7 +159,7 @@ def newest_before(folder: Path, step: int) -> Path | None:
 
 
 def file_sha256(path: Path) -> str:
-    """Of the file's bytes, in hexadecimal."""
+    """The file's SHA-256, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):
@@ -171,8 +171,8 @@ def _seal(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _without_manifest(path: Path) -> Refused:
+def _without_manifest(path: Path) -> Unusable:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if read_state(path).get("format") == 1:
-            return Refused(f"{STATE} has format 1, which has no hashes; this version reads format {FORMAT}")
+            return Unusable(f"{STATE} has format 1, which has no hashes; this version reads format {FORMAT}")
     return Damaged(f"{MANIFEST} is missing")

@@ -1,4 +1,4 @@
-"""What came of a save, the same on every rank."""
+"""The outcome of a save, the same on every rank."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ if TYPE_CHECKING:
 
 
 class SaveFailed(OSError):
-    """A checkpoint could not be written; every rank comes to the same. One line: the rank, the file and the reason."""
+    """A checkpoint could not be written; raised alike on every rank. One line: the rank, the file and the reason."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save did."""
+    """A save that succeeded."""
 
     path: Path
     url: str | None
-    """Of the same in the object store, where there is one."""
+    """In the object store, where there is one."""
     step: int
     tokens: int
     seconds: float
-    """From the call to the published and, where that is asked for, read back and uploaded checkpoint."""
+    """From the call until it was published and, where configured, read back and uploaded."""
     stall_seconds: float
-    """For which the training thread was held: copying to host memory, and waiting for the end where it had to."""
+    """For which the training thread was blocked: copying to host memory, and any wait for the end."""
     bytes: int
     verified: bool
-    """Every file was read back, from the disk or from the store, and has the hash of what was written."""
+    """Whether every file was read back, from the disk or the store, with the hash of what was written."""
 
 
 def on_main(world: World, act: Callable[[], Any], path: Path | str) -> Any:
-    """What `act` gives on the main process, on every rank; raises SaveFailed on all when it meets an OSError."""
+    """The result of `act` on the main process, on every rank; raises SaveFailed on all when it raises OSError."""
     value, error = None, None
     if world.is_main:
         try:

@@ -1,11 +1,11 @@
-"""FP32 masters and optimizer state out of DeepSpeed's checkpoint files: any ZeRO stage, any number of ranks, no GPU.
+"""Read FP32 masters and optimizer state from DeepSpeed's checkpoint files: any ZeRO stage and number of ranks, no GPU.
 
 DeepSpeed's own `zero_to_fp32` refuses ZeRO-0 and the BF16 optimizer of ZeRO-1, and leaves frozen parameters of ZeRO-1
-out (0.19.8), so the partitions are read here. Each master is then compared with what else the checkpoint has of it:
+out (0.19.8), so the partitions are read here. An export compares each master with a second copy:
 
-- ZeRO-0: the weights in the model file are the masters; there is nothing else.
-- ZeRO-1 and 2: partitions are addressed by parameter name; the model file holds the computing weights whole, and every
-  master, rounded to their dtype, has to be equal to them.
+- ZeRO-0: the weights in the model file are the masters; there is no second copy.
+- ZeRO-1 and 2: partitions are addressed by parameter name; the model file has the whole computing weights, and every
+  master, rounded to their dtype, has to equal them.
 - ZeRO-3: partitions are addressed by their order in each parameter group; `zero_to_fp32` has to read the same.
 
 Files are mapped, not read, unless they are encrypted, and unpickled with an allow-list of classes: a file that names
@@ -44,9 +44,9 @@ class SavedTensor:
 
     shape: torch.Size
     read: Read
-    """The FP32 master, whole; of a frozen parameter, which has none, its weight in the dtype it was kept in."""
-    again: Read | None = None
-    """The same from the other place that has it, in that place's dtype; None where there is no other."""
+    """The whole FP32 master; of a frozen parameter, which has none, its weight in the dtype it was saved in."""
+    second_copy: Read | None = None
+    """The same tensor read from elsewhere in the checkpoint, in the dtype there; None where there is no other."""
     master: Pieces | None = None
     """The FP32 master by parts; None for a frozen parameter."""
     state: OptimizerState | None = None
@@ -55,28 +55,27 @@ class SavedTensor:
 
 @dataclass
 class SavedModel:
-    """What a checkpoint's DeepSpeed files hold of the model."""
+    """The model in a checkpoint's DeepSpeed files."""
 
     stage: int
-    """ZeRO stage; 2 stands for 1 and 2, whose files are alike."""
+    """ZeRO stage; 2 means 1 or 2, whose files have the same layout."""
     ranks: int
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
-    """Every parameter, by its name in the model. A shared one may be there under each of its names."""
+    """Every parameter, by its name in the model. A shared one may appear under each of its names."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Persistent buffers, as they were kept."""
+    """Persistent buffers, in the dtype they were saved in."""
     frozen: set[str] = field(default_factory=set)
-    """Parameters that no optimizer group holds."""
+    """Parameters in no optimizer group."""
     unnamed_states: list[OptimizerState | None] = field(default_factory=list)
-    """ZeRO-0's: those of the first optimizer group's parameters, then the next group's, without names."""
-    second_reading: str = "none: at ZeRO-0 the weights are the masters"
-    """What `again` reads, in words."""
+    """At ZeRO-0, without names: in the order of the optimizer's groups and their parameters."""
+    second_source: str = "none: at ZeRO-0 the weights are the masters"
+    """Where `second_copy` comes from, for messages."""
 
 
 def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
     """Open a `deepspeed/` folder of a checkpoint.
 
-    Raises UserError when a file is missing, damaged, of a kind that cannot be read here, or names code that is not
-    allowed.
+    Raises UserError when a file is missing, damaged, in an unknown layout, or names code that is not allowed.
     """
     shards = _optimizer_files(folder)
 
@@ -84,29 +83,29 @@ def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
         return opener.read(path, mmap=True)
 
     if not shards:
-        return _without_zero(folder, read)
+        return _open_stage_0(folder, read)
     states = [read(path)["optimizer_state_dict"] for path in shards]
     partitions = states[0].get("partition_count", len(states))
     expected = max(partitions) if isinstance(partitions, list) else partitions
     if expected != len(states):
         raise UserError(f"{folder}: has {len(states)} of {expected} *_optim_states.pt files; restore the missing ones")
     if "fp32_flat_groups" in states[0]:
-        return _partitioned_weights(folder, states, read, upstream=opener.key is None)
+        return _open_stage_3(folder, states, read, upstream=opener.key is None)
     if "single_partition_of_fp32_groups" in states[0]:
-        return _partitioned_masters(folder, states, read)
+        return _open_stages_1_and_2(folder, states, read)
     raise UserError(
         f"{shards[0]}: holds no FP32 partitions that this reader knows; the engine that saved it can load it"
     )
 
 
-def _without_zero(folder: Path, read: ReadFile) -> SavedModel:
+def _open_stage_0(folder: Path, read: ReadFile) -> SavedModel:
     state = read(folder / "mp_rank_00_model_states.pt")
     saved = SavedModel(stage=0, ranks=1)
-    _take_buffers(saved, state)
+    _set_buffers(saved, state)
     for name, weight in state["module"].items():
         if name not in saved.buffers:
             whole = Pieces([weight], weight.numel()) if weight.dtype == torch.float32 else None
-            saved.tensors[name] = SavedTensor(weight.shape, _of(weight), master=whole)
+            saved.tensors[name] = SavedTensor(weight.shape, _constant(weight), master=whole)
     optimizer = state.get("optimizer") or {"state": {}, "param_groups": []}
     for group in optimizer["param_groups"]:
         for index in group["params"]:
@@ -116,18 +115,18 @@ def _without_zero(folder: Path, read: ReadFile) -> SavedModel:
     return saved
 
 
-def _partitioned_masters(folder: Path, states: list[dict[str, Any]], read: ReadFile) -> SavedModel:
+def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadFile) -> SavedModel:
     """ZeRO-1 and 2: each rank's flat partition of a group, with the address of every parameter's part in it."""
     state = read(folder / "mp_rank_00_model_states.pt")
-    saved = SavedModel(stage=2, ranks=len(states), second_reading="the weights in the model file, rounded alike")
-    _take_buffers(saved, state)
+    saved = SavedModel(stage=2, ranks=len(states), second_source="the weights in the model file, rounded alike")
+    _set_buffers(saved, state)
     module, shared = state["module"], state["shared_params"] or {}
     parts: dict[str, list[torch.Tensor]] = {}
     kept: dict[str, list[Any]] = {}
     places: dict[str, list[slice]] = {}
     for partition in states:
         groups = partition["single_partition_of_fp32_groups"]
-        flats = _of_flats(partition["base_optimizer_state"])
+        flats = _flat_states(partition["base_optimizer_state"])
         for index, addresses in enumerate(partition["param_slice_mappings"]):
             for name, address in addresses.items():
                 # an address may end in the padding that was cut off the last rank's partition
@@ -141,29 +140,29 @@ def _partitioned_masters(folder: Path, states: list[dict[str, Any]], read: ReadF
             saved.tensors[name] = SavedTensor(
                 shape,
                 _joined(parts[name], shape),
-                _of(module[name]),
+                _constant(module[name]),
                 Pieces(parts[name], shape.numel()),
                 _joined_state(folder, name, kept[name], places[name], shape.numel()),
             )
     for name, weight in module.items():
         if name not in saved.tensors and name not in saved.buffers and name not in shared:
             saved.frozen.add(name)
-            saved.tensors[name] = SavedTensor(weight.shape, _of(weight))
+            saved.tensors[name] = SavedTensor(weight.shape, _constant(weight))
     return saved
 
 
-def _partitioned_weights(folder: Path, states: list[dict[str, Any]], read: ReadFile, *, upstream: bool) -> SavedModel:
-    """ZeRO-3: every parameter is cut into equal parts, the last one padded; each rank's parts lie end to end.
+def _open_stage_3(folder: Path, states: list[dict[str, Any]], read: ReadFile, *, upstream: bool) -> SavedModel:
+    """ZeRO-3: every parameter is cut into equal parts, the last one padded; each rank's parts are concatenated.
 
     upstream: whether DeepSpeed can read the files too.
     """
     files = [folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(states))]
     models = [read(path) for path in files]
     second = "DeepSpeed's zero_to_fp32" if upstream else "none: DeepSpeed's zero_to_fp32 reads no encrypted files"
-    saved = SavedModel(stage=3, ranks=len(states), second_reading=second)
-    _take_buffers(saved, models[0])
+    saved = SavedModel(stage=3, ranks=len(states), second_source=second)
+    _set_buffers(saved, models[0])
     whole = cache(lambda: _zero_to_fp32(folder)) if upstream else None
-    optimizers = [_of_flats(state["optimizer_state_dict"]) for state in states]
+    optimizers = [_flat_states(state["optimizer_state_dict"]) for state in states]
     for index, shapes in enumerate(models[0]["param_shapes"]):
         flats, start = [state["fp32_flat_groups"][index] for state in states], 0
         kept = [optimizer[index] for optimizer in optimizers]
@@ -176,7 +175,7 @@ def _partitioned_weights(folder: Path, states: list[dict[str, Any]], read: ReadF
             saved.tensors[name] = SavedTensor(
                 shape,
                 _joined(parts, shape),
-                _upstreams(whole, name),
+                _read_by_deepspeed(whole, name),
                 Pieces(parts, shape.numel()),
                 _joined_state(folder, name, kept, [where] * len(states), shape.numel()),
             )
@@ -188,17 +187,17 @@ def _partitioned_weights(folder: Path, states: list[dict[str, Any]], read: ReadF
         parts = [model["frozen_param_fragments"][name] for model in models]
         _require_size(folder, name, shape, sum(part.numel() for part in parts))
         saved.frozen.add(name)
-        saved.tensors[name] = SavedTensor(shape, _joined(parts, shape), _upstreams(whole, name))
+        saved.tensors[name] = SavedTensor(shape, _joined(parts, shape), _read_by_deepspeed(whole, name))
     return saved
 
 
-def _of_flats(optimizer: dict[str, Any]) -> list[dict[str, Any] | None]:
-    """State of each flat partition, group after group; None for one that was never stepped."""
+def _flat_states(optimizer: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """The state of each flat partition, group by group; None before its first step."""
     return [optimizer["state"].get(index) for group in optimizer["param_groups"] for index in group["params"]]
 
 
 def _joined_state(folder: Path, name: str, states: list[Any], places: list[slice], numel: int) -> OptimizerState | None:
-    """From each rank's state and the place of the parameter's part in it. None before the first step."""
+    """Combine each rank's state at the place of the parameter's part in it. None before the first step."""
     if not all(states):
         return None
     found = {(tuple(_tensors(state)), int(state.get(COUNT, 0))) for state in states}
@@ -222,20 +221,20 @@ def _tensors(state: dict[str, Any] | None) -> dict[str, torch.Tensor]:
 
 
 def _zero_to_fp32(folder: Path) -> dict[str, Any]:
-    """DeepSpeed's own reading, lazy. It unpickles without an allow-list, files that have passed ours."""
+    """Read by DeepSpeed, lazily. It unpickles without an allow-list, but these files have passed ours."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name, lazy_mode=True)
 
 
-def _upstreams(whole: Callable[[], dict[str, Any]] | None, name: str) -> Read | None:
+def _read_by_deepspeed(whole: Callable[[], dict[str, Any]] | None, name: str) -> Read | None:
     return (lambda: whole()[name].contiguous()) if whole is not None else None
 
 
-def _take_buffers(saved: SavedModel, state: dict[str, Any]) -> None:
+def _set_buffers(saved: SavedModel, state: dict[str, Any]) -> None:
     saved.buffers = {name: state["module"][name] for name in state["buffer_names"] or ()}
 
 
-def _of(tensor: torch.Tensor) -> Read:
+def _constant(tensor: torch.Tensor) -> Read:
     return lambda: tensor
 
 

@@ -1,4 +1,4 @@
-"""A parameter's master and optimizer state as a checkpoint has them: cut up among its ranks, not read yet."""
+"""A parameter's master and optimizer state in a checkpoint: partitioned among its ranks, not read yet."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 @dataclass(frozen=True)
 class Pieces:
-    """A tensor whose values lie in pieces, end to end; what is behind its last value is padding."""
+    """A tensor whose values are the concatenation of `parts`; values after `numel` are padding."""
 
     parts: Sequence[torch.Tensor]
     numel: int
 
     def slice(self, start: int, length: int) -> torch.Tensor:
-        """(length,) of the values from `start` on; reads no other pieces. A view where one piece has them all.
+        """(length,) the values from `start` on; reads no other parts. A view where one part has them all.
 
-        Raises ValueError when the tensor ends before.
+        Raises ValueError past the end of the tensor.
         """
         if start + length > self.numel:
             raise ValueError(f"values {start} to {start + length} of {self.numel} were asked for")
@@ -35,9 +35,9 @@ class Pieces:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What the optimizer keeps of one parameter."""
+    """The optimizer's state of one parameter."""
 
     tensors: dict[str, Pieces]
-    """State tensors, FP32, of the parameter's size, by the names that the file has for them."""
+    """State tensors, FP32, of the parameter's size, by their names in the file."""
     updates: int
     """Updates so far; 0 where the optimizer does not count them."""

@@ -1,4 +1,4 @@
-"""Read a checkpoint's .pt files: decrypted where they are encrypted, and without running code that is in them."""
+"""Read a checkpoint's .pt files: decrypted where they are encrypted, and without running code in them."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ ALLOWED: list[Callable | tuple[Callable, str]] = [
     deepspeed_scaler.LossScaler,
     deepspeed_scaler.DynamicLossScaler,
 ]
-"""Classes that may be named in a checkpoint's pickles, beside tensors and plain types."""
+"""Classes that a checkpoint's pickles may name, besides tensors and plain types."""
 
 
 @dataclass(frozen=True)
 class Opener:
-    """How to open the files: with which key, and whether plain ones are taken although there is one."""
+    """How to open the files: with which key, and whether plain ones are accepted although there is one."""
 
     key: Key | None = None
     accept_plain: bool = False
 
     @classmethod
     def of(cls, section: CheckpointSection) -> Opener:
-        """As a run's config says. Raises UserError for a key that is not where it should be."""
+        """From a run's config. Raises UserError when there is no key where the config says."""
         key = Key.from_setting(section.encryption_key) if section.encryption_key is not None else None
         return cls(key, section.accept_plain)
 
     def read(self, path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-        """The content of a file. mmap: leave tensors on the disk until they are used, where nothing is encrypted.
+        """The content of a file. mmap: map tensors from the disk where the file is not encrypted.
 
         Raises UserError when the file is missing, damaged, of another key, or names code that is not allowed.
         """
@@ -63,9 +63,9 @@ class Opener:
         except Damaged as error:
             raise UserError(f"{path.parent}: {error}; use another checkpoint") from error
         except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            refused = re.search(r"GLOBAL ([\w.]+)", str(error))
-            if refused:
-                reason = f"names code that is not allowed in a checkpoint ({refused[1]}); do not load it"
+            global_name = re.search(r"GLOBAL ([\w.]+)", str(error))
+            if global_name:
+                reason = f"names code that is not allowed in a checkpoint ({global_name[1]}); do not load it"
             else:
                 reason = f"cannot be read ({' '.join(str(error).split())[:120]}); use another checkpoint"
             raise UserError(f"{path}: {reason}") from error
@@ -76,7 +76,7 @@ PLAIN = Opener()
 
 
 class Reader(CheckpointEngine):
-    """Stands for DeepSpeed's reader, which runs whatever code a file names."""
+    """Replaces DeepSpeed's reader, which runs any code that a file names."""
 
     def __init__(self, opener: Opener) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Reader(CheckpointEngine):
         return self._opener.read(Path(path), map_location=map_location)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Not for writing: it is in place only while something is loaded."""
+        """Not for writing: it is installed only while loading."""
         raise NotImplementedError("these files are read only")
 
     def create(self, info: Any) -> None:

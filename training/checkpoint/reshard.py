@@ -1,12 +1,11 @@
 """Resume from a checkpoint of another layout: other ranks, another ZeRO stage, another compute dtype, with or without
 offload.
 
-Every master and what the optimizer keeps of it (config/optimizers.py) are read by parameter name out of the shards,
-whichever ranks wrote them, and written to where this run keeps them. The computing weights are the masters, rounded.
-Then every rank's part is summed up again and compared with what the engine that saved had; nothing is trained where
-they differ.
+Every master and its optimizer state (config/optimizers.py) are read by parameter name from the shards, whichever ranks
+wrote them, and copied into this run's partitions. The computing weights are the masters, rounded. Then the checksums
+are computed again and compared with those of the engine that saved; the run stops where they differ.
 
-docs/elastic.md says what carries over, and why DeepSpeed's universal checkpoint is not used.
+docs/elastic.md lists what carries over, and explains why DeepSpeed's universal checkpoint is not used.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from training.engine.tensors import (
     checksum,
     checksums_of,
     flat_masters,
-    kinds,
     partitioned,
     shape_of,
     shard_of,
     state_after,
-    trained,
+    tensor_kinds,
+    trainable_parameters,
 )
 
 
 @dataclass(frozen=True)
-class Carried:
+class Restored:
     """What was restored."""
 
     parameters: int
@@ -49,10 +48,9 @@ class Carried:
     """Parameters without one, whose weights were restored."""
     buffers: int
     updates: int | None
-    """Updates that the optimizer has made; 0 where it had made none and its state starts at zero. None where the
-    optimizer does not count them."""
+    """Updates by the optimizer so far; 0: its state starts at zero. None where the optimizer does not count them."""
     compared: int
-    """Checksums that were compared with the checkpoint's: one a master and, once there are any, one a state tensor."""
+    """Checksums that were compared with the checkpoint's: one per master and per state tensor."""
 
     def __str__(self) -> str:
         after = "" if self.updates is None else f" after {self.updates} updates"
@@ -64,27 +62,27 @@ def restore(
 ) -> str | None:
     """Restore a checkpoint into the engine, of its own layout or of another, and compare every checksum.
 
-    recorded: its checksums. change: how the layout differs, in words; None has DeepSpeed load its own files, bit for
-    bit. Gives a line about the change, for the log. A collective. Raises UserError as `load_resharded` does.
+    recorded: its checksums. change: how the layout differs; None: it does not, and DeepSpeed loads its own files, bit
+    for bit. Returns a line about the change, for the log. A collective. Raises UserError as `load_resharded` does.
     """
     kept = [kind for kind in recorded or {} if kind != "master"]  # none before the first update
-    engine.world.raise_first(_other_optimizer(engine, path, kept) if kept else None, UserError)
+    engine.world.raise_first(_optimizer_difference(engine, path, kept) if kept else None, UserError)
     if change is None:
         engine.load(path, TAG, Reader(opener))
-        require_same(engine, path, recorded or {})
+        require_same_checksums(engine, path, recorded or {})
         return None
-    carried = load_resharded(engine, path / TAG, recorded=recorded, opener=opener)
-    return f"checkpoint {path}: {change}; {carried}"
+    restored = load_resharded(engine, path / TAG, recorded=recorded, opener=opener)
+    return f"checkpoint {path}: {change}; {restored}"
 
 
 @torch.no_grad()
-def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, opener: Opener = PLAIN) -> Carried:
+def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, opener: Opener = PLAIN) -> Restored:
     """Restore masters, optimizer state, frozen weights and buffers from a `deepspeed/` folder of any layout.
 
-    recorded: `checksums_of` the engine that saved; None takes them from the files, which then shows only what went
-    wrong on the way from there. The optimizer's settings, the loss scale and the random generators are left as they
-    are. A collective; each rank reads the files for itself, at most one whole parameter at a time. Raises UserError, on
-    every rank, naming the first parameter that is missing, of another shape, or not what was saved.
+    recorded: `checksums_of` the engine that saved; None computes them from the files, which then detects only
+    errors of the loading itself. The optimizer's settings, the loss scale and the random generators are not changed. A
+    collective; each rank reads the files itself, at most one whole parameter at a time. Raises UserError, on
+    every rank, naming the first parameter that is missing, has another shape, or differs from what was saved.
     """
     try:
         saved, problem = _with_named_states(engine, open_saved_model(folder, opener), folder), None
@@ -100,17 +98,17 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
     _restore_padding(engine, updates)
     buffers = _restore_buffers(engine, saved)
     recorded = recorded or _checksums_of_files(engine, saved)
-    require_same(engine, folder, recorded)
-    return Carried(
-        parameters=len(trained(engine)),
+    require_same_checksums(engine, folder, recorded)
+    return Restored(
+        parameters=len(trainable_parameters(engine)),
         frozen=sum(not parameter.requires_grad for parameter in engine.model.parameters()),
         buffers=buffers,
         updates=updates if engine.optimizer_spec.counts_updates else None,
-        compared=sum(len(recorded.get(kind, {})) for kind in kinds(engine)),
+        compared=sum(len(recorded.get(kind, {})) for kind in tensor_kinds(engine)),
     )
 
 
-def require_same(engine: Engine, where: Path, recorded: Checksums) -> None:
+def require_same_checksums(engine: Engine, where: Path, recorded: Checksums) -> None:
     """Compare every master and state tensor of the engine with the checksums that were recorded when they were saved.
 
     A collective. Raises UserError, on every rank, naming the first that differs; `where` is the checkpoint.
@@ -118,12 +116,12 @@ def require_same(engine: Engine, where: Path, recorded: Checksums) -> None:
     engine.world.raise_first(_difference(where, recorded, checksums_of(engine)), UserError)
 
 
-def _other_optimizer(engine: Engine, where: Path, kept: Collection[str]) -> str | None:
-    """How the state tensors that were saved are not those of this run's optimizer, or None. kept: their names."""
+def _optimizer_difference(engine: Engine, where: Path, saved: Collection[str]) -> str | None:
+    """An error message where the saved state tensors, by name, are not those of this run's optimizer; else None."""
     mine = engine.optimizer_spec.states
-    if set(kept) == set(mine):
+    if set(saved) == set(mine):
         return None
-    there, here = (", ".join(names) or "nothing" for names in (kept, mine))
+    there, here = (", ".join(names) or "nothing" for names in (saved, mine))
     return (
         f"{where}: its optimizer kept {there} of each parameter, this run's keeps {here}; use the same "
         "optimizer.name, or start anew with run.resume=never or another run.name"
@@ -131,7 +129,7 @@ def _other_optimizer(engine: Engine, where: Path, kept: Collection[str]) -> str 
 
 
 def _with_named_states(engine: Engine, saved: SavedModel, folder: Path) -> SavedModel:
-    """Give ZeRO-0's optimizer state its names: it is in the order of the optimizer's groups."""
+    """Assign ZeRO-0's optimizer state to parameter names: it is in the order of the optimizer's groups."""
     if not saved.unnamed_states:
         return saved
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
@@ -164,7 +162,7 @@ def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
         if parameter.requires_grad is (tensor.master is None):
             here = "trains" if parameter.requires_grad else "is frozen"
             return f"{folder}: {name} {here} in this run and not there; freeze the same parameters"
-        problem = _other_optimizer(engine, folder, tensor.state.tensors) if tensor.state else None
+        problem = _optimizer_difference(engine, folder, tensor.state.tensors) if tensor.state else None
         if problem is not None:
             return problem
         shard = shard_of(engine, parameter) if parameter.requires_grad else None
@@ -194,10 +192,10 @@ def _restore(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
 
 
 def _restore_padding(engine: Engine, updates: int) -> None:
-    """Optimizer state of a partition in which this rank has nothing but padding; checkpoints to come hold it too."""
+    """Create the optimizer state of partitions that are only padding on this rank; later checkpoints contain it."""
     if engine.stage == 0:
         return
-    held = [shard_of(engine, parameter) for parameter in trained(engine).values()]
+    held = [shard_of(engine, parameter) for parameter in trainable_parameters(engine).values()]
     flats = {id(shard.flat) for shard in held if shard is not None}
     for flat in flat_masters(engine):
         if id(flat) not in flats:
@@ -205,7 +203,7 @@ def _restore_padding(engine: Engine, updates: int) -> None:
 
 
 def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
-    """What the module computes with: the master, rounded; at ZeRO-3 this rank's part of it."""
+    """The computing weight: the master, rounded; at ZeRO-3 this rank's partition of it."""
     if engine.stage < 3:
         parameter.data.copy_(tensor.read())
         return
@@ -226,9 +224,9 @@ def _restore_buffers(engine: Engine, saved: SavedModel) -> int:
 
 
 def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:
-    """Of what the files hold, a share of the parameters on each rank."""
+    """The checksums of the files' tensors; each rank computes those of some parameters."""
     world, found = engine.world, []
-    for index, name in enumerate(trained(engine)):
+    for index, name in enumerate(trainable_parameters(engine)):
         tensor = saved.tensors[name]
         if index % world.world_size != world.rank or tensor.master is None:
             continue
@@ -245,7 +243,7 @@ def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:
 
 
 def _difference(folder: Path, recorded: Checksums, found: Checksums) -> str | None:
-    """The first master or state tensor that is not what was saved, in words."""
+    """An error message for the first master or state tensor that is not what was saved; None when all are."""
     for kind, texts in recorded.items():
         for name, text in texts.items():
             here = found.get(kind, {}).get(name)

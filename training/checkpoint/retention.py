@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest ones, every so many steps, the best by validation loss, and what is being read."""
+"""Which checkpoints are kept: the newest, those at an interval, the best by validation loss, and those being read."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint.manifest import MANIFEST, Refused, by_step, read_manifest
+from training.checkpoint.manifest import MANIFEST, Unusable, by_step, read_manifest
 
 
 @dataclass(frozen=True)
 class Retention:
-    """A checkpoint stays when any of these says so."""
+    """A checkpoint is kept when any of these rules selects it."""
 
     newest: int
-    """So many of the highest step."""
+    """How many of the highest steps."""
     every: int = 0
     """[steps] Those whose step is a multiple of it; 0: none."""
     best: int = 0
-    """So many of the lowest validation loss, of those that were evaluated at their very step."""
+    """How many of the lowest validation loss, of those that were evaluated at their step."""
 
     def to_delete(self, folder: Path, final: Path) -> list[Path]:
-        """Of the checkpoints in `folder` up to `final`, the one just published, those that need not stay."""
+        """Of the checkpoints in `folder` up to `final`, the one just published, those to delete."""
         paths = {step_of(path): path for path in by_step(folder)}
-        gone = self.expired(list(paths), step_of(final), lambda step: validation_loss(paths[step]))
-        return [paths[step] for step in gone]
+        expired = self.expired(list(paths), step_of(final), lambda step: validation_loss(paths[step]))
+        return [paths[step] for step in expired]
 
     def expired(self, steps: Sequence[int], final: int, loss_of: Callable[[int], float | None]) -> list[int]:
-        """Of `steps` up to `final` those that need not stay. loss_of: asked only where the best ones stay.
+        """Of `steps` up to `final` those to delete. loss_of: called only where `best` is set.
 
-        Later ones are of a past that the run went back behind; they are replaced when it comes there.
+        Later steps are from before a rollback; they are replaced when the run reaches them again.
         """
-        upto = sorted((step for step in steps if step <= final), reverse=True)
-        stay = {final, *upto[: self.newest]}
+        steps_until = sorted((step for step in steps if step <= final), reverse=True)
+        kept = {final, *steps_until[: self.newest]}
         if self.every:
-            stay |= {step for step in upto if step % self.every == 0}
+            kept |= {step for step in steps_until if step % self.every == 0}
         if self.best:
-            losses = {step: loss for step in upto if (loss := loss_of(step)) is not None}
-            stay |= set(sorted(losses, key=lambda step: (losses[step], step))[: self.best])
-        return [step for step in upto if step not in stay]
+            losses = {step: loss for step in steps_until if (loss := loss_of(step)) is not None}
+            kept |= set(sorted(losses, key=lambda step: (losses[step], step))[: self.best])
+        return [step for step in steps_until if step not in kept]
 
 
 def step_of(path: Path) -> int:
@@ -55,21 +55,21 @@ def validation_loss(path: Path) -> float | None:
     """Nats per label token at the checkpoint's step; None when it was not evaluated, not finite or not readable."""
     try:
         return loss_in(read_manifest(path))
-    except (Refused, OSError):
+    except (Unusable, OSError):
         return None
 
 
 def loss_in(manifest: dict[str, Any]) -> float | None:
-    """The same of a manifest."""
+    """The finite validation loss in a manifest, or None."""
     loss = manifest.get("validation_loss")
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
 @contextmanager
-def being_read(path: Path) -> Iterator[None]:
-    """Whoever retains or prunes checkpoints meanwhile, in this process or another one, leaves `path` alone.
+def read_lock(path: Path) -> Iterator[None]:
+    """Keep `path` from being deleted meanwhile, by this process or another one.
 
-    A shared lock on its manifest. Where the file system has no locks it does nothing.
+    A shared lock on its manifest. Does nothing where the file system has no locks.
     """
     handle = None
     with suppress(OSError):
@@ -82,8 +82,8 @@ def being_read(path: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def is_being_read(path: Path) -> bool:
-    """Whether someone is inside `being_read` of the checkpoint."""
+def is_read_locked(path: Path) -> bool:
+    """Whether any process holds a `read_lock` of the checkpoint."""
     try:
         handle = os.open(path / MANIFEST, os.O_RDONLY)
     except OSError:

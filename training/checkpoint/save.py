@@ -1,7 +1,7 @@
-"""One save on its way to the disk, behind training: files, agreement of the ranks, publishing, reading back.
+"""One save in the background: write the files, agree with the other ranks, publish, read back, upload.
 
-The training thread hands over what is to be written; everything after that runs here, in a thread of each rank, with
-collectives on a process group of its own. Every rank comes to the same outcome.
+The training thread hands over what is to be written; the rest runs in a thread on each rank, with collectives on a
+process group of its own. Every rank gets the same outcome.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Order:
-    """What is to become of the files of one save."""
+class SaveRequest:
+    """What to do with the files of one save."""
 
     final: Path
     partial: Path
@@ -38,40 +38,40 @@ class Order:
     retention: Retention
     verify: bool
     private: bool
-    """The folder is for this user alone."""
+    """Whether only this user may read the folder."""
     remote: Remote | None
-    """Where the checkpoint goes as well."""
+    """The object store to upload the checkpoint to."""
     started: float
     """time.perf_counter() at the call."""
 
 
 class Save:
-    """Runs an order to its end in a daemon thread: a process that must die is not held by it."""
+    """Carries out a request in a daemon thread, which does not keep a dying process alive."""
 
-    def __init__(self, order: Order, files: Files, world: World, reached: Callable[[str], None]) -> None:
-        """world: with a process group that nothing else uses meanwhile. reached: told each phase on each rank."""
+    def __init__(self, request: SaveRequest, files: Files, world: World, reached: Callable[[str], None]) -> None:
+        """world: on a process group that nothing else uses meanwhile. reached: called with each phase on each rank."""
         self.stall_seconds = 0.0
-        """For which it held the training thread so far."""
-        self._order, self._files, self._world, self._reached = order, files, world, reached
+        """For which it has blocked the training thread so far."""
+        self._request, self._files, self._world, self._reached = request, files, world, reached
         self._outcome: Saved | BaseException | None = None
         self._published = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"save of step {order.step}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"save of step {request.step}", daemon=True)
         self._thread.start()
 
     @property
     def ended(self) -> bool:
-        """Whether `outcome` would answer at once on this rank."""
+        """Whether `outcome` would return at once on this rank."""
         return not self._thread.is_alive()
 
     def wait_until_published(self) -> None:
-        """Return when the checkpoint can be seen, or never will be."""
+        """Return when the checkpoint is published, or the save failed."""
         self._published.wait()
 
     def outcome(self) -> Saved | SaveFailed:
-        """Wait for the end. Raises what is not a failure of a disk."""
-        asked = time.perf_counter()
+        """Wait for the end. Raises any error other than SaveFailed."""
+        started = time.perf_counter()
         self._thread.join()
-        self.stall_seconds += time.perf_counter() - asked
+        self.stall_seconds += time.perf_counter() - started
         if isinstance(self._outcome, Saved):
             return replace(self._outcome, stall_seconds=self.stall_seconds)
         assert self._outcome is not None
@@ -84,65 +84,66 @@ class Save:
             self._outcome = self._save()
         except SaveFailed as failure:
             if self._world.is_main:
-                shutil.rmtree(self._order.partial, ignore_errors=True)
+                shutil.rmtree(self._request.partial, ignore_errors=True)
             self._outcome = failure
-        except BaseException as error:  # told where it is waited for
+        except BaseException as error:  # raised by `outcome`
             self._outcome = error
         finally:
             self._published.set()
 
     def _save(self) -> Saved:
-        order = self._order
+        request = self._request
         self._files.write_all()
         self._reached("written")
         written = self._agree_on_files()
-        size = on_main(self._world, lambda: self._publish(written), order.final)
+        size = on_main(self._world, lambda: self._publish(written), request.final)
         self._published.set()
-        if order.verify:
+        if request.verify:
             self._read_back(written)
-        if order.remote is not None:
-            order.remote.upload(self._world, order.final, order.step, written)
+        if request.remote is not None:
+            request.remote.upload(self._world, request.final, request.step, written)
         return Saved(
-            path=order.final,
-            url=order.remote.where(order.step) if order.remote is not None else None,
-            step=order.step,
-            tokens=order.tokens,
-            seconds=time.perf_counter() - order.started,
+            path=request.final,
+            url=request.remote.url_of(request.step) if request.remote is not None else None,
+            step=request.step,
+            tokens=request.tokens,
+            seconds=time.perf_counter() - request.started,
             stall_seconds=0.0,
             bytes=size,
-            verified=order.verify or order.remote is not None,
+            verified=request.verify or request.remote is not None,
         )
 
     def _agree_on_files(self) -> dict[str, Written]:
         everyone = self._world.gather_objects((self._files.written, self._files.error))
         for _, error in everyone:
             if error is not None:
-                raise SaveFailed(f"checkpoint {self._order.final} was not saved: {error}")
+                raise SaveFailed(f"checkpoint {self._request.final} was not saved: {error}")
         return {name: file for written, _ in everyone for name, file in sorted(written.items())}
 
     def _publish(self, files: dict[str, Written]) -> int:
-        order = self._order
-        commit.take_in(order.partial, files)
-        if order.private:
-            order.partial.chmod(0o700)
-        manifest = {**order.manifest, "files": {name: file.as_plain() for name, file in files.items()}}
-        size = commit.seal_folder(order.partial, manifest, self._reached)
-        commit.publish(order.partial, order.final, self._reached)
-        for old in order.retention.to_delete(order.final.parent, order.final):
+        request = self._request
+        commit.add_unlisted_files(request.partial, files)
+        if request.private:
+            request.partial.chmod(0o700)
+        manifest = {**request.manifest, "files": {name: file.as_plain() for name, file in files.items()}}
+        size = commit.seal_folder(request.partial, manifest, self._reached)
+        commit.publish(request.partial, request.final, self._reached)
+        for old in request.retention.to_delete(request.final.parent, request.final):
             commit.drop(old, self._reached)
         self._reached("done")
         return size + sum(file.bytes for file in files.values())
 
     def _read_back(self, files: dict[str, Written]) -> None:
-        """Hash what this rank wrote once more, from the disk. One that differs is set aside and never chosen."""
+        """Hash what this rank wrote again, from the disk. Where it differs, the checkpoint is renamed: never chosen."""
+        final = self._request.final
         mine = {name: file.sha256 for name, file in files.items() if file.rank == self._world.rank}
-        found = next((text for text in self._world.gather_objects(_difference(self._order.final, mine)) if text), None)
-        if found is not None:
-            on_main(self._world, lambda: _condemn(self._order.final), self._order.final)
-            raise SaveFailed(f"checkpoint {self._order.final} is not what was written and is set aside: {found}")
+        problem = next((text for text in self._world.gather_objects(_read_problem(final, mine)) if text), None)
+        if problem is not None:
+            on_main(self._world, lambda: _rename_damaged(final), final)
+            raise SaveFailed(f"checkpoint {final} is not what was written and is set aside: {problem}")
 
 
-def _difference(path: Path, files: dict[str, str]) -> str | None:
+def _read_problem(path: Path, files: dict[str, str]) -> str | None:
     for name, expected in files.items():
         try:
             found = file_sha256(path / name)
@@ -153,8 +154,8 @@ def _difference(path: Path, files: dict[str, str]) -> str | None:
     return None
 
 
-def _condemn(path: Path) -> None:
-    commit.set_aside(path)
+def _rename_damaged(path: Path) -> None:
+    commit.rename_damaged(path)
     previous = newest(path.parent)
     if previous is not None:
         commit.name_latest(previous)

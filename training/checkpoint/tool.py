@@ -1,4 +1,4 @@
-"""`python -m training.checkpoint`: look at checkpoints from outside, without loading them.
+"""`python -m training.checkpoint`: inspect checkpoints without loading them.
 
 verify PATH            hash every file, then compare its tensors with the manifest; exit code 3 when anything differs.
                        The tensors of an encrypted one are compared with --key env:NAME or file:PATH
@@ -29,12 +29,12 @@ from training.checkpoint.manifest import (
     Damaged,
     by_step,
     check_hashes,
-    flaw,
+    find_problem,
     newest,
     read_manifest,
     read_state,
 )
-from training.checkpoint.retention import being_read, validation_loss
+from training.checkpoint.retention import read_lock, validation_loss
 
 WHOLE, DAMAGED = 0, 3
 
@@ -66,15 +66,15 @@ def main(arguments: Sequence[str], say: Say = print) -> int:
 def verify(given: argparse.Namespace, say: Say) -> int:
     """Hash every file and compare its tensors with the manifest."""
     paths, worst = _checkpoints(given.path), WHOLE
-    opened = _opener(given.key)
+    open_file = _opener(given.key)
     for path in paths:
-        with being_read(path):
-            found = flaw(path, lambda manifest, path=path: _check_everything(path, manifest, opened))  # type: ignore[misc]
+        with read_lock(path):
+            found = find_problem(path, lambda manifest, path=path: _check_everything(path, manifest, open_file))  # type: ignore[misc]
         if found is None:
             manifest = read_manifest(path)
             needed = _encryption(manifest)
             tensors = f"{_count(manifest)} tensors"
-            if needed and opened is None:
+            if needed and open_file is None:
                 tensors = f"encrypted with the key {needed}: give it with --key to compare tensors as well"
             say(f"{path}: whole; {_size(manifest)} in {len(manifest['files'])} files, {tensors}")
         else:
@@ -88,7 +88,7 @@ def list_run(given: argparse.Namespace, say: Say) -> int:
     folder = _folder(given.path)
     named = (folder / "LATEST").read_text().strip() if (folder / "LATEST").is_file() else None
     for path in by_step(folder):
-        found, mark = flaw(path), "  LATEST" if path.name == named else ""
+        found, mark = find_problem(path), "  LATEST" if path.name == named else ""
         if found is not None:
             say(f"{path.name:<14} {found}{mark}")
             continue
@@ -98,8 +98,8 @@ def list_run(given: argparse.Namespace, say: Say) -> int:
         evaluated = f", validation loss {loss:.4f}" if loss is not None else ""
         say(f"{path.name:<14} {manifest['written']}  {_size(manifest):>10}  {where}{evaluated}{mark}")
     for path in sorted([*folder.glob(".step-*"), *folder.glob("step-*.damaged*")]):
-        said = "set aside as damaged" if ".damaged" in path.name else "under way, or left over from a kill"
-        say(f"{path.name:<14} {said}")
+        text = "set aside as damaged" if ".damaged" in path.name else "under way, or left over from a kill"
+        say(f"{path.name:<14} {text}")
     return WHOLE
 
 
@@ -108,7 +108,7 @@ def inspect(given: argparse.Namespace, say: Say) -> int:
     path = given.path if _is_checkpoint(given.path) else newest(_folder(given.path))
     if path is None:
         raise UserError(f"{given.path}: no whole checkpoint there; `verify` says what is wrong with those there are")
-    found = flaw(path)
+    found = find_problem(path)
     if found is not None:
         say(f"{path}: {found}")
         return DAMAGED
@@ -150,7 +150,7 @@ def prune(given: argparse.Namespace, say: Say) -> int:
     if given.keep < 1:
         raise UserError(f"--keep {given.keep}: at least 1 checkpoint has to stay")
     folder = _folder(given.path)
-    whole = [path for path in by_step(folder) if flaw(path) is None]
+    whole = [path for path in by_step(folder) if find_problem(path) is None]
     if not whole:
         raise UserError(f"{folder}: no whole checkpoint there, so nothing is deleted; `verify` says what is wrong")
     stay = whole[: given.keep]
@@ -180,20 +180,20 @@ def _encryption(manifest: dict[str, Any]) -> str | None:
     return (manifest.get("encryption") or {}).get("key")
 
 
-def _check_everything(path: Path, manifest: dict[str, Any], opened: Callable[[Path], BinaryIO] | None) -> None:
+def _check_everything(path: Path, manifest: dict[str, Any], open_file: Callable[[Path], BinaryIO] | None) -> None:
     """Raises Damaged for a file whose hash or tensors differ from the manifest's."""
     check_hashes(path, manifest, manifest["files"])
-    if _encryption(manifest) and opened is None:
+    if _encryption(manifest) and open_file is None:
         return
     for name, file in manifest["files"].items():
         if not name.endswith(".pt"):
             continue
         recorded = {tensor: (dtype, list(shape)) for tensor, (dtype, shape) in file.get("tensors", {}).items()}
-        found = tensors_in(path / name, opened) if opened and _encryption(manifest) else tensors_in(path / name)
+        found = tensors_in(path / name, open_file) if open_file and _encryption(manifest) else tensors_in(path / name)
         for tensor in [*recorded, *found]:
             if recorded.get(tensor) != found.get(tensor):
-                said = f"holds {found.get(tensor)}; the manifest says {recorded.get(tensor)}"
-                raise Damaged(f"{name}: {tensor} {said}")
+                text = f"holds {found.get(tensor)}; the manifest says {recorded.get(tensor)}"
+                raise Damaged(f"{name}: {tensor} {text}")
 
 
 def _checkpoints(path: Path) -> list[Path]:

@@ -1,8 +1,8 @@
-"""Write one rank's files of a checkpoint: hashed as they are written, on disk before anyone counts on them.
+"""Write one rank's files of a checkpoint: hashed while they are written, and flushed to disk.
 
-DeepSpeed's own writer is put aside for the time of a save. It writes through torch.save without flushing, and when one
-rank's disk is full that rank raises while the others wait at a barrier. Here a rank that fails says so afterwards, and
-what is to be written can be copied first, so that training goes on while it is.
+DeepSpeed's own writer is replaced during a save. It writes through torch.save without flushing, and when one rank's
+disk is full that rank raises while the others wait at a barrier. Here a rank reports its failure afterwards, and the
+state can be copied first, so that training continues while it is written.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from training.checkpoint.inventory import leaves, tensors_of
 from training.checkpoint.key import Key
 from training.checkpoint.manifest import Tensors, Written
 
-_WORTH_A_THREAD = 1 << 20
+_PARALLEL_FROM = 1 << 20
 
 
 class HashedFile(io.RawIOBase):
-    """A new file whose SHA-256 is taken from the bytes in memory, so that it also tells of a disk that wrote others.
+    """A new file whose SHA-256 is of the bytes in memory, so that it also detects a disk that wrote others.
 
-    torch's archive writer must not meet an exception half-way, so an error is kept and later writes do nothing.
+    torch's archive writer cannot handle an exception, so an error is kept until `finish` and later writes do nothing.
     """
 
     def __init__(self, path: Path, reached: Callable[[str], None], *, private: bool = False) -> None:
-        """reached: told "write" before every write and "flush" when all has been written. private: for this user alone.
+        """reached: called with "write" before every write, "flush" after the last. private: only this user may read it.
 
         Raises OSError.
         """
         self._file = open(path, "wb", buffering=0, opener=owner_only if private else None)  # noqa: SIM115
         self._digest = hashlib.sha256()
-        self._beside = ThreadPoolExecutor(max_workers=1)
+        self._hasher = ThreadPoolExecutor(max_workers=1)
         self._reached = reached
         self.size = 0
         self.error: OSError | None = None
@@ -50,11 +50,11 @@ class HashedFile(io.RawIOBase):
         self._reached("write")
         if self.error is None:
             try:
-                if len(view) < _WORTH_A_THREAD:
+                if len(view) < _PARALLEL_FROM:
                     self._digest.update(view)
                     self._write_all(view)
-                else:  # neither holds the interpreter's lock, so that both get a core
-                    hashed = self._beside.submit(self._digest.update, view)
+                else:  # both release the GIL, so they run in parallel
+                    hashed = self._hasher.submit(self._digest.update, view)
                     self._write_all(view)
                     hashed.result()
                 self.size += len(view)
@@ -70,28 +70,28 @@ class HashedFile(io.RawIOBase):
         return True
 
     def finish(self) -> str:
-        """Have it all on disk; the SHA-256. Raises the OSError that any write met."""
+        """Flush and close; the SHA-256. Raises the OSError of an earlier write."""
         try:
             if self.error is not None:
                 raise self.error
             self._reached("flush")
             os.fsync(self._file.fileno())
-            if hasattr(os, "posix_fadvise"):  # what is read back later comes from the disk, not from this cache
+            if hasattr(os, "posix_fadvise"):  # reading back is then from the disk, not from the page cache
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             self._file.close()
-            self._beside.shutdown()
+            self._hasher.shutdown()
         return self._digest.hexdigest()
 
 
 class Files(CheckpointEngine):
-    """This rank's files of one checkpoint. Never raises for a disk: `error` says what went wrong, in one line."""
+    """This rank's files of one checkpoint. Never raises OSError: `error` has it, in one line."""
 
     def __init__(
         self, folder: Path, *, rank: int, reached: Callable[[str], None], copied: bool, key: Key | None = None
     ) -> None:
-        """copied: keep copies in host memory and write nothing before `write_all`; else write at once. key: to encrypt
-        .pt files with, in which case all files are for this user alone.
+        """copied: keep copies in host memory until `write_all`; else write at once. key: to encrypt .pt files with;
+        only this user may then read any of the files.
         """
         super().__init__()
         self.name = "Mantissa"
@@ -100,21 +100,21 @@ class Files(CheckpointEngine):
         self.error: str | None = None
         self._folder, self._rank, self._reached = folder, rank, reached
         self._copied, self._key = copied, key
-        self._waiting: list[Callable[[], None]] = []
+        self._queued: list[Callable[[], None]] = []
 
     def save(self, state_dict: Any, path: str | Path) -> None:
         """Write one file with torch.save."""
         state = host_copy(state_dict) if self._copied else state_dict
-        self._keep(Path(path), lambda file: torch.save(state, file), tensors_of(state))
+        self._queue(Path(path), lambda file: torch.save(state, file), tensors_of(state))
 
     def save_text(self, text: str, path: Path) -> None:
         """Write one text file."""
-        self._keep(path, lambda file: file.write(text.encode()), {})
+        self._queue(path, lambda file: file.write(text.encode()), {})
 
     def write_all(self) -> None:
-        """Write what waits, and let go of each copy when it is on disk."""
-        while self._waiting:
-            self._waiting.pop(0)()
+        """Write what is queued, and free each copy when it is on disk."""
+        while self._queued:
+            self._queued.pop(0)()
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """For DeepSpeed."""
@@ -127,16 +127,16 @@ class Files(CheckpointEngine):
         """For DeepSpeed: nothing to prepare."""
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Not for reading: DeepSpeed's own reader is back in its place before anything is loaded."""
+        """Not for reading: it is installed only while saving."""
         raise NotImplementedError("these files are written only")
 
     def commit(self, info: Any) -> bool:
-        """For DeepSpeed: publishing is not its business."""
+        """For DeepSpeed: `Save` publishes the checkpoint."""
         return True
 
-    def _keep(self, path: Path, write: Callable[[Any], Any], tensors: Tensors) -> None:
+    def _queue(self, path: Path, write: Callable[[Any], Any], tensors: Tensors) -> None:
         if self._copied:
-            self._waiting.append(lambda: self._write(path, write, tensors))
+            self._queued.append(lambda: self._write(path, write, tensors))
         else:
             self._write(path, write, tensors)
 
@@ -164,10 +164,10 @@ class Files(CheckpointEngine):
 
 
 def host_copy(state: Any) -> Any:
-    """`state` with every tensor in host memory of its own. Tensors that share memory still do, as torch.save keeps it.
+    """A copy of `state` with its tensors in host memory. Tensors that shared a storage still do, as in torch.save.
 
     state: nested dictionaries, lists and tuples. Tensors inside other objects are copied on their own device. The copy
-    has `state`'s classes throughout, and torch.save writes the same bytes for it.
+    has the same classes as `state`, and torch.save writes the same bytes for it.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     memo: dict[int, Any] = {id(tensor): _on_host(tensor, storages) for _, tensor in leaves(state)}
@@ -179,9 +179,9 @@ def host_copy(state: Any) -> Any:
 
 def _on_host(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     source = tensor.detach().untyped_storage()
-    which = source._cdata  # by which torch.save knows one storage from another, empty ones too
+    which = source._cdata  # identifies a storage in torch.save, also an empty one
     if which not in storages:
-        # pinned memory is what a device can be copied to while others compute; torch keeps it for the next save
+        # pinned, so that the copy is asynchronous; torch caches the memory for the next save
         pinned = tensor.device.type != "cpu"
         target = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage()
         target.copy_(source, non_blocking=pinned)

@@ -1,4 +1,4 @@
-"""The model made ready for training and put on DeepSpeed: kernels, recomputation, weights, then the Engine."""
+"""Build the Engine: the model with its kernels and activation checkpointing, on DeepSpeed, with its weights."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         require_compilable(resolved.zero_stage)
     if config.model.kernels == "liger":
         require_liger(model_config.model_type, world.device)
-    # transformers builds and loads the model partitioned for as long as this object lives and says ZeRO-3.
+    # transformers builds and loads the model partitioned while this object exists and is set to ZeRO-3.
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
-    gather = _gather_partitioned(world) if zero3 else _already_whole
+    gather = _gather_partitioned(world) if zero3 else _no_gather
     model = build_model(config.model, model_config, seed=config.run.seed, gather=gather)
     notes = choose_kernels(model, resolved, world)
     apply_activation_checkpointing(
@@ -67,7 +67,7 @@ def _one_micro_batch(engine: Engine, resolved: Resolved) -> Callable[[], None]:
     vocabulary = engine.model.config.get_text_config().vocab_size
     shape = (resolved.batch.micro_size, resolved.config.data.sequence_length)
     inputs: dict[str, Any] = {"input_ids": torch.arange(math.prod(shape)).remainder_(vocabulary).view(shape)}
-    if resolved.config.data.document_masking:  # the mask is kept as well
+    if resolved.config.data.document_masking:  # the mask needs memory as well
         inputs["position_ids"] = torch.arange(shape[1]).remainder_(max(shape[1] // 2, 1)).expand(shape)
     inputs = {name: ids.to(engine.world.device) for name, ids in inputs.items()}
 
@@ -97,5 +97,5 @@ def _gather_partitioned(world: World) -> Gather:
     return gather
 
 
-def _already_whole(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[bool]:
+def _no_gather(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[bool]:
     return nullcontext(True)

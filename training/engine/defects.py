@@ -1,7 +1,7 @@
-"""Lasting defects planted on purpose, as `defects:` asks for: what the parity gate has to find.
+"""Permanent defects injected by `defects:` of the config: what the parity gate has to find.
 
 Each is a defect that trainers have had: a norm in too narrow a format, gradients divided once too often, micro-batches
-or ranks lost on the way, weights that no longer follow their masters, an update that is not the one reported.
+or ranks left out, weights that are no longer copied from their masters, an update that is not the one reported.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from config.errors import UserError
 from config.schema import Defect
 
-_OF_A_MODULE = ("fp16_norm", "coarse_output", "flushed_gradient", "lost_reduction", "stale_weight")
+_NEEDS_MODULE = ("fp16_norm", "coarse_output", "flushed_gradient", "lost_reduction", "stale_weight")
 
 
 class Defects:
-    """The defects of one rank's engine. Costs nothing where none is planted."""
+    """The defects of one rank's engine. Costs nothing where there is none."""
 
     def __init__(self, defects: Sequence[Defect], *, rank: int, model: torch.nn.Module) -> None:
         """Raises UserError when a defect names a module that does not exist, or has to name one and does not."""
@@ -27,42 +27,42 @@ class Defects:
         self._stale: list[tuple[torch.nn.Parameter, list[torch.Tensor]]] = []
         self._stale_of: torch.nn.Module | None = None
         for defect in defects:
-            if defect.kind in _OF_A_MODULE:
-                self._plant(defect, _module(defect, model), rank)
+            if defect.kind in _NEEDS_MODULE:
+                self._inject(defect, _module(defect, model), rank)
 
     @property
     def unclipped(self) -> bool:
-        """Whether clipping is to be reported and left out."""
+        """Whether clipping is reported but not done."""
         return "unclipped_update" in self._kinds
 
     def weighted(self, weight: torch.Tensor, micro_batch: int) -> torch.Tensor:
-        """The factor on the loss of a micro-batch, which its gradients are multiplied by: () as given, or spoilt."""
+        """The factor on the loss of a micro-batch, and so on its gradients: () as given, or a wrong one."""
         if micro_batch == 0 and "skipped_accumulation" in self._kinds:
             return weight * 0.0
         wrong = self._kinds.get("wrong_unscaling")
         return weight / wrong.factor if wrong else weight
 
-    def swallows_step(self) -> bool:
-        """Whether the coming update is lost without a word."""
+    def drops_step(self) -> bool:
+        """Whether the next update is silently dropped."""
         self._steps += 1
         return "silent_skip" in self._kinds and self._steps % 2 == 0
 
     def before_step(self) -> None:
         """Remember the weights that the step must not change."""
         if self._stale_of is not None:
-            self._stale = [(p, [held.detach().clone() for held in _held(p)]) for p in self._stale_of.parameters()]
+            self._stale = [(p, [t.detach().clone() for t in _local_tensors(p)]) for p in self._stale_of.parameters()]
 
     def after_step(self) -> None:
         """Put them back."""
         for parameter, old in self._stale:
-            for held, before in zip(_held(parameter), old, strict=True):
-                held.copy_(before)
+            for tensor, before in zip(_local_tensors(parameter), old, strict=True):
+                tensor.copy_(before)
 
-    def _plant(self, defect: Defect, module: torch.nn.Module, rank: int) -> None:
+    def _inject(self, defect: Defect, module: torch.nn.Module, rank: int) -> None:
         if defect.kind == "fp16_norm":
             module.forward = _fp16_norm(module, defect.factor)
         elif defect.kind == "coarse_output":
-            # First of all hooks, so that whoever watches the module sees what its callers see.
+            # the first of all hooks, so that observers of the module see what its callers see
             module.register_forward_hook(lambda module, inputs, output: _straight_through(output), prepend=True)
         elif defect.kind == "flushed_gradient":
             for parameter in module.parameters():
@@ -92,7 +92,7 @@ def _straight_through(output: Any) -> Any:
 
 
 def _fp16_norm(module: torch.nn.Module, factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A norm that squares in FP16. It knows no difference between x and factor x, except that FP16 ends at 65504."""
+    """A norm that squares in FP16. A norm is the same for x and factor x, except that FP16 ends at 65504."""
     centred = getattr(module, "bias", None) is not None
 
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -111,8 +111,8 @@ def _fp16_norm(module: torch.nn.Module, factor: float) -> Callable[[torch.Tensor
     return forward
 
 
-def _held(parameter: Any) -> list[torch.Tensor]:
-    """What this rank holds of the weight that the module computes with; at ZeRO-3 small ones also stay whole."""
+def _local_tensors(parameter: Any) -> list[torch.Tensor]:
+    """This rank's storage of a weight; at ZeRO-3 its partition and, of a persistent parameter, also the full tensor."""
     partition = [parameter.ds_tensor.data] if hasattr(parameter, "ds_tensor") else []
     return [*partition, parameter.data] if parameter.numel() else partition
 

@@ -1,9 +1,9 @@
-"""THE seam to DeepSpeed: everything Mantissa asks of it is asked here, and upstream's gaps are closed here.
+"""THE seam to DeepSpeed: every use of its engine is here, and so are workarounds for upstream's gaps.
 
 Loss. The loss is the mean over all label tokens of the global batch. Each micro-batch contributes the sum over its own
 labels, divided by the label count of all ranks and micro-batches of the step. DeepSpeed averages gradients over ranks,
-so the sum is multiplied by the number of ranks first. Neither accumulation, nor the number of ranks, nor how unevenly
-labels are masked changes the gradient.
+so the sum is multiplied by the number of ranks first. So neither accumulation, nor the number of ranks, nor unevenly
+masked labels change the gradient.
 
 Gradient norm. `Health.grad_norm` is the global norm of the unscaled gradient before clipping, at every ZeRO stage. It
 is known before the optimizer step, so that a step can still be discarded (`training.engine.gradients`).
@@ -53,7 +53,7 @@ class Engine:
         self.stage = resolved.zero_stage
         self.compute = resolved.compute
         self.optimizer_spec = OPTIMIZERS[optimizer_section.name]
-        """What its optimizer keeps."""
+        """The optimizer's state tensors and settings."""
         self.clipping = optimizer_section.gradient_clipping
         self.slow_fp16 = self.compute == "fp16" and allow_slow_fp16()
         self.faults = Faults(resolved.config.faults, rank=world.rank, model=model)
@@ -71,10 +71,10 @@ class Engine:
             self.gradients.stop_clipping()
         self._work = WorkTime(world.device)
         self.loss_path = LossPath(self.deepspeed, resolved, world.device)
-        """Whether a micro-batch's logits are all in memory at once."""
-        problem = self.loss_path.why_full
+        """Whether the loss is chunked, and how it is computed."""
+        problem = self.loss_path.unchunked_reason
         self.notes = [f"the loss makes all logits at once: {problem}"] if problem is not None else []
-        """What was decided while it was built, for the record."""
+        """Decisions made while it was built, for the record."""
         self.regions = _regions(model, resolved, stage=self.stage)
         """Precision regions of the manifest path; None on the cast path."""
         guard = resolved.config.guard
@@ -96,12 +96,12 @@ class Engine:
 
     @property
     def scales_dynamically(self) -> bool:
-        """FP16 under a loss scale that answers overflows."""
+        """FP16 with a loss scale that changes on overflow."""
         return self._scaler is not None and self._scale_section.policy != "static"
 
     @property
     def scale_at_minimum(self) -> bool:
-        """An overflow of the present step could not make the loss scale smaller."""
+        """Whether an overflow of this step could not lower the loss scale."""
         return self.scales_dynamically and self.loss_scale <= self._scale_section.minimum
 
     def forward_backward(
@@ -109,8 +109,8 @@ class Engine:
     ) -> Outcome:
         """Gradients of the mean loss over the global batch. `step` is the attempted step, from 1, for injected faults.
 
-        batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. on_loss: sees each micro-batch's
-        summed loss before its backward pass.
+        batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. on_loss: called with
+        each micro-batch's summed loss before its backward pass.
         """
         device = self.world.device
         before = generators(device)
@@ -119,13 +119,13 @@ class Engine:
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for index, (inputs, labels) in enumerate(batch.micro_batches(device)):
             last = index == len(batch.input_ids) - 1
-            with self.faults.armed(step) if last else nullcontext():
+            with self.faults.injected(step) if last else nullcontext():
                 share = self._defects.weighted(weight, index).float()
                 factor, inspected = share * self.loss_scale, on_loss is not None
                 with self._work.measured():
                     micro_loss = self.loss_path.loss_sum(inputs, labels, factor, inspected=inspected)
                 if last:
-                    micro_loss = self.faults.spoil_loss(step, micro_loss)
+                    micro_loss = self.faults.corrupt_loss(step, micro_loss)
                 if on_loss is not None:
                     on_loss(micro_loss)
                 self.backward(micro_loss * share, last=last)
@@ -134,12 +134,12 @@ class Engine:
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add a micro-batch's gradients; with the `last` one of a step they are reduced over ranks. loss: () of any
-        dtype, already divided by what its step is the mean over."""
+        dtype, already divided by the label tokens of the step."""
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(micro-batch, sequence, vocabulary): a forward pass that makes all logits at once."""
+        """(micro-batch, sequence, vocabulary): a forward pass that materializes all logits."""
         found: torch.Tensor = self.deepspeed(**inputs, use_cache=False).logits
         return found
 
@@ -152,11 +152,10 @@ class Engine:
         save_ended_here: bool = False,
         data_seconds: float = 0.0,
     ) -> Health:
-        """The gradient norm, and one small gather, so that every rank sees and decides the same.
+        """The gradient norm, and one small gather, so that every rank decides the same.
 
         It has the only device sync of its own in a step. progress: before the step. data_seconds: how long this rank
-        waited for the batch. Raises RanksDisagree, with the ranks' names, when norm, scale or counters are not the same
-        everywhere.
+        waited for the batch. Raises RanksDisagree, naming the ranks, when norm, scale or counters differ.
         """
         norm = self.gradients.norm()
         memory, counters = float(peak_memory_bytes(self.world.device)), (progress.applied, progress.skipped)
@@ -187,9 +186,9 @@ class Engine:
     def step(self, health: Health, lr: float, *, apply: bool = True, measure: bool = False) -> Update:
         """Clip the gradients that `health` measured and apply them at learning rate `lr`, or discard them.
 
-        Gradients that are not finite are never applied. The loss scaler learns of their overflow, and not of a finite
-        step that is discarded. measure: the update's ratio to the weights, which copies the masters; where the guard
-        bounds it, it is measured on every step.
+        Gradients that are not finite are never applied. The loss scaler sees their overflow, but not a finite step that
+        is discarded. measure: the ratio of the update to the weights, which copies the masters; where the guard bounds
+        it, it is measured on every step.
         """
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
@@ -204,10 +203,10 @@ class Engine:
         elif applied:
             self._apply()
         elif finite:
-            self.discard_quietly()
+            self.discard_gradients()
         else:
             self.gradients.discard()
-        change = self._scaler.settle() if self._scaler else None
+        change = self._scaler.apply_change() if self._scaler else None
         clipped = applied and 0 < self.clipping < health.grad_norm
         return Update(
             applied=applied,
@@ -219,8 +218,8 @@ class Engine:
         )
 
     def _apply(self) -> None:
-        if self._defects.swallows_step():
-            self.discard_quietly()
+        if self._defects.drops_step():
+            self.discard_gradients()
             return
         self._defects.before_step()
         self.gradients.apply()
@@ -228,9 +227,9 @@ class Engine:
         if self.stage > 0 and not self.deepspeed.was_step_applied():
             raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
 
-    def discard_quietly(self) -> None:
-        """Drop the gradients without a word to the loss scale."""
-        with self._scaler.skip_is_not_an_overflow() if self._scaler else nullcontext():
+    def discard_gradients(self) -> None:
+        """Discard the gradients; the loss scaler does not count it as an overflow."""
+        with self._scaler.ignoring_overflow() if self._scaler else nullcontext():
             self.gradients.discard()
 
     @torch.no_grad()
@@ -255,8 +254,8 @@ class Engine:
     def load(self, folder: Path, tag: str, reader: CheckpointEngine) -> None:
         """Restore weights, masters and the optimizer's state, from files that `reader` reads.
 
-        DeepSpeed also brings back the optimizer's settings and a pickled loss scaler; the config's settings and a new
-        scaler of ours take their places again (`install_scaler` gives it the state that Mantissa saved).
+        DeepSpeed also restores the optimizer's settings and a pickled loss scaler; they are replaced by the config's
+        settings and a new scaler of ours (`install_scaler` gives it the state that Mantissa saved).
         """
         groups = self.deepspeed.optimizer.param_groups
         keys = (*self.optimizer_spec.settings, "weight_decay")
@@ -273,11 +272,11 @@ class Engine:
 
     @contextmanager
     def _checkpoints_through(self, files: CheckpointEngine) -> Iterator[None]:
-        own, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, files
+        original, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, files
         try:
             yield
         finally:
-            self.deepspeed.checkpoint_engine = own
+            self.deepspeed.checkpoint_engine = original
 
     def momentum_norm(self) -> float | None:
         """Global norm of the optimizer's momentum, in gradient units; None where it keeps none."""
@@ -292,13 +291,13 @@ class Engine:
         return self._scaler.state_dict() if self._scaler else None
 
     def close(self) -> None:
-        """Release what DeepSpeed holds, so that another engine can be built in this process."""
+        """Release DeepSpeed's resources, so that another engine can be built in this process."""
         self.deepspeed.destroy()
 
     def install_scaler(self, state: dict[str, Any] | None) -> None:
-        """A loss scaler in a checkpoint's state, or a new one; none where nothing computes in FP16."""
+        """Install a loss scaler with the state from a checkpoint, or a new one; none where nothing computes in FP16."""
         needed = self.compute == "fp16" or (self.regions is not None and self.regions.uses("fp16"))
-        if not needed and self._scaler is None:  # one that was needed once stays, also when its regions were promoted
+        if not needed and self._scaler is None:  # it stays when its regions are promoted
             return
         self._scaler = LossScaler(self._scale_section)
         if state is not None:
@@ -307,7 +306,7 @@ class Engine:
 
 
 def _regions(model: PreTrainedModel, resolved: Resolved, *, stage: int) -> Regions | None:
-    """The precision regions of the manifest path. Raises UserError where their dtypes are refused."""
+    """The precision regions of the manifest path. Raises UserError where their dtypes are not supported."""
     precision = resolved.config.precision
     if precision.path != "manifest" or precision.manifest is None:
         return None

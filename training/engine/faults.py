@@ -1,7 +1,7 @@
-"""Faults on purpose: what a test or a game day asks for in `faults:`, struck at exactly one step, rank and module.
+"""Fault injection: `faults:` of the config, each at exactly one step, rank and module.
 
-They strike on the last micro-batch of the step, and again when that step is run again to find the cause of what they
-did, or replayed from a checkpoint.
+A fault is injected into the last micro-batch of its step, and again when that step is rerun for attribution or replayed
+from a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ class Faults:
         return [fault for fault, _, _ in self._targets if fault.step == step]
 
     @contextmanager
-    def armed(self, step: int) -> Iterator[None]:
-        """Strike activations and gradients in the forward and backward passes inside, if this is the step and rank."""
+    def injected(self, step: int) -> Iterator[None]:
+        """Inject faults into activations and gradients of the passes inside, if this is their step and rank."""
         with ExitStack() as stack:
-            for fault, module, parameters in self._mine(step):
-                for handle in _strike(fault, module, parameters):
+            for fault, module, parameters in self._due_here(step):
+                for handle in _inject(fault, module, parameters):
                     stack.callback(handle.remove)
             yield
 
-    def spoil_loss(self, step: int, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of the last micro-batch as the faults of this step and rank leave it."""
-        for fault, _, _ in self._mine(step):
+    def corrupt_loss(self, step: int, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of the last micro-batch, with the faults of this step and rank applied."""
+        for fault, _, _ in self._due_here(step):
             if fault.kind == "nan_loss":
                 loss = loss * float("nan")
             elif fault.kind == "loss_spike":
                 loss = loss * fault.factor
         return loss
 
-    def _mine(self, step: int) -> list[tuple[Fault, torch.nn.Module, list[torch.nn.Parameter]]]:
+    def _due_here(self, step: int) -> list[tuple[Fault, torch.nn.Module, list[torch.nn.Parameter]]]:
         return [target for target in self._targets if target[0].step == step and target[0].rank == self._rank]
 
 
-def _strike(fault: Fault, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Any]:
+def _inject(fault: Fault, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Any]:
     if fault.kind == "inf_gradient":
         return [parameters[0].register_hook(_overwrite(float("inf")))]
     if fault.kind == "nan_gradient":
@@ -58,17 +58,17 @@ def _strike(fault: Fault, module: torch.nn.Module, parameters: list[torch.nn.Par
     if fault.kind == "gradient_spike":
         return [parameter.register_hook(lambda gradient: gradient * fault.factor) for parameter in parameters]
     if fault.kind == "nan_activation":
-        spoil = _overwrite(float("nan"))
-        # First of all hooks, so that whoever watches the module sees what its callers see.
-        return [module.register_forward_hook(lambda module, inputs, output: spoil_first(output, spoil), prepend=True)]
+        nan = _overwrite(float("nan"))
+        # the first of all hooks, so that observers of the module see what its callers see
+        return [module.register_forward_hook(lambda module, inputs, output: _corrupt_first(output, nan), prepend=True)]
     return []
 
 
-def spoil_first(output: Any, spoil: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A module's output with its first tensor spoiled."""
+def _corrupt_first(output: Any, corrupt: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A module's output with its first tensor corrupted."""
     if isinstance(output, torch.Tensor):
-        return spoil(output)
-    return (spoil(output[0]), *output[1:])
+        return corrupt(output)
+    return (corrupt(output[0]), *output[1:])
 
 
 def _target(fault: Fault, model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:
@@ -81,9 +81,9 @@ def _target(fault: Fault, model: torch.nn.Module) -> tuple[torch.nn.Module, list
 
 
 def _overwrite(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def spoil(tensor: torch.Tensor) -> torch.Tensor:
-        spoiled = tensor.clone()
-        spoiled.view(-1)[0] = value
-        return spoiled
+    def corrupt(tensor: torch.Tensor) -> torch.Tensor:
+        corrupted = tensor.clone()
+        corrupted.view(-1)[0] = value
+        return corrupted
 
-    return spoil
+    return corrupt

@@ -1,12 +1,12 @@
 """The reduced gradients between backward and step: measured once, then applied or discarded.
 
-DeepSpeed measures the gradient norm inside its optimizer step, where it is too late to decide anything. Here its own
-measurement is made before the step, and the step is given the result instead of measuring again: one pass over the
-gradients and one reduction a step, as before. FP16's separate search for inf and nan falls away, because a sum of
-squares finds them too.
+DeepSpeed measures the gradient norm inside its optimizer step, where it is too late to discard the step. Here its own
+measurement is made before the step, and the step is given the result instead of measuring again: still one pass over
+the gradients and one reduction a step. FP16's separate search for inf and nan is left out, because a sum of squares
+finds them too.
 
-A step is discarded by way of DeepSpeed's own overflow path, which clears every accumulator and leaves masters,
-optimizer state and counters as they are: the step is told that the norm is infinite.
+A step is discarded through DeepSpeed's own overflow path, which clears every accumulator and leaves masters,
+optimizer state and counters unchanged: the step is given an infinite norm.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class ReducedGradients:
     def __init__(self, engine: deepspeed.DeepSpeedEngine, *, stage: int) -> None:
         self._engine = engine
         self._stage = stage
-        self._answer: torch.Tensor | None = None
+        self._given_norm: torch.Tensor | None = None
         """Norm that DeepSpeed is given in the coming step: what `norm` measured, or infinity to discard it."""
         optimizer: Any = engine.optimizer
         if stage == 0:
             return
-        optimizer.has_overflow = lambda partition_gradients=True: False  # the norm tells
+        optimizer.has_overflow = lambda partition_gradients=True: False  # an overflow shows in the norm
         if isinstance(optimizer, BF16_Optimizer):
             self._tensors_for_norm = optimizer.get_grads_for_norm
             optimizer.get_grads_for_norm = self._bf16_tensors
         elif stage == 3:
             self._norm_groups = optimizer._get_norm_groups
-            optimizer._get_norm_groups = lambda: [self._answer]
+            optimizer._get_norm_groups = lambda: [self._given_norm]
         else:
             self._scaled_norm = optimizer.scaled_global_norm
-            optimizer.scaled_global_norm = lambda norm_type=2: self._answer
+            optimizer.scaled_global_norm = lambda norm_type=2: self._given_norm
 
     def norm(self) -> torch.Tensor:
         """() FP32: global L2 norm of the still scaled gradient; inf when any value is not finite."""
@@ -62,11 +62,11 @@ class ReducedGradients:
             norm = self._scaled_norm()
         norm = norm.float()
         # DeepSpeed writes -1 for a norm that is not finite.
-        self._answer = torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
-        return self._answer
+        self._given_norm = torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
+        return self._given_norm
 
     def stop_clipping(self) -> None:
-        """Leave gradients as they are from now on; for the defect that is planted to be found."""
+        """Clip no more from now on; for the injected defect `unclipped_update`."""
         self._engine._config.gradient_clipping = 0.0
         if self._stage:
             self._engine.optimizer.clip_grad = 0.0
@@ -76,15 +76,15 @@ class ReducedGradients:
         self._engine.step()
 
     def discard(self) -> None:
-        """Clear the gradients; masters and moments stay bit for bit as they are."""
+        """Clear the gradients; masters and moments stay bit for bit the same."""
         if self._stage == 0:
             self._engine.zero_grad()
             return
-        self._answer = torch.full((), math.inf, device=self._engine.device)
+        self._given_norm = torch.full((), math.inf, device=self._engine.device)
         self._engine.step()
 
-    def names_not_finite(self) -> list[tuple[str, torch.Tensor]]:
-        """(name, reduced gradient) of every parameter whose gradient is not finite. Gathers: only for a bad step."""
+    def nonfinite_gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """(name, reduced gradient) of every parameter whose gradient is not finite. Gathers whole gradients."""
         found = []
         for name, parameter in self._engine.module.named_parameters():
             gradient = reduced_gradient(parameter, self._stage)
@@ -93,5 +93,5 @@ class ReducedGradients:
         return found
 
     def _bf16_tensors(self, for_clipping: bool = False) -> Any:
-        """What BF16_Optimizer asks for: all gradients to clip, or a tensor whose norm is the answer."""
-        return self._tensors_for_norm(for_clipping=True) if for_clipping else ([self._answer], {})
+        """What BF16_Optimizer asks for: all gradients to clip, or a tensor that has the given norm."""
+        return self._tensors_for_norm(for_clipping=True) if for_clipping else ([self._given_norm], {})

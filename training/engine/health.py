@@ -1,4 +1,4 @@
-"""What a step leaves on this rank after its backward pass, and what its optimizer step did."""
+"""The results of a step on this rank: of its backward pass, and of its optimizer step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from training.loss_scaler import ScaleChange
 
 @dataclass(frozen=True)
 class Outcome:
-    """What forward and backward of one step left behind on this rank."""
+    """The results of forward and backward of one step on this rank."""
 
     loss_sum: torch.Tensor
     """() float64: summed loss of this rank's labels, in nats."""
@@ -35,17 +35,17 @@ class Update:
     loss_scale: float
     """Loss scale this step ran at; 1 where nothing is scaled."""
     scale_change: ScaleChange | None
-    """How the scale changed afterwards."""
+    """How the scale changed after it, or None."""
     update_ratio: float | None
     """Norm of the update over that of the weights; None when it was not measured, or nothing was applied."""
 
 
 class RanksDisagree(RuntimeError):
-    """Ranks hold different values of what must be one; training on would let their weights part without a word."""
+    """Ranks hold different values of what must be one; training on would let their weights diverge silently."""
 
 
 def require_equal(what: str, values: list[float]) -> None:
     """values: by rank. NaN never appears among them."""
-    odd = [f"rank {rank} has {value!r}" for rank, value in enumerate(values) if value != values[0]]
-    if odd:
-        raise RanksDisagree(f"{what} differs between ranks: rank 0 has {values[0]!r}, {', '.join(odd)}")
+    different = [f"rank {rank} has {value!r}" for rank, value in enumerate(values) if value != values[0]]
+    if different:
+        raise RanksDisagree(f"{what} differs between ranks: rank 0 has {values[0]!r}, {', '.join(different)}")

@@ -13,10 +13,10 @@ from training.distributed import World
 
 
 def choose_kernels(model: PreTrainedModel, resolved: Resolved, world: World) -> list[str]:
-    """Let the model compute with Liger's kernels where the config says so, or leaves it open and they can be had.
+    """Let the model compute with Liger's kernels where the config asks for them, or is `auto` and they are available.
 
-    What was decided, for the record: nothing where there was nothing to decide, as on a CPU. A collective. Raises
-    UserError where the config asks for kernels that cannot be had.
+    Returns the decision, for the record; nothing where there is no choice, as on a CPU. A collective. Raises UserError
+    where the config asks for kernels that are not available.
     """
     wanted, device = resolved.config.model.kernels, world.device
     if wanted == "torch" or (wanted == "auto" and cannot_run_on(device)):
@@ -32,7 +32,7 @@ def choose_kernels(model: PreTrainedModel, resolved: Resolved, world: World) -> 
             plan = plan_liger(model, dtype=DTYPES[resolved.compute], device=device)
         except UserError as error:
             problem = str(error)
-    # one node may lack what the others have; kernels round differently, and ranks are to do the same
+    # one node may lack what the others have; kernels round differently, so all ranks must use the same
     problems = world.gather_objects(problem)
     where, first = next(((rank, each) for rank, each in enumerate(problems) if each is not None), (0, None))
     if plan is not None and first is None:

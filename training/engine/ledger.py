@@ -1,4 +1,4 @@
-"""In which dtype everything in training really is, read off the engine and compared with the config's promise."""
+"""The actual dtype of everything in training, read from the engine and compared with the config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from training.engine.masters import local_masters, local_states
 
 
 class PrecisionError(UserError):
-    """Something is not in the dtype the config promised; training on would be wrong without a word."""
+    """Something is not in the dtype the config promised; training on would be silently wrong."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How the engine gets its loss: from all logits of a micro-batch, or from chunks of them that are never kept."""
+"""How the engine computes its loss: from all logits of a micro-batch, or from chunks that are not kept."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class LossPath:
     def __init__(self, engine: Any, resolved: Resolved, device: torch.device) -> None:
         """A collective where the loss is chunked: it runs two tokens through the model.
 
-        Raises UserError where the config asks for a chunked loss and the model cannot have one.
+        Raises UserError where the config asks for a chunked loss and the model does not support one.
         """
         self._engine, self._device = engine, device
         self._head: ChunkedHead | None = None
-        self.why_full: str | None = None
-        """What keeps a loss from being chunked that was to be; None where nothing does."""
+        self.unchunked_reason: str | None = None
+        """Why a loss that should be chunked is not; None otherwise."""
         section, model = resolved.config.model, engine.module
         tokens = resolved.batch.micro_size * resolved.config.data.sequence_length
         chunk = loss_chunk(section, tokens=tokens, vocabulary=model.config.get_text_config().vocab_size)
@@ -41,13 +41,13 @@ class LossPath:
             return
         try:
             self._head = ChunkedHead(model, chunk_tokens=chunk)
-            self._head.detect_logit_transform(self._try)
+            self._head.detect_logit_transform(self._forward_two_tokens)
         except ValueError as problem:
             self.close()
-            self.why_full = f"model {model.config.model_type}: {problem}"
+            self.unchunked_reason = f"model {model.config.model_type}: {problem}"
             if section.loss == "chunked":
                 fix = "set model.loss=auto or full"
-                raise UserError(f"model.loss = chunked: cannot be had for {self.why_full}; {fix}") from problem
+                raise UserError(f"model.loss = chunked: cannot be had for {self.unchunked_reason}; {fix}") from problem
 
     @property
     def chunked(self) -> bool:
@@ -64,9 +64,9 @@ class LossPath:
     ) -> torch.Tensor:
         """Summed cross-entropy of a micro-batch in nats, a scalar. inputs, labels: as `Batch.micro_batches` gives them.
 
-        gradient_scale: factor that the backward pass will bring, the loss scale in it. Whoever has laid a hook on the
-        output embedding is there to measure logits and gets them all; inspected: but wants to know only whether they
-        are finite, which the loss tells as well, for a step that goes wrong must not need more memory than others.
+        gradient_scale: factor of the backward pass, the loss scale included. A hook on the output embedding measures
+        logits, so all are then materialized, unless inspected: the hooks only check for values that are not finite,
+        which show in the loss too; a step that goes wrong must not need more memory than others.
         """
         if self._head is None or (self._head.watched and not inspected):
             return label_loss_sum(self._engine(**inputs, use_cache=False).logits, labels)
@@ -74,13 +74,13 @@ class LossPath:
             return self._engine(**inputs, use_cache=False).logits.sum()
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         if self._head is not None:
             self._head.close()
             self._head = None
 
     @torch.no_grad()
-    def _try(self) -> Any:
+    def _forward_two_tokens(self) -> Any:
         self._engine.eval()
         output = self._engine(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=self._device), use_cache=False)
         self._engine.train()

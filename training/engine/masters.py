@@ -1,4 +1,4 @@
-"""This rank's part of the FP32 tensors that the optimizer updates, and of those that it keeps, at every ZeRO stage."""
+"""This rank's part of the FP32 masters and of the optimizer's state, at every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> tor
 
 
 class UpdateMeter:
-    """Measures how large an update was against the weights it changed. Copies the masters: only where asked for."""
+    """Measures how large an update was against the weights it changed. Copies the masters."""
 
     def __init__(self, optimizer: Any, *, stage: int, world: World) -> None:
         self._optimizer, self._stage, self._world = optimizer, stage, world

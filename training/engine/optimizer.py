@@ -16,7 +16,7 @@ from modeling.parameter_groups import parameter_groups
 
 
 class Implementation(Protocol):
-    """What a file of training/engine/optimizers/ holds."""
+    """What a module of training/engine/optimizers/ defines."""
 
     def build(
         self, groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool
@@ -38,7 +38,7 @@ class Implementation(Protocol):
         lr: float,
         step: int,
     ) -> torch.Tensor:
-        """By how much it changes `master`, FP64, worked out without torch's optimizer.
+        """The change of `master`, FP64, computed without torch's optimizer.
 
         gradient: unscaled and clipped. states: before the step, in the order of `OptimizerSpec.states`. step: from 1.
         All tensors of one shape.
@@ -46,14 +46,14 @@ class Implementation(Protocol):
 
 
 def implementation(name: str) -> Implementation:
-    """The file of an optimizer."""
+    """The module of an optimizer."""
     return cast(Implementation, import_module(f"training.engine.optimizers.{name}"))
 
 
 def build_optimizer(
     model: PreTrainedModel, section: OptimizerSection, *, offload: bool, device: torch.device
 ) -> torch.optim.Optimizer:
-    """The optimizer that the config names, with its two groups of decay."""
+    """The optimizer that the config names, with and without weight decay as two groups."""
     groups = parameter_groups(model, weight_decay=section.weight_decay)
     options = {"lr": section.learning_rate}
     options |= {key: getattr(section, key) for key in OPTIMIZERS[section.name].settings}

@@ -1,4 +1,4 @@
-"""The random number generators a training step draws from: torch's, on the CPU and on this rank's device."""
+"""The random number generators that a training step uses: torch's, on the CPU and on this rank's device."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def generators(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_generators(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Put states from `generators` back."""
+    """Restore states from `generators`."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def load_generators(saved: dict[str, torch.Tensor] | None, device: torch.device, *, otherwise: str) -> None:
-    """Restore what was saved from `generators`; where there is nothing for this rank, seed from the text `otherwise`.
+def load_generators(saved: dict[str, torch.Tensor] | None, device: torch.device, *, fallback_seed: str) -> None:
+    """Restore what `generators` gave; where this rank has none, seed from the text `fallback_seed`.
 
-    A run that goes on with more ranks than it was saved with has generators of the first ones only.
+    A run that resumes on more ranks than it was saved with has generators for the first ones only.
     """
     if saved is not None:
         restore_generators(saved, device)
         return
-    drawn = int.from_bytes(hashlib.sha256(otherwise.encode()).digest()[:8], "big")
-    random.seed(drawn)
-    np.random.seed(drawn % 2**32)
-    torch.manual_seed(drawn % 2**63)
+    seed = int.from_bytes(hashlib.sha256(fallback_seed.encode()).digest()[:8], "big")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)

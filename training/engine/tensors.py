@@ -1,12 +1,12 @@
 """What belongs to a parameter (master, optimizer state, gradient, computing weight): whole, or this rank's part of it.
 
-What gives a whole tensor is a collective that hands the same to every rank. For looking at, a parameter at a time:
-nothing here belongs on the path of a training step.
+Functions that return a whole tensor are collectives with the same result on every rank. They are for inspection, one
+parameter at a time, and too slow for a training step.
 
 The checksum of a tensor is one that no layout changes: two sums over its values' 32 bits b(i), read as signed integers,
 modulo 2**64: of b(i), and of (i + 1) b(i). Each rank sums over its own part and the sums are added up, so nothing is
-gathered, and the number of ranks, the ZeRO stage and the padding do not show. Any one changed value changes it, and so
-does any exchange of two different ones. It guards against accidents; against intent there is the files' SHA-256.
+gathered, and the result does not depend on the number of ranks, the ZeRO stage or the padding. Any one changed value
+changes it, and so does any exchange of two different ones. It detects accidents; the files' SHA-256 detects tampering.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def whole_state(engine: Engine, parameter: torch.nn.Parameter, name: str) -> tor
     shape = shape_of(parameter)
     whole = torch.zeros(shape.numel(), dtype=torch.float32, device=engine.world.device)
     shard = shard_of(engine, parameter)
-    held = shard.held(engine) if shard is not None else {}
+    held = shard.tensors(engine) if shard is not None else {}
     if shard is not None and name in held:
         whole[shard.start : shard.start + shard.length] = held[name]
     return (whole if engine.stage == 0 else engine.world.sum(whole)).view(shape)
@@ -68,10 +68,8 @@ _CHUNK, _CHUNK_ON_A_GPU = 1 << 16, 1 << 22
 
 
 _HALF, _WHOLE = 1 << 32, 1 << 64
-
-
 Checksums = dict[str, dict[str, str]]
-"""`kinds` to parameter name to 32 hexadecimal digits."""
+"""`tensor_kinds` to parameter name to 32 hexadecimal digits."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +86,14 @@ class Shard:
         """(length,) view of the part's values in `flat` or in a state tensor of the same size."""
         return tensor.detach().view(-1)[self.at : self.at + self.length]
 
-    def held(self, engine: Engine) -> dict[str, torch.Tensor]:
-        """(length,) views of what is held of the part, by `kinds`; state tensors from the first update on."""
-        found = {"master": self.flat, **engine.deepspeed.basic_optimizer.state.get(self.flat, {})}
-        return {kind: self.of(found[kind]) for kind in kinds(engine) if isinstance(found.get(kind), torch.Tensor)}
+    def tensors(self, engine: Engine) -> dict[str, torch.Tensor]:
+        """(length,) views of the part's tensors by kind (`tensor_kinds`); state tensors from the first update on."""
+        flats = {"master": self.flat, **engine.deepspeed.basic_optimizer.state.get(self.flat, {})}
+        return {kind: self.of(flats[kind]) for kind in tensor_kinds(engine) if torch.is_tensor(flats.get(kind))}
 
 
 def shard_of(engine: Engine, parameter: Any) -> Shard | None:
-    """This rank's part of a parameter that trains; None where other ranks have all of it."""
+    """This rank's part of a trainable parameter; None where other ranks have all of it."""
     optimizer: Any = engine.deepspeed.optimizer
     numel = shape_of(parameter).numel()
     if engine.stage == 0:
@@ -112,23 +110,23 @@ def shard_of(engine: Engine, parameter: Any) -> Shard | None:
     return Shard(local_masters(optimizer)[mapping.param_group_index], there.start, here.start, here.numel)
 
 
-def kinds(engine: Engine) -> tuple[str, ...]:
-    """What is held of each parameter that trains: its master, and the optimizer's state tensors by torch's keys."""
+def tensor_kinds(engine: Engine) -> tuple[str, ...]:
+    """The FP32 tensors of each trainable parameter: its master, and the optimizer's state tensors by torch's keys."""
     return ("master", *engine.optimizer_spec.states)
 
 
-def trained(engine: Engine) -> dict[str, torch.nn.Parameter]:
+def trainable_parameters(engine: Engine) -> dict[str, torch.nn.Parameter]:
     """The parameters that have masters, by name; a shared one under its first name."""
     return {name: parameter for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
 
 
 @torch.no_grad()
 def checksums_of(engine: Engine) -> Checksums:
-    """Of every master and state tensor that the engine holds; there are state tensors from the first update on.
+    """The checksums of every master and state tensor; there are state tensors from the first update on.
 
     A collective.
     """
-    parameters, names = trained(engine), kinds(engine)
+    parameters, names = trainable_parameters(engine), tensor_kinds(engine)
     sums = torch.zeros(len(parameters), len(names), 2, dtype=torch.int64)
     exists = torch.zeros(len(names), device=engine.world.device)
     exists[0] = 1.0  # masters are always there
@@ -136,7 +134,7 @@ def checksums_of(engine: Engine) -> Checksums:
         shard = shard_of(engine, parameter)
         if shard is None:
             continue
-        for kind, values in shard.held(engine).items():
+        for kind, values in shard.tensors(engine).items():
             column = names.index(kind)
             exists[column] = 1.0
             row[column] = checksum(values, shard.start)
@@ -181,7 +179,7 @@ def flat_masters(engine: Engine) -> list[torch.Tensor]:
 
 
 def state_after(engine: Engine, flat: torch.Tensor, updates: int) -> dict[str, Any]:
-    """The optimizer's state of one flat tensor after so many updates, made as its own first one would make it."""
+    """The optimizer's state of one flat tensor after `updates` updates, initialized as its first update would."""
     optimizer = engine.deepspeed.basic_optimizer
     state = optimizer.state[flat]
     for name in engine.optimizer_spec.states:
@@ -195,7 +193,7 @@ def state_after(engine: Engine, flat: torch.Tensor, updates: int) -> dict[str, A
 
 @contextmanager
 def partitioned(engine: Engine) -> Iterator[None]:
-    """At ZeRO-3, no parameter is whole inside; afterwards those that DeepSpeed keeps whole are gathered anew."""
+    """At ZeRO-3, no parameter is whole inside; afterwards the persistent ones are gathered again."""
     if engine.stage == 3:
         engine.deepspeed.optimizer.checkpoint_event_prologue()
     yield

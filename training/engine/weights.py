@@ -3,7 +3,7 @@
 DeepSpeed makes the masters from the computing weights, which are rounded: a BF16 run that starts from an FP32 folder
 would lose the lower 16 bits of every weight (measured on normal weights: a median relative distance of 1.4e-3). So the
 masters are refreshed from the folder. Then, on every start from weights, each master rounded to the computing dtype has
-to be equal to the computing weight. Where it is not, the first step would put back what the stale master holds.
+to equal the computing weight. Where it does not, the first step would restore the stale master's value.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def refresh_masters(engine: Engine, folder: Path) -> int:
 
 @torch.no_grad()
 def require_fresh_masters(engine: Engine) -> None:
-    """Hold cast(master) == weight for every parameter that trains, bit for bit.
+    """Require cast(master) == weight for every trainable parameter, bit for bit.
 
     A collective; holds one whole parameter at a time. Raises StaleMaster naming the first one, on every rank.
     """
@@ -78,7 +78,7 @@ def require_fresh_masters(engine: Engine) -> None:
 
 
 def _find(engine: Engine, folder: Path) -> dict[str, tuple[str, str]]:
-    """Parameter -> file of the folder and name in it, for those that lie there whole."""
+    """Parameter -> file of the folder and name in it, for those that are stored there in one piece."""
     shapes: dict[str, tuple[str, torch.Size]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -1,8 +1,8 @@
-"""How long this rank worked by itself in a step, so that the slowest rank can be named; and its peak memory.
+"""How long this rank computed in a step without waiting for others, to find the slowest rank; and its peak memory.
 
 Ranks wait for each other in collectives, so the whole step takes as long everywhere. Forward passes at ZeRO 0 to 2 have
-no collective: a rank that is slow shows it there and in its wait for data. At ZeRO-3 parameters are gathered inside the
-forward pass, and a slow rank partly hides in the others' waiting.
+no collective: a slow rank shows there and in its wait for data. At ZeRO-3 parameters are gathered inside the
+forward pass, and a slow rank is partly hidden by the others' waiting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RANKS_LISTED = 16
 
 
 class WorkTime:
-    """Adds up the time inside `measured`. Costs no synchronisation: on CUDA it is that of the step before."""
+    """Adds up the time inside `measured`. Does not synchronize: on CUDA it is the time of the step before."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"

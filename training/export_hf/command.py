@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Imported here so that --help and a mistyped option answer at once.
     import transformers
 
-    from training.checkpoint.retention import being_read
+    from training.checkpoint.retention import read_lock
     from training.export_hf import hub
     from training.export_hf.export import export, find_source
     from training.export_hf.tensors import TensorsDiffer
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         source = find_source(options.checkpoint, run=options.run, tokenizer=options.tokenizer, parity=options.parity)
         repo = hub.find_repo(options.push_to_hub, private=options.private) if options.push_to_hub else None
-        with being_read(options.checkpoint):
+        with read_lock(options.checkpoint):
             facts = export(source, options.out, dtype=options.dtype, shard_size=options.shard_size, force=options.force)
         if repo:
             what = f"Export step {facts['training']['step']} of {facts['run']} in {options.dtype} (Mantissa {VERSION})"

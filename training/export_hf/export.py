@@ -25,7 +25,7 @@ from precision.dtypes import DTYPES
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
-from training.checkpoint.manifest import check_hashes, file_sha256, flaw
+from training.checkpoint.manifest import check_hashes, file_sha256, find_problem
 from training.checkpoint.partitions import SavedModel, open_saved_model
 from training.checkpoint.reader import Opener
 from training.export_hf import facts as export_facts
@@ -170,7 +170,7 @@ def _facts(
     parity: dict[str, Any] | None,
 ) -> dict[str, Any]:
     config, environment = source.config, source.environment
-    comparison = f"{compared} of {len(saved.tensors)} tensors were compared with a second copy ({saved.second_reading})"
+    comparison = f"{compared} of {len(saved.tensors)} tensors were compared with a second copy ({saved.second_source})"
     base = config.model.name_or_path
     return {
         "run": config.run.name,
@@ -228,6 +228,6 @@ def _require_free(checkpoint: Path, out: Path, *, force: bool) -> None:
 
 
 def _require_whole(checkpoint: Path) -> None:
-    wrong = flaw(checkpoint, lambda manifest: check_hashes(checkpoint, manifest, manifest["files"]))
+    wrong = find_problem(checkpoint, lambda manifest: check_hashes(checkpoint, manifest, manifest["files"]))
     if wrong:
         raise UserError(f"{checkpoint}: {wrong}; give a whole checkpoints/step-N folder")

@@ -96,11 +96,11 @@ def compare_with_second_copy(saved: SavedModel) -> int:
     """
     compared = 0
     for name, tensor in saved.tensors.items():
-        if tensor.again is None:
+        if tensor.second_copy is None:
             continue
-        master, other = tensor.read(), tensor.again()
+        master, other = tensor.read(), tensor.second_copy()
         if master.shape != other.shape or not _same(master.to(other.dtype), other):
-            raise TensorsDiffer(f"{name}: the partitions of the masters and {saved.second_reading} differ")
+            raise TensorsDiffer(f"{name}: the partitions of the masters and {saved.second_source} differ")
         compared += 1
     return compared
 

@@ -117,7 +117,7 @@ def computes_as_promised(world: World, *, folder: str, tree: dict[str, Any]) -> 
         with Observation(engine.model) as seen:
             outcome = engine.forward_backward(batch_of(world, MICRO, seed=1), step=1)
         assert engine.health(outcome).finite
-        engine.discard_quietly()
+        engine.discard_gradients()
         verify(seen, engine.regions.dtypes, may_idle=engine.regions.may_idle)
         return seen.flop_share()
 

@@ -17,8 +17,8 @@ from training.engine import Engine
 from training.progress import Progress
 
 
-class Held(Checkpoints):
-    """Writes nothing before it is let go."""
+class Blocked(Checkpoints):
+    """Writes nothing before `go` is set."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -39,10 +39,10 @@ def step(world: World, engine: Engine, progress: Progress, *, save_ended: bool =
 def train_while_it_is_written(
     world: World, *, folder: str, stage: int, compute: str, variant: str, overrides: list[str]
 ) -> dict[str, Any]:
-    """Save after step 2, make steps 3 and 4 before a byte is written, then go back to what was saved, and forth."""
+    """Save after step 2, make steps 3 and 4 before a byte is written, then load what was saved and make them again."""
     resolved = resolve(world, stage=stage, compute=compute, variant=variant, overrides=overrides)
     with engine_of(world, resolved) as engine:
-        checkpoints = Held(Path(folder), keep=Retention(2), identity={}, world=world)
+        checkpoints = Blocked(Path(folder), keep=Retention(2), identity={}, world=world)
         progress = Progress()
         for _ in range(2):
             progress, _ = step(world, engine, progress)
@@ -75,7 +75,7 @@ def train_while_it_is_written(
 def save_into_a_save(world: World, *, folder: str, background: bool) -> dict[str, Any]:
     """Two saves, the second asked for while the first is held for 0.5 s; and whether each was there at once."""
     with engine_of(world, resolve(world, stage=1, compute="bf16")) as engine:
-        checkpoints = Held(Path(folder), keep=Retention(2), identity={}, world=world, background=background)
+        checkpoints = Blocked(Path(folder), keep=Retention(2), identity={}, world=world, background=background)
         threading.Timer(0.5, checkpoints.go.set).start()
         checkpoints.start_save(engine, state_of(engine, Progress(step=1)))
         there = [(Path(folder) / "step-1").exists()]
@@ -87,7 +87,7 @@ def save_into_a_save(world: World, *, folder: str, background: bool) -> dict[str
 
 
 def same_bytes(world: World, *, folder: str, stage: int, compute: str) -> list[dict[str, str]]:
-    """SHA-256 by file of the same state, copied and written behind, and written at once."""
+    """SHA-256 by file of the same state, copied and written in the background, and written at once."""
     with engine_of(world, resolve(world, stage=stage, compute=compute)) as engine:
         progress, _ = step(world, engine, Progress())
         found = []

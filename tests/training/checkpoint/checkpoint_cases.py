@@ -100,8 +100,8 @@ def find(world: World, *, folder: str, resume: str, identity: dict[str, Any] | N
     try:
         found = checkpoints.find(resume)
     except UserError as error:
-        return f"error: {error}", checkpoints.settle()
-    return found.name if found else "", checkpoints.settle()
+        return f"error: {error}", checkpoints.take_notes()
+    return found.name if found else "", checkpoints.take_notes()
 
 
 def load_into_another_model(world: World, *, path: str) -> str:
@@ -170,12 +170,12 @@ def failing_save(world: World, *, folder: str) -> str:
     return ""
 
 
-def read_back(world: World, *, folder: str, spoil: bool) -> dict[str, Any]:
-    """Two saves that are read back; the second one's shard of rank 1 rots right after it was published, if spoil."""
+def read_back(world: World, *, folder: str, corrupt: bool) -> dict[str, Any]:
+    """Two saves that are read back; the second one's shard of rank 1 rots right after it was published, if corrupt."""
 
     class Rotting(Checkpoints):
         def reached(self, phase: str) -> None:
-            if spoil and phase == "done" and (self.folder / "step-2").exists():
+            if corrupt and phase == "done" and (self.folder / "step-2").exists():
                 flip(next((self.folder / "step-2" / "deepspeed").glob("*pp_rank_1*optim_states.pt")))
 
     with engine_of(world, resolve(world, stage=2, compute="bf16")) as engine:

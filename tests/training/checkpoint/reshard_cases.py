@@ -60,47 +60,47 @@ def engine(
 
 
 def trained_and_saved(
-    world: World, *, folder: str, layout: Layout, first: int = SAVED_AFTER, spoil: str = ""
+    world: World, *, folder: str, layout: Layout, first: int = SAVED_AFTER, corrupt: str = ""
 ) -> dict[str, Any]:
-    """The first steps, a save, and what the run then held and went through when it was not stopped.
+    """The first steps, a save, its state then, and the losses of the run that was not stopped.
 
-    spoil: master or exp_avg_sq changes one value of the last rank's part of it before the files are written.
+    corrupt: master or exp_avg_sq changes one value of the last rank's part of it before the files are written.
     """
     with engine(world, seed=0, **layout) as running:
         _train(running, world, range(1, first + 1), micro=layout.get("micro", 4))
         held = _held(running)
-        if spoil and world.rank == world.world_size - 1:
+        if corrupt and world.rank == world.world_size - 1:
             flat = local_masters(running.deepspeed.optimizer)[0]
-            spoiled = flat if spoil == "master" else running.deepspeed.basic_optimizer.state[flat][spoil]
-            spoiled.data[7] += 1e-6
+            corrupted = flat if corrupt == "master" else running.deepspeed.basic_optimizer.state[flat][corrupt]
+            corrupted.data[7] += 1e-6
         running.save(Path(folder), "deepspeed")
         losses = _train(running, world, range(first + 1, STEPS + 1), micro=layout.get("micro", 4))
         return {**held, "losses": losses}
 
 
-def gone_on(
+def resumed(
     world: World,
     *,
     folder: str,
     layout: Layout,
     recorded: Checksums | None,
     first: int = SAVED_AFTER,
-    lived: bool = False,
+    trained_before: bool = False,
 ) -> dict[str, Any]:
     """What an engine of another layout and other weights holds after the load, and the steps that follow.
 
-    lived: it has trained a step of its own before, as at a rollback.
+    trained_before: it has trained a step before the load, as at a rollback.
     """
     with engine(world, seed=7, **layout) as running:
-        if lived:
+        if trained_before:
             _train(running, world, [1], micro=layout.get("micro", 4))
         before = torch.get_rng_state()
-        carried = load_resharded(running, Path(folder) / "deepspeed", recorded=recorded)
+        restored = load_resharded(running, Path(folder) / "deepspeed", recorded=recorded)
         assert torch.equal(before, torch.get_rng_state())
         require_fresh_masters(running)
         held = _held(running)
         losses = _train(running, world, range(first + 1, STEPS + 1), micro=layout.get("micro", 4))
-        return {**held, "carried": carried, "losses": losses}
+        return {**held, "restored": restored, "losses": losses}
 
 
 def refused(

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_resume.py: a whole job that breaks off."""
+"""What runs inside the processes of test_resume.py: a whole job that is interrupted."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from training.session import Session, open_run_dir, session
 STEPS = 10
 
 
-class BrokeOff(Exception):
+class Interrupted(Exception):
     """The job stops here, between two micro-batches."""
 
 
 def job(world: World, *, folder: str, name: str, overrides: list[str], passes: int | None) -> dict[str, Any]:
-    """Resume the job and train it to its end, or until so many forward passes were begun; where it is then."""
+    """Resume the job and train it to its end, or until its `passes`-th forward pass; its state then."""
     resolved = resolve(folder, name, overrides)
     open_run_dir(resolved, world)
     with session(resolved, world=world) as opened:
@@ -41,7 +41,7 @@ def _train(opened: Session, passes: int | None) -> dict[str, Any]:
         nonlocal begun
         begun += 1
         if passes is not None and begun > passes:
-            raise BrokeOff
+            raise Interrupted
 
     handle = parts.engine.model.register_forward_pre_hook(count)
     try:
@@ -56,10 +56,10 @@ def _train(opened: Session, passes: int | None) -> dict[str, Any]:
             "moments": _checksum(_moments(parts.engine.deepspeed.basic_optimizer)),
             "random": torch.get_rng_state().numpy().tobytes(),
         }
-    except BrokeOff:
+    except Interrupted:
         return {"exit_code": None}
     finally:
-        parts.checkpoints.outcomes()  # a thread of a process that stops would stop with it
+        parts.checkpoints.outcomes()  # the saving thread would die with the process
         handle.remove()
         parts.record.close()
 
@@ -112,13 +112,13 @@ def _checksum(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def sessions_resumed(folder: str, name: str) -> int:
-    """How often the run went on from a checkpoint."""
+    """How often the run resumed from a checkpoint."""
     events = read_events(Path(folder) / "runs" / name / "events.jsonl")
     return sum(event["event"] == "run_start" and event["resumed_from"] is not None for event in events)
 
 
 def last_by_step(folder: str, name: str) -> list[dict[str, Any]]:
-    """What the run's record says of each step, the later line counting."""
+    """The recorded fields of each step; the last line of a step counts."""
     keys = ("step", "loss", "grad_norm", "lr", "loss_scale", "applied", "skipped_total", "sample_ids_sha256", "tokens")
     events = read_events(Path(folder) / "runs" / name / "events.jsonl")
     steps = {event["step"]: {key: event[key] for key in keys} for event in events if event["event"] == "step"}

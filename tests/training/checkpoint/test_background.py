@@ -1,4 +1,4 @@
-"""Saves that are written while training goes on: what is saved is the state at the call; what stays is what should."""
+"""Saves that are written while training continues: they hold the state at the call, and retention deletes the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.training.checkpoint import background_cases
-from training.checkpoint.retention import Retention, being_read, is_being_read
+from training.checkpoint.retention import Retention, is_read_locked, read_lock
 from training.checkpoint.writer import host_copy
 
 MANIFEST = ["precision.path=manifest", "precision.manifest=config/manifests/bf16.json"]
@@ -101,8 +101,8 @@ def test_what_is_being_read_stays(solo, tmp_path):
         return solo.run(background_cases.losses_and_what_stays, **arguments)[0]
 
     assert save(1, 2) == ["step-2"]
-    with being_read(tmp_path / "step-2"):
-        assert is_being_read(tmp_path / "step-2")
+    with read_lock(tmp_path / "step-2"):
+        assert is_read_locked(tmp_path / "step-2")
         assert save(3, 4) == ["step-2", "step-4"]
-    assert not is_being_read(tmp_path / "step-2")
+    assert not is_read_locked(tmp_path / "step-2")
     assert save(5) == ["step-5"]

@@ -1,4 +1,4 @@
-"""A SIGKILL in the middle of a save: the next job goes on from a whole checkpoint, with the masters it should have.
+"""A SIGKILL in the middle of a save: the next job resumes from a whole checkpoint, with the right masters.
 
 `make chaos` kills at every phase, every rank, at random, and whole jobs; CHAOS_ROUNDS in the environment repeats the
 random part, and each round draws other kills.

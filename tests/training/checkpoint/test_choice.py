@@ -1,4 +1,4 @@
-"""Which checkpoint is chosen, which is passed over, and what is said about it."""
+"""Which checkpoint is chosen, which is passed over, and the messages about it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_kill_between_the_two_renames_of_a_save_loses_neither(saved, whole):
     shutil.copytree(saved / "step-2", saved / ".step-3.partial")
     if not whole:
         (saved / ".step-3.partial" / MANIFEST).unlink()
-    commit.tidy(saved)
+    commit.recover(saved)
     assert {path.name for path in saved.iterdir()} == {"LATEST", "step-1", "step-2", "step-3"}
     assert read_manifest(saved / "step-3")["step"] == (2 if whole else 3)
 
@@ -155,7 +155,7 @@ def test_leftovers_of_a_kill_are_cleaned_away(saved):
         (saved / name).mkdir()
         (saved / name / "file").write_text("x")
     (saved / ".LATEST.partial").write_text("ste")
-    commit.tidy(saved)
+    commit.recover(saved)
     assert {path.name for path in saved.iterdir()} == {"LATEST", "step-1", "step-2", "step-3"}
 
 

@@ -27,11 +27,11 @@ from config.errors import UserError
 from training.checkpoint.encryption import (
     HEADER,
     TAG,
+    DecryptedFile,
     EncryptingStream,
     is_encrypted,
     key_id_of,
     load,
-    open_decrypted,
     open_file,
     owner_only,
 )
@@ -57,7 +57,7 @@ def encrypted(plain: bytes, *, key: Key = KEY, chunk: int = SMALL, pieces: int =
 
 def read_all(path: Path, content: bytes, key: Key = KEY) -> bytes:
     path.write_bytes(content)
-    with open_decrypted(path, key) as file:
+    with DecryptedFile(path, key) as file:
         return file.read()
 
 
@@ -79,7 +79,7 @@ def test_what_goes_in_comes_out(
     assert len(content) == HEADER + len(plain) + chunks * TAG
     path = tmp_path_factory.getbasetemp() / "hypothesis.pt"
     assert read_all(path, content) == plain
-    with open_decrypted(path, KEY) as file:  # anywhere, in any order, like a file
+    with DecryptedFile(path, KEY) as file:  # anywhere, in any order, like a file
         reference, chance = io.BytesIO(plain), random.Random(seed)
         for _ in range(20):
             where, how = chance.randrange(len(plain) + 2), chance.randrange(2 * chunk + 1)
@@ -116,10 +116,10 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     """In each place: magic, version, key id, chunk size, salt, text and tags."""
     content = encrypted(random.Random(2).randbytes(2 * SMALL + 5))
     for place in range(len(content)):
-        spoilt = bytearray(content)
-        spoilt[place] ^= 1 << random.Random(place).randrange(8)
+        corrupted = bytearray(content)
+        corrupted[place] ^= 1 << random.Random(place).randrange(8)
         with pytest.raises((Damaged, UserError)) as error:
-            read_all(tmp_path / "a.pt", bytes(spoilt))
+            read_all(tmp_path / "a.pt", bytes(corrupted))
         if place >= 16:
             assert error.type is Damaged, place
 
@@ -129,7 +129,7 @@ def test_a_file_cut_anywhere_is_found_when_it_is_opened(tmp_path: Path) -> None:
     for length in range(len(content)):
         path.write_bytes(content[:length])
         with pytest.raises(Damaged):
-            open_decrypted(path, KEY)
+            DecryptedFile(path, KEY)
 
 
 def chunks_of(content: bytes) -> list[bytes]:
@@ -159,12 +159,12 @@ def test_chunks_moved_dropped_repeated_appended_or_taken_from_another_file_are_f
             pytest.fail(kind)
 
 
-def test_another_key_is_told_by_its_id(tmp_path: Path) -> None:
+def test_another_key_is_named_by_its_id(tmp_path: Path) -> None:
     path, other = tmp_path / "a.pt", Key(os.urandom(32))
     path.write_bytes(encrypted(b"weights"))
     assert key_id_of(path) == KEY.id != other.id
     with pytest.raises(UserError, match=rf"a\.pt: is encrypted with the key {KEY.id}.*gives {other.id}"):
-        open_decrypted(path, other)
+        DecryptedFile(path, other)
     with pytest.raises(UserError, match=rf"is encrypted with the key {KEY.id}; give checkpoint.encryption_key"):
         open_file(path, None)
     with open_file(path, KEY) as file:
@@ -181,7 +181,7 @@ def test_a_plain_file_is_not_taken_for_an_encrypted_one_unless_asked(tmp_path: P
         with opened:
             assert opened.read() == b"anything"
     with pytest.raises(Damaged, match="is not an encrypted file"):
-        open_decrypted(path, KEY)
+        DecryptedFile(path, KEY)
 
 
 def save_encrypted(state: Any, path: Path) -> str:
@@ -209,16 +209,16 @@ def test_torch_saves_and_loads_through_it(tmp_path: Path) -> None:
     assert torch.equal(loaded["weight"], state["weight"])
     assert torch.equal(loaded["empty"], state["empty"])
     assert all(torch.equal(one, two) for one, two in zip(loaded["masters"], state["masters"], strict=True))
-    found = tensors_in(path, lambda path: open_decrypted(path, KEY))
+    found = tensors_in(path, lambda path: DecryptedFile(path, KEY))
     assert found["masters/0"] == ("float32", [700, 1000])
 
 
 def test_torch_is_not_given_a_byte_that_was_changed(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     save_encrypted({"weight": torch.zeros(1 << 20)}, path)
-    spoilt = bytearray(path.read_bytes())
-    spoilt[len(spoilt) // 2] ^= 1
-    path.write_bytes(spoilt)
+    corrupted = bytearray(path.read_bytes())
+    corrupted[len(corrupted) // 2] ^= 1
+    path.write_bytes(corrupted)
     with pytest.raises(Damaged, match=r"a\.pt: chunk \d is not what was encrypted"):
         load(path, KEY, weights_only=True)
 
@@ -299,5 +299,5 @@ def test_the_key_does_not_reach_another_process_by_its_command_line(tmp_path: Pa
     )
     environment = {**os.environ, "RUN_KEY": bytes(range(32)).hex()}
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "a.pt")], env=environment, check=True, timeout=60)
-    with open_decrypted(tmp_path / "a.pt", KEY) as file:
+    with DecryptedFile(tmp_path / "a.pt", KEY) as file:
         assert file.read() == b"weights"

@@ -1,4 +1,4 @@
-"""Disks that are full or take nothing: the last good checkpoint stays, every rank hears of it, and later saves work."""
+"""Disks that are full or take nothing: the last good checkpoint stays, every rank fails alike, and later saves work."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ def check(results, folder):
 
 
 def test_a_save_is_read_back(pair, tmp_path):
-    for result in pair.run(checkpoint_cases.read_back, folder=str(tmp_path), spoil=False):
+    for result in pair.run(checkpoint_cases.read_back, folder=str(tmp_path), corrupt=False):
         assert (result["verified"], result["found"], result["failures"]) == ([True, True], "step-2", 0)
 
 
 def test_a_save_that_does_not_read_back_is_set_aside(pair, tmp_path):
-    for result in pair.run(checkpoint_cases.read_back, folder=str(tmp_path), spoil=True):
+    for result in pair.run(checkpoint_cases.read_back, folder=str(tmp_path), corrupt=True):
         shard = "deepspeed/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
         assert f"step-2 is not what was written and is set aside: {shard} was written with" in result["last"]
         assert (result["verified"], result["found"]) == ([True, False], "step-1")

@@ -1,4 +1,4 @@
-"""A checkpoint of one layout goes on in another: the same masters and moments by name, and the same losses."""
+"""A checkpoint of one layout resumes in another: the same masters and moments by name, and the same losses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_masters_and_moments_carry_over_bit_for_bit(pair, solo, tmp_path, ranks,
     saving, going = groups[ranks[0]], groups[ranks[-1]]
     saved = saving.run(cases.trained_and_saved, folder=str(tmp_path), layout=layout(*before, **common))[0]
     other = layout(*after, **common, micro=2)
-    results = going.run(cases.gone_on, folder=str(tmp_path), layout=other, recorded=saved["checksums"])
+    results = going.run(cases.resumed, folder=str(tmp_path), layout=other, recorded=saved["checksums"])
     for found in results:
         require_same(saved, found)
     require_same_losses(saved, found, FP32_LOSS if before[1] == after[1] == "fp32" else OTHER_COMPUTE_LOSS)
@@ -83,10 +83,10 @@ def test_masters_and_moments_carry_over_bit_for_bit(pair, solo, tmp_path, ranks,
     ],
 )
 def test_offload_and_the_manifest_path_carry_over(pair, tmp_path, before, after):
-    """Also into an engine that has lived: its own moments are replaced, as a rollback needs it."""
+    """Also into an engine that has trained before: its own moments are replaced, as a rollback needs it."""
     saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=before)[0]
-    arguments = {"folder": str(tmp_path), "layout": after, "recorded": saved["checksums"], "lived": True}
-    found = pair.run(cases.gone_on, **arguments)[0]
+    arguments = {"folder": str(tmp_path), "layout": after, "recorded": saved["checksums"], "trained_before": True}
+    found = pair.run(cases.resumed, **arguments)[0]
     require_same(saved, found)
     require_same_losses(saved, found, OTHER_COMPUTE_LOSS)
 
@@ -109,7 +109,7 @@ def test_gaps_between_parameters_and_groups_cut_in_several_do_not_show(pair, tmp
         layouts.append(layout(stage, "bf16", overrides=(*ODD, f"deepspeed.config={path}")))
     saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=layouts[0])[0]
     arguments = {"folder": str(tmp_path), "layout": layouts[1], "recorded": saved["checksums"]}
-    found = pair.run(cases.gone_on, **arguments)[0]
+    found = pair.run(cases.resumed, **arguments)[0]
     require_same(saved, found)
     require_same_losses(saved, found, OTHER_COMPUTE_LOSS)
     assert (saved if before[0] == 3 else found)["groups"] > 2
@@ -117,12 +117,12 @@ def test_gaps_between_parameters_and_groups_cut_in_several_do_not_show(pair, tmp
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_before_the_first_update_there_are_no_moments(pair, solo, tmp_path, stage):
-    """Moments of an engine that has lived go back to zero, and Adam counts from one again."""
+    """Moments of an engine that has trained before go back to zero, and Adam counts from one again."""
     saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=layout(stage, "fp32"), first=0)[0]
     arguments = {"folder": str(tmp_path), "layout": layout(2, "fp32"), "recorded": saved["checksums"]}
-    found = solo.run(cases.gone_on, **arguments, first=0, lived=True)[0]
+    found = solo.run(cases.resumed, **arguments, first=0, trained_before=True)[0]
     assert set(saved["checksums"]) == {"master"}
-    assert found["updates"] == {0.0} and found["carried"].updates == 0
+    assert found["updates"] == {0.0} and found["restored"].updates == 0
     assert all(torch.equal(found["masters"][name], master) for name, master in saved["masters"].items())
     assert not any(bool(moment.any()) for moment in found["exp_avg_sq"].values())
     require_same_losses(saved, found, FP32_LOSS)
@@ -143,9 +143,9 @@ def require_same(saved, found):
     assert found["states"] == found["groups"]
     assert torch.equal(found["buffer"], saved["buffer"])
     assert sorted(found["settings"]) == [(0.0, (0.9, 0.95), 1e-8), (0.1, (0.9, 0.95), 1e-8)]
-    carried = found["carried"]
-    assert (carried.parameters, carried.compared) == (len(saved["masters"]), 3 * len(saved["masters"]))
-    assert carried.updates == 3 and carried.buffers == 1
+    restored = found["restored"]
+    assert (restored.parameters, restored.compared) == (len(saved["masters"]), 3 * len(saved["masters"]))
+    assert restored.updates == 3 and restored.buffers == 1
 
 
 def require_same_losses(saved, found, tolerance):
@@ -156,12 +156,12 @@ def require_same_losses(saved, found, tolerance):
 
 
 @pytest.mark.parametrize(
-    ("stage", "spoil", "what"),
+    ("stage", "corrupt", "what"),
     [(1, "master", "the master"), (3, "master", "the master"), (3, "exp_avg_sq", "the optimizer's exp_avg_sq")],
 )
-def test_a_value_that_is_not_what_was_held_is_found_by_name(pair, solo, tmp_path, stage, spoil, what):
+def test_a_value_that_is_not_what_was_held_is_found_by_name(pair, solo, tmp_path, stage, corrupt, what):
     """One value of one rank's part, changed by 1e-6 before its file was written and hashed."""
-    saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=layout(stage, "bf16"), spoil=spoil)[0]
+    saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=layout(stage, "bf16"), corrupt=corrupt)[0]
     arguments = {"folder": str(tmp_path), "layout": layout(2, "bf16")}
     text = solo.run(cases.refused, **arguments, recorded=saved["checksums"])[0]
     names = [name for name in saved["masters"] if f": {what} of {name} is not the one that was saved" in text]
@@ -219,7 +219,7 @@ def test_the_checksum_knows_no_cuts_but_every_value_and_its_place():
 
 
 def test_a_job_goes_on_with_other_ranks_and_other_zero_stages(pair, solo, tmp_path):
-    """Two ranks save, one goes on at ZeRO-3 and saves, four go on at ZeRO-1; against two that were never stopped."""
+    """Two ranks save, one resumes at ZeRO-3 and saves, four resume at ZeRO-1; compared with two that never stopped."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(300)))
     overrides = ["checkpoint.every_steps=1", "checkpoint.keep=9", "model.config.attention_dropout=0.0"]

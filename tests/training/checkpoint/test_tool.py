@@ -18,7 +18,7 @@ from tests.training.checkpoint.checkpoint_cases import flip
 from training.checkpoint import commit
 from training.checkpoint import tool as checkpoint_tool
 from training.checkpoint.inventory import tensors_in, tensors_of
-from training.checkpoint.manifest import MANIFEST, Damaged, read_manifest, share
+from training.checkpoint.manifest import MANIFEST, Damaged, files_of_rank, read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_a_missing_and_a_truncated_shard_are_named(copy):
     assert tool("verify", copy)[0] == 3
 
 
-def test_tensors_are_told_as_torch_loads_them(run):
+def test_tensors_are_listed_as_torch_loads_them(run):
     """The reader that executes nothing against torch's own; and against what was in memory when it was written."""
     for path in sorted((run / "checkpoints" / "step-3").rglob("*.pt")):
         found = tensors_in(path)
@@ -175,7 +175,7 @@ def test_prune_keeps_the_newest_whole_ones(copy):
 def test_ranks_share_the_hashing_and_leave_nothing_out(run):
     manifest = read_manifest(run / "checkpoints" / "step-3")
     for world_size in (1, 2, 3, 16):
-        shares = [share(manifest, rank, world_size) for rank in range(world_size)]
+        shares = [files_of_rank(manifest, rank, world_size) for rank in range(world_size)]
         assert sorted(name for mine in shares for name in mine) == sorted(manifest["files"])
-    loads = [sum(manifest["files"][name]["bytes"] for name in share(manifest, rank, 2)) for rank in range(2)]
+    loads = [sum(manifest["files"][name]["bytes"] for name in files_of_rank(manifest, rank, 2)) for rank in range(2)]
     assert max(loads) < 1.2 * min(loads)

@@ -40,7 +40,7 @@ def parity(world: World, *, stage: int, compute: str, overrides: Sequence[str] =
 
 
 def resume(world: World, *, folder: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """A compiled run of four steps, and one that stops after two, loads into a new engine and goes on."""
+    """A compiled run of four steps, and one that stops after two, loads into a new engine and continues."""
     whole = _train(world, 2, "fp32", [*overrides, "model.compile=true"])
     with _engine(world, 2, "fp32", [*overrides, "model.compile=true"]) as engine:
         torch.manual_seed(7)
@@ -70,7 +70,7 @@ def looks(world: World, *, overrides: Sequence[str] = ()) -> dict[str, Any]:
             batch = batch_of(world, MICRO, seed=0)
             with Observation(engine.model) as seen:
                 engine.forward_backward(batch, step=1)
-            engine.discard_quietly()
+            engine.discard_gradients()
             calls = _calls(engine)
             loss = engine.evaluate([batch])
             with torch.no_grad():

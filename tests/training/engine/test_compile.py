@@ -1,4 +1,4 @@
-"""Compiled blocks train as the blocks themselves do, and step aside for whoever looks."""
+"""Compiled blocks train as the blocks themselves do, and are replaced by them under observation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_compiled_blocks_train_as_the_blocks_do(pair: ProcessGroup, stage: int, 
         assert found["kept"] <= 1.0
 
 
-def test_whoever_looks_sees_what_the_blocks_themselves_compute(pair: ProcessGroup) -> None:
+def test_observers_see_what_the_blocks_themselves_compute(pair: ProcessGroup) -> None:
     for found in pair.run(cases.looks, overrides=["model.activation_checkpointing=selective"]):
         plain, compiled, calls = found["false"], found["true"], found["calls"]
         assert plain == compiled

@@ -1,4 +1,4 @@
-"""A rank's own work is added up over its forward passes, and told rank by rank only where there are few."""
+"""A rank's own work is added up over its forward passes, and listed rank by rank only where there are few."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def test_a_partition_that_lies_elsewhere_is_found_out(pair, tmp_path, stage, com
     saved = open_saved_model(tmp_path / "deepspeed")
     name = "model.layers.1.mlp.down_proj.weight"
     tensor, values = saved.tensors[name], saved.tensors[name].read().flatten().roll(1)
-    saved.tensors[name] = SavedTensor(tensor.shape, lambda: values.view(tensor.shape), tensor.again)
+    saved.tensors[name] = SavedTensor(tensor.shape, lambda: values.view(tensor.shape), tensor.second_copy)
     with pytest.raises(TensorsDiffer, match=f"{name}: the partitions of the masters and .* differ"):
         compare_with_second_copy(saved)
     if stage < 3:

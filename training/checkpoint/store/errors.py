@@ -1,7 +1,7 @@
-"""Which errors of an object store pass by themselves, what to say of the others, and no secret in either.
+"""Which errors of an object store are transient, and how to describe the others without secrets.
 
-Stores speak through many libraries (botocore, aiohttp, gcsfs, adlfs), none of which has to be installed, so an error is
-judged by what those agree on: an HTTP status, S3's error code, the names of the transport's exceptions.
+Errors come from many libraries (botocore, aiohttp, gcsfs, adlfs), none of which has to be installed, so they are
+classified by what these have in common: HTTP status, S3's error code, names of the transport's exceptions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from config.secrets import ADVICE, WITH_PASSWORD
 
-_PASSING_CODES = {
+_TRANSIENT_CODES = {
     "InternalError",
     "ServiceUnavailable",
     "SlowDown",
@@ -30,7 +30,7 @@ _PASSING_CODES = {
     "XAmzContentSHA256Mismatch",
     "XAmzContentChecksumMismatch",
 }
-_PASSING_NUMBERS = {
+_TRANSIENT_ERRNOS = {
     errno.EAGAIN,
     errno.EBUSY,
     errno.EPIPE,
@@ -62,7 +62,7 @@ _TRANSPORT = {
     "gaierror",
 }
 _NETWORK = "check the network and checkpoint.storage_options.endpoint_url"
-_WHAT_TO_DO = {
+_ADVICE_FOR = {
     401: f"check the credentials: {ADVICE}",
     403: "check that these credentials may read, write, list and delete there, and use the key named for encryption",
     "NoSuchBucket": "make the bucket, or correct checkpoint.dir",
@@ -78,18 +78,18 @@ _IN_ENVIRONMENT = re.compile(r"SECRET|TOKEN|PASSW|KEY|CONNECTION_STRING|CREDENTI
 
 
 class StoreError(OSError):
-    """The store did not do what it was asked, and asking again did not help. One line: the URL, what, what to do."""
+    """A store operation failed, retries included. One line: the URL, the operation, the error, what to do."""
 
 
-def passes(error: BaseException) -> bool:
-    """Whether the same request may well succeed a little later: 5xx, throttling, a time-out, a cut connection."""
+def is_transient(error: BaseException) -> bool:
+    """Whether a retry may succeed: 5xx, throttling, a time-out, a broken connection."""
     for cause in _causes(error):
         status, code = _status(cause), _code(cause)
-        if code in _PASSING_CODES or _TRANSPORT & {kind.__name__ for kind in type(cause).__mro__}:
+        if code in _TRANSIENT_CODES or _TRANSPORT & {kind.__name__ for kind in type(cause).__mro__}:
             return True
         if status is not None:
             return status in (408, 425, 429) or (status >= 500 and status != 501)
-    return any(isinstance(cause, OSError) and cause.errno in _PASSING_NUMBERS for cause in _causes(error))
+    return any(isinstance(cause, OSError) and cause.errno in _TRANSIENT_ERRNOS for cause in _causes(error))
 
 
 def is_missing(error: BaseException) -> bool:
@@ -97,14 +97,14 @@ def is_missing(error: BaseException) -> bool:
     return isinstance(error, FileNotFoundError) and not any(_code(cause) == "NoSuchBucket" for cause in _causes(error))
 
 
-def told(error: BaseException) -> str:
-    """The error in one line without credentials, and what can be done about it."""
-    text = next((said for cause in _causes(error) if (said := str(cause))), type(error).__name__)
+def describe(error: BaseException) -> str:
+    """The error in one line without credentials, and what to do about it."""
+    text = next((message for cause in _causes(error) if (message := str(cause))), type(error).__name__)
     code = next((str(code) for cause in _causes(error) if (code := _code(cause))), "")
     if code and not code.isdigit() and code not in text:
         text = f"{code}: {text}"
-    signs = [sign for cause in _causes(error) for sign in (_code(cause), _status(cause), type(cause).__name__)]
-    advice = next((_WHAT_TO_DO[sign] for sign in signs if sign in _WHAT_TO_DO), None)
+    keys = [key for cause in _causes(error) for key in (_code(cause), _status(cause), type(cause).__name__)]
+    advice = next((_ADVICE_FOR[key] for key in keys if key in _ADVICE_FOR), None)
     line = without_secrets(" ".join(text.split()))[:300]
     return f"{line}; {advice}" if advice else line
 

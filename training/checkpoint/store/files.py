@@ -1,7 +1,7 @@
-"""Files in an object store, through fsspec: every operation tried again, every byte hashed.
+"""Files in an object store, through fsspec: every operation retried, every byte hashed.
 
-fsspec and the libraries under it cache listings, try again in ways of their own and give up without saying how often;
-here nothing is cached, and one place decides what is tried again, how often, and how long in between.
+fsspec and the libraries under it cache listings, retry in ways of their own and give up without saying how often; here
+nothing is cached, and one place decides what is retried, how often, and how long in between.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import fsspec
 from config.errors import UserError
 from config.secrets import refuse_secrets
 from training.checkpoint.manifest import Damaged, file_sha256
-from training.checkpoint.store.errors import StoreError, is_missing, passes, told, without_secrets
+from training.checkpoint.store.errors import StoreError, describe, is_missing, is_transient, without_secrets
 
 PART = 1 << 25
 """[bytes] Of a multipart upload, and of a ranged read."""
@@ -38,14 +38,14 @@ class Missing(StoreError):
     """The object is not there, though its bucket is."""
 
 
-class _Differs(Exception):
-    """What is in the store is not what was sent; sending it again may help."""
+class _ContentDiffers(Exception):
+    """What is in the store is not what was sent; a retry may help."""
 
 
 class StoreFiles:
     """Files under one URL, named by their path from it. Calls may come from any thread.
 
-    Every method raises StoreError when the store does not answer as it should: at once where asking again cannot help,
+    Every method raises StoreError when the store does not answer as it should: at once where a retry cannot help,
     else after `attempts` tries.
     """
 
@@ -68,8 +68,8 @@ class StoreFiles:
         self.url, self._part = url.rstrip("/"), part
         self._attempts, self._first_wait, self._longest_wait = attempts, first_wait, longest_wait
         self.retries = 0
-        """Tries past the first one of each operation, so far."""
-        self._counting, self._given_up = threading.Lock(), threading.Event()
+        """Of all operations, so far."""
+        self._retries_lock, self._given_up = threading.Lock(), threading.Event()
         self._options = _with_defaults(url, options or {})
         self._process = os.getpid()
         self._system, self._root = self._connect()
@@ -84,7 +84,7 @@ class StoreFiles:
             self._fs.put_file(str(local), self._path(name), **self._in_parts(size))
             try:
                 self._require(name, sha256, size)
-            except _Differs:
+            except _ContentDiffers:
                 if file_sha256(local) != sha256:
                     raise StoreError(f"{local}: is no longer what was written, so it is not uploaded") from None
                 raise
@@ -97,7 +97,7 @@ class StoreFiles:
         def send_and_read_back() -> None:
             self._fs.pipe_file(self._path(name), text.encode())
             if self._fs.cat_file(self._path(name)) != text.encode():
-                raise _Differs("reads back with another content")
+                raise _ContentDiffers("reads back with another content")
 
         self._retried("upload", name, send_and_read_back)
 
@@ -130,7 +130,7 @@ class StoreFiles:
             partial.unlink(missing_ok=True)
 
     def give_up(self) -> None:
-        """From now on nothing is tried again: what is under way succeeds or fails at its next error."""
+        """From now on nothing is retried: operations in progress succeed or fail at their next error."""
         self._given_up.set()
 
     def _connect(self) -> tuple[Any, str]:
@@ -139,10 +139,10 @@ class StoreFiles:
         except ImportError as error:
             raise UserError(f"checkpoint.dir = {self.url}: {error}") from error
         except (ValueError, TypeError, KeyError) as error:
-            said = without_secrets(" ".join(str(error).split()))
-            raise UserError(f"checkpoint.dir = {self.url} with its storage_options: {said}") from error
+            message = without_secrets(" ".join(str(error).split()))
+            raise UserError(f"checkpoint.dir = {self.url} with its storage_options: {message}") from error
         if _is_s3(system):
-            system.retries = 1  # of s3fs; its client and this class try again
+            system.retries = 1  # of s3fs; its client and this class retry
         return system, root.rstrip("/")
 
     @property
@@ -178,12 +178,13 @@ class StoreFiles:
 
     def _require(self, name: str, sha256: str, size: int) -> None:
         if (found := self._size(name)) != size:
-            raise _Differs(f"reads back with {found:,} bytes, was written with {size:,}")
+            raise _ContentDiffers(f"reads back with {found:,} bytes, was written with {size:,}")
         digest = hashlib.sha256()
         for block in self._blocks(name, size):
             digest.update(block)
         if digest.hexdigest() != sha256:
-            raise _Differs(f"reads back with SHA-256 {digest.hexdigest()[:12]}..., was written with {sha256[:12]}...")
+            other = digest.hexdigest()
+            raise _ContentDiffers(f"reads back with SHA-256 {other[:12]}..., was written with {sha256[:12]}...")
 
     def _fetch(self, name: str, partial: Path, size: int, private: bool) -> str:
         digest = hashlib.sha256()
@@ -207,7 +208,7 @@ class StoreFiles:
         return self._retried("read", name, lambda: self._fs.info(self._path(name)))["size"]
 
     def _blocks(self, name: str, size: int) -> Iterator[bytes]:
-        """The object's bytes in order, read in ranges ahead of whoever takes them."""
+        """The object's bytes in order, read ahead in ranges."""
 
         def read(start: int) -> bytes:
             end = min(start + self._part, size)
@@ -224,11 +225,11 @@ class StoreFiles:
     def _range(self, name: str, start: int, end: int) -> bytes:
         block = self._fs.cat_file(self._path(name), start=start, end=end)
         if len(block) != end - start:
-            raise _Differs(f"gives {len(block):,} of the {end - start:,} bytes from {start:,} on")
+            raise _ContentDiffers(f"gives {len(block):,} of the {end - start:,} bytes from {start:,} on")
         return block
 
     def _retried(self, what: str, name: str, act: Callable[[], T]) -> T:
-        """What `act` gives. Raises StoreError."""
+        """The result of `act`. Raises StoreError."""
         attempt = 0
         while True:
             attempt += 1
@@ -237,10 +238,10 @@ class StoreFiles:
             except (StoreError, Damaged):
                 raise
             except Exception as error:
-                again = isinstance(error, _Differs) or passes(error)
-                if not again or attempt >= self._attempts or self._given_up.is_set():
+                retry = isinstance(error, _ContentDiffers) or is_transient(error)
+                if not retry or attempt >= self._attempts or self._given_up.is_set():
                     raise self._failure(what, name, error, attempt) from error
-            with self._counting:
+            with self._retries_lock:
                 self.retries += 1
             wait = min(self._longest_wait, self._first_wait * 2 ** (attempt - 1))
             self._given_up.wait(wait * random.uniform(0.5, 1.0))
@@ -248,7 +249,7 @@ class StoreFiles:
     def _failure(self, what: str, name: str, error: Exception, attempt: int) -> StoreError:
         tries = f" after {attempt} tries" if attempt > 1 else ""
         kind = Missing if is_missing(error) else StoreError
-        return kind(f"{self.url}/{name}: cannot {what}{tries}: {told(error)}")
+        return kind(f"{self.url}/{name}: cannot {what}{tries}: {describe(error)}")
 
 
 def _is_s3(system: Any) -> bool:
@@ -256,8 +257,8 @@ def _is_s3(system: Any) -> bool:
 
 
 def _with_defaults(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Nothing is cached between calls. S3's client tries each request three times before it tells us, and leaves it to
-    our hashes whether what it read is right."""
+    """fsspec's options: nothing is cached between calls; S3's client tries a request three times, and leaves checking
+    what it reads to our hashes."""
     found = {"use_listings_cache": False, "skip_instance_cache": True, **options}
     protocol = url.partition("://")[0]
     if protocol in ("s3", "s3a"):

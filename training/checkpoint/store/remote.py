@@ -1,7 +1,7 @@
-"""A run's checkpoints in an object store, as its ranks use it together: each uploads what it wrote itself.
+"""A run's checkpoints in an object store: each rank uploads what it wrote itself.
 
-What is in the run folder is sealed first and then uploaded, behind training; the manifest follows when every rank's
-files are there and read back, LATEST last. A run that starts fetches what the store has that its folder has not.
+A checkpoint is published in the run folder first and then uploaded in the background; the manifest follows when every
+rank's files are uploaded and read back, LATEST last. A run that starts fetches checkpoints that its folder lacks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from config.errors import UserError
 from training.checkpoint import commit
-from training.checkpoint.manifest import MANIFEST, Refused, Written, newest, read_manifest, share
+from training.checkpoint.manifest import MANIFEST, Unusable, Written, files_of_rank, newest, read_manifest
 from training.checkpoint.outcome import SaveFailed, on_main
 from training.checkpoint.retention import Retention, loss_in
 from training.checkpoint.store.errors import StoreError
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Offer:
+class _Newer:
     """What rank 0 found in the store."""
 
     checkpoints: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """Steps and manifests that are newer than what the run folder has, best first."""
+    """Steps and manifests that are newer than those in the run folder, best first."""
     passed_over: list[str] = field(default_factory=list)
     error: str = ""
 
@@ -40,45 +40,43 @@ class Remote:
     def __init__(self, store: Store, keep: Retention) -> None:
         self.store, self.keep = store, keep
 
-    def where(self, step: int) -> str:
+    def url_of(self, step: int) -> str:
         """The URL of a checkpoint."""
         return f"{self.store.url}/step-{step}"
 
     def upload(self, world: World, folder: Path, step: int, files: dict[str, Written]) -> None:
-        """Store the published checkpoint `folder`, then let go of those that need not stay there.
+        """Upload the published checkpoint `folder`, then delete the expired ones.
 
         world: of a process group that nothing else uses meanwhile. Raises SaveFailed on every rank.
         """
-        there = self.where(step)
+        there = self.url_of(step)
         on_main(world, lambda: self.store.begin(step), there)
         problem = self._upload_mine(world.rank, folder, step, files)
-        problem = next((text for text in world.gather_objects(problem) if text), None)
-        if problem is not None:
-            raise SaveFailed(f"checkpoint {there} was not saved: {problem}")
+        world.raise_first(problem and f"checkpoint {there} was not saved: {problem}", SaveFailed)
         on_main(world, lambda: self._publish(folder, step), there)
 
-    def fetch(self, world: World, folder: Path, tell: Callable[[str], Any]) -> None:
+    def fetch(self, world: World, folder: Path, log: Callable[[str], Any]) -> None:
         """Bring the newest checkpoint of the store into the run's checkpoints folder, unless what is there is newer.
 
-        tell: hears on every rank of those that had to be passed over. Raises UserError, on every rank, when the store
-        cannot be asked: a run must not start anew because a network is down.
+        log: called on every rank for each one that is passed over. Raises UserError, on every rank, when the store
+        cannot be reached: a run must not start from scratch because a network is down.
         """
-        offer: _Offer = world.from_main(self._offer(folder) if world.is_main else None)
-        for text in offer.passed_over:
-            tell(text)
-        if offer.error:
-            raise UserError(f"checkpoint.dir = {offer.error}")
-        for step, manifest in offer.checkpoints:
+        newer: _Newer = world.from_main(self._find_newer(folder) if world.is_main else None)
+        for text in newer.passed_over:
+            log(text)
+        if newer.error:
+            raise UserError(f"checkpoint.dir = {newer.error}")
+        for step, manifest in newer.checkpoints:
             try:
                 problem = self._fetch(world, folder, step, manifest)
             except SaveFailed as failure:
-                raise UserError(f"checkpoint.dir = {self.where(step)} cannot be fetched: {failure}") from failure
+                raise UserError(f"checkpoint.dir = {self.url_of(step)} cannot be fetched: {failure}") from failure
             if problem is None:
                 return
-            tell(f"passed over checkpoint {self.where(step)}: {problem}")
+            log(f"passed over checkpoint {self.url_of(step)}: {problem}")
 
     def require_empty(self, world: World) -> None:
-        """Raises UserError, on every rank, where another run has left checkpoints: they would be mixed up."""
+        """Raises UserError, on every rank, where there are checkpoints of another run: they would be mixed up."""
         error = None
         if world.is_main:
             try:
@@ -91,9 +89,7 @@ class Remote:
                         f"{self.store.url}: holds checkpoints of an earlier run, up to step {steps[-1]}, while "
                         "run.resume = never; use another run.name or checkpoint.dir, or delete them"
                     )
-        error = world.from_main(error)
-        if error is not None:
-            raise UserError(f"checkpoint.dir = {error}")
+        world.raise_first(error and f"checkpoint.dir = {error}", UserError)
 
     def _upload_mine(self, rank: int, folder: Path, step: int, files: dict[str, Written]) -> str | None:
         try:
@@ -112,43 +108,43 @@ class Remote:
             if old < step:
                 self.store.delete(old)
 
-    def _offer(self, folder: Path) -> _Offer:
-        offer, local = _Offer(), newest(folder)
+    def _find_newer(self, folder: Path) -> _Newer:
+        newer, local = _Newer(), newest(folder)
         mine = read_manifest(local) if local is not None else None
         try:
             for step in self.store.candidates():
                 try:
                     manifest = self.store.manifest(step)
-                except Refused as problem:
-                    offer.passed_over.append(f"passed over checkpoint {self.where(step)}: {problem}")
+                except Unusable as problem:
+                    newer.passed_over.append(f"passed over checkpoint {self.url_of(step)}: {problem}")
                     continue
                 if mine is not None and (manifest["written"], step) <= (mine["written"], mine["step"]):
                     break
-                offer.checkpoints.append((step, manifest))
+                newer.checkpoints.append((step, manifest))
         except StoreError as error:
-            offer.error = str(error)
-        return offer
+            newer.error = str(error)
+        return newer
 
     def _fetch(self, world: World, folder: Path, step: int, manifest: dict[str, Any]) -> str | None:
-        """Why the checkpoint cannot be had, or None. Each rank fetches a share of the bytes."""
+        """Why the checkpoint cannot be fetched, or None. Each rank fetches a share of the bytes."""
         final, partial = folder / f"step-{step}", commit.partial_of(folder, step)
         on_main(world, lambda: commit.begin(folder, step), final)
         problem = None
         try:
-            for name in share(manifest, world.rank, world.world_size):
+            for name in files_of_rank(manifest, world.rank, world.world_size):
                 entry, private = manifest["files"][name], bool(manifest.get("encryption"))
                 target = {"sha256": entry["sha256"], "size": entry["bytes"], "private": private}
                 self.store.download(f"step-{step}/{name}", partial / name, **target)
-        except (Refused, OSError) as error:
+        except (Unusable, OSError) as error:
             problem = str(error)
         problem = next((text for text in world.gather_objects(problem) if text), None)
         if problem is None:
-            on_main(world, lambda: self._take_in(partial, final, manifest), final)
+            on_main(world, lambda: self._publish_fetched(partial, final, manifest), final)
         elif world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         return problem
 
     @staticmethod
-    def _take_in(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+    def _publish_fetched(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
         commit.seal_folder(partial, manifest)
         commit.publish(partial, final)

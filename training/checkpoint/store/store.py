@@ -4,9 +4,9 @@
     URL/step-60/manifest.json   uploaded when all of them are there; without it there is no step-60
     URL/LATEST                  uploaded last
 
-A store has no rename and no flush. What stands in for them: an object appears whole or not at all, every file is hashed
-again after its upload, and the manifest, which is sealed, goes last and is deleted first. docs/object-stores.md tells
-how to set one up.
+A store has no rename and no flush. Instead, an object appears whole or not at all, every file is hashed
+again after its upload, and the manifest, which is sealed, is uploaded last and deleted first.
+docs/object-stores.md explains how to set one up.
 """
 
 from __future__ import annotations
@@ -37,47 +37,47 @@ class Store(StoreFiles):
         return sorted(step for step, names in self._listing().items() if MANIFEST not in names)
 
     def candidates(self) -> list[int]:
-        """What to go on from, best first: the step that LATEST names, then the others from the highest down."""
+        """What to resume from, best first: the step that LATEST names, then the others from the highest down."""
         latest = (self.read_text(LATEST) or "").strip()
         return sorted(self.steps(), key=lambda step: (f"step-{step}" != latest, -step))
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """The manifest of a checkpoint, its seal checked. Raises Damaged or Refused like `parse_manifest`."""
+        """The manifest of a checkpoint, with its seal checked. Raises Damaged or Unusable like `parse_manifest`."""
         text = self.read_text(f"step-{step}/{MANIFEST}")
         if text is None:
             raise Damaged(f"{MANIFEST} is missing")
         return parse_manifest(text.encode())
 
     def begin(self, step: int) -> None:
-        """Before any file of `step` is uploaded: an older checkpoint of that name ceases to be one."""
+        """Before any file of `step` is uploaded: deletes an older checkpoint of that step."""
         self.delete(step)
 
     def publish(self, step: int, manifest: str) -> None:
-        """When all files of `step` are in the store: its manifest, sealed text, then LATEST."""
+        """After all files of `step`: upload its sealed manifest, then LATEST."""
         self.upload_text(f"step-{step}/{MANIFEST}", manifest)
         self.name_latest(step)
 
     def name_latest(self, step: int) -> None:
-        """Let LATEST name a step."""
+        """Point LATEST to a step."""
         self.upload_text(LATEST, f"step-{step}\n")
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint, its manifest first, so that what a kill leaves is never chosen."""
+        """Delete a checkpoint, its manifest first, so that a kill leaves nothing that is chosen."""
         self.remove(f"step-{step}/{MANIFEST}")
         for name in self.find(f"step-{step}"):
             self.remove(name)
 
     def require_usable(self) -> None:
-        """Write, read, list and delete a small object, so that what is wrong is known before training starts.
+        """Write, read, list and delete a small object, to find problems before training starts.
 
         Raises UserError.
         """
         name = f".probe-{os.getpid()}-{random.getrandbits(32):08x}"
-        hurried = Store(self.url, self._options, attempts=min(3, self._attempts), first_wait=self._first_wait)
+        probe = Store(self.url, self._options, attempts=min(3, self._attempts), first_wait=self._first_wait)
         try:
-            hurried.upload_text(name, "Mantissa was here\n")
-            hurried.steps()
-            hurried.remove(name)
+            probe.upload_text(name, "Mantissa was here\n")
+            probe.steps()
+            probe.remove(name)
         except StoreError as error:
             raise UserError(f"checkpoint.dir = {error}") from error
 

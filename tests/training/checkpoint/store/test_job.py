@@ -1,4 +1,4 @@
-"""Whole jobs whose checkpoints are encrypted and live in an object store: a machine is lost, another one goes on."""
+"""Whole jobs whose checkpoints are encrypted and live in an object store: a machine is lost, another one resumes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_run_goes_on_from_the_store_alone_as_if_nothing_had_been(store: S3Serv
 
 
 def test_a_store_that_is_away_fails_saves_and_not_training(store: S3Server, tmp_path: Path) -> None:
-    """It is asked for before training starts; what goes wrong later is a failed save, told, and the run goes on."""
+    """It is checked before training starts; a later error is a failed save, recorded, and the run continues."""
     store.direct.create_bucket(Bucket="away")
     given = settings(store, "away")
     output = finish(command("python", tmp_path, "none", *given, "checkpoint.dir=s3://nowhere/x"), exit_code=2)
@@ -86,7 +86,7 @@ def test_a_store_that_is_away_fails_saves_and_not_training(store: S3Server, tmp_
     assert [event["step"] for event in events(tmp_path, "denied", "checkpoint")] == [4, 6]
 
 
-def test_another_key_and_no_key_are_told(store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_key_and_no_key_are_reported(store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = ["checkpoint.encryption_key=env:MANTISSA_KEY"]
     finish(command("python", tmp_path, "sealed", "run.steps=2", *key))
     output = finish(command("python", tmp_path, "sealed"), exit_code=2)

@@ -1,4 +1,4 @@
-"""Checkpoints in a store: a real S3 server on loopback, behind a proxy that loses, spoils and refuses requests."""
+"""Checkpoints in a store: a real S3 server on loopback, behind a proxy that loses, corrupts and refuses requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from config.errors import UserError
 from config.secrets import refuse_secrets
 from tests.support.store_server import CREDENTIALS, SMALLEST_PART, S3Server, s3_server
-from training.checkpoint.manifest import FORMAT, Damaged, Refused, sealed
+from training.checkpoint.manifest import FORMAT, Damaged, Unusable, sealed
 from training.checkpoint.store.errors import StoreError, without_secrets
 from training.checkpoint.store.store import Store
 
@@ -196,13 +196,13 @@ def test_every_request_may_fail_in_every_way(s3: S3Server, tmp_path: Path, kind:
         assert 3 <= store.retries <= 2 * len(REQUESTS)
 
 
-def test_what_was_spoilt_on_the_way_is_sent_again(s3: S3Server, tmp_path: Path) -> None:
+def test_what_was_corrupted_on_the_way_is_sent_again(s3: S3Server, tmp_path: Path) -> None:
     path, sha256 = made(tmp_path, size=2 * PART)
-    fault, store = s3.proxy.fail("PUT .*partNumber=1", "spoil"), store_of(s3)
+    fault, store = s3.proxy.fail("PUT .*partNumber=1", "corrupt"), store_of(s3)
     store.upload(path, "large", sha256=sha256, size=2 * PART)
     assert (fault.seen, store.retries) == (1, 1)
     assert s3.content("runs", "demo/checkpoints/large") == path.read_bytes()
-    s3.proxy.fail("PUT .*LATEST", "spoil")
+    s3.proxy.fail("PUT .*LATEST", "corrupt")
     store.name_latest(3)
     assert store.read_text("LATEST") == "step-3\n"
 
@@ -227,9 +227,9 @@ def test_what_changes_in_the_store_before_it_is_read_back_is_sent_again(s3: S3Se
     assert s3.content("runs", key) == path.read_bytes()
 
 
-def test_what_never_arrives_whole_is_told(s3: S3Server, tmp_path: Path) -> None:
+def test_what_never_arrives_whole_is_reported(s3: S3Server, tmp_path: Path) -> None:
     path, sha256 = made(tmp_path, size=1000)
-    fault = s3.proxy.fail("PUT .*/one", "spoil", times=99)
+    fault = s3.proxy.fail("PUT .*/one", "corrupt", times=99)
     with pytest.raises(
         StoreError, match=r"checkpoints/one: cannot upload after 4 tries: reads back with SHA-256 \w{12}"
     ):
@@ -269,7 +269,7 @@ def test_giving_up_ends_the_waiting(s3: S3Server) -> None:
     assert time.perf_counter() - started < 5
 
 
-def test_what_cannot_be_helped_is_told_at_once(s3: S3Server, tmp_path: Path) -> None:
+def test_permanent_errors_are_reported_at_once(s3: S3Server, tmp_path: Path) -> None:
     path, sha256 = made(tmp_path, size=10)
 
     def problem(act: Any, pattern: str, requests: int) -> None:
@@ -409,7 +409,7 @@ def test_a_manifest_that_is_not_as_it_was_sealed(s3: S3Server, tmp_path: Path) -
     with pytest.raises(Damaged, match="is not a whole manifest"):
         store.manifest(4)
     store.upload_text("step-4/manifest.json", sealed(manifest | {"format": 99}))
-    with pytest.raises(Refused, match="format 99"):
+    with pytest.raises(Unusable, match="format 99"):
         store.manifest(4)
 
 
@@ -438,13 +438,13 @@ def test_server_side_encryption_reaches_the_server(s3: S3Server, tmp_path: Path)
 def test_a_download_is_whole_or_not_there(s3: S3Server, tmp_path: Path) -> None:
     store, local = store_of(s3), tmp_path / "back" / "one"
     path, sha256 = made(tmp_path, size=2 * PART)
-    for spoilt, pattern in (
+    for corrupted, pattern in (
         (None, "one is missing"),
         (path.read_bytes()[:-1], "has 131,071 bytes; it was written with 131,072"),
         (path.read_bytes()[:-1] + b"\0", "has SHA-256 .*; it was written with"),
     ):
-        if spoilt is not None:
-            s3.direct.put_object(Bucket="runs", Key="demo/checkpoints/one", Body=spoilt)
+        if corrupted is not None:
+            s3.direct.put_object(Bucket="runs", Key="demo/checkpoints/one", Body=corrupted)
         with pytest.raises(Damaged, match=pattern):
             store.download("one", local, sha256=sha256, size=2 * PART)
         assert list(local.parent.iterdir()) == []
@@ -514,7 +514,7 @@ def test_what_is_no_secret_is_not_refused() -> None:
         refuse_secrets("ftp://user:hush@host/runs", {})
 
 
-def test_errors_are_told_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_described_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "session-token-value")
     text = "GET https://u:hush@s3.example/a?X-Amz-Signature=beef session-token-value"
     assert without_secrets(text) == "GET https://s3.example/a <AWS_SESSION_TOKEN>"
