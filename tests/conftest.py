@@ -7,11 +7,14 @@ import os
 import pty
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from filelock import FileLock
 
 from config.machine import op_builds
+from tests.support.launches import command, finish
 from tests.support.process_group import ProcessGroup
 
 STARTS = (
@@ -40,6 +43,20 @@ def _no_processes(request: pytest.FixtureRequest) -> None:
 
     for owner, name in STARTS if request.config.getoption("--no-processes") else ():
         setattr(owner, name, skip)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The folder of the run `it`, six FP32 ZeRO-2 steps of two ranks that nothing disturbed, to be read only.
+
+    It is made once for all workers of the session.
+    """
+    own = tmp_path_factory.getbasetemp()
+    folder = (own if worker_id == "master" else own.parent) / "finished"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "runs/it/report.md").exists():
+            finish(command("python", folder, "it"), ranks=2)
+    return folder
 
 
 @pytest.fixture(scope="session")

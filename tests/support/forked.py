@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -46,18 +47,26 @@ def context() -> BaseContext:
 
 
 class Job:
-    """`python SCRIPT ...` or `python -m MODULE ...` in a process group of its own; to be used as a Popen is."""
+    """`python SCRIPT ...` or `python -m MODULE ...`, on one rank or several; to be used as a Popen of rank 0 is."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], ranks: int) -> None:
         file, self._log = tempfile.mkstemp(prefix="mantissa-job-")
         os.close(file)
-        self._process = context().Process(target=_run, args=(list(arguments[1:]), dict(environment), self._log))
-        self._process.start()
-        self.pid = self._process.pid
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        self._processes = []
+        for rank in map(str, range(ranks)):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks), **address} if ranks > 1 else {}
+            task = (list(arguments[1:]), {**environment, **place}, self._log)
+            self._processes.append(context().Process(target=_run, args=task))
+            self._processes[-1].start()
+        self.pid = self._processes[0].pid
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        codes = [process.exitcode for process in self._processes]
+        return None if None in codes else next(filter(None, codes), 0)
 
     def poll(self) -> int | None:
         return self.returncode
@@ -67,7 +76,8 @@ class Job:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """Wait for the end; what it printed. Raises TimeoutExpired."""
-        self._process.join(timeout)
+        for process in self._processes:
+            process.join(timeout)
         if self.returncode is None:
             raise TimeoutExpired("a forked job", timeout or 0.0, Path(self._log).read_text())
         output = Path(self._log).read_text()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from config.child_jobs import free_port
 from config.cli import REPOSITORY
@@ -62,15 +63,16 @@ def command(launcher: str, folder: Path, name: str, *overrides: str) -> list[str
     ]
 
 
-def start(arguments: Sequence[str], *, fresh: bool = False) -> subprocess.Popen[str] | Job:
+def start(arguments: Sequence[str], *, fresh: bool = False, ranks: int = 1) -> subprocess.Popen[str] | Job:
     """The job in a process group of its own, so that a test can kill all of it.
 
-    A job of one process is forked from a server that has imported everything, unless it shall be a `fresh` interpreter.
+    What `python` starts is forked from a server that has imported everything, as one rank or several without a
+    launcher, unless it shall be a `fresh` interpreter.
     """
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     if arguments[0] == "python" and not fresh:
-        return Job(arguments, environment)
+        return Job(arguments, environment, ranks)
     return subprocess.Popen(
         arguments,
         env=environment,
@@ -82,9 +84,9 @@ def start(arguments: Sequence[str], *, fresh: bool = False) -> subprocess.Popen[
     )
 
 
-def finish(arguments: Sequence[str], *, exit_code: int = 0, seconds: float = 240.0, fresh: bool = False) -> str:
-    """Run a job to its end and check its exit code; what it printed."""
-    process = start(arguments, fresh=fresh)
+def finish(arguments: Sequence[str], *, exit_code: int = 0, seconds: float = 240.0, **how: Any) -> str:
+    """Run a job to its end and check its exit code; what it printed. how: as in `start`."""
+    process = start(arguments, **how)
     output, _ = process.communicate(timeout=seconds)
     assert process.returncode == exit_code, output
     return output

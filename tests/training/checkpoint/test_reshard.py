@@ -230,8 +230,8 @@ def test_a_job_goes_on_with_other_ranks_and_other_zero_stages(pair, solo, tmp_pa
     broken_off(tmp_path / "runs/whole", tmp_path / "runs/broken", after=3)
     solo.run(jobs.job, **arguments, name="broken", overrides=overrides + layouts[1])
     broken_off(tmp_path / "runs/broken", tmp_path / "runs/broken", after=6)
-    command = ["torchrun", "--standalone", "--nproc_per_node", "4", str(REPOSITORY / "train.py")]
-    launches.finish([*command, "--config", str(tmp_path / "runs/broken/config.yaml"), *layouts[2]])
+    command = ["python", str(REPOSITORY / "train.py"), "--config", str(tmp_path / "runs/broken/config.yaml")]
+    launches.finish([*command, *layouts[2]], ranks=4)
 
     begun = launches.events(tmp_path, "broken", "run_start")
     assert [(event["world_size"], event["zero_stage"], event["step"]) for event in begun] == [

@@ -49,7 +49,7 @@ def test_a_run_goes_on_from_the_store_alone_as_if_nothing_had_been(store: S3Serv
     given = settings(store, "jobs")
     for pattern, kind in (("PUT", 503), ("PUT", "done, then cut"), ("GET .*step-2", "cut inside"), ("PUT", 500)):
         store.proxy.fail(pattern, kind)
-    finish(command("torchrun", tmp_path, "lost", *given, "checkpoint.keep=3"))
+    finish(command("python", tmp_path, "lost", *given, "checkpoint.keep=3"), ranks=2)
     run = tmp_path / "runs" / "lost"
     whole = trace(tmp_path, "lost")
     saved = events(tmp_path, "lost", "checkpoint")
@@ -63,7 +63,7 @@ def test_a_run_goes_on_from_the_store_alone_as_if_nothing_had_been(store: S3Serv
     key = "mine/lost/step-6/state.json"
     store.direct.put_object(Bucket="jobs", Key=key, Body=store.content("jobs", key).replace(b"1", b"2", 1))
 
-    output = finish(command("torchrun", tmp_path, "lost", *given))
+    output = finish(command("python", tmp_path, "lost", *given), ranks=2)
     assert "passed over checkpoint s3://jobs/mine/lost/step-6: " in output and "has SHA-256" in output
     assert events(tmp_path, "lost", "run_start")[0]["resumed_from"] == str(run / "checkpoints" / "step-4")
     assert trace(tmp_path, "lost") == whole[4:]
