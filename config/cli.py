@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import NoReturn, ParamSpec
+from typing import Any, NoReturn, ParamSpec
 
 from config.errors import UserError
 
@@ -26,7 +26,11 @@ request, saved. docs/run-folder.md has them."""
 
 
 class Arguments(argparse.ArgumentParser):
-    """argparse that raises UserError instead of printing its usage and leaving."""
+    """argparse that keeps the description's lines, and raises UserError instead of printing its usage and leaving."""
+
+    def __init__(self, prog: str, description: str | None = None, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog, description=description, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"command line: {message}; see {self.prog} --help")

@@ -66,7 +66,7 @@ def render_config(resolved: Resolved) -> str:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Arguments(prog="train.py", add_help=False, allow_abbrev=False)
+    parser = Arguments("train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--deepspeed_config", "--deepspeed-config")
     parser.add_argument("--local_rank", "--local-rank", type=int)

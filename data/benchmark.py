@@ -181,9 +181,7 @@ HEADER = "tokenizer        MB processes  train s    rest s     MB/s  CPU s read 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError."""
-    parser = Arguments(
-        prog="python -m data.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Arguments("python -m data.benchmark", __doc__)
     parser.add_argument("--path", help="text file, folder or glob (default: the standard library)")
     parser.add_argument("--tokenizers", default="bytes,bpe:4096", help="as in data.tokenizer, separated by commas")
     parser.add_argument("--megabytes", default="4,8,16,32", help="amounts of text, 10^6 bytes")

@@ -245,8 +245,7 @@ class Supervisor:
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
     """Supervise the command after `--`; returns the exit code."""
-    parser = Arguments(prog="python -m launch.supervise", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Arguments("python -m launch.supervise", __doc__)
     parser.add_argument("--restarts", type=int, default=Limits.restarts, help="at most so many (%(default)s) ...")
     parser.add_argument(
         "--within", type=float, default=Limits.within_minutes, help="... in so many minutes (%(default)g)"

@@ -26,8 +26,5 @@ def parameter_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dic
             continue
         dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
         (plain if dimensions < 2 or id(parameter) in embeddings else decayed).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

@@ -1,7 +1,5 @@
 """`python -m launch.doctor`."""
 
-from __future__ import annotations
-
 import sys
 
 from launch.doctor.command import main

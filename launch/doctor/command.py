@@ -85,8 +85,7 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Arguments(prog="python -m launch.doctor", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Arguments("python -m launch.doctor", __doc__)
     parser.add_argument(
         "--hostfile", metavar="FILE", help="DeepSpeed's: `name slots=N` a line; else this machine alone"
     )

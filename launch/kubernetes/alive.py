@@ -11,7 +11,6 @@ Requests one metric by name: the sink does not count that as a scrape, and so st
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import urllib.error
@@ -43,8 +42,7 @@ def last_event(port: int) -> float | None:
 @entry_point()
 def main(arguments: list[str]) -> int:
     """0: alive, or unknown; 1: not."""
-    parser = Arguments(prog="python -m launch.kubernetes.alive", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Arguments("python -m launch.kubernetes.alive", __doc__)
     parser.add_argument("--port", type=int, required=True, help="tracking.prometheus_port")
     parser.add_argument("--silent-minutes", type=float, required=True, help="how long nothing may be recorded")
     options = parser.parse_args(arguments)

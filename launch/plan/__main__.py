@@ -1,7 +1,5 @@
 """`python -m launch.plan`."""
 
-from __future__ import annotations
-
 import sys
 
 from launch.plan.command import main

@@ -9,7 +9,6 @@ the run's exit code, `requeue` or `end`, and why.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -50,8 +49,7 @@ def requeue_decision(session: Session, code: int) -> tuple[int, bool, str]:
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit code."""
-    parser = Arguments(prog="python -m launch.slurm.restart", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Arguments("python -m launch.slurm.restart", __doc__)
     parser.add_argument("question", choices=("begin", "end"))
     parser.add_argument("--restarts", type=int, default=0, help="how often Slurm has requeued the job")
     parser.add_argument("--mark", default="0:0", help="what `begin` printed first")

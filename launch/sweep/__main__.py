@@ -1,7 +1,5 @@
 """`python -m launch.sweep`."""
 
-from __future__ import annotations
-
 import sys
 
 from launch.sweep.command import main

@@ -125,8 +125,7 @@ def report(plan: Plan) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Arguments(prog="python -m launch.sweep", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Arguments("python -m launch.sweep", __doc__)
     parser.add_argument("path", type=Path, metavar="FILE", help="the sweep file; or a sweep's folder")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="check the file and show its trials; starts nothing")

@@ -55,9 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Arguments(
-        prog="python -m tracking.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Arguments("python -m tracking.compare", __doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="runs/demo, 'runs/*' or wandb:entity/project/run")
     parser.add_argument(
         "--tolerance",

@@ -14,11 +14,11 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 
-from config.cli import entry_point
+from config.cli import Arguments, entry_point, positive_number
 from config.errors import UserError
 from tracking.environment import redact
 from tracking.jsonl import encode
@@ -111,25 +111,18 @@ def _print_json(content: dict[str, Any]) -> None:
     sys.stdout.write(encode(redact("", content)).decode())
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"command line: {message}; see python -m tracking.report --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m tracking.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Arguments("python -m tracking.report", __doc__)
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder, such as runs/demo")
     parser.add_argument("--baseline", type=Path, metavar="RUN", help="run folder of the same work in FP32")
-    parser.add_argument("--price", type=_positive, metavar="MONEY", help="price of one device for one hour")
-    parser.add_argument("--peak-tflops", type=_positive, metavar="N", help="dense 16-bit peak of one device")
+    parser.add_argument("--price", type=positive_number, metavar="MONEY", help="price of one device for one hour")
+    parser.add_argument("--peak-tflops", type=positive_number, metavar="N", help="dense 16-bit peak of one device")
     parser.add_argument(
         "--limit", action="append", default=[], metavar="KEY=VALUE", help="another limit, such as epoch_time=0.8"
     )
     parser.add_argument("--runs", nargs="+", metavar="GLOB", help="service levels of these run folders instead")
     parser.add_argument(
-        "--days", type=_positive, metavar="N", help="with --runs: only runs that ended in the last N days"
+        "--days", type=positive_number, metavar="N", help="with --runs: only runs that ended in the last N days"
     )
     parser.add_argument(
         "--objective", action="append", default=[], metavar="KEY=SHARE", help="with --runs: such as job_success=0.995"
@@ -138,10 +131,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page, readable offline")
     return parser
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value

@@ -14,14 +14,7 @@ from config.errors import UserError
 from tracking.report.absolute import drift, job_success, low_precision, nonfinite, overflow_rate, restore_success
 from tracking.report.context import MeasureContext, Run
 from tracking.report.finding import Finding
-from tracking.report.relative import (
-    epoch_cost,
-    epoch_time,
-    norm_variance,
-    peak_memory,
-    utilisation,
-    validation_delta,
-)
+from tracking.report.relative import epoch_cost, epoch_time, norm_variance, peak_memory, utilisation, validation_delta
 from tracking.report.sessions import read_history
 from tracking.run_dir import RunDir
 from tracking.summary import read_run_folder

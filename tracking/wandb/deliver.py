@@ -66,11 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Arguments(
-        prog="python -m tracking.wandb.deliver",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Arguments("python -m tracking.wandb.deliver", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, of a run that has ended")
     parser.add_argument("--online", action="store_true", help="send it now instead of writing an offline run")
     several: dict[str, Any] = {"type": Path, "action": "append", "default": []}

@@ -9,7 +9,6 @@ it and contacts no server. Needs wandb-workspaces. Exit code 0: created; 2: it c
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -31,11 +30,7 @@ def build(entity: str, project: str, definition: dict[str, Any]) -> Any:
         raise UserError("wandb-workspaces is not installed; pip install -r requirements.txt") from None
     try:
         sections = [
-            ws.Section(
-                name=section["name"],
-                panels=[_panel(panel) for panel in section["panels"]],
-                is_open=True,
-            )
+            ws.Section(name=section["name"], panels=[_panel(panel) for panel in section["panels"]], is_open=True)
             for section in definition["sections"]
         ]
         columns = [f"summary:{name}" for name in definition["columns"]]
@@ -69,9 +64,7 @@ def _panel(panel: dict[str, Any]) -> Any:
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = Arguments(
-        prog="python -m tracking.wandb.view", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Arguments("python -m tracking.wandb.view", __doc__)
     parser.add_argument("project", metavar="ENTITY/PROJECT", help="a wandb project")
     parser.add_argument("--definition", type=Path, default=DEFINITION, metavar="FILE", help="the panels, in YAML")
     parser.add_argument("--show", action="store_true", help="print the view as JSON and send nothing")

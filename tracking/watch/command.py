@@ -139,7 +139,7 @@ def _keys() -> Iterator[Any]:
 @entry_point()
 def main(arguments: list[str] | None = None) -> int:
     """Watch one run; 2 when the folder does not exist."""
-    parser = Arguments(prog="python -m tracking.watch", description=__doc__)
+    parser = Arguments("python -m tracking.watch", __doc__)
     parser.add_argument("run", type=Path, help="run folder, such as runs/demo; may still be empty")
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument("--log-steps", action="store_true", help="steps on a logarithmic axis")

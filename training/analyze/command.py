@@ -223,7 +223,7 @@ def _share(text: str) -> float:
 
 def _options() -> Arguments:
     defaults = Limits()
-    parser = Arguments(prog="python -m training.analyze", description=__doc__, allow_abbrev=False)
+    parser = Arguments("python -m training.analyze", __doc__, allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, help="run config")
     parser.add_argument("--out", type=Path, required=True, help="manifest to write")
     parser.add_argument("--steps", type=positive_int, default=30, help="FP32 training steps")

@@ -152,7 +152,7 @@ def _print(engine: Engine, text: str) -> None:
 @entry_point(launched=True)
 def main(arguments: Sequence[str] | None = None) -> int:
     """One process of the job that `training.analyze` starts; the main one writes the result."""
-    parser = Arguments(prog="python -m training.analyze.survey", description=__doc__)
+    parser = Arguments("python -m training.analyze.survey", __doc__)
     parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--plan", type=json.loads, required=True, help="JSON of the plan")
     options, rest = parser.parse_known_args(arguments)

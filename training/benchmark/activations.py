@@ -57,11 +57,7 @@ def overrides_of(mode: str) -> list[str]:
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError."""
-    parser = Arguments(
-        prog="python -m training.benchmark.activations",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Arguments("python -m training.benchmark.activations", __doc__)
     parser.add_argument("--config", required=True, help="run config to train")
     parser.add_argument("--modes", default=MODES, help="separated by commas; compared with the first")
     parser.add_argument("--rounds", dest="repeats", type=positive_int, default=3, help="how often each of them runs")

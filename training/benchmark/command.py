@@ -61,9 +61,7 @@ EARLIER_RESULTS = ("logs", "results", "runs", "weights", "tokens.npy", "spec.jso
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError."""
-    parser = Arguments(
-        prog="python -m training.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Arguments("python -m training.benchmark", __doc__)
     parser.add_argument("--config", required=True, help="run config to train")
     parser.add_argument("--contestants", default=DEFAULT_CONTESTANTS, help="names, separated by commas")
     parser.add_argument("--rounds", dest="repeats", type=positive_int, default=5, help="how often each of them runs")

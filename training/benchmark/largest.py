@@ -97,11 +97,7 @@ def _kill(process: psutil.Process) -> None:
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError."""
-    parser = Arguments(
-        prog="python -m training.benchmark.largest",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Arguments("python -m training.benchmark.largest", __doc__)
     parser.add_argument("--config", required=True, help="run config to train")
     parser.add_argument("--layers", required=True, help="depths to try, ascending, separated by commas")
     parser.add_argument("--depth", default="model.config.num_hidden_layers", help="config key of the depth")

@@ -12,7 +12,6 @@ gradients autograd accumulates in the weight's dtype; `torch` is torch's own chu
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import multiprocessing
@@ -141,8 +140,7 @@ def _peak(device: str) -> int:
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; one JSON line a row with --json, else a table."""
-    parser = Arguments(prog="python -m training.benchmark.loss", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Arguments("python -m training.benchmark.loss", __doc__)
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[4096, 32768, 131072])
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=4096)

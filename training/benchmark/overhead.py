@@ -409,9 +409,7 @@ def llama_parts(resolved: Resolved, world: World) -> Iterator[Parts]:
 
 def read_options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The command line, and what of it is the run config's. Raises UserError."""
-    parser = Arguments(
-        prog="training.benchmark.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Arguments("training.benchmark.overhead", __doc__)
     parser.add_argument("--pairs", type=positive_int, default=100, help="pairs of blocks")
     parser.add_argument("--steps", type=positive_int, default=1, help="steps in a block")
     parser.add_argument("--at-least", type=float, help="exit code 3 where tokens/s over bare is surely below")

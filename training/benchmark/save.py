@@ -53,7 +53,7 @@ def measure(resolved: Resolved, engine: Engine, folder: Path, world: World, *, s
 @entry_point(launched=True)
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = Arguments(prog="python -m training.benchmark.save", description=__doc__)
+    parser = Arguments("python -m training.benchmark.save", __doc__)
     parser.add_argument("--saves", type=int, default=5, help="saves of each kind")
     options, rest = parser.parse_known_args(arguments)
     resolved = read_command_line(rest)

@@ -1,7 +1,5 @@
 """`python -m training.checkpoint`."""
 
-from __future__ import annotations
-
 import sys
 
 from training.checkpoint.tool import main

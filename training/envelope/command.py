@@ -60,7 +60,7 @@ _OPTION_OF = {
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError for what is wrong with it."""
-    parser = Arguments(prog="python -m training.envelope", description=__doc__, allow_abbrev=False)
+    parser = Arguments("python -m training.envelope", __doc__, allow_abbrev=False)
     parser.add_argument("--config", help="run config; the demo recipe made small when left out")
     parser.add_argument("--out", type=Path, default=Path("runs/envelope"), help="folder of trials and results")
     parser.add_argument("--depths", default="2,4", help="[layers] list")

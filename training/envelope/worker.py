@@ -204,7 +204,7 @@ def describe(setting: Setting, rate: float, trial: Trial) -> str:
 @entry_point(launched=True)
 def main(arguments: Sequence[str] | None = None) -> int:
     """One process of the job."""
-    parser = Arguments(prog="python -m training.envelope.worker", description=__doc__)
+    parser = Arguments("python -m training.envelope.worker", __doc__)
     parser.add_argument("study", type=Path)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     study = Study.read(parser.parse_args(arguments).study)

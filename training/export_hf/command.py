@@ -13,7 +13,6 @@ is not finite; nothing was exported.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,9 +29,7 @@ TENSORS_DIFFER = 3
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = Arguments(
-        prog="python -m training.export_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Arguments("python -m training.export_hf", __doc__)
     parser.add_argument("checkpoint", type=Path, help="a checkpoints/step-N folder")
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--dtype", required=True, choices=sorted(get_args(Dtype)), help="dtype of the exported weights")

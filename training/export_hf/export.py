@@ -30,13 +30,7 @@ from training.checkpoint.partitions import SavedModel, open_saved_model
 from training.checkpoint.reader import Opener
 from training.export_hf import facts as export_facts
 from training.export_hf.card import model_card
-from training.export_hf.tensors import (
-    Tensors,
-    TensorsDiffer,
-    compare_with_second_copy,
-    parameter_count,
-    write_shards,
-)
+from training.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_copy, parameter_count, write_shards
 
 DEEPSPEED = "deepspeed"
 """Folder of a checkpoint that holds DeepSpeed's files."""

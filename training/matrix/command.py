@@ -128,7 +128,7 @@ def _append(folder: Path, result: dict[str, Any]) -> None:
 @entry_point(launched=True)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the processes, or be one of them."""
-    parser = Arguments(prog="python -m training.matrix", description=__doc__)
+    parser = Arguments("python -m training.matrix", __doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/matrix/precision-matrix.md"), help="the page")
     parser.add_argument("--only", default="", help="only cells whose name has this text; writes no page")
     add_processes_option(parser)

@@ -48,7 +48,7 @@ HEAD = ("planted", "found by", "modules named", "validation loss against FP32")
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = Arguments(prog="python -m training.parity.defects", description=__doc__)
+    parser = Arguments("python -m training.parity.defects", __doc__)
     parser.add_argument("--config", default=str(REPOSITORY / "config/recipes/demo.yaml"))
     parser.add_argument("--steps", type=positive_int, default=60)
     parser.add_argument("--report", type=Path, default=Path("runs/parity-defects"))

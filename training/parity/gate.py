@@ -58,10 +58,7 @@ def gate(chosen: Plan, log: Log = print, *, twins: Sequence[Run] | None = None) 
         "first_departure": first_departure(half[0], fp32[0], bounds.loss_gap),
         "bought": _resources(candidates[0], twins[0], price=bounds.price_per_device_hour, devices=chosen.processes),
         "conditions": _conditions(chosen, candidates[0]),
-        "trajectories": {
-            "candidate": [_thinned(run) for run in half],
-            "fp32": [_thinned(run) for run in fp32],
-        },
+        "trajectories": {"candidate": [_thinned(run) for run in half], "fp32": [_thinned(run) for run in fp32]},
         "walks": [dataclasses.asdict(walk) for walk in walks],
     }
     found = json.loads(encode(found))
@@ -125,7 +122,7 @@ def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = Arguments(prog="python -m training.parity", description=__doc__)
+    parser = Arguments("python -m training.parity", __doc__)
     parser.add_argument("--config", required=True, help="run config to judge")
     parser.add_argument("--steps", type=positive_int, help="run this many steps; the warm-up shrinks with them")
     parser.add_argument("--report", type=Path, help="folder of the report (default: runs/parity-<config's name>)")

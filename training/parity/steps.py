@@ -191,7 +191,7 @@ def _one_line(error: BaseException) -> str:
 @entry_point(launched=True)
 def main(arguments: list[str] | None = None) -> int:
     """Measure and write; rank 0 writes FILE."""
-    parser = Arguments(prog="python -m training.parity.steps", description=__doc__)
+    parser = Arguments("python -m training.parity.steps", __doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--points", required=True, help="attempted steps after which to compare, such as 0,150,300")

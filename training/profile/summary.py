@@ -201,7 +201,7 @@ def _seconds(found: dict[str, float]) -> dict[str, float]:
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the summary of a trace anew and print the page. Exit code 2 when there is no such trace."""
-    parser = Arguments(prog="python -m training.profile", description=__doc__)
+    parser = Arguments("python -m training.profile", __doc__)
     parser.add_argument("trace", type=Path, help="RUN/profile/step-A-B/rank-R.pt.trace.json.gz")
     trace = parser.parse_args(arguments).trace
     known = trace.parent / f"{trace.name.partition('.')[0]}.json"

@@ -224,10 +224,7 @@ def model_of(shape: Llama, *, length: int, on_cuda: bool) -> Llama3Model.Config:
                 rope=ComplexRoPE.Config(dim=shape.head_size, max_seq_len=length, **shape.rope),
             ),
             feed_forward=make_ffn_config(
-                dim=shape.width,
-                hidden_dim=shape.inner_width,
-                w1_param_init=_UNLOADED,
-                w2w3_param_init=_UNLOADED,
+                dim=shape.width, hidden_dim=shape.inner_width, w1_param_init=_UNLOADED, w2w3_param_init=_UNLOADED
             ),
         )
 
