@@ -93,14 +93,8 @@ class Hosts:
         file.write_text("".join(f"{name} slots={self.slots[name]}\n" for name in names))
         words = _without(self.launcher, (*_HOSTFILE_OPTIONS, "--force_multi"))
         # Without --force_multi deepspeed starts a single machine's job locally, whatever that machine's name.
-        return [
-            words[0],
-            "--hostfile",
-            str(file),
-            *(["--force_multi"] if len(names) == 1 else []),
-            *words[1:],
-            *self.rest,
-        ]
+        multi = ["--force_multi"] if len(names) == 1 else []
+        return [words[0], "--hostfile", str(file), *multi, *words[1:], *self.rest]
 
     def end_processes(self, names: Sequence[str]) -> None:
         """End the job's processes on these machines. Unreachable machines are skipped."""

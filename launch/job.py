@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from config.child_jobs import describe_exit
 from config.errors import UserError
 from launch.hosts import Hosts
 
@@ -156,15 +157,6 @@ class Job:
 def log(line: str) -> None:
     """Write one line of the supervisor's own to stderr."""
     os.write(2, f"supervise: {line}\n".encode())  # a signal handler may be in the middle of another line
-
-
-def describe_exit(code: int) -> str:
-    """An exit code in words; negative for a signal, as in subprocess."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    with suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}"
 
 
 def _descendants(pid: int) -> list[int]:

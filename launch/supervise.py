@@ -26,11 +26,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from config.child_jobs import describe_exit
 from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
 from config.errors import UserError
 from config.load import load_config
 from launch.hosts import Hosts, HostSelection
-from launch.job import Job, describe_exit, log
+from launch.job import Job, log
 
 MAX_STARTS_WITHOUT_PROGRESS = 2
 """Starts in a row without a new step or checkpoint after which the supervisor gives up."""

@@ -21,6 +21,7 @@ DeepSpeed. Every rank runs the same policy on the same sequence of overflows, so
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 from typing import Any, ClassVar, Literal
 
 from config.schema import LossScaleSection
@@ -46,10 +47,13 @@ class ScalePolicy(ABC):
     reason: Reason | None
     """Why the last update changed the scale or the hysteresis; None where it changed neither."""
 
-    def __init__(self, *, initial: float, minimum: float, maximum: float, hysteresis: int) -> None:
-        self._minimum, self._maximum = minimum, maximum
-        self._full_hysteresis = self.hysteresis = hysteresis
-        self.scale = initial
+    _COUNTERS: ClassVar[dict[str, str]] = {}
+    """Key in a checkpoint to the attribute that it keeps: an int or a list of them."""
+
+    def __init__(self, section: LossScaleSection) -> None:
+        self._minimum, self._maximum = section.minimum, section.largest_scale
+        self._full_hysteresis = self.hysteresis = section.tolerated_overflows
+        self.scale = section.initial_scale
         self.consecutive_overflows = 0
         self.at_minimum = False
         self.reason = None
@@ -72,7 +76,7 @@ class ScalePolicy(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Everything the next decision depends on but the config, as plain types."""
         shared = {"policy": self.name, "scale": self.scale, "consecutive_overflows": self.consecutive_overflows}
-        return shared | self._counters()
+        return shared | {key: copy(getattr(self, name)) for key, name in self._COUNTERS.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`. Limits and windows stay those of the config.
@@ -83,7 +87,9 @@ class ScalePolicy(ABC):
         self.consecutive_overflows = int(state["consecutive_overflows"])
         self.at_minimum, self.reason = False, None
         if state["policy"] == self.name:
-            self._load_counters(state)
+            for key, name in self._COUNTERS.items():
+                saved = state[key]
+                setattr(self, name, [int(item) for item in saved] if isinstance(saved, list) else int(saved))
 
     def _back_off(self, factor: float) -> None:
         self.at_minimum = self.scale <= self._minimum
@@ -99,12 +105,6 @@ class ScalePolicy(ABC):
     @abstractmethod
     def _after_clean_step(self) -> None: ...
 
-    @abstractmethod
-    def _counters(self) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def _load_counters(self, state: dict[str, Any]) -> None: ...
-
 
 class DeepSpeedPolicy(ScalePolicy):
     """The scales of DeepSpeed 0.19.8's `DynamicLossScaler` (consecutive_hysteresis off) on any pattern of overflows.
@@ -117,15 +117,15 @@ class DeepSpeedPolicy(ScalePolicy):
     """
 
     name = "deepspeed"
+    _COUNTERS = {
+        "iteration": "_iteration",
+        "last_overflow_iteration": "_last_overflow",
+        "hysteresis": "hysteresis",
+    }
     _FACTOR = 2.0
 
     def __init__(self, section: LossScaleSection) -> None:
-        super().__init__(
-            initial=section.initial_scale,
-            minimum=section.minimum,
-            maximum=section.largest_scale,
-            hysteresis=section.tolerated_overflows,
-        )
+        super().__init__(section)
         self._window = section.window
         self._iteration = 0
         self._last_overflow = -1
@@ -143,18 +143,6 @@ class DeepSpeedPolicy(ScalePolicy):
         if stable > 0 and stable % self._window == 0:
             self._grow(self._FACTOR)
         self._iteration += 1
-
-    def _counters(self) -> dict[str, Any]:
-        return {
-            "iteration": self._iteration,
-            "last_overflow_iteration": self._last_overflow,
-            "hysteresis": self.hysteresis,
-        }
-
-    def _load_counters(self, state: dict[str, Any]) -> None:
-        self._iteration = int(state["iteration"])
-        self._last_overflow = int(state["last_overflow_iteration"])
-        self.hysteresis = int(state["hysteresis"])
 
 
 class AdaptivePolicy(ScalePolicy):
@@ -179,14 +167,15 @@ class AdaptivePolicy(ScalePolicy):
     """
 
     name = "adaptive"
+    _COUNTERS = {
+        "clean_steps": "_clean_steps",
+        "escalation": "escalation",
+        "overflow_ages": "_ages",
+        "hysteresis": "hysteresis",
+    }
 
     def __init__(self, section: LossScaleSection) -> None:
-        super().__init__(
-            initial=section.initial_scale,
-            minimum=section.minimum,
-            maximum=section.largest_scale,
-            hysteresis=section.tolerated_overflows,
-        )
+        super().__init__(section)
         self._factor, self._base_window = section.factor, section.window
         self._escalate_after, self._escalate_within = section.escalate_after, section.escalate_within
         self._clean_steps = 0
@@ -227,20 +216,6 @@ class AdaptivePolicy(ScalePolicy):
     def _age(self) -> None:
         self._ages = [age + 1 for age in self._ages if age + 1 < self._escalate_within]
 
-    def _counters(self) -> dict[str, Any]:
-        return {
-            "clean_steps": self._clean_steps,
-            "escalation": self.escalation,
-            "overflow_ages": list(self._ages),
-            "hysteresis": self.hysteresis,
-        }
-
-    def _load_counters(self, state: dict[str, Any]) -> None:
-        self._clean_steps = int(state["clean_steps"])
-        self.escalation = int(state["escalation"])
-        self._ages = [int(age) for age in state["overflow_ages"]]
-        self.hysteresis = int(state["hysteresis"])
-
 
 class StaticPolicy(ScalePolicy):
     """Always `initial`. An overflow still skips its step, and is counted.
@@ -252,19 +227,14 @@ class StaticPolicy(ScalePolicy):
     name = "static"
 
     def __init__(self, section: LossScaleSection) -> None:
-        scale = section.initial_scale
-        super().__init__(initial=scale, minimum=scale, maximum=scale, hysteresis=1)
+        super().__init__(section)
+        self._minimum = self._maximum = self.scale
+        self._full_hysteresis = self.hysteresis = 1
 
     def _after_overflow(self) -> None:
         pass
 
     def _after_clean_step(self) -> None:
-        pass
-
-    def _counters(self) -> dict[str, Any]:
-        return {}
-
-    def _load_counters(self, state: dict[str, Any]) -> None:
         pass
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments, entry_point
+from config.cli import Arguments, entry_point, positive_int
 from config.deepspeed.document import check_document, offload, read_document
 from config.deepspeed.resolve import compute_dtype
 from config.errors import UserError
@@ -78,12 +78,6 @@ def _of_run(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Arguments("python -m launch.doctor", __doc__)
     parser.add_argument(
@@ -95,8 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument("--strict", action="store_true", help="exit code 1 also when a line is amber")
     parser.add_argument("--quick", action="store_true", help="leave out device, ops, store, key and all-reduce (torch)")
-    parser.add_argument("--port", type=_positive, default=29500, help="the launcher's, on the first host (%(default)s)")
-    parser.add_argument("--processes", type=_positive, metavar="N", help="a host; else the slots, the GPUs, or 2")
+    parser.add_argument(
+        "--port", type=positive_int, default=29500, help="the launcher's, on the first host (%(default)s)"
+    )
+    parser.add_argument("--processes", type=positive_int, metavar="N", help="a host; else the slots, the GPUs, or 2")
     parser.add_argument("--all-reduce", type=float, default=64.0, metavar="MIB", help="size of it (%(default)g)")
     parser.add_argument("--expect", type=float, metavar="GB/S", help="amber when its bus bandwidth is lower")
     parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="such as 'ssh -F file' (%(default)s)")

@@ -47,25 +47,32 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """A sweep file, checked."""
+class Settings:
+    """What a sweep's file decides for all trials; its plan keeps it."""
 
-    path: Path
-    name: str
-    config: Path
     folder: Path
     """run.dir/name, absolute; holds each trial's run folder."""
+    name: str
+    config: str
+    """Path of the run config that every trial starts from."""
     launcher: tuple[str, ...]
     """The words before train.py; empty: plain python, or torchrun for several processes."""
     processes: int
     """[processes] Of each trial."""
     slots: int
     """[trials] At most so many at a time."""
-    hopeless: Hopeless | None
     minutes: float | None
     """[minutes] Of one start of the sweep."""
     price: float | None
     """[money] Of one device for one hour."""
+    hopeless: Hopeless | None
+
+
+@dataclass(frozen=True)
+class Sweep(Settings):
+    """A sweep file, checked."""
+
+    path: Path
     trials: tuple[Trial, ...]
 
 
@@ -116,7 +123,7 @@ def read_sweep(path: Path) -> Sweep:
     return Sweep(
         path=path,
         name=name,
-        config=config,
+        config=str(config),
         folder=folder / name,
         launcher=launcher,
         processes=processes,

@@ -1,4 +1,4 @@
-"""A sweep's folder: the plan, the outcome of each trial, and a lock.
+"""A sweep's folder: the plan, and the outcome of each trial.
 
     runs/<sweep>/sweep.json            the plan: every trial with its number, its settings and its whole run config
                  trials/003.json       the outcome of trial 3 so far, replaced atomically
@@ -12,11 +12,8 @@ A trial keeps its number and folder when the file changes: it is recognised by i
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +21,7 @@ from typing import Any, Literal
 from config.errors import UserError
 from config.files import write_atomically
 from config.load import show
-from launch.sweep.file import Sweep
+from launch.sweep.file import Settings, Sweep
 from launch.sweep.rule import Hopeless
 
 Status = Literal["waiting", "running", "done", "hopeless", "diverged", "stopped", "refused", "crashed"]
@@ -61,18 +58,9 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Settings):
     """The content of sweep.json."""
 
-    folder: Path
-    name: str
-    config: str
-    launcher: tuple[str, ...]
-    processes: int
-    slots: int
-    minutes: float | None
-    price: float | None
-    hopeless: Hopeless | None
     trials: tuple[Entry, ...]
 
     @property
@@ -132,18 +120,8 @@ def prepare(sweep: Sweep) -> tuple[Plan, list[str]]:
         if not entry.removed:
             notes.append(f"trial {entry.index} ({entry.label}) is no longer in the file: left as it is, not ranked")
         entries.append(dataclasses.replace(entry, removed=True))
-    plan = Plan(
-        folder=folder,
-        name=sweep.name,
-        config=str(sweep.config),
-        launcher=sweep.launcher,
-        processes=sweep.processes,
-        slots=sweep.slots,
-        minutes=sweep.minutes,
-        price=sweep.price,
-        hopeless=sweep.hopeless,
-        trials=tuple(entries),
-    )
+    settings = {item.name: getattr(sweep, item.name) for item in dataclasses.fields(Settings)}
+    plan = Plan(**settings, trials=tuple(entries))
     try:
         for path in (folder / "trials", folder / "logs"):
             path.mkdir(parents=True, exist_ok=True)
@@ -177,23 +155,6 @@ def read_plan(folder: Path) -> Plan:
 def write_json_atomically(path: Path, value: Any) -> None:
     """Write JSON so that a reader, even after a crash, sees the old file or the whole new one."""
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False).encode())
-
-
-@contextmanager
-def lock_file(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold a lock file inside; yields whether it was acquired. The end of the process releases it too."""
-    with path.open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if wait:
-                    time.sleep(0.2)
-                    continue
-                yield False
-                return
-            yield True
-            return
 
 
 def _identity(overrides: Mapping[str, Any]) -> str:

@@ -11,9 +11,9 @@ from collections import deque
 from contextlib import suppress
 from types import FrameType
 
+from config.child_jobs import describe_exit
 from config.cli import DIVERGED, PREEMPTED, REPOSITORY
 from config.errors import UserError
-from launch.job import describe_exit
 from launch.sweep.events import read_history
 from launch.sweep.folder import ENDED, Entry, Outcome, Plan
 from launch.sweep.trial import SWEEP_PID_VARIABLE, end_leftover_processes, log

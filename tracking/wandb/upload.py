@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from config.errors import one_line
 from tracking.environment import hide, known_secrets
 from tracking.events import Event
 from tracking.jsonl import decode
@@ -108,7 +109,7 @@ class Delivery:
             traceback.print_exc()
             if what not in self._reported:
                 self._reported.add(what)
-                report("log", f"wandb did not take {what}: {one_line(error)}; the rest continues")
+                report("log", f"wandb did not take {what}: {one_line(error, 200)}; the rest continues")
 
     def finish(self) -> None:
         """Close the wandb run as training ended; without a `run_end` it crashed."""
@@ -127,8 +128,3 @@ def report(kind: str, text: str) -> None:
         print(f"{kind}: {text}", flush=True)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - keeps the interpreter from failing at exit
-
-
-def one_line(error: BaseException) -> str:
-    """The error's text on one line of at most 200 characters."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]

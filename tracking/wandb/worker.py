@@ -18,11 +18,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from config.errors import one_line
 from tracking.wandb.charts import AXIS
 from tracking.wandb.follow import Delivered, Follower, exclusive_lock
 from tracking.wandb.models import log_artifact
 from tracking.wandb.transaction_log import IncompleteFile, repair_all
-from tracking.wandb.upload import Delivery, one_line, report
+from tracking.wandb.upload import Delivery, report
 
 POLL_S = 0.5
 ATTEMPTS = 3
@@ -52,7 +53,7 @@ def start_run(job: dict[str, Any]) -> Any:
                 raise RuntimeError("no login: run `wandb login` or set WANDB_API_KEY")
             run = wandb.init(mode="online", settings=settings, reinit="create_new", **job["init"])
         except Exception as error:  # whatever the reason, an offline run is started instead
-            report("log", f"wandb is recorded offline, since online failed: {one_line(error)}")
+            report("log", f"wandb is recorded offline, since online failed: {one_line(error, 200)}")
     if run is None:
         run = wandb.init(mode="offline", settings=settings, reinit="create_new", **job["init"])
     run.define_metric(AXIS)
@@ -118,7 +119,7 @@ def main() -> int:
             follow_with_retries(job)
     except Exception as error:
         traceback.print_exc()
-        report("failed", one_line(error))
+        report("failed", one_line(error, 200))
         return 1
     return 0
 

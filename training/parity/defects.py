@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from config.cli import REPOSITORY, Arguments, entry_point, positive_int
@@ -20,28 +19,19 @@ from training.markdown import table
 from training.parity.gate import NO_PARITY, PARITY, gate
 from training.parity.jobs import plan, train_twin
 
-
-@dataclass(frozen=True)
-class Planted:
-    """A defect, and the check that has to find it."""
-
-    defect: str
-    """As the config writes it; {norm} and {linear} stand for modules of the model."""
-    caught_by: str
-    """The check that has to fail."""
-
-
 PLANTED = (
-    Planted("{{kind: fp16_norm, module: {norm}, factor: 30000}}", "module_error"),
-    Planted("{{kind: coarse_output, module: {linear}}}", "module_error"),
-    Planted("{{kind: flushed_gradient, module: {linear}}}", "sign_agreement"),
-    Planted("{{kind: lost_reduction, module: {linear}}}", "gradient_error"),
-    Planted("{{kind: stale_weight, module: {linear}}}", "weight_drift"),
-    Planted("{{kind: wrong_unscaling, factor: 2}}", "gradient_error"),
-    Planted("{{kind: skipped_accumulation}}", "gradient_error"),
-    Planted("{{kind: unclipped_update}}", "update_error"),
-    Planted("{{kind: silent_skip}}", "update_error"),
+    ("{{kind: fp16_norm, module: {norm}, factor: 30000}}", "module_error"),
+    ("{{kind: coarse_output, module: {linear}}}", "module_error"),
+    ("{{kind: flushed_gradient, module: {linear}}}", "sign_agreement"),
+    ("{{kind: lost_reduction, module: {linear}}}", "gradient_error"),
+    ("{{kind: stale_weight, module: {linear}}}", "weight_drift"),
+    ("{{kind: wrong_unscaling, factor: 2}}", "gradient_error"),
+    ("{{kind: skipped_accumulation}}", "gradient_error"),
+    ("{{kind: unclipped_update}}", "update_error"),
+    ("{{kind: silent_skip}}", "update_error"),
 )
+"""Each defect as the config writes it, where {norm} and {linear} stand for modules of the model, and the check that has
+to find it."""
 HEAD = ("planted", "found by", "modules named", "validation loss against FP32")
 
 
@@ -68,9 +58,9 @@ def run_all(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], bool]:
     """A row for the sound run and for each defect, and whether every result is as expected."""
     rows: list[tuple[str, ...]] = []
     twins, as_expected = None, True
-    for planted in (None, *PLANTED):
-        text = planted.defect.format(norm=options.norm, linear=options.linear) if planted else ""
-        kind = text.removeprefix("{kind: ").rstrip("}").partition(",")[0] if planted else "nothing"
+    for defect, caught_by in (("", ""), *PLANTED):
+        text = defect.format(norm=options.norm, linear=options.linear)
+        kind = text.removeprefix("{kind: ").rstrip("}").partition(",")[0] or "nothing"
         overrides = [*options.overrides, f"defects=[{text}]"]
         folder, size = options.report / kind, {"steps": options.steps, "processes": options.processes}
         chosen = plan(options.config, overrides, folder=folder, **size)
@@ -80,8 +70,8 @@ def run_all(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], bool]:
         named = sorted({name for check in checks.values() for name in check["modules"] if not check["passed"]})
         module = options.norm if "norm" in kind else options.linear if options.linear in text else None
         failed = [check["name"] for check in found["checks"] if not check["passed"]]
-        as_expected &= planted.caught_by in failed if planted else not failed
-        as_expected &= module is None or module in checks[planted.caught_by]["modules"] if planted else True
+        as_expected &= caught_by in failed if defect else not failed
+        as_expected &= module is None or module in checks[caught_by]["modules"]
         where = ", ".join(named) if len(named) <= 3 else f"{len(named)} and more"
         delta = float(checks["validation_delta"]["measured"])
         rows.append((kind, ", ".join(failed) or "nothing", where or "none", f"{delta:+.2%}"))

@@ -26,6 +26,7 @@ import torch
 
 from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
+from config.errors import one_line
 from config.launcher import without_accelerate
 from config.resolved import Resolved
 from data.loader import Batch, Batches
@@ -173,7 +174,7 @@ def measure(run_dir: RunDir, resolved: Resolved, points: list[int], *, length: i
                 try:
                     progress = parts.load_state_dict(checkpoints.load(run_dir.checkpoints / f"step-{point}", engine))
                 except Exception as error:  # a checkpoint that cannot be restored is a finding, not a crash
-                    found.append({"point": point, "restored": False, "why": _one_line(error), "steps": []})
+                    found.append({"point": point, "restored": False, "why": one_line(error), "steps": []})
                     continue
             found.append({"point": point, "restored": True, "steps": walk(steps, batches, progress, length=length)})
     return found
@@ -182,10 +183,6 @@ def measure(run_dir: RunDir, resolved: Resolved, points: list[int], *, length: i
 def _norm(gradients: dict[str, torch.Tensor]) -> float:
     """Global L2 norm in FP64."""
     return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @entry_point(launched=True)

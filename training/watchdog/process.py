@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from config import child_jobs
+
 _ENDED = "ZX"
 # include/uapi/linux/pidfd.h: PIDFD_GET_INFO is _IOWR(0xFF, 11, struct pidfd_info), first version; exit_code is last.
 _PIDFD_INFO_BYTES = 64
@@ -121,15 +123,8 @@ def _code(status: int) -> int:
 
 
 def describe_status(status: int | None) -> str:
-    """An exit status in words, as in "was killed by SIGKILL"."""
-    if status is None:
-        return "has ended, how is not known"
-    if status >= 0:
-        return f"ended with exit code {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
+    """An exit status in words."""
+    return "has ended, how is not known" if status is None else child_jobs.describe_exit(status)
 
 
 def describe_exit(member: Member, status: int | None, before: MemoryKills) -> str:

@@ -127,7 +127,7 @@ def test_many_runs(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
         (["RUN", "--limit", "speed=1"], "--limit speed=1: unknown measure"),
         (["RUN", "--baseline", "absent"], "absent/events.jsonl: cannot read"),
         (["RUN", "--price", "0"], "0 is not a number above 0"),
-        (["RUN", "--price", "cheap"], "invalid _positive value: 'cheap'"),
+        (["RUN", "--price", "cheap"], "cheap is not a number above 0"),
         (["RUN", "--html", "absent/page.html"], "--html absent/page.html: cannot be written"),
         (["--runs", "absent/*"], "no folder with an events.jsonl"),
         (["--runs", "RUN", "--objective", "job_success=2"], "a share above 0"),

@@ -66,7 +66,7 @@ def module_of(defect: str) -> str:
     return NORM if NORM in defect else LINEAR if LINEAR in defect else ""
 
 
-PLANTS = [(planted.defect.format(norm=NORM, linear=LINEAR), planted.caught_by) for planted in PLANTED]
+PLANTS = [(defect.format(norm=NORM, linear=LINEAR), caught_by) for defect, caught_by in PLANTED]
 KINDS = [defect[7:].rstrip("}").partition(",")[0] for defect, _ in PLANTS]
 
 
