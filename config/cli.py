@@ -89,6 +89,17 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    """For `type=` of an option: a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share between 0 and 1")
+    return value
+
+
 def positive_number(text: str) -> float:
     """For `type=` of an option: a finite number above 0."""
     try:

@@ -475,37 +475,21 @@ class Config:
     """A whole run config."""
 
     run: RunSection = field(default_factory=RunSection)
-    """[section]"""
     model: ModelSection = field(default_factory=ModelSection)
-    """[section]"""
     data: DataSection = field(default_factory=DataSection)
-    """[section]"""
     batch: BatchSection = field(default_factory=BatchSection)
-    """[section]"""
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
-    """[section]"""
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
-    """[section]"""
     precision: PrecisionSection = field(default_factory=PrecisionSection)
-    """[section]"""
     deepspeed: DeepSpeedSection = field(default_factory=DeepSpeedSection)
-    """[section]"""
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
-    """[section]"""
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
-    """[section]"""
     tracking: TrackingSection = field(default_factory=TrackingSection)
-    """[section]"""
     profile: ProfileSection = field(default_factory=ProfileSection)
-    """[section]"""
     telemetry: TelemetrySection = field(default_factory=TelemetrySection)
-    """[section]"""
     guard: GuardSection = field(default_factory=GuardSection)
-    """[section]"""
     generate: GenerateSection = field(default_factory=GenerateSection)
-    """[section]"""
     parity: ParitySection = field(default_factory=ParitySection)
-    """[section]"""
     faults: tuple[Fault, ...] = ()
     """[list] Faults to inject, each {kind, step, rank, module}. For tests; empty in real runs."""
     defects: tuple[Defect, ...] = ()

@@ -23,36 +23,14 @@ from config.machine.binding import binding_outcome, usable_cpus
 from config.version import VERSION
 
 PACKAGES = (
-    "torch",
-    "deepspeed",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "wandb",
-    "numpy",
+    *("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "safetensors"),
+    *("wandb", "numpy"),
 )
 SAFE_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "NVIDIA_TF32_OVERRIDE",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-    "TORCH_NCCL_*",
-    "NCCL_*",
-    "GLOO_*",
-    "DS_ACCELERATOR",
-    "MASTER_PORT",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "SLURM_JOB_ID",
-    "SLURM_JOB_NAME",
-    "SLURM_JOB_NUM_NODES",
-    "SLURM_JOB_PARTITION",
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
+    *("NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    *("TORCH_NCCL_*", "NCCL_*", "GLOO_*", "DS_ACCELERATOR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION"),
 )
 HIDDEN = "***"
 SHORTEST_SECRET = 12

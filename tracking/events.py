@@ -24,17 +24,8 @@ COMMON_FIELDS = ("event", "step", "time", "tokens")
 REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     "run_start": ("world_size", "config_sha256", "parameters", "compute", "zero_stage", "resumed_from"),
     "step": (
-        "loss",
-        "grad_norm",
-        "clip_coefficient",
-        "lr",
-        "loss_scale",
-        "applied",
-        "skipped_total",
-        "step_seconds",
-        "tokens_per_second",
-        "memory_bytes",
-        "sample_ids_sha256",
+        *("loss", "grad_norm", "clip_coefficient", "lr", "loss_scale", "applied", "skipped_total"),
+        *("step_seconds", "tokens_per_second", "memory_bytes", "sample_ids_sha256"),
     ),
     "scale": ("from", "to", "reason", "consecutive_overflows", "lr", "momentum_norm"),
     "nonfinite": ("rank", "module", "tensor", "kind", "count"),
@@ -54,24 +45,8 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
 
 TEXT_FIELDS = frozenset(
     {
-        "event",
-        "config_sha256",
-        "sample_ids_sha256",
-        "compute",
-        "resumed_from",
-        "reason",
-        "module",
-        "modules",
-        "tensor",
-        "kind",
-        "verdict",
-        "replay",
-        "path",
-        "status",
-        "text",
-        "name",
-        "model",
-        "hypothesis",
+        *("event", "config_sha256", "sample_ids_sha256", "compute", "resumed_from", "reason", "module", "modules"),
+        *("tensor", "kind", "verdict", "replay", "path", "status", "text", "name", "model", "hypothesis"),
     }
 )
 

@@ -23,6 +23,16 @@ from config.errors import UserError
 from config.files import write_atomically
 
 
+class _Inside:
+    """A path inside the run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run_dir: RunDir, owner: type[RunDir]) -> Path:
+        return run_dir.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths of the files of one run folder. The constructor touches nothing; `create` makes the folder."""
@@ -34,50 +44,24 @@ class RunDir:
         """Name of the run: the folder's own."""
         return self.path.resolve().name
 
-    @property
-    def config(self) -> Path:
-        """The resolved run config."""
-        return self.path / "config.yaml"
-
-    @property
-    def deepspeed_config(self) -> Path:
-        """The resolved DeepSpeed JSON."""
-        return self.path / "ds_config.json"
-
-    @property
-    def environment(self) -> Path:
-        """Versions, hardware and git commit of the newest session."""
-        return self.path / "environment.json"
-
-    @property
-    def events(self) -> Path:
-        """The event stream."""
-        return self.path / "events.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of `step-<n>/` and `LATEST`."""
-        return self.path / "checkpoints"
-
-    @property
-    def plots(self) -> Path:
-        """Folder of pictures."""
-        return self.path / "plots"
-
-    @property
-    def report(self) -> Path:
-        """The one-page report."""
-        return self.path / "report.md"
-
-    @property
-    def sample(self) -> Path:
-        """Text sampled from the trained model."""
-        return self.path / "sample.txt"
-
-    @property
-    def wandb(self) -> Path:
-        """wandb's own folder."""
-        return self.path / "wandb"
+    config = _Inside("config.yaml")
+    """The resolved run config."""
+    deepspeed_config = _Inside("ds_config.json")
+    """The resolved DeepSpeed JSON."""
+    environment = _Inside("environment.json")
+    """Versions, hardware and git commit of the newest session."""
+    events = _Inside("events.jsonl")
+    """The event stream."""
+    checkpoints = _Inside("checkpoints")
+    """Folder of `step-<n>/` and `LATEST`."""
+    plots = _Inside("plots")
+    """Folder of pictures."""
+    report = _Inside("report.md")
+    """The one-page report."""
+    sample = _Inside("sample.txt")
+    """Text sampled from the trained model."""
+    wandb = _Inside("wandb")
+    """wandb's own folder."""
 
     @classmethod
     def create(cls, root: Path, name: str, *, fresh: bool) -> RunDir:

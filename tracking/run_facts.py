@@ -25,17 +25,8 @@ MAX_RARE_EVENTS = 20_000
 """Events of one kind that are kept; of more, the first and the newest half."""
 
 _NUMBERS = (
-    "time",
-    "tokens",
-    "loss",
-    "grad_norm",
-    "clip_coefficient",
-    "lr",
-    "loss_scale",
-    "step_seconds",
-    "tokens_per_second",
-    "memory_bytes",
-    "data_seconds",
+    *("time", "tokens", "loss", "grad_norm", "clip_coefficient", "lr", "loss_scale"),
+    *("step_seconds", "tokens_per_second", "memory_bytes", "data_seconds"),
 )
 _STATE = ("scale", "eval", "checkpoint")  # dropped with the attempt that recorded them
 _LARGE = (b'{"event":"telemetry"', b'{"event": "telemetry"')  # not used here, and slow to parse

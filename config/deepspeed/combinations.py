@@ -50,11 +50,11 @@ class Upstream:
     path: str
     computes: tuple[str, ...]
     stages: tuple[int, ...]
-    clipping: bool | None
-    """True: only when every step is clipped; False: only when none is; None: both."""
     problem: str
-    instead: str
+    instead: str = ""
     """What to use instead of a refused combination. Empty: Mantissa works around the problem."""
+    clipping: bool | None = None
+    """True: only when every step is clipped; False: only when none is; None: both."""
 
     @property
     def refused(self) -> bool:
@@ -76,7 +76,6 @@ UPSTREAM = (
         "cast",
         ("fp16",),
         (0,),
-        None,
         "DeepSpeed 0.19.8 never scales the loss there but divides the gradients by the scale, so updates drown in eps"
         " (measured: loss 5.778 after 12 steps where FP32 has 4.111)",
         "use ZeRO-1: ds_configs/zero1_fp16.json",
@@ -85,7 +84,6 @@ UPSTREAM = (
         "cast",
         ("bf16",),
         (0,),
-        None,
         "DeepSpeed 0.19.8 steps Adam once while it starts, so the first updates are too small (measured: loss 4.7544"
         " after a step where FP32 has 4.7236 and ZeRO-1 4.7254), and it sums micro-batches in BF16",
         "use ZeRO-1: ds_configs/zero1_bf16.json",
@@ -94,7 +92,6 @@ UPSTREAM = (
         "manifest",
         ("fp16", "mixed"),
         (0,),
-        None,
         "FP16 regions need a loss scale, which DeepSpeed does not apply without ZeRO",
         "use ZeRO-1: ds_configs/zero1_fp32.json",
     ),
@@ -102,27 +99,22 @@ UPSTREAM = (
         "cast",
         ("fp32",),
         (0,),
-        None,
         "DeepSpeed 0.19.8 reports no gradient norm there, and applies gradients that are not finite",
-        "",
     ),
     Upstream(
         "cast",
         ("fp16",),
         (1, 2),
-        False,
         "on a step where the loss scale grows DeepSpeed 0.19.8 divides the gradients by the new scale, so an update"
         " that is not clipped sees half its gradient",
-        "",
+        clipping=False,
     ),
     Upstream(
         "cast",
         ("fp16",),
         (3,),
-        None,
         "on a step where the loss scale grows DeepSpeed 0.19.8 divides the gradients by the new scale: an update that"
         " is not clipped sees half its gradient, and half the gradient norm is reported",
-        "",
     ),
 )
 

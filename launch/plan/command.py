@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from config.cli import Arguments, entry_point
+from config.cli import Arguments, entry_point, positive_int, positive_number, share
 from launch.plan.devices import DEVICES
 from launch.plan.plan import Plan, make_plan
 from launch.plan.search import Option, communication_bound_from
@@ -74,28 +74,28 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
         epilog="--config, --deepspeed_config and key.sub=value are those of train.py.",
     )
-    parser.add_argument("--gpus", type=_whole, default=1, help="devices to train on (1)")
+    parser.add_argument("--gpus", type=positive_int, default=1, help="devices to train on (1)")
     parser.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)} or cpu (h100)")
-    parser.add_argument("--price", type=_positive, help="price of one device for one hour")
-    parser.add_argument("--tokens", type=_positive, help="tokens to train on (run.steps of the config)")
+    parser.add_argument("--price", type=positive_number, help="price of one device for one hour")
+    parser.add_argument("--tokens", type=positive_number, help="tokens to train on (run.steps of the config)")
     parser.add_argument(
         "--mfu",
-        type=_share,
+        type=share,
         default=DEFAULT_MFU,
         help=f"share of the peak that matmuls reach while computing, recomputed ones included ({DEFAULT_MFU})",
     )
     parser.add_argument("--measured", metavar="RUN", help="take --mfu from a run folder that ran on such devices")
-    parser.add_argument("--memory", type=_positive, help="GiB of one device")
-    parser.add_argument("--reserve", type=_share, default=0.1, help="share of it for CUDA, NCCL and gaps (0.1)")
-    parser.add_argument("--link", type=_positive, help="GB/s in one direction from device to device in a node")
+    parser.add_argument("--memory", type=positive_number, help="GiB of one device")
+    parser.add_argument("--reserve", type=share, default=0.1, help="share of it for CUDA, NCCL and gaps (0.1)")
+    parser.add_argument("--link", type=positive_number, help="GB/s in one direction from device to device in a node")
     parser.add_argument(
-        "--network", type=_positive, help="GB/s in one direction out of one node, all adapters together"
+        "--network", type=positive_number, help="GB/s in one direction out of one node, all adapters together"
     )
-    parser.add_argument("--per-node", type=_whole, help="devices in a node")
-    parser.add_argument("--efficiency", type=_share, default=0.8, help="share of both that collectives reach (0.8)")
+    parser.add_argument("--per-node", type=positive_int, help="devices in a node")
+    parser.add_argument("--efficiency", type=share, default=0.8, help="share of both that collectives reach (0.8)")
     parser.add_argument(
         "--latency-us",
-        type=_positive,
+        type=positive_number,
         default=LATENCY_SECONDS * 1e6,
         help="microseconds of one hop of a collective (5)",
     )
@@ -118,24 +118,3 @@ def _option_json(plan: Plan, option: Option) -> dict[str, Any]:
         "hours": plan.hours(option),
         "cost": plan.cost(option),
     }
-
-
-def _whole(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise ValueError(text)
-    return number
-
-
-def _share(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= 1:
-        raise ValueError(text)
-    return number

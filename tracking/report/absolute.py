@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tracking.console import duration
-from tracking.report.context import MeasureContext, measured, not_measured
-from tracking.report.finding import WIDE, Finding
+from tracking.report.context import WIDE, Finding, MeasureContext, measured, not_measured
 
 SILENT_SECONDS = 3600.0
 """A run without `run_end` whose newest event is older than this has crashed; otherwise it may still be running."""

@@ -22,8 +22,7 @@ from config.cli import Arguments, entry_point, positive_number
 from config.errors import UserError
 from tracking.environment import redact
 from tracking.jsonl import encode
-from tracking.report.context import MeasureContext
-from tracking.report.finding import limits_from
+from tracking.report.context import MeasureContext, limits_from
 from tracking.report.html import levels_page, run_page
 from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
 from tracking.report.page import resume_command_of, summary_table, write_report

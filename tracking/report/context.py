@@ -1,17 +1,103 @@
-"""What the measures of a report are computed from: a run, its baseline, and whether the two are comparable."""
+"""A report's measures, their limits and verdicts, and what they are computed from: a run, and a comparable baseline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
+from config.errors import UserError
 from tracking.compare.measures import median
-from tracking.report.finding import TITLES, WIDE, Finding, Limit, Verdict
 from tracking.report.sessions import RunHistory
 from tracking.run_facts import RunFacts
 from tracking.summary import setting
+
+WIDE = frozenset({"fp32", "fp64"})
+"""Dtypes that are not low precision."""
+
+Verdict = Literal["pass", "fail", "not measured"]
+
+
+def percent(share: float, digits: int = 4) -> str:
+    """A share in percent, with `digits` significant digits."""
+    return f"{100 * share:.{digits}g}%"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The limit of a measure. sense: "most" is an upper limit, "least" a lower one."""
+
+    title: str
+    """Of the measure, for people."""
+    value: float
+    sense: Literal["most", "least"]
+    text: str
+    """The limit as text, with {:g} for the value or {:%} for the value in percent."""
+    chosen: bool = False
+    """Whether the value was chosen by Mantissa, where there is no published one."""
+
+    def allows(self, value: float) -> bool:
+        """Whether `value` is within the limit. nan never is."""
+        slack = 1e-9 * max(1.0, abs(self.value))
+        return value <= self.value + slack if self.sense == "most" else value >= self.value - slack
+
+    def __str__(self) -> str:
+        return self.text.replace("{:%}", percent(self.value)).format(self.value)
+
+
+LIMITS = {
+    "epoch_time": Limit("time per epoch", 0.7, "most", "at most {:g}x the baseline's"),
+    "utilisation": Limit("device utilisation", 0.3, "least", "at least {:%} of the peak", chosen=True),
+    "peak_memory": Limit("peak memory", 0.7, "most", "at most {:g}x the baseline's"),
+    "nonfinite": Limit("non-finite steps", 0.0, "most", "at most {:g}"),
+    "validation_delta": Limit("validation loss", 0.005, "most", "at most {:%} above the baseline's"),
+    "epoch_cost": Limit("cost per epoch", 1.0, "most", "at most {:g}x the baseline's", chosen=True),
+    "restore_success": Limit("restore success", 1.0, "least", "at least {:%} of them"),
+    "overflow_rate": Limit("overflow rate", 0.05, "most", "at most {:%} of the steps", chosen=True),
+    "norm_variance": Limit("gradient-norm variance", 1.5, "most", "at most {:g}x the baseline's", chosen=True),
+    "job_success": Limit("job success", 1.0, "least", "done, or preempted"),
+    "low_precision": Limit("low-precision FLOP share", 0.95, "least", "at least {:%} of the FLOPs", chosen=True),
+    "drift": Limit("drift from the masters", 0.0, "most", "at most {:g}", chosen=True),
+}
+"""By measure, in the order of a report."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A measure, its value and its verdict.
+
+    value: what is compared with the limit; None where it was not measured. shown: the value for people; it may be given
+    where the value relative to a baseline is not known. how: how it was computed. reason: why it fails, or why it was
+    not measured.
+    """
+
+    key: str
+    title: str
+    value: float | None
+    shown: str
+    limit: str
+    verdict: Verdict
+    how: str
+    reason: str = ""
+
+
+def limits_from(arguments: Sequence[str]) -> dict[str, Limit]:
+    """LIMITS with those replaced that KEY=VALUE `arguments` name. Raises UserError for an unknown key or no number."""
+    limits = dict(LIMITS)
+    for argument in arguments:
+        key, _, text = argument.partition("=")
+        try:
+            old, value = limits[key], float(text)
+        except KeyError as error:
+            raise UserError(f"--limit {argument}: unknown measure; take one of {', '.join(LIMITS)}") from error
+        except ValueError as error:
+            raise UserError(f"--limit {argument}: {text!r} is not a number; example: --limit epoch_time=0.8") from error
+        if math.isnan(value):
+            raise UserError(f"--limit {argument}: nan is not a limit; give a number")
+        limits[key] = replace(old, value=value, chosen=False)
+    return limits
 
 
 @dataclass(frozen=True)
@@ -85,7 +171,7 @@ def _finding(
 ) -> Finding:
     limit = context.limits[key]
     own = "; there is no published limit, this one was chosen by Mantissa" if limit.chosen else ""
-    return Finding(key, TITLES[key], value, shown, str(limit), verdict, how + own, reason)
+    return Finding(key, limit.title, value, shown, str(limit), verdict, how + own, reason)
 
 
 def baseline_mismatch(context: MeasureContext, *, same: tuple[str, ...]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from tracking.environment import redact
-from tracking.report.finding import Finding, percent
+from tracking.report.context import Finding, percent
 from tracking.report.measures import count_verdicts
 from tracking.report.page import results
 from tracking.report.service_levels import Level, ServiceLevels, Tally, format_budget, format_level

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from config.errors import UserError
 from tracking.report.absolute import drift, job_success, low_precision, nonfinite, overflow_rate, restore_success
-from tracking.report.context import MeasureContext, Run
-from tracking.report.finding import Finding
+from tracking.report.context import Finding, MeasureContext, Run
 from tracking.report.relative import epoch_cost, epoch_time, norm_variance, peak_memory, utilisation, validation_delta
 from tracking.report.sessions import read_history
 from tracking.run_dir import RunDir
@@ -26,7 +25,7 @@ _MEASURES: tuple[Callable[[MeasureContext], Finding], ...] = (
 
 
 def all_measures(context: MeasureContext) -> list[Finding]:
-    """All twelve, in the order of `finding.TITLES`."""
+    """All twelve, in the order of `context.LIMITS`."""
     return [measure(context) for measure in _MEASURES]
 
 

@@ -14,8 +14,7 @@ from config.files import write_atomically
 from tracking.console import duration, human
 from tracking.events import describe_event
 from tracking.plots import plot_run
-from tracking.report.context import MeasureContext
-from tracking.report.finding import LIMITS, Finding
+from tracking.report.context import LIMITS, Finding, MeasureContext
 from tracking.report.measures import all_measures, count_verdicts, read_run
 from tracking.report.text import markdown
 from tracking.run_dir import RunDir

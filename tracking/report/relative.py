@@ -12,13 +12,13 @@ from tracking.report.context import (
     SAME_DATA,
     SAME_MEMORY,
     SAME_SPEED,
+    Finding,
     MeasureContext,
     Run,
     baseline_mismatch,
     measured,
     not_measured,
 )
-from tracking.report.finding import Finding
 from tracking.run_facts import RunFacts
 
 _MILLION = 1_000_000

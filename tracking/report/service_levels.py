@@ -20,7 +20,7 @@ from typing import Any
 from config.cli import DIVERGED
 from config.errors import UserError
 from tracking.report.absolute import GOOD_ENDINGS, SILENT_SECONDS
-from tracking.report.finding import Verdict, percent
+from tracking.report.context import Verdict, percent
 from tracking.report.sessions import RunHistory, read_history
 from tracking.run_dir import RunDir, matching
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tracking.report.finding import Finding, Verdict, percent
+from tracking.report.context import Finding, Verdict, percent
 from tracking.report.service_levels import Level, ServiceLevels, format_budget, format_level
 
 STYLES: dict[Verdict, str] = {"pass": "green", "fail": "bold red", "not measured": "dim"}

@@ -21,15 +21,8 @@ AXIS = "attempt"
 
 _OWN_CHARTS = frozenset({"scale", "eval", "checkpoint", "incident", "nonfinite", "fault"})
 _STEP_FIELDS = (
-    "loss",
-    "grad_norm",
-    "clip_coefficient",
-    "lr",
-    "loss_scale",
-    "skipped_total",
-    "step_seconds",
-    "tokens_per_second",
-    "memory_bytes",
+    *("loss", "grad_norm", "clip_coefficient", "lr", "loss_scale", "skipped_total"),
+    *("step_seconds", "tokens_per_second", "memory_bytes"),
 )
 _STEP_LINE = b'"event":"step"'
 _EVENT_PLACE = 40  # bytes: the name of the event is at the start of a line

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments, entry_point, positive_int
+from config.cli import Arguments, entry_point, positive_int, share
 from config.command_line import read_command_line
 from config.deepspeed.document import in_fp32, read_document
 from config.errors import UserError
@@ -98,13 +98,13 @@ def _parity(options: argparse.Namespace, overrides: Sequence[str], proposal: dic
 def rejection_reason(result: dict[str, Any]) -> str | None:
     """Why the proposal is rejected; None when its gradients are finite and closer to FP32 than uniform BF16's, it is
     cheaper than uniform FP32, and it passes parity where that ran."""
-    checked, share = result["validation"], result["proposal"]["low_precision_share"]
+    checked, in_16_bits = result["validation"], result["proposal"]["low_precision_share"]
     error, bf16 = checked["proposal"]["error"], checked["uniform bf16"]["error"]
     if not math.isfinite(error):
         return "its gradients are not finite on held-out batches"
     if not error < bf16:
         return f"its gradient error {error:.3g} is no smaller than uniform BF16's {bf16:.3g}"
-    if not share > 0:
+    if not in_16_bits > 0:
         return "no matmul of it is in 16 bits"
     parity = result.get("parity")
     if parity and parity["failed"]:
@@ -125,14 +125,14 @@ def table(result: dict[str, Any]) -> list[str]:
     found = []
     for (pattern, compute), members in rows.items():
         what = pattern if len(members) > 1 else members[0][0]
-        share, flops = sum(member[1] for member in members), sum(member[2] for member in members)
-        found.append((share, what, len(members), compute, flops))
+        error, flops = sum(member[1] for member in members), sum(member[2] for member in members)
+        found.append((error, what, len(members), compute, flops))
     width = max(len(what) for _, what, _, _, _ in found)
     return [
         f"{'region':<{width}}  count  dtype  of BF16's squared error  of the FLOPs",
         *(
-            f"{what:<{width}}  {count:>5}  {compute:<5}  {share:>23.1%}  {flops:>12.1%}"
-            for share, what, count, compute, flops in sorted(found, reverse=True)
+            f"{what:<{width}}  {count:>5}  {compute:<5}  {error:>23.1%}  {flops:>12.1%}"
+            for error, what, count, compute, flops in sorted(found, reverse=True)
         ),
     ]
 
@@ -211,16 +211,6 @@ def _count(text: str) -> int:
     return 0 if text == "0" else positive_int(text)
 
 
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text} is not a number; give a share between 0 and 1") from error
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share between 0 and 1")
-    return share
-
-
 def _options() -> Arguments:
     defaults = Limits()
     parser = Arguments("python -m training.analyze", __doc__, allow_abbrev=False)
@@ -234,7 +224,7 @@ def _options() -> Arguments:
     parser.add_argument(
         "--most-regions", type=positive_int, default=64, help="above it, patterns are measured instead of regions"
     )
-    parser.add_argument("--floor", type=_share, default=defaults.floor, help="smallest share of the FLOPs in 16 bits")
+    parser.add_argument("--floor", type=share, default=defaults.floor, help="smallest share of the FLOPs in 16 bits")
     parser.add_argument("--headroom", type=float, default=defaults.headroom, help="margin below FP16's largest value")
     return parser
 

@@ -14,8 +14,7 @@ from config.errors import UserError
 from tests.support.report_runs import CONFIG, ENVIRONMENT, session, simple_run
 from tests.support.synthetic_events import TOKENS_PER_STEP
 from tracking.jsonl import read_events
-from tracking.report.context import MeasureContext
-from tracking.report.finding import LIMITS, TITLES, Finding, limits_from
+from tracking.report.context import LIMITS, Finding, MeasureContext, limits_from
 from tracking.report.measures import all_measures, caveats, read_run
 from tracking.report.relative import peak_flops
 
@@ -45,7 +44,7 @@ def baseline(tmp_path: Path) -> Path:
 
 def test_there_are_twelve_in_order_and_each_says_how(run: Path) -> None:
     findings = all_measures(_context(run))
-    assert [finding.key for finding in findings] == list(TITLES) == list(LIMITS) and len(findings) == 12
+    assert [finding.key for finding in findings] == list(LIMITS) and len(findings) == 12
     assert all(finding.how and finding.limit for finding in findings)
     assert all((finding.verdict == "not measured") == (finding.value is None) for finding in findings)
     assert all(finding.reason for finding in findings if finding.verdict == "not measured")
@@ -120,7 +119,7 @@ def test_a_baseline_of_other_work_is_refused_where_that_matters(
 ) -> None:
     settings, place = CONFIG | config, ENVIRONMENT | environment
     found = _found(run, simple_run(tmp_path / "other", compute="fp32", config=settings, environment=place))
-    assert {key for key in TITLES if words in found[key].reason} == keys
+    assert {key for key in LIMITS if words in found[key].reason} == keys
     assert {found[key].verdict for key in keys} == {"not measured"}
 
 
