@@ -32,20 +32,8 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
         UserError: the first broken rule: the keys that conflict and what to change.
     """
     for rule in (
-        _run,
-        _model,
-        _activation_checkpointing,
-        _compile,
-        _kernels,
-        _data,
-        _optimizer,
-        _schedule,
-        _precision,
-        _loss_scale,
-        _evaluate,
-        _tracking,
-        _guard,
-        _faults,
+        *(_run, _model, _activation_checkpointing, _compile, _kernels, _data, _optimizer, _schedule),
+        *(_precision, _loss_scale, _evaluate, _tracking, _guard, _faults),
     ):
         for key, text in rule(config):
             raise UserError(f"{origin(key)}: {key} {text}")

@@ -34,29 +34,18 @@ ROOT = "(model)"
 """Name under which matmuls in the model's own forward are booked."""
 # Operator to the positions of its matrix operands.
 _MATMULS = {
-    "aten::mm": (0, 1),
-    "aten::addmm": (1, 2),
-    "aten::bmm": (0, 1),
-    "aten::baddbmm": (1, 2),
-    "aten::addmv": (1, 2),
-    "aten::mv": (0, 1),
-    "aten::dot": (0, 1),
-    "aten::convolution": (0, 1),
-    "aten::_grouped_mm": (0, 1),
-    "aten::_addmm_activation": (1, 2),
+    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::dot"), (0, 1)),
+    **dict.fromkeys(("aten::convolution", "aten::_grouped_mm"), (0, 1)),
+    **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addmv", "aten::_addmm_activation"), (1, 2)),
 }
 # Fused attention kernels, whatever their suffix; operands are query, key and value.
 _FLEX = "flex_attention"
 _ATTENTIONS = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn", _FLEX)
-_NORMS = {
-    "aten::rsqrt": (0,),
-    "aten::native_layer_norm": (0,),
-    "aten::_fused_rms_norm": (0,),
-    "aten::native_group_norm": (0,),
-    "aten::native_batch_norm": (0,),
-    "aten::_native_batch_norm_legit": (0,),
-    "aten::cudnn_batch_norm": (0,),
-}
+# Their operand is the first argument.
+_NORMS = (
+    *("aten::rsqrt", "aten::native_layer_norm", "aten::_fused_rms_norm", "aten::native_group_norm"),
+    *("aten::native_batch_norm", "aten::_native_batch_norm_legit", "aten::cudnn_batch_norm"),
+)
 _KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
@@ -135,7 +124,7 @@ class Observation:
             return
         where = self._running[-1]
         if name in _NORMS:
-            self._norms[where].update(_dtypes(args, _NORMS[name]))
+            self._norms[where].update(_dtypes(args, (0,)))
             return
         attention = name.startswith(_ATTENTIONS)
         operands = (0, 1, 2) if attention else _MATMULS.get(name)

@@ -137,15 +137,8 @@ def read_plan(folder: Path) -> Plan:
         tree = json.loads((folder / "sweep.json").read_text())
         rule = tree["hopeless"]
         trials = tuple(Entry(**{**entry, "settings": tuple(entry["settings"])}) for entry in tree["trials"])
-        return Plan(
-            **{
-                **tree,
-                "folder": folder.absolute(),
-                "launcher": tuple(tree["launcher"]),
-                "hopeless": Hopeless(**rule) if rule else None,
-                "trials": trials,
-            }
-        )
+        restored = {"folder": folder.absolute(), "launcher": tuple(tree["launcher"]), "trials": trials}
+        return Plan(**tree | restored | {"hopeless": Hopeless(**rule) if rule else None})
     except FileNotFoundError:
         raise UserError(f"{folder}: no sweep.json in it; give the folder of a sweep, run.dir/NAME") from None
     except (ValueError, KeyError, TypeError) as error:

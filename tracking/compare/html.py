@@ -51,13 +51,8 @@ def page(comparison: Comparison) -> str:
 def data(comparison: Comparison) -> str:
     """What the script draws, as JSON that is safe within a <script>."""
     runs = [
-        {
-            "label": run.label,
-            "curve": curve(run),
-            "means": means(run),
-            "validation": validation(run),
-            "marks": marks(run),
-        }
+        {"label": run.label, "curve": curve(run), "means": means(run)}
+        | {"validation": validation(run), "marks": marks(run)}
         for run in comparison.runs
     ]
     gaps = [gap(pair.divergence) for pair in comparison.pairs]
@@ -94,11 +89,8 @@ def _answers(comparison: Comparison, few: bool) -> str:
     verdicts = "".join(f"<li>{escape(line)}</li>" for line in comparison.verdicts) or "<li>no difference</li>"
     if not divergences:
         return ""
-    where, which = (
-        _section("Where they diverge", f"<ul>{divergences}</ul>"),
-        _section("Which is better", f"<ul>{verdicts}</ul>"),
-    )
-    return where + which
+    where = _section("Where they diverge", f"<ul>{divergences}</ul>")
+    return where + _section("Which is better", f"<ul>{verdicts}</ul>")
 
 
 def _brief(pair: Pair, few: bool) -> str:

@@ -21,22 +21,14 @@ from training.jobs import TRAIN, error_line_of, launch
 MANTISSA: dict[str, tuple[str, ...]] = {
     "mantissa": (),
     "mantissa-full": (
-        "telemetry.every_steps=10",
-        "telemetry.probe=false",
-        "precision.verify_every_steps=10",
-        "tracking.prometheus_port=0",
-        "tracking.log_every_steps=1",
-        "guard.spike_sigmas=6",
-        "guard.spike_window=16",
+        *("telemetry.every_steps=10", "telemetry.probe=false", "precision.verify_every_steps=10"),
+        *("tracking.prometheus_port=0", "tracking.log_every_steps=1"),
+        *("guard.spike_sigmas=6", "guard.spike_window=16"),
     ),
     "mantissa-off": (
-        "telemetry.every_steps=0",
-        "precision.verify_every_steps=0",
-        "tracking.prometheus_port=null",
-        "tracking.wandb=disabled",
-        "tracking.log_every_steps=1000000",
-        "guard.spike_sigmas=0",
-        "guard.attribute_overflows=false",
+        *("telemetry.every_steps=0", "precision.verify_every_steps=0"),
+        *("tracking.prometheus_port=null", "tracking.wandb=disabled", "tracking.log_every_steps=1000000"),
+        *("guard.spike_sigmas=0", "guard.attribute_overflows=false"),
     ),
 }
 """Mantissa as its config has it, with all its optional work on, and with all of it off: overrides by name."""
@@ -81,13 +73,8 @@ WITHOUT_SPLIT = tuple(TITAN)
 separately."""
 # Turns off what no other contestant does while it is timed.
 COMMON_OVERRIDES = (
-    "run.resume=never",
-    "evaluate.every_steps=0",
-    "checkpoint.every_steps=0",
-    "checkpoint.dir=null",
-    "generate.tokens=0",
-    "profile.steps=0",
-    "tracking.otlp_endpoint=null",
+    *("run.resume=never", "evaluate.every_steps=0", "checkpoint.every_steps=0", "checkpoint.dir=null"),
+    *("generate.tokens=0", "profile.steps=0", "tracking.otlp_endpoint=null"),
 )
 
 

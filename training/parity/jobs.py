@@ -100,14 +100,9 @@ def train_twin(chosen: Plan, seed: int, log: Log, *, control: int | None = None)
     chosen.folder.mkdir(parents=True, exist_ok=True)
     twin.write_text(json.dumps(document, indent=2) + "\n")
     overrides = [
-        f"deepspeed.config={twin.resolve()}",
-        "precision.path=cast",
-        "precision.manifest=null",
-        "precision.compute=fp32",
-        "model.kernels=torch",
-        "checkpoint.every_steps=0",
-        "faults=[]",
-        "defects=[]",
+        *(f"deepspeed.config={twin.resolve()}", "model.kernels=torch"),
+        *("precision.path=cast", "precision.manifest=null", "precision.compute=fp32"),
+        *("checkpoint.every_steps=0", "faults=[]", "defects=[]"),
     ]
     name = f"fp32-seed-{seed}"
     if control is not None:
@@ -135,16 +130,10 @@ def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Lo
     config = chosen.resolved.config
     log(f"{name}: {config.run.steps} steps on {chosen.processes} processes")
     program = [
-        *TRAIN,
-        *chosen.arguments,
-        f"run.dir={folder.path.parent}",
-        f"run.name={name}",
-        f"run.seed={seed}",
-        "run.resume=never",
+        *(*TRAIN, *chosen.arguments),
+        *(f"run.dir={folder.path.parent}", f"run.name={name}", f"run.seed={seed}", "run.resume=never"),
         f"evaluate.every_steps={config.evaluate.every_steps or config.run.steps}",
-        "tracking.wandb=disabled",
-        "telemetry.every_steps=0",
-        "generate.tokens=0",
+        *("tracking.wandb=disabled", "telemetry.every_steps=0", "generate.tokens=0"),
         *overrides,
     ]
     before, output = joules(), _log(chosen, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,21 +171,14 @@ def _draw_trajectories(axes: Sequence[Axes], found: dict[str, Any]) -> None:
     bounds = {check["name"]: check["bound"] for check in found["checks"]}
     runs = found["trajectories"]
     for index, (mine, other) in enumerate(zip(runs["candidate"], runs["fp32"], strict=True)):
-        axes[0].plot(
-            other["steps"], _floats(other["losses"]), color=_FP32, linewidth=2.4, label=None if index else "FP32"
-        )
-        axes[0].plot(
-            mine["steps"], _floats(mine["losses"]), color=_MINE, linewidth=0.9, label=None if index else "this run"
-        )
-        theirs = dict(zip(other["steps"], _floats(other["losses"]), strict=True))
-        gaps = [
-            (step, (loss - theirs[step]) / theirs[step])
-            for step, loss in zip(mine["steps"], _floats(mine["losses"]), strict=True)
-            if step in theirs
-        ]
-        axes[1].plot(
-            [step for step, _ in gaps], [gap for _, gap in gaps], color=_COLOURS[index % len(_COLOURS)], linewidth=0.9
-        )
+        losses, exact = ([float(loss) for loss in run["losses"]] for run in (mine, other))
+        labels = (None, None) if index else ("FP32", "this run")
+        axes[0].plot(other["steps"], exact, color=_FP32, linewidth=2.4, label=labels[0])
+        axes[0].plot(mine["steps"], losses, color=_MINE, linewidth=0.9, label=labels[1])
+        theirs = dict(zip(other["steps"], exact, strict=True))
+        pairs = [(step, loss) for step, loss in zip(mine["steps"], losses, strict=True) if step in theirs]
+        gaps = [(loss - theirs[step]) / theirs[step] for step, loss in pairs]
+        axes[1].plot([step for step, _ in pairs], gaps, color=_COLOURS[index % len(_COLOURS)], linewidth=0.9)
     for sign in (1, -1):
         axes[1].axhline(sign * bounds["loss_gap"], color=_BOUND, linestyle="--", linewidth=1.2)
     axes[0].set_title("Training loss (nats per token)")
@@ -202,10 +195,10 @@ def _draw_steps(axes: Sequence[Axes], found: dict[str, Any]) -> None:
     order = firsts[0][1]["order"]
     for index, (_, step) in enumerate(firsts):
         colour, label = _COLOURS[index % len(_COLOURS)], f"step {step['step']}"
-        own = [_float(step["own_error"][name]) for name in order]
+        own = [float(step["own_error"][name]) for name in order]
         axes[0].plot(range(len(order)), own, "o", color=colour, markersize=4, label=label)
         names = list(step["parameters"])
-        errors = [_float(step["parameters"][name]["relative_error"]) for name in names]
+        errors = [float(step["parameters"][name]["relative_error"]) for name in names]
         axes[1].plot(range(len(names)), errors, "o", color=colour, markersize=4, label=label)
     _mark_worst(axes[0], order, firsts[-1][1]["own_error"])
     axes[0].set_title("Own error of each module's output")
@@ -220,14 +213,14 @@ def _draw_steps(axes: Sequence[Axes], found: dict[str, Any]) -> None:
 
 
 def _mark_worst(axis: Axes, order: Sequence[str], errors: dict[str, Any]) -> None:
-    name = max(order, key=lambda item: _float(errors[item]))
-    value = _float(errors[name])
+    name = max(order, key=lambda item: float(errors[item]))
+    value = float(errors[name])
     if math.isfinite(value) and value > 0:
         axis.annotate(name, (order.index(name), value), textcoords="offset points", xytext=(4, 6), fontsize=9)
 
 
 def _value(check: dict[str, Any], which: str) -> str:
-    value = _float(check[which])
+    value = float(check[which])  # "inf" and "nan" are strings in JSON
     if not math.isfinite(value):
         return "not measured" if math.isnan(value) else "not finite"
     if check["name"] in _SHARES:
@@ -236,7 +229,7 @@ def _value(check: dict[str, Any], which: str) -> str:
 
 
 def _number(value: Any) -> str:
-    number = _float(value)
+    number = float(value)
     return f"{number:.3g}" if abs(number) < 0.01 else f"{number:.4g}"
 
 
@@ -244,11 +237,3 @@ def _quantity(value: float | None, unit: str) -> str:
     if value is None:
         return "not reported here"
     return f"{value / 1e9:.2f} GB" if unit == "bytes" else f"{value:,.4g} {unit}".strip()
-
-
-def _float(value: Any) -> float:
-    return float(value)  # "inf" and "nan" are strings in JSON
-
-
-def _floats(values: Iterable[Any]) -> list[float]:
-    return [_float(value) for value in values]

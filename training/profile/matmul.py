@@ -27,15 +27,9 @@ NAMES = {
 """Our name of a dtype, by its name in a trace."""
 # Operator to the positions of its two matrices.
 _OPERATORS = {
-    "aten::mm": (0, 1),
-    "aten::bmm": (0, 1),
-    "aten::addmm": (1, 2),
-    "aten::baddbmm": (1, 2),
-    "aten::addbmm": (1, 2),
-    "aten::_addmm_activation": (1, 2),
-    "aten::_scaled_mm": (0, 1),
-    "aten::_grouped_mm": (0, 1),
-    "aten::_scaled_grouped_mm": (0, 1),
+    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), (0, 1)),
+    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), (0, 1)),
+    **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::_addmm_activation"), (1, 2)),
 }
 GOOD, BEST = 8, 64
 """[16-bit elements] Sizes should be multiples of these, at least and at best."""

@@ -14,15 +14,8 @@ _BLOCK = re.compile(r"(?<=\.)\d+(?=\.|$)")  # the number of a block in a module'
 
 def page(summary: dict[str, Any], trace: str) -> str:
     """The page. summary: from `training.profile.summary.summarise`. trace: name of the trace's file."""
-    parts = [
-        _opening(summary, trace),
-        _where(summary),
-        _matmuls(summary),
-        _fp32_matmuls(summary),
-        _misaligned_sizes(summary),
-    ]
-    parts += [_casts(summary), _how(summary)]
-    return "\n".join(part for part in parts if part)
+    parts = (_where, _matmuls, _fp32_matmuls, _misaligned_sizes, _casts, _how)
+    return "\n".join(filter(None, [_opening(summary, trace), *(part(summary) for part in parts)]))
 
 
 def which_steps(steps: list[int]) -> str:

@@ -39,7 +39,7 @@ def summarise(timeline: Timeline, facts: dict[str, Any]) -> dict[str, Any]:
         "steps_seconds": [(end - start) / 1e6 for start, end in timeline.steps],
         "host": _host(timeline),
         "device_time": _device(timeline) if on_device else None,
-        "stages": _stages(timeline),
+        "stages": _by(timeline, lambda event: event.stage or "rest of the step"),
         "phases": _by(timeline, lambda event: event.phase or "none"),
         "communication": _communication(timeline),
         "casts": _casts(timeline),
@@ -116,10 +116,6 @@ def _host(timeline: Timeline) -> dict[str, float]:
         else:
             found[event.category] += end - start
     return _seconds(found)
-
-
-def _stages(timeline: Timeline) -> dict[str, float]:
-    return _by(timeline, lambda event: event.stage or "rest of the step")
 
 
 def _by(timeline: Timeline, key: Any) -> dict[str, float]:
