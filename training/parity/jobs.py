@@ -130,7 +130,8 @@ def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Lo
     config = chosen.resolved.config
     log(f"{name}: {config.run.steps} steps on {chosen.processes} processes")
     program = [
-        *(*TRAIN, *chosen.arguments),
+        *TRAIN,
+        *chosen.arguments,
         *(f"run.dir={folder.path.parent}", f"run.name={name}", f"run.seed={seed}", "run.resume=never"),
         f"evaluate.every_steps={config.evaluate.every_steps or config.run.steps}",
         *("tracking.wandb=disabled", "telemetry.every_steps=0", "generate.tokens=0"),
