@@ -37,12 +37,9 @@ def make(tmp_path: Path) -> Any:
 
 
 def document(stage: int, compute: str, offload: str = "none") -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": stage}
-    for part in offload.split("+"):
-        if part != "none":
-            zero[f"offload_{part}"] = {"device": "cpu"}
+    offloaded = {f"offload_{part}": {"device": "cpu"} for part in offload.split("+") if part != "none"}
     sections = {} if compute == "fp32" else {compute: {"enabled": True}}
-    return {"zero_optimization": zero, **sections}
+    return {"zero_optimization": {"stage": stage, **offloaded}, **sections}
 
 
 def error_of(make: Any, given: dict[str, Any], *overrides: str) -> str:
@@ -72,10 +69,8 @@ def test_a_json_resolves_where_the_table_verifies_and_is_refused_where_it_refuse
 ) -> None:
     given, row = document(*combination[2:0:-1], combination.offload), refusal(combination)
     if row is None:
-        assert (
-            resolve_json(make(), Path("my.json"), given, world_size=2)["zero_optimization"]["stage"]
-            == combination.stage
-        )
+        resolved = resolve_json(make(), Path("my.json"), given, world_size=2)
+        assert resolved["zero_optimization"]["stage"] == combination.stage
     else:
         message = error_of(make, given)
         assert message.startswith(f"my.json: {combination.compute.upper()} with ZeRO-{combination.stage} is refused: ")

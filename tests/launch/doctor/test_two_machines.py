@@ -33,22 +33,17 @@ def clean() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "GLOO", "OMP"))}
 
 
-def doctor_command(machines: dict[str, Machine], run_folder: Path, *options: str) -> list[str]:
-    """The command line of the doctor on the left machine."""
-    folder = machines["left"].folder.parent
-    config = run_folder.parent / "run.yaml"
-    config.write_text(
-        f"model: {{architecture: llama}}\nrun: {{dir: {run_folder}}}\ndata: {{cache_dir: {run_folder.parent}/cache}}\n"
-    )
-    command = [sys.executable, "-m", "launch.doctor", "--hostfile", f"{folder}/hostfile", "--config", str(config)]
-    return machines["left"].command(*command, "--json", "--ssh", f"ssh -F {folder}/ssh_config", *options)
-
-
 def doctor(
     machines: dict[str, Machine], run_folder: Path, *options: str, seconds: float = 120
 ) -> tuple[int, list[dict]]:
     """Exit code and findings of the doctor, started on the left machine as a user would."""
-    command = doctor_command(machines, run_folder, *options)
+    folder, work = machines["left"].folder.parent, run_folder.parent
+    config = work / "run.yaml"
+    config.write_text(
+        f"model: {{architecture: llama}}\nrun: {{dir: {run_folder}}}\ndata: {{cache_dir: {work}/cache}}\n"
+    )
+    command = [sys.executable, "-m", "launch.doctor", "--hostfile", f"{folder}/hostfile", "--config", str(config)]
+    command = machines["left"].command(*command, "--json", "--ssh", f"ssh -F {folder}/ssh_config", *options)
     done = subprocess.run(command, cwd=REPOSITORY, env=clean(), capture_output=True, text=True, timeout=seconds)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)["findings"]
