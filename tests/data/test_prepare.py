@@ -65,10 +65,8 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def section(texts: Path, tmp_path: Path) -> DataSection:
-    cache = str(tmp_path / "cache")
-    return DataSection(
-        source="text", path=str(texts), cache_dir=cache, tokenizer="bytes", validation_fraction=0.2, workers=1
-    )
+    folders = {"path": str(texts), "cache_dir": str(tmp_path / "cache")}
+    return DataSection(source="text", **folders, tokenizer="bytes", validation_fraction=0.2, workers=1)
 
 
 def documents(corpus: Corpus, split: str) -> list[str]:
@@ -127,13 +125,8 @@ def test_the_second_call_reuses_and_the_fingerprint_follows_what_matters(
         changed = replace(section, **changes)  # type: ignore[arg-type]
         return corpus_fingerprint(changed, open_source(changed))
 
-    seen = {
-        corpus.fingerprint,
-        fingerprint(tokenizer="bpe:300"),
-        fingerprint(validation_fraction=0.3),
-        fingerprint(path=str(texts / "*0.txt")),
-        fingerprint(source="hub"),
-    }
+    changes = {"tokenizer": "bpe:300", "validation_fraction": 0.3, "path": str(texts / "*0.txt"), "source": "hub"}
+    seen = {corpus.fingerprint, *(fingerprint(**{key: value}) for key, value in changes.items())}
     (texts / "000.txt").write_text("changed")
     seen.add(fingerprint())
     assert len(seen) == 6

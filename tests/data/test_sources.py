@@ -180,12 +180,8 @@ def test_identity_follows_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_identity_of_a_hub_dataset_needs_no_network() -> None:
-    names = [
-        section("hub", "o/n"),
-        section("hub", "o/n@abc"),
-        section("hub", "o/n", name="x"),
-        section("hub", "o/n", split="test"),
-    ]
+    plain = section("hub", "o/n")
+    names = [plain, section("hub", "o/n@abc"), replace(plain, name="x"), replace(plain, split="test")]
     assert len({open_source(name).identity for name in names}) == len(names)
 
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from config.cli import REPOSITORY
 from tests.support import machines
+from tests.support.launches import BIN
 from tests.support.machines import ADDRESSES, Machine, two_machines
 
-BIN = Path(sys.executable).parent
 DAEMONS = [name for name in ("munged", "slurmctld", "slurmd") if shutil.which(name, path="/usr/sbin") is None]
 CONFIGURATION = """
 ClusterName=two
@@ -145,9 +143,8 @@ class Cluster:
         """Wait for a condition."""
         ends = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < ends, (
-                f"not within {seconds:g} s: {what}\n{why()}\n{self.ask('squeue')}{self.logs()}"
-            )
+            late = time.monotonic() > ends
+            assert not late, f"not within {seconds:g} s: {what}\n{why()}\n{self.ask('squeue')}{self.logs()}"
             time.sleep(0.3)
 
     def logs(self) -> str:
@@ -161,6 +158,3 @@ def slurm_cluster(folder: Path) -> Iterator[Cluster]:
     """The cluster, up; gone afterwards with all its processes."""
     with two_machines(folder) as both:
         yield Cluster(folder, both)
-
-
-__all__ = ["REPOSITORY", "SKIP", "Cluster", "slurm_cluster"]
