@@ -102,9 +102,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "expected"), MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(
-    run_config: Path, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(run_config, arguments, expected, capsys, monkeypatch):
     monkeypatch.chdir(run_config.parent)
     names = {"config": run_config, "repository": REPOSITORY}
     with pytest.raises(SystemExit) as caught:
@@ -132,9 +130,7 @@ def test_only_rank_0_speaks(run_config: Path, monkeypatch: pytest.MonkeyPatch, c
         ("one", "error: environment: RANK = 'one' is not a whole number"),
     ],
 )
-def test_a_rank_that_cannot_know_its_rank_speaks(
-    rank: str | None, expected: str, run_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_rank_that_cannot_know_its_rank_speaks(rank, expected, run_config, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     if rank is not None:
         monkeypatch.setenv("RANK", rank)

@@ -40,9 +40,7 @@ def test_batches_in_a_row_hold_every_sample_once_an_epoch(samples: int, size: in
     samples=st.integers(1, 10**12),
     seed=st.integers(0, 2**32),
 )
-def test_the_global_batch_is_the_same_at_every_world_size(
-    world_sizes: tuple[int, int], micro_sizes: tuple[int, int], position: int, samples: int, seed: int
-) -> None:
+def test_the_global_batch_is_the_same_at_every_world_size(world_sizes, micro_sizes, position, samples, seed):
     whole = sample_ids(position, samples=samples, seed=seed, global_size=48)
     for world_size, micro_size in zip(world_sizes, micro_sizes, strict=True):
         sizes = {"micro_size": micro_size, "world_size": world_size}

@@ -51,9 +51,7 @@ def test_tokens_come_back_and_any_safetensors_reader_sees_them(tmp_path: Path, d
 
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4), sequence_length=st.integers(1, 25))
-def test_every_token_is_a_label_at_most_once_and_only_tails_are_left_out(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], sequence_length: int
-) -> None:
+def test_every_token_is_a_label_at_most_once_and_only_tails_are_left_out(tmp_path_factory, lengths, sequence_length):
     shards = make(tmp_path_factory.mktemp("shards"), *lengths)
     windows = shards.read(np.arange(shards.sequences(sequence_length)), sequence_length)
     labels = windows[:, 1:].reshape(-1)

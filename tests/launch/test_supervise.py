@@ -39,7 +39,6 @@ def ended(folder, *plan, code, count, **given):
 
 
 def starts(folder):
-    """How often the job was started."""
     path = folder / "it" / "starts"
     return len(path.read_text().splitlines()) if path.is_file() else 0
 

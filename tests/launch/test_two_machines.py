@@ -54,7 +54,6 @@ def trace(folder: Path, name: str) -> list[dict]:
 
 
 def job(folder: Path, name: str, *overrides: str) -> list[str]:
-    """train.py and its arguments."""
     return launches.command("python", folder, name, *overrides)[1:]
 
 

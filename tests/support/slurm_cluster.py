@@ -54,13 +54,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9
 """
 
 
-def why_not() -> str:
-    """Why there can be no cluster here; empty when there can."""
-    missing = f"not installed: {', '.join(DAEMONS)}; apt-get install slurm-wlm munge" if DAEMONS else ""
-    return machines.SKIP or missing
-
-
-SKIP = why_not()
+SKIP = machines.SKIP or (f"not installed: {', '.join(DAEMONS)}; apt-get install slurm-wlm munge" if DAEMONS else "")
 
 
 class Cluster:
@@ -119,7 +113,6 @@ class Cluster:
         return dict(part.split("=", 1) for part in text.split() if "=" in part)
 
     def log(self, number: int | str) -> str:
-        """What a job printed."""
         path = self.folder / f"{number}.out"
         return path.read_text() if path.exists() else ""
 
@@ -140,7 +133,6 @@ class Cluster:
         return self.job(number)
 
     def until(self, condition, what: str, *, seconds: float = 40, why=lambda: "") -> None:
-        """Wait for a condition."""
         ends = time.monotonic() + seconds
         while not condition():
             late = time.monotonic() > ends

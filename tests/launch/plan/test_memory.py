@@ -38,7 +38,6 @@ FAMILIES = {
 
 
 def hugging_face(family: str, layers: int):
-    """A small config of that family."""
     config = AutoConfig.for_model("llama" if family == "grouped" else family, **FAMILIES[family])
     config.num_hidden_layers, config.use_cache = layers, False
     return config

@@ -40,7 +40,6 @@ def planner_of(shape, device=DEVICES["h100"]) -> Planner:
 
 
 def planned(capsys, *arguments: str) -> dict:
-    """What --json prints."""
     assert plan.main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 

@@ -37,7 +37,6 @@ def unbroken(work) -> list[tuple]:
 
 
 def arguments(work: Path, name: str, *overrides: str) -> list[str]:
-    """What train.py is told."""
     return launches.command("python", work, name, *overrides)[2:]
 
 
@@ -48,7 +47,6 @@ def steps(work: Path, name: str) -> list[tuple]:
 
 
 def reached(work: Path, name: str, step: int) -> bool:
-    """Whether a job has made that step."""
     path = work / "runs" / name / "events.jsonl"
     return path.exists() and any(event["step"] >= step for event in launches.events(work, name, "step"))
 

@@ -29,13 +29,9 @@ def sweep_file(folder: Path, name: str, **more) -> Path:
         "run.dir": f"{folder}/runs",
         "run.steps": 12,
         "schedule.warmup_steps": 2,
-        "data.source": "text",
+        **{key: yaml.safe_load(value) for key, value in (setting.split("=", 1) for setting in launches.SMALL)},
         "data.path": str(folder / "text"),
         "data.cache_dir": f"{folder}/cache",
-        "data.tokenizer": "bytes",
-        "data.sequence_length": 32,
-        "data.validation_fraction": 0.2,
-        "model.config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
         "deepspeed.config": "ds_configs/zero2_fp32.json",
         "precision.compute": "fp32",
         "batch.global_size": 8,
@@ -59,17 +55,14 @@ def sweep_file(folder: Path, name: str, **more) -> Path:
 
 
 def command(path: Path) -> list[str]:
-    """The command line of a sweep."""
     return [sys.executable, "-m", "launch.sweep", str(path)]
 
 
 def finish(path: Path, *, code: int = 0) -> str:
-    """Run a sweep to its end; what it printed."""
     return launches.finish(command(path), exit_code=code, seconds=900)
 
 
 def wait_for_step(folder: Path, name: str, step: int) -> None:
-    """Return when a run has made a step."""
     path = folder / "runs" / name / "events.jsonl"
 
     def made() -> bool:
@@ -79,7 +72,6 @@ def wait_for_step(folder: Path, name: str, step: int) -> None:
 
 
 def results(folder: Path, name: str) -> dict:
-    """What a sweep ended in."""
     return json.loads((folder / "runs" / name / "results.json").read_text())
 
 

@@ -46,23 +46,19 @@ def sweep_file(folder: Path, **keys) -> Path:
 
 
 def command(*arguments: object, **environment: str) -> list[str]:
-    """`python -m launch.sweep`."""
     settings = [f"{name}={value}" for name, value in environment.items()]
     return ["env", "-u", "OMP_NUM_THREADS", *settings, sys.executable, "-m", "launch.sweep", *map(str, arguments)]
 
 
 def finish(*arguments: object, code: int = 0, **environment: str) -> str:
-    """Run it to its end; what it printed."""
     return launches.finish(command(*arguments, **environment), exit_code=code, seconds=60)
 
 
 def saved_once(folder: Path) -> bool:
-    """Whether trial 0 has a checkpoint."""
     return (folder / "runs/it/it-000/checkpoints/step-1").exists()
 
 
 def results(folder: Path) -> dict:
-    """results.json."""
     return json.loads((folder / "runs/it/results.json").read_text())
 
 
@@ -72,7 +68,6 @@ def record(folder: Path, index: int) -> dict:
 
 
 def starts(folder: Path, index: int) -> list[dict]:
-    """Every start of a trial's run."""
     path = folder / f"runs/it/it-{index:03d}/starts"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
