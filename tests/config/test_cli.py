@@ -88,9 +88,7 @@ def test_the_tools_of_launch_and_tracking_start_without_torch() -> None:
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
-def test_ranks_other_than_0_are_silent_where_a_launcher_started_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_other_than_0_are_silent_where_a_launcher_started_them(monkeypatch, capsys):
     def main() -> int:
         raise UserError("no such folder")
 

@@ -52,17 +52,8 @@ def in_a_process(*arguments: str, **environment: str) -> subprocess.CompletedPro
 def test_a_run_is_completely_decided(run_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_rank(monkeypatch, 1, 2)
     overrides = ["run.steps=20", "optimizer.betas=[0.9,0.95]"]
-    resolved = read_command_line(
-        [
-            "--local_rank=1",
-            overrides[0],
-            "--config",
-            str(run_config),
-            "--deepspeed_config",
-            "ds_configs/zero3_fp16_offload.json",
-        ]
-        + overrides[1:]
-    )
+    options = ["--config", str(run_config), "--deepspeed_config", "ds_configs/zero3_fp16_offload.json"]
+    resolved = read_command_line(["--local_rank=1", overrides[0], *options, overrides[1]])
     assert isinstance(resolved, Resolved)
     assert resolved.config.precision.compute == resolved.compute == "fp16"
     assert resolved.config.deepspeed.config == "ds_configs/zero3_fp16_offload.json"
@@ -89,48 +80,29 @@ def test_the_written_config_resolves_to_the_same_run(run_config: Path, tmp_path:
     assert second.deepspeed == first.deepspeed
 
 
+FAULT = "faults=[{{kind: inf_gradient, step: 1, rank: 1}}]"
+WITH_CONFIG = [
+    ("--cnofig", "command line: no such option --cnofig; did you mean --config?"),
+    ("--epochs=3", "command line: no such option --epochs; set run config keys as key.sub=val"),
+    ("--local_rank=x", "command line: argument --local_rank/--local-rank: invalid int"),
+    ("run.stpes=3", "command line: run.stpes: no such key; did you mean run.steps?"),
+    ("batch.micro_size=3", "{config} with batch.micro_size=3: batch.global_size = 8 cannot be"),
+    ("deepspeed.config=zero9.json", "{config}: deepspeed.config = 'zero9.json' does not exist"),
+    ("--deepspeed_config=ds_configs/zero2_bf61.json", "{config}: deepspeed.config = 'ds_con"),
+    ("deepspeed.config=ds_configs/zero0_fp16.json", "{repository}/ds_configs/zero0_fp16.json: F"),
+    ("precision.compute=fp16", "{repository}/ds_configs/zero2_bf16.json: enables bf16, but prec"),
+    (FAULT, f"{{config}} with {FAULT}: faults[0].rank = 1 is not"),
+]
 MISTAKES = [
     ([], "command line: --config FILE is missing; for example: deepspeed --num_gpus 2 train.py --config"),
     (["--config"], "command line: argument --config: expected one argument"),
-    (["--config", "{config}", "--cnofig"], "command line: no such option --cnofig; did you mean --config?"),
-    (
-        ["--config", "{config}", "--epochs=3"],
-        "command line: no such option --epochs; set run config keys as key.sub=val",
-    ),
-    (["--config", "{config}", "--local_rank", "x"], "command line: argument --local_rank/--local-rank: invalid int"),
     (["--config", "nowhere.yaml"], "nowhere.yaml: no such run config"),
-    (["--config", "{config}", "run.stpes=3"], "command line: run.stpes: no such key; did you mean run.steps?"),
-    (
-        ["--config", "{config}", "batch.micro_size=3"],
-        "{config} with batch.micro_size=3: batch.global_size = 8 cannot be",
-    ),
-    (
-        ["--config", "{config}", "deepspeed.config=zero9.json"],
-        "{config}: deepspeed.config = 'zero9.json' does not exist",
-    ),
-    (
-        ["--config", "{config}", "--deepspeed_config", "ds_configs/zero2_bf61.json"],
-        "{config}: deepspeed.config = 'ds_con",
-    ),
-    (
-        ["--config", "{config}", "deepspeed.config=ds_configs/zero0_fp16.json"],
-        "{repository}/ds_configs/zero0_fp16.json: F",
-    ),
-    (
-        ["--config", "{config}", "precision.compute=fp16"],
-        "{repository}/ds_configs/zero2_bf16.json: enables bf16, but prec",
-    ),
-    (
-        ["--config", "{config}", "faults=[{{kind: inf_gradient, step: 1, rank: 1}}]"],
-        "{config} with faults=[{{kind: inf_gradient, step: 1, rank: 1}}]: faults[0].rank = 1 is not",
-    ),
+    *((["--config", "{config}", option], expected) for option, expected in WITH_CONFIG),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "expected"), MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(
-    run_config: Path, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(run_config, arguments, expected, capsys, monkeypatch):
     monkeypatch.chdir(run_config.parent)
     names = {"config": run_config, "repository": REPOSITORY}
     with pytest.raises(SystemExit) as caught:
@@ -142,9 +114,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert printed.err.count("\n") == 1
 
 
-def test_only_rank_0_speaks(
-    run_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_rank_0_speaks(run_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     as_rank(monkeypatch, 1, 2)
     for arguments, code in ((["run.stpes=3"], 2), (["--show-config"], 0), (["--help"], 0), (["--version"], 0)):
         with pytest.raises(SystemExit) as caught:
@@ -160,13 +130,7 @@ def test_only_rank_0_speaks(
         ("one", "error: environment: RANK = 'one' is not a whole number"),
     ],
 )
-def test_a_rank_that_cannot_know_its_rank_speaks(
-    rank: str | None,
-    expected: str,
-    run_config: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_rank_that_cannot_know_its_rank_speaks(rank, expected, run_config, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
@@ -182,9 +146,8 @@ def test_options_of_other_launchers_are_taken(run_config: Path) -> None:
 
 
 def test_show_config_is_two_documents_and_starts_nothing(run_config: Path) -> None:
-    done = in_a_process(
-        "--config", str(run_config), "--show-config", "run.steps=3", WORLD_SIZE="2", RANK="0", LOCAL_RANK="0"
-    )
+    place = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    done = in_a_process("--config", str(run_config), "--show-config", "run.steps=3", **place)
     assert (done.returncode, done.stderr) == (0, "")
     config, deepspeed = yaml.safe_load_all(done.stdout)
     assert (config["run"]["steps"], config["precision"]["compute"]) == (3, "bf16")

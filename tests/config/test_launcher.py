@@ -9,11 +9,17 @@ import pytest
 from config.errors import UserError
 from config.launcher import RankEnv, launch_command, read_rank_env
 
-MASTER = {"MASTER_ADDR": "a", "MASTER_PORT": 5}
+SECOND_OF_TWO = {"LOCAL_WORLD_SIZE": 8, "GROUP_RANK": 1, "MASTER_ADDR": "a", "MASTER_PORT": 5}
+HOSTFILE = "launch/deepspeed/hostfile"
+ACCELERATE = "accelerate launch --use_deepspeed --num_processes"
 
 
 def environment(**values: int | str) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
+
+
+def ranks(rank: int | str, world_size: int, local_rank: int) -> dict[str, int | str]:
+    return {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank}
 
 
 @pytest.mark.parametrize(
@@ -22,8 +28,8 @@ def environment(**values: int | str) -> dict[str, str]:
         ({}, None, RankEnv(0, 1, 0)),
         ({}, 0, RankEnv(0, 1, 0)),
         ({"LOCAL_RANK": 0}, None, RankEnv(0, 1, 0)),
-        ({"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1}, None, RankEnv(5, 8, 1)),
-        ({"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1}, 1, RankEnv(5, 8, 1)),
+        (ranks(5, 8, 1), None, RankEnv(5, 8, 1)),
+        (ranks(5, 8, 1), 1, RankEnv(5, 8, 1)),
         ({"RANK": 5, "WORLD_SIZE": 8}, 1, RankEnv(5, 8, 1)),
     ],
 )
@@ -39,24 +45,12 @@ def test_a_whole_environment(variables: dict[str, int], option: int | None, expe
         ({"LOCAL_RANK": 1}, None, "environment: RANK and WORLD_SIZE not set while LOCAL_RANK = 1"),
         ({"RANK": 0, "WORLD_SIZE": 2}, None, "environment: LOCAL_RANK not set while RANK = 0, WORLD_SIZE = 2"),
         ({}, 1, "environment: RANK and WORLD_SIZE not set while LOCAL_RANK = 1"),
-        ({"RANK": "x", "WORLD_SIZE": 2, "LOCAL_RANK": 0}, None, "environment: RANK = 'x' is not a whole number"),
-        ({"RANK": 0, "WORLD_SIZE": 0, "LOCAL_RANK": 0}, None, "environment: WORLD_SIZE = '0' is not a positive whole"),
-        ({"RANK": "", "WORLD_SIZE": 1, "LOCAL_RANK": 0}, None, "environment: RANK = '' is not a whole number"),
-        (
-            {"RANK": 2, "WORLD_SIZE": 2, "LOCAL_RANK": 0},
-            None,
-            "environment: RANK = 2, WORLD_SIZE = 2 and LOCAL_RANK = 0",
-        ),
-        (
-            {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 1},
-            None,
-            "environment: RANK = 0, WORLD_SIZE = 2 and LOCAL_RANK = 1",
-        ),
-        (
-            {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1},
-            0,
-            "command line: --local_rank = 0 disagrees with LOCAL_RANK = 1",
-        ),
+        (ranks("x", 2, 0), None, "environment: RANK = 'x' is not a whole number"),
+        (ranks(0, 0, 0), None, "environment: WORLD_SIZE = '0' is not a positive whole"),
+        (ranks("", 1, 0), None, "environment: RANK = '' is not a whole number"),
+        (ranks(2, 2, 0), None, "environment: RANK = 2, WORLD_SIZE = 2 and LOCAL_RANK = 0"),
+        (ranks(0, 2, 1), None, "environment: RANK = 0, WORLD_SIZE = 2 and LOCAL_RANK = 1"),
+        (ranks(1, 2, 1), 0, "command line: --local_rank = 0 disagrees with LOCAL_RANK = 1"),
     ],
 )
 def test_a_partial_or_contradictory_environment(variables: dict[str, int], option: int | None, expected: str) -> None:
@@ -69,7 +63,7 @@ def test_a_partial_or_contradictory_environment(variables: dict[str, int], optio
 def test_tasks_of_slurm_without_ranks_do_not_train_alone_side_by_side() -> None:
     with pytest.raises(UserError, match="Slurm started 2 tasks and RANK is not set"):
         read_rank_env(environment(SLURM_STEP_NUM_TASKS=2), None)
-    ranked = environment(SLURM_STEP_NUM_TASKS=2, RANK=1, WORLD_SIZE=2, LOCAL_RANK=0)
+    ranked = environment(SLURM_STEP_NUM_TASKS=2, **ranks(1, 2, 0))
     assert read_rank_env(ranked, None) == RankEnv(1, 2, 0)
     assert read_rank_env(environment(SLURM_STEP_NUM_TASKS=1), None) == RankEnv(0, 1, 0)
 
@@ -83,12 +77,12 @@ def test_tasks_of_slurm_without_ranks_do_not_train_alone_side_by_side() -> None:
         (
             RankEnv(9, 64, 1),
             {"LOCAL_SIZE": 8},
-            "deepspeed --hostfile launch/deepspeed/hostfile --num_nodes 8 --num_gpus 8",
+            f"deepspeed --hostfile {HOSTFILE} --num_nodes 8 --num_gpus 8",
         ),
         (RankEnv(0, 2, 0), {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": 2}, "torchrun --nproc_per_node 2"),
         (
             RankEnv(0, 16, 0),
-            {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": 8, "GROUP_RANK": 1, **MASTER},
+            {"TORCHELASTIC_RUN_ID": "x", **SECOND_OF_TWO},
             "torchrun --nnodes 2 --node_rank 1 --master_addr a --master_port 5 --nproc_per_node 8",
         ),
         (
@@ -96,15 +90,11 @@ def test_tasks_of_slurm_without_ranks_do_not_train_alone_side_by_side() -> None:
             {"ACCELERATE_MIXED_PRECISION": "no", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": 2},
             "accelerate launch --num_processes 2",
         ),
-        (
-            RankEnv(0, 2, 0),
-            {"ACCELERATE_USE_DEEPSPEED": "true", "LOCAL_SIZE": 2},
-            "accelerate launch --use_deepspeed --num_processes 2",
-        ),
+        (RankEnv(0, 2, 0), {"ACCELERATE_USE_DEEPSPEED": "true", "LOCAL_SIZE": 2}, f"{ACCELERATE} 2"),
         (
             RankEnv(8, 16, 0),
-            {"ACCELERATE_USE_DEEPSPEED": "true", "LOCAL_WORLD_SIZE": 8, "GROUP_RANK": 1, **MASTER},
-            "accelerate launch --use_deepspeed --num_processes 16 --deepspeed_multinode_launcher standard "
+            {"ACCELERATE_USE_DEEPSPEED": "true", **SECOND_OF_TWO},
+            f"{ACCELERATE} 16 --deepspeed_multinode_launcher standard "
             "--num_machines 2 --machine_rank 1 --main_process_ip a --main_process_port 5 --rdzv_backend static",
         ),
     ],

@@ -116,9 +116,7 @@ def test_only_so_many_shards_are_mapped_at_a_time(tmp_path: Path, monkeypatch: p
     assert Path("/proc/self/maps").read_text().count(str(tmp_path)) == 4
 
 
-def test_preparing_takes_the_same_memory_at_every_size_of_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preparing_takes_the_same_memory_at_every_size_of_source(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(data.prepare, "SHARD_TOKENS", 100_000)
     monkeypatch.setattr(data.prepare, "BATCH_CHARACTERS", 50_000)
     generator = random.Random(0)
@@ -128,9 +126,8 @@ def test_preparing_takes_the_same_memory_at_every_size_of_source(
         folder.mkdir()
         for number in range(documents):
             (folder / f"{number:04d}.txt").write_bytes(generator.randbytes(5_000).hex().encode())
-        section = DataSection(
-            source="text", path=str(folder), cache_dir=f"{folder}.cache", tokenizer="bytes", workers=1
-        )
+        folders = {"path": str(folder), "cache_dir": f"{folder}.cache"}
+        section = DataSection(source="text", **folders, tokenizer="bytes", workers=1)
         return lambda: prepare(section, progress=False)
 
     preparing("warm", 1)()

@@ -18,11 +18,18 @@ LENGTH = 8
 SIZES: dict[str, Any] = {"sequence_length": LENGTH, "seed": 5, "global_size": 12, "micro_size": 2}
 
 
-def make(folder: Path, tokens: int) -> TokenShards:
-    """One shard whose tokens are their own positions."""
+def make(folder: Path, tokens: int | np.ndarray) -> TokenShards:
+    """One shard of these tokens, or of so many that are their own positions."""
     path = folder / "train-00000.safetensors"
-    entry = write_shard(path, np.arange(tokens, dtype=np.uint16), {"split": "train"})
-    return TokenShards([open_shard(path, entry, verify=True)])
+    array = np.arange(tokens, dtype=np.uint16) if isinstance(tokens, int) else tokens
+    return TokenShards([open_shard(path, write_shard(path, array, {"split": "train"}), verify=True)])
+
+
+def first_steps(shards: TokenShards, count: int, **options: Any) -> list[Batch]:
+    batches = Batches(shards, **{**SIZES, **options})
+    steps = [batches.next_step() for _ in range(count)]
+    batches.close()
+    return steps
 
 
 @pytest.fixture
@@ -58,9 +65,7 @@ def test_labels_are_the_next_tokens_and_rows_are_the_samples(shards: TokenShards
 def test_the_ranks_together_see_the_same_windows(shards: TokenShards, micro_size: int, world_size: int) -> None:
     seen: list[list[int]] = []
     for rank in range(world_size):
-        batches = Batches(shards, **{**SIZES, "micro_size": micro_size}, rank=rank, world_size=world_size)
-        steps = [batches.next_step() for _ in range(4)]
-        batches.close()
+        steps = first_steps(shards, 4, micro_size=micro_size, rank=rank, world_size=world_size)
         seen.append([int(row[0]) // LENGTH for step in steps for row in step.input_ids.reshape(-1, LENGTH)])
     for position in range(4):
         share = 12 // world_size
@@ -69,9 +74,7 @@ def test_the_ranks_together_see_the_same_windows(shards: TokenShards, micro_size
 
 
 def test_restore_gives_what_an_unbroken_run_gives(shards: TokenShards) -> None:
-    unbroken = Batches(shards, **SIZES, rank=0, world_size=2)
-    expected = [unbroken.next_step() for _ in range(12)]
-    unbroken.close()
+    expected = first_steps(shards, 12, rank=0, world_size=2)
     resumed = Batches(shards, **SIZES, rank=0, world_size=2)
     resumed.next_step()
     for position in (7, 0, 3, 3):
@@ -121,9 +124,8 @@ def test_validation_is_spread_over_the_set_sees_nothing_twice_and_pads_the_last_
 ) -> None:
     shards = make(tmp_path, sequences * LENGTH + 1)
     options = {"sequence_length": LENGTH, "global_size": 12, "micro_size": 2, "batches": batches}
-    ranks = [
-        list(validation_batches(shards, **options, rank=rank, world_size=world_size)) for rank in range(world_size)
-    ]
+    places = [{"rank": rank, "world_size": world_size} for rank in range(world_size)]
+    ranks = [list(validation_batches(shards, **options, **place)) for place in places]
     wanted = min(sequences, batches * 12)
     assert {len(part) for part in ranks} == {-(-wanted // 12)}
     labels = torch.cat([batch.labels.reshape(-1) for part in ranks for batch in part])
@@ -154,13 +156,9 @@ def test_the_hash_of_sample_ids_depends_on_order_and_values_only() -> None:
 def test_documents_are_marked_and_their_first_tokens_are_not_predicted(tmp_path: Path, one_row: bool) -> None:
     end, rows = 2, 2
     tokens = np.random.default_rng(3).integers(0, 6, size=20 * LENGTH + 1).astype(np.uint16)
-    entry = write_shard(tmp_path / "train-00000.safetensors", tokens, {"split": "train"})
-    shards = TokenShards([open_shard(tmp_path / "train-00000.safetensors", entry, verify=True)])
-    options: dict[str, Any] = {**SIZES, "rank": 0, "world_size": 1}
-    plain, marked = Batches(shards, **options), Batches(shards, **options, documents=Documents(end, one_row=one_row))
-    expected, batch = plain.next_step(), marked.next_step()
-    plain.close()
-    marked.close()
+    shards = make(tmp_path, tokens)
+    (expected,) = first_steps(shards, 1, rank=0, world_size=1)
+    (batch,) = first_steps(shards, 1, rank=0, world_size=1, documents=Documents(end, one_row=one_row))
     assert expected.position_ids is None
     assert torch.equal(batch.input_ids, expected.input_ids)
     ends = batch.input_ids == end
@@ -195,16 +193,12 @@ def test_validation_batches_mark_documents_and_filled_up_rows_stay_masked(shards
 
 @pytest.mark.parametrize("micro_size", [1, 3])
 def test_every_rank_knows_the_labels_of_all_unless_documents_mask_some(shards: TokenShards, micro_size: int) -> None:
-    sizes = {**SIZES, "micro_size": micro_size}
-    validation = {name: sizes[name] for name in ("global_size", "micro_size")} | {"sequence_length": LENGTH}
     for documents in (None, Documents(3, one_row=False)):
         each_rank = []
         for rank in (0, 1):
-            batches = Batches(shards, **sizes, rank=rank, world_size=2, documents=documents)
-            read = [batches.next_step() for _ in range(3)]
-            batches.close()
-            options = {**validation, "rank": rank, "world_size": 2, "batches": 4, "documents": documents}
-            each_rank.append([*read, *validation_batches(shards, **options)])
+            options = {"micro_size": micro_size, "rank": rank, "world_size": 2, "documents": documents}
+            validation = validation_batches(shards, sequence_length=LENGTH, global_size=12, batches=4, **options)
+            each_rank.append([*first_steps(shards, 3, **options), *validation])
         for mine, other in zip(*each_rank, strict=True):
             counted = mine.label_tokens + other.label_tokens
             assert mine.label_tokens_of_all == other.label_tokens_of_all == (counted if documents is None else None)
@@ -213,8 +207,6 @@ def test_every_rank_knows_the_labels_of_all_unless_documents_mask_some(shards: T
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_batches_are_where_a_device_can_fetch_them_by_itself(shards: TokenShards) -> None:
-    batches = Batches(shards, **SIZES, rank=0, world_size=2, documents=Documents(3, one_row=False))
-    batch = batches.next_step()
-    batches.close()
+    (batch,) = first_steps(shards, 1, rank=0, world_size=2, documents=Documents(3, one_row=False))
     assert batch.position_ids is not None
     assert batch.input_ids.is_pinned() and batch.labels.is_pinned() and batch.position_ids.is_pinned()

@@ -65,10 +65,8 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def section(texts: Path, tmp_path: Path) -> DataSection:
-    cache = str(tmp_path / "cache")
-    return DataSection(
-        source="text", path=str(texts), cache_dir=cache, tokenizer="bytes", validation_fraction=0.2, workers=1
-    )
+    folders = {"path": str(texts), "cache_dir": str(tmp_path / "cache")}
+    return DataSection(source="text", **folders, tokenizer="bytes", validation_fraction=0.2, workers=1)
 
 
 def documents(corpus: Corpus, split: str) -> list[str]:
@@ -97,9 +95,7 @@ def test_every_document_comes_back_once_in_its_split(section: DataSection, texts
     assert 0 < corpus.validation_documents < corpus.train_documents
 
 
-def test_tokens_do_not_depend_on_workers_or_batches_and_shards_are_cut_at_their_size(
-    section: DataSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_do_not_depend_on_workers_or_batches_and_shards_are_cut_at_their_size(section, tmp_path, monkeypatch):
     monkeypatch.setattr(data.prepare, "SHARD_TOKENS", 10_000)
     prepared = []
     for workers, batch in ((1, 1 << 20), (3, 500)):
@@ -114,9 +110,7 @@ def test_tokens_do_not_depend_on_workers_or_batches_and_shards_are_cut_at_their_
     assert set(sizes[:-1]) == {10_000}
 
 
-def test_the_second_call_reuses_and_the_fingerprint_follows_what_matters(
-    section: DataSection, texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_call_reuses_and_the_fingerprint_follows_what_matters(section, texts, monkeypatch):
     corpus = prepare(section, progress=False)
     with monkeypatch.context() as patch:
         patch.setattr(data.prepare, "_fill", None)
@@ -127,13 +121,8 @@ def test_the_second_call_reuses_and_the_fingerprint_follows_what_matters(
         changed = replace(section, **changes)  # type: ignore[arg-type]
         return corpus_fingerprint(changed, open_source(changed))
 
-    seen = {
-        corpus.fingerprint,
-        fingerprint(tokenizer="bpe:300"),
-        fingerprint(validation_fraction=0.3),
-        fingerprint(path=str(texts / "*0.txt")),
-        fingerprint(source="hub"),
-    }
+    changes = {"tokenizer": "bpe:300", "validation_fraction": 0.3, "path": str(texts / "*0.txt"), "source": "hub"}
+    seen = {corpus.fingerprint, *(fingerprint(**{key: value}) for key, value in changes.items())}
     (texts / "000.txt").write_text("changed")
     seen.add(fingerprint())
     assert len(seen) == 6
@@ -145,9 +134,7 @@ def test_no_validation(section: DataSection) -> None:
     assert corpus.train_documents == 100
 
 
-def test_kill_at_any_moment_leaves_nothing_finished_and_the_next_run_completes(
-    section: DataSection, texts: Path, tmp_path: Path
-) -> None:
+def test_kill_at_any_moment_leaves_nothing_finished_and_the_next_run_completes(section, texts, tmp_path):
     whole = prepare(replace(section, validation_fraction=0.01), progress=False)
     cache = tmp_path / "killed"
     command = [sys.executable, "-c", PREPARE, str(texts), str(cache), "0.2"]

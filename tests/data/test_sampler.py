@@ -40,14 +40,11 @@ def test_batches_in_a_row_hold_every_sample_once_an_epoch(samples: int, size: in
     samples=st.integers(1, 10**12),
     seed=st.integers(0, 2**32),
 )
-def test_the_global_batch_is_the_same_at_every_world_size(
-    world_sizes: tuple[int, int], micro_sizes: tuple[int, int], position: int, samples: int, seed: int
-) -> None:
+def test_the_global_batch_is_the_same_at_every_world_size(world_sizes, micro_sizes, position, samples, seed):
     whole = sample_ids(position, samples=samples, seed=seed, global_size=48)
     for world_size, micro_size in zip(world_sizes, micro_sizes, strict=True):
-        parts = [
-            split_for_rank(whole, micro_size=micro_size, rank=rank, world_size=world_size) for rank in range(world_size)
-        ]
+        sizes = {"micro_size": micro_size, "world_size": world_size}
+        parts = [split_for_rank(whole, rank=rank, **sizes) for rank in range(world_size)]
         assert {part.shape for part in parts} == {(48 // (micro_size * world_size), micro_size)}
         # (accumulation, world, micro) laid out flat is the global batch in its own order.
         assert np.array_equal(np.stack(parts, axis=1).reshape(-1), whole)

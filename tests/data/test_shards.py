@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,13 @@ def make(folder: Path, *lengths: int, dtype: str = "uint16") -> TokenShards:
     return TokenShards(shards)
 
 
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """The file of a shard and its entry for the index."""
+    path = tmp_path / "train-00000.safetensors"
+    return path, write_shard(path, np.arange(40, dtype=np.uint16), {"split": "train", "documents": "3"})
+
+
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "uint16"), (65536, "uint16"), (65537, "uint32")])
 def test_the_smallest_dtype_that_holds_the_vocabulary(vocab_size: int, dtype: str) -> None:
     assert token_dtype(vocab_size) == dtype
@@ -43,9 +51,7 @@ def test_tokens_come_back_and_any_safetensors_reader_sees_them(tmp_path: Path, d
 
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4), sequence_length=st.integers(1, 25))
-def test_every_token_is_a_label_at_most_once_and_only_tails_are_left_out(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], sequence_length: int
-) -> None:
+def test_every_token_is_a_label_at_most_once_and_only_tails_are_left_out(tmp_path_factory, lengths, sequence_length):
     shards = make(tmp_path_factory.mktemp("shards"), *lengths)
     windows = shards.read(np.arange(shards.sequences(sequence_length)), sequence_length)
     labels = windows[:, 1:].reshape(-1)
@@ -60,12 +66,8 @@ def test_every_token_is_a_label_at_most_once_and_only_tails_are_left_out(
 
 def test_windows_stop_at_the_shard_and_step_by_the_length(tmp_path: Path) -> None:
     shards = make(tmp_path, 10, 3, 9)
-    assert shards.read(np.array([2, 0, 1, 3]), 4).tolist() == [
-        [13, 14, 15, 16, 17],
-        [0, 1, 2, 3, 4],
-        [4, 5, 6, 7, 8],
-        [17, 18, 19, 20, 21],
-    ]
+    starts = (13, 0, 4, 17)
+    assert shards.read(np.array([2, 0, 1, 3]), 4).tolist() == [list(range(start, start + 5)) for start in starts]
     assert shards.sequences(4) == 4
 
 
@@ -81,9 +83,8 @@ def test_no_shards_is_no_sequence() -> None:
     assert nothing.read(np.empty(0, dtype=np.int64), 8).shape == (0, 9)
 
 
-def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "train-00000.safetensors"
-    entry = write_shard(path, np.arange(40, dtype=np.uint16), {"split": "train", "documents": "3"})
+def test_every_flipped_bit_is_noticed(written: tuple[Path, dict[str, Any]]) -> None:
+    path, entry = written
     whole = path.read_bytes()
     for position in range(len(whole)):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
@@ -95,18 +96,16 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("change", [-1, 1, -(10**6)])
-def test_another_size_is_noticed_even_unverified(tmp_path: Path, verify: bool, change: int) -> None:
-    path = tmp_path / "train-00000.safetensors"
-    entry = write_shard(path, np.arange(40, dtype=np.uint16), {"split": "train"})
+def test_another_size_is_noticed_even_unverified(written: Any, verify: bool, change: int) -> None:
+    path, entry = written
     whole = path.read_bytes()
     path.write_bytes((whole + b"x")[: max(0, len(whole) + change)])
     with pytest.raises(UserError, match=r"bytes instead of"):
         open_shard(path, entry, verify=verify)
 
 
-def test_a_missing_shard_is_a_users_error(tmp_path: Path) -> None:
-    path = tmp_path / "train-00000.safetensors"
-    entry = write_shard(path, np.arange(40, dtype=np.uint16), {"split": "train"})
+def test_a_missing_shard_is_a_users_error(written: tuple[Path, dict[str, Any]]) -> None:
+    path, entry = written
     path.unlink()
     with pytest.raises(UserError, match="train-00000.safetensors"):
         open_shard(path, entry, verify=True)

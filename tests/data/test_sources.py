@@ -79,10 +79,9 @@ def test_a_local_dataset_folder_of_the_hub_kind(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     documents, _ = read(section("hub", tmp_path, name="german", split="test", text_field="content"))
     assert documents == [f"german test {i}" for i in range(3)]
-    with pytest.raises(UserError, match=r"data.path=.*cannot be read.*french"):
-        read(section("hub", tmp_path, name="french", text_field="content"))
-    with pytest.raises(UserError, match=r"data.path=.*cannot be read.*nosplit"):
-        read(section("hub", tmp_path, name="german", split="nosplit", text_field="content"))
+    for chosen, missing in (({"name": "french"}, "french"), ({"name": "german", "split": "nosplit"}, "nosplit")):
+        with pytest.raises(UserError, match=rf"data.path=.*cannot be read.*{missing}"):
+            read(section("hub", tmp_path, **chosen, text_field="content"))
 
 
 def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
@@ -95,9 +94,7 @@ def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
         read(section("hub", tmp_path / "splits", split="test"))
 
 
-def test_stdlib_is_sorted_deduplicated_and_without_site_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stdlib_is_sorted_deduplicated_and_without_site_packages(tmp_path, monkeypatch):
     for name in ["b.py", "a.py", "sub/a.py", "site-packages/x.py", "__pycache__/a.pyc", "notes.txt"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"# {Path(name).name}\n")
@@ -150,10 +147,8 @@ def test_an_unreachable_hub_is_told_in_one_line() -> None:
         "try: list(source.documents(Counter()))\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True, timeout=60
-    )
+    command = ["env", "HF_HUB_OFFLINE=1", sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.startswith("UserError data.path=nobody/nothing: cannot be read (")
     assert result.stdout.count("\n") == 1
 
@@ -180,12 +175,8 @@ def test_identity_follows_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_identity_of_a_hub_dataset_needs_no_network() -> None:
-    names = [
-        section("hub", "o/n"),
-        section("hub", "o/n@abc"),
-        section("hub", "o/n", name="x"),
-        section("hub", "o/n", split="test"),
-    ]
+    plain = section("hub", "o/n")
+    names = [plain, section("hub", "o/n@abc"), replace(plain, name="x"), replace(plain, split="test")]
     assert len({open_source(name).identity for name in names}) == len(names)
 
 

@@ -25,13 +25,8 @@ from data.encode import END_OF_DOCUMENT, byte_ids, encode_batch, is_validation, 
 from data.sources import Source, open_source
 from data.tokenizer import draw_sample, load_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size
 
-EXAMPLES = [
-    "",
-    " ",
-    "def f(x):\n    return x\r\n",
-    "ünï\x00cödé 🙂 \u2028 e\u0301",
-    f"a{END_OF_DOCUMENT}b {END_OF_DOCUMENT}",
-]
+EXAMPLES = ["", " ", "def f(x):\n    return x\r\n", "ünï\x00cödé 🙂 \u2028 e\u0301"]
+EXAMPLES += [f"a{END_OF_DOCUMENT}b {END_OF_DOCUMENT}"]
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +72,7 @@ def test_training_a_bpe_twice_gives_the_same(source: Source) -> None:
     assert len(json.loads(first)["model"]["vocab"]) == 600
 
 
-def test_the_sample_is_bounded_deterministic_and_without_validation_documents(
-    source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sample_is_bounded_deterministic_and_without_validation_documents(source, monkeypatch):
     whole = draw_sample(source, 0.0)
     sizes = [len(text.encode()) for text in whole]
     limit = sum(sizes) // 2
@@ -95,9 +88,7 @@ def test_the_sample_is_bounded_deterministic_and_without_validation_documents(
     assert len(draw_sample(source, 0.0)) == 1
 
 
-def test_the_sample_is_the_documents_of_the_smallest_hashes_in_any_order_of_arrival(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sample_is_the_documents_of_the_smallest_hashes_in_any_order_of_arrival(tmp_path, monkeypatch):
     """A large document that is evicted must not make room for a later one with a larger hash."""
     generator = random.Random(3)
     for case in range(30):
@@ -182,12 +173,8 @@ def test_documents_end_with_the_end_of_document_and_nothing_else_does(source: So
     """In another process, because a worker's initialiser changes how its process handles signals."""
     tokenizer = make_tokenizer("bytes", source, 0.0)
     texts = [text for text in EXAMPLES if text]
-    with ProcessPoolExecutor(
-        1,
-        mp_context=get_context("spawn"),
-        initializer=start_worker,
-        initargs=(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, "uint16", 0.5, bytewise),
-    ) as pool:
+    given = (tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, "uint16", 0.5, bytewise)
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=start_worker, initargs=given) as pool:
         splits = pool.submit(encode_batch, texts).result()
     for split, validation in zip(splits, (False, True), strict=True):
         wanted = [text for text in texts if is_validation(text, 0.5) is validation]

@@ -14,27 +14,31 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support.launches import BIN, command, events
+from tests.support import launches
+from tests.support.launches import command, events
 
 DIED = {"exit": 1, "steps": 3, "saved": 2}
+ASKED_TO_STOP = {"exit": 75, "steps": 3, "end": [75, "asked to stop by SIGTERM or SIGUSR1"]}
 
 
 def pretended(folder, *plan, options=(), overrides=()):
     """A supervised job that does what `plan` says."""
     job = ["python", f"{REPOSITORY}/tests/support/pretend_train.py", "--config", "config/recipes/demo.yaml"]
     job += [f"run.dir={folder}", "run.name=it", *overrides]  # the recipe says run.resume: never
-    return subprocess.Popen(
-        [sys.executable, "-m", "launch.supervise", "--wait", "0.1", *options, "--", *job],
-        cwd=REPOSITORY,
-        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PRETEND": json.dumps(plan)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [sys.executable, "-m", "launch.supervise", "--wait", "0.1", *options, "--", *job]
+    return launches.start(["env", f"PRETEND={json.dumps(plan)}", *command])
+
+
+def ended(folder, *plan, code, count, **given):
+    """What such a job printed, having ended with that exit code after so many starts."""
+    job = pretended(folder, *plan, **given)
+    output, _ = job.communicate(timeout=30)
+    assert job.returncode == code, output
+    assert starts(folder) == count
+    return output
 
 
 def starts(folder):
-    """How often the job was started."""
     path = folder / "it" / "starts"
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
@@ -51,54 +55,38 @@ def starts(folder):
     ],
 )
 def test_what_has_ended_is_not_started_again(tmp_path, told, code):
-    job = pretended(tmp_path, told)
-    output, _ = job.communicate(timeout=30)
-    assert job.returncode == code, output
-    assert starts(tmp_path) == 1
+    ended(tmp_path, told, code=code, count=1)
 
 
 def test_the_time_is_up_also_when_only_another_rank_noticed(tmp_path):
     """Rank 0, which writes the record, may be a moment behind the rank whose clock ran out first."""
     told = {"exit": 75, "steps": 3, "end": [75, "another rank was asked to stop by SIGTERM or SIGUSR1"]}
-    job = pretended(tmp_path, told, overrides=["run.max_minutes=1e-7"])
-    assert job.wait(timeout=30) == 75
-    assert starts(tmp_path) == 1
+    ended(tmp_path, told, overrides=["run.max_minutes=1e-7"], code=75, count=1)
 
 
-@pytest.mark.parametrize("first", [DIED, {"exit": 75, "steps": 3, "end": [75, "asked to stop by SIGTERM or SIGUSR1"]}])
+@pytest.mark.parametrize("first", [DIED, ASKED_TO_STOP])
 def test_what_died_is_started_again_and_its_end_is_ours(tmp_path, first):
-    job = pretended(tmp_path, first, {"exit": 1, "steps": 6, "end": [3, "nan"]})
-    output, _ = job.communicate(timeout=30)
-    assert job.returncode == 3, output
-    assert starts(tmp_path) == 2
+    output = ended(tmp_path, first, {"exit": 1, "steps": 6, "end": [3, "nan"]}, code=3, count=2)
     assert "restart 1 of 5 in 0.1 s" in output
     resumed = [line.split()[-1] for line in (tmp_path / "it" / "starts").read_text().splitlines()]
     assert resumed == ["never", "auto" if first.get("saved") else "never"]
 
 
 def test_a_job_that_gets_no_further_is_given_up(tmp_path):
-    job = pretended(tmp_path, DIED)
-    output, _ = job.communicate(timeout=30)
-    assert job.returncode == 1
-    assert starts(tmp_path) == 3
+    output = ended(tmp_path, DIED, code=1, count=3)
     assert "2 starts in a row did not get beyond step 3: given up" in output.splitlines()[-1]
 
 
 def test_restarts_are_bounded_also_when_each_gets_further(tmp_path):
-    job = pretended(tmp_path, *({"exit": 1, "steps": step} for step in range(1, 9)), options=["--restarts", "3"])
-    output, _ = job.communicate(timeout=30)
-    assert job.returncode == 1
-    assert starts(tmp_path) == 4
+    plan = [{"exit": 1, "steps": step} for step in range(1, 9)]
+    output = ended(tmp_path, *plan, options=["--restarts", "3"], code=1, count=4)
     assert "given up after 3 restarts within 60 minutes" in output.splitlines()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_to_the_supervisor_saves_and_ends_the_run(tmp_path, number):
-    job = pretended(tmp_path, {"exit": 1, "steps": 3, "wait": True, "end": [75, "asked to stop by SIGTERM or SIGUSR1"]})
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "it" / "events.jsonl").is_file():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    job = pretended(tmp_path, {**ASKED_TO_STOP, "exit": 1, "wait": True})
+    launches.wait_until((tmp_path / "it" / "events.jsonl").is_file)
     job.send_signal(number)
     output, _ = job.communicate(timeout=30)
     assert job.returncode == 75, output
@@ -108,10 +96,7 @@ def test_a_signal_to_the_supervisor_saves_and_ends_the_run(tmp_path, number):
 
 def test_a_second_signal_kills(tmp_path):
     job = pretended(tmp_path, {"exit": 0, "steps": 3, "wait": True})
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "it" / "events.jsonl").is_file():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    launches.wait_until((tmp_path / "it" / "events.jsonl").is_file)
     time.sleep(0.2)
     pid = int(subprocess.check_output(["pgrep", "-P", str(job.pid)], text=True))
     os.kill(pid, signal.SIGSTOP)  # so that it does not see the first one
@@ -125,9 +110,7 @@ def test_a_second_signal_kills(tmp_path):
 
 
 def test_a_process_that_outlives_its_launcher_is_ended_before_the_next_start(tmp_path):
-    job = pretended(tmp_path, {**DIED, "leave": True}, {"exit": 0, "end": [0, ""]})
-    output, _ = job.communicate(timeout=30)
-    assert job.returncode == 0, output
+    ended(tmp_path, {**DIED, "leave": True}, {"exit": 0, "end": [0, ""]}, code=0, count=2)
     assert not Path(f"/proc/{(tmp_path / 'it' / 'left').read_text()}").exists()
 
 
@@ -165,13 +148,7 @@ def real(folder, name, launcher, told=None):
 
 def finish(line, *, before=()):
     """What a job printed, with the seconds of each line, and its exit code."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    job = subprocess.Popen(
-        [*before, *line], cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    job = launches.start(["env", f"PYTHONPATH={REPOSITORY}", *before, *line])
     lines = [(time.monotonic(), text) for text in job.stdout]
     return lines, job.wait(timeout=30)
 

@@ -10,13 +10,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from config.cli import REPOSITORY
 from launch.hosts import Hosts, most_that_fit
+from tests.support import launches
 from tests.support.launches import BIN
 
 DIED = {"exit": 1, "steps": 3, "saved": 2, "end": None}
@@ -62,19 +62,17 @@ class Bench:
         job = [f"{REPOSITORY}/tests/support/pretend_train.py", "--config", f"{REPOSITORY}/config/recipes/demo.yaml"]
         job += [f"run.dir={self.folder}", "run.name=it", "batch.global_size=16", "batch.micro_size=2"]
         words = ["--wait", "0.1", *options, "--", "deepspeed", "--hostfile", f"{self.folder}/hosts", *launcher, *job]
-        return subprocess.Popen(
-            [sys.executable, "-m", "launch.supervise", *words],
-            cwd=REPOSITORY,
-            env={
-                **os.environ,
-                "PATH": f"{self.folder}/bin:{BIN}:{os.environ['PATH']}",
-                "PRETEND": json.dumps(plan),
-                "RANK": "0",  # as if what is started were the rank
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        path = f"PATH={self.folder}/bin:{BIN}:{os.environ['PATH']}"
+        # RANK: as if what is started were the rank
+        environment = ["env", path, f"PRETEND={json.dumps(plan)}", "RANK=0"]
+        return launches.start([*environment, sys.executable, "-m", "launch.supervise", *words])
+
+    def ended(self, *plan: dict, code: int, **given: tuple[str, ...]) -> str:
+        """What the supervised job printed, having ended with that exit code."""
+        job = self.start(*plan, **given)
+        output, _ = job.communicate(timeout=30)
+        assert job.returncode == code, output
+        return output
 
     def started(self) -> list[str]:
         """What each start ran on."""
@@ -89,9 +87,7 @@ def bench(tmp_path):
 def test_a_restart_leaves_out_what_does_not_answer_and_takes_it_back(bench):
     """Of three machines four processes fit the batch, six do not: 16 is no multiple of 2 x 6."""
     bench.down("b", "c", when="next_down")
-    job = bench.start(DIED, {"exit": 0, "steps": 6, "end": [0, ""]})
-    output, _ = job.communicate(timeout=30)
-    assert job.returncode == 0, output
+    output = bench.ended(DIED, {"exit": 0, "steps": 6, "end": [0, ""]}, code=0)
     assert bench.started() == ["a slots=2 b slots=2", "a slots=2 --force_multi"]
     assert "2 of 3 machines: c left out, since batch.global_size does not divide among more processes" in output
     assert "1 of 3 machines: no answer over ssh from b, c; continues with 2 processes, same global batch" in output
@@ -99,9 +95,7 @@ def test_a_restart_leaves_out_what_does_not_answer_and_takes_it_back(bench):
 
 def test_too_few_machines_are_waited_for_up_to_a_limit(bench):
     bench.down("a", "c", when="next_down")
-    job = bench.start(DIED, options=("--min-nodes", "2", "--wait-nodes", "0.01"))
-    output, _ = job.communicate(timeout=30)
-    assert job.returncode == 1, output
+    output = bench.ended(DIED, options=("--min-nodes", "2", "--wait-nodes", "0.01"), code=1)
     assert len(bench.started()) == 1
     lines = output.splitlines()
     assert lines[-2].endswith("2 are needed (--min-nodes): waiting for up to 0.01 minutes (--wait-nodes)")
@@ -110,9 +104,7 @@ def test_too_few_machines_are_waited_for_up_to_a_limit(bench):
 
 def test_too_few_machines_at_the_start_are_a_mistake(bench):
     bench.down("a", "b")
-    job = bench.start(DIED, options=("--min-nodes", "2"))
-    output, _ = job.communicate(timeout=30)
-    assert job.returncode == 2
+    output = bench.ended(DIED, options=("--min-nodes", "2"), code=2)
     assert output == "error: --min-nodes 2: 1 of 3 machines: no answer over ssh from a, b\n"
 
 
@@ -125,17 +117,13 @@ def test_too_few_machines_at_the_start_are_a_mistake(bench):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(bench, options, launcher, message):
-    output, _ = (job := bench.start(DIED, options=options, launcher=launcher)).communicate(timeout=30)
-    assert job.returncode == 2
+    output = bench.ended(DIED, options=options, launcher=launcher, code=2)
     assert output.startswith("error: ") and message in output and len(output.splitlines()) == 1
 
 
 def test_a_signal_reaches_rank_0_over_ssh(bench):
     job = bench.start({"exit": 0, "steps": 3, "wait": True, "end": [75, "asked to stop"]}, options=())
-    ends = time.monotonic() + 30
-    while not (bench.folder / "it" / "events.jsonl").is_file():
-        assert time.monotonic() < ends
-        time.sleep(0.02)
+    launches.wait_until((bench.folder / "it" / "events.jsonl").is_file)
     job.send_signal(signal.SIGTERM)
     output, _ = job.communicate(timeout=30)
     assert job.returncode == 75, output

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,6 @@ def trace(folder: Path, name: str) -> list[dict]:
 
 
 def job(folder: Path, name: str, *overrides: str) -> list[str]:
-    """train.py and its arguments."""
     return launches.command("python", folder, name, *overrides)[1:]
 
 
@@ -69,23 +69,14 @@ def environment(folder: Path) -> dict[str, str]:
 
 def on(machine: Machine, folder: Path, command: Sequence[str]) -> subprocess.Popen[str]:
     """`command` in the repository's folder of a machine."""
-    return subprocess.Popen(
-        machine.command(*command),
-        cwd=REPOSITORY,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options |= {"cwd": REPOSITORY, "env": environment(folder), "start_new_session": True}
+    return subprocess.Popen(machine.command(*command), **options)
 
 
 def finish(started: Sequence[subprocess.Popen[str]], seconds: float = 400) -> list[str]:
     """What each printed, all having ended well."""
-    printed = []
-    for process in started:
-        output, _ = process.communicate(timeout=seconds)
-        printed.append(output)
+    printed = [process.communicate(timeout=seconds)[0] for process in started]
     assert [process.returncode for process in started] == [0] * len(started), "\n".join(printed)
     return printed
 
@@ -98,12 +89,10 @@ def by_hostfile(machines: dict[str, Machine], folder: Path, *words: str) -> subp
 
 def on_both(machines: dict[str, Machine], folder: Path, launcher: str, script: Sequence[str]) -> list[str]:
     """Start `launcher`, a command with {rank} and {head}, on each machine; what they printed."""
-    words = [
-        [word.format(rank=rank, head="left", port=PORT) for word in launcher.split()] for rank in range(len(machines))
-    ]
-    started = [
-        on(machine, folder, [*command, *script]) for machine, command in zip(machines.values(), words, strict=True)
-    ]
+    started = []
+    for rank, machine in enumerate(machines.values()):
+        command = launcher.format(rank=rank, head="left", port=PORT).split()
+        started.append(on(machine, folder, [*command, *script]))
     return finish(started)
 
 
@@ -128,11 +117,12 @@ LAUNCHERS = {
     "--master_port {port}",
     "torchrun_c10d": "torchrun --nnodes 2 --nproc_per_node 1 --rdzv-backend c10d --rdzv-id any "
     "--rdzv-endpoint {head}:{port}",
-    "accelerate_2": "accelerate launch --config_file launch/accelerate/several_machines_zero2.yaml",
-    "accelerate_3": "accelerate launch --config_file launch/accelerate/several_machines_zero3.yaml",
+    **{
+        f"accelerate_{stage}": f"accelerate launch --config_file launch/accelerate/several_machines_zero{stage}.yaml "
+        "--num_machines 2 --num_processes 2 --machine_rank {rank} --main_process_ip {head} --main_process_port {port}"
+        for stage in (2, 3)
+    },
 }
-ACCELERATE_OPTIONS = " --num_machines 2 --num_processes 2 --machine_rank {rank} --main_process_ip {head}"
-ACCELERATE_OPTIONS += " --main_process_port {port}"
 
 
 @pytest.mark.cluster
@@ -147,7 +137,7 @@ def test_torchrun_on_two_machines_trains_as_one(machines, folder, one_host, laun
 
 @pytest.mark.cluster
 def test_accelerate_on_two_machines_trains_as_one(machines, folder, one_host):
-    on_both(machines, folder, LAUNCHERS["accelerate_2"] + ACCELERATE_OPTIONS, job(folder, "accelerate_2"))
+    on_both(machines, folder, LAUNCHERS["accelerate_2"], job(folder, "accelerate_2"))
     assert trace(folder, "accelerate_2") == one_host
 
 
@@ -156,7 +146,7 @@ def test_accelerate_on_two_machines_trains_with_the_json_of_its_file(machines, f
     """ZeRO-3 in BF16, which neither the run config nor the command line says."""
     named = ("deepspeed.config=", "precision.compute=")
     words = [word for word in job(folder, "accelerate_3") if not word.startswith(named)]
-    printed = on_both(machines, folder, LAUNCHERS["accelerate_3"] + ACCELERATE_OPTIONS, words)
+    printed = on_both(machines, folder, LAUNCHERS["accelerate_3"], words)
     (started,) = events(folder, "accelerate_3", "run_start")
     assert (started["world_size"], started["zero_stage"], started["compute"]) == (2, 3, "bf16")
     assert "resume   " in printed[0] and "resume   " not in printed[1]  # rank 0 is where it was said to be
@@ -168,16 +158,11 @@ def test_accelerate_on_two_machines_trains_with_the_json_of_its_file(machines, f
 @pytest.mark.cluster
 def test_the_command_a_run_prints_starts_it_again(machines, folder):
     """On both machines, as printed, with the other's rank on the second."""
-    words = shlex.split(
-        going_on(on_both(machines, folder, LAUNCHERS["accelerate_2"] + ACCELERATE_OPTIONS, job(folder, "again"))[0])
-    )
+    printed = on_both(machines, folder, LAUNCHERS["accelerate_2"], job(folder, "again"))
+    words = shlex.split(going_on(printed[0]))
     at = words.index("--machine_rank") + 1
-    finish(
-        [
-            on(machine, folder, [*words[:at], str(rank), *words[at + 1 :], "run.steps=8"])
-            for rank, machine in enumerate(machines.values())
-        ]
-    )
+    both = enumerate(machines.values())
+    finish([on(machine, folder, [*words[:at], str(rank), *words[at + 1 :], "run.steps=8"]) for rank, machine in both])
     assert [event["world_size"] for event in events(folder, "again", "run_start")] == [2, 2]
     assert [step["step"] for step in trace(folder, "again")] == [*range(1, 9)]
 

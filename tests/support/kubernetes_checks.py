@@ -49,27 +49,26 @@ class Pod:
 
 
 def pods(manifests: Manifests) -> Iterator[Pod]:
-    """Every pod template."""
+
+    def pod(name: str, owner: Document, nodes: int, leads: bool, policy: Document | None, processes: Any = None) -> Pod:
+        template = owner["template"]
+        return Pod(name, template["metadata"], template["spec"], nodes, processes, leads, policy)
+
     job = manifests["job.yaml"][0]["spec"]
-    template = job["template"]
-    yield Pod("job", template["metadata"], template["spec"], 1, None, True, job["podFailurePolicy"])
+    yield pod("job", job, 1, True, job["podFailurePolicy"])
     jobs = manifests["jobset.yaml"][0]["spec"]["replicatedJobs"]
     nodes = sum(item["replicas"] for item in jobs)
     for item in jobs:
-        job, name = item["template"]["spec"], f"jobset {item['name']}"
-        template = job["template"]
-        leads = item is jobs[0]
-        yield Pod(name, template["metadata"], template["spec"], nodes, None, leads, job["podFailurePolicy"])
+        job = item["template"]["spec"]
+        yield pod(f"jobset {item['name']}", job, nodes, item is jobs[0], job["podFailurePolicy"])
     roles = manifests["pytorchjob.yaml"][0]["spec"]["pytorchReplicaSpecs"]
     nodes = sum(role["replicas"] for role in roles.values())
     for name in ("Master", "Worker"):
-        template = roles[name]["template"]
-        yield Pod(f"pytorchjob {name}", template["metadata"], template["spec"], nodes, None, name == "Master", None)
+        yield pod(f"pytorchjob {name}", roles[name], nodes, name == "Master", None)
     runtime, train = manifests["trainjob.yaml"]
     job = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
-    template, trainer = job["template"], train["spec"]["trainer"]
-    nodes, processes = trainer["numNodes"], trainer["numProcPerNode"]
-    yield Pod("trainjob", template["metadata"], template["spec"], nodes, processes, False, job["podFailurePolicy"])
+    trainer = train["spec"]["trainer"]
+    yield pod("trainjob", job, trainer["numNodes"], False, job["podFailurePolicy"], trainer["numProcPerNode"])
 
 
 def problems(manifests: Manifests, *, uid: int) -> list[str]:
@@ -241,13 +240,11 @@ def _failures(pod: Pod) -> Iterator[str]:
             yield "the operator would take 75 for final"
         return
     final = [cli.CONFIG_ERROR, cli.DIVERGED, cli.UNSAVED]
-    again = [cli.PREEMPTED]
-    codes = {action: {"containerName": pod.container["name"], "operator": "In", "values": values}
-             for action, values in (("FailJob", final), ("Ignore", again))}  # fmt: skip
+    codes = {"containerName": pod.container["name"], "operator": "In"}
     rules = [
-        {"action": "FailJob", "onExitCodes": codes["FailJob"]},
+        {"action": "FailJob", "onExitCodes": codes | {"values": final}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", "onExitCodes": codes["Ignore"]},
+        {"action": "Ignore", "onExitCodes": codes | {"values": [cli.PREEMPTED]}},
     ]
     if pod.policy["rules"] != rules or pod.spec["restartPolicy"] != "Never":
         yield "podFailurePolicy is not what the exit codes mean"

@@ -52,13 +52,8 @@ def all_documents() -> list[tuple[str, Document]]:
 
 @cache
 def _all_documents() -> str:
-    return json.dumps(
-        [
-            (path.name, document)
-            for path in sorted(FOLDER.glob("*.yaml"))
-            for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
-        ]
-    )
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.yaml"))}
+    return json.dumps([(name, document) for name, text in texts.items() for document in yaml.safe_load_all(text)])
 
 
 def schema_problems(document: Document) -> Iterator[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,16 @@ def finish(arguments: Sequence[str], *, exit_code: int = 0, seconds: float = 240
     output, _ = process.communicate(timeout=seconds)
     assert process.returncode == exit_code, output
     return output
+
+
+def wait_until(
+    condition: Callable[[], object], *, seconds: float = 30.0, why: Callable[[], object] = lambda: ""
+) -> None:
+    """Return as soon as the condition holds; fail with what `why` says when it does not within `seconds`."""
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, why()
+        time.sleep(0.02)
 
 
 def replay(folder: Path, name: str, step: int, *, exit_code: int = 0) -> str:

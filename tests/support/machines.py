@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from config.cli import REPOSITORY
+from tests.support.launches import wait_until
 
+NAMESPACES = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork"]
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
 NEEDED = [name for name in ("ip", "unshare", "nsenter", "ssh", "ssh-keygen", "mount") if shutil.which(name) is None]
 ADDRESSES = {"left": "10.211.7.1", "right": "10.211.7.2"}
@@ -28,7 +29,7 @@ def why_not() -> str:
     if SSHD is None or NEEDED:
         missing = [*NEEDED, *([] if SSHD else ["sshd"])]
         return f"not installed: {', '.join(missing)}; apt-get install openssh-server iproute2"
-    if subprocess.run(["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true"], check=False).returncode:
+    if subprocess.run([*NAMESPACES, "true"], check=False).returncode:
         return "this machine does not allow namespaces"
     return ""
 
@@ -57,29 +58,14 @@ class Machine:
             f"exec {SSHD} -D -e -f {self.folder}/sshd_config"
         )
         self.outer = subprocess.Popen(
-            [
-                "unshare",
-                "--net",
-                "--uts",
-                "--mount",
-                "--pid",
-                "--fork",
-                "--kill-child",
-                "--mount-proc",
-                "sh",
-                "-c",
-                start,
-            ],
+            [*NAMESPACES, "--kill-child", "--mount-proc", "sh", "-c", start],
             stderr=(self.folder / "sshd.log").open("w"),
         )
         self.pid = self._inner()
 
     def _inner(self) -> int:
         children = Path(f"/proc/{self.outer.pid}/task/{self.outer.pid}/children")
-        ends = time.monotonic() + 10
-        while not children.read_text().split():
-            assert time.monotonic() < ends, (self.folder / "sshd.log").read_text()
-            time.sleep(0.02)
+        wait_until(children.read_text, seconds=10, why=(self.folder / "sshd.log").read_text)
         return int(children.read_text().split()[0])
 
     def command(self, *words: str) -> list[str]:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Run the pretended job."""
     settings = dict(word.split("=", 1) for word in sys.argv if "=" in word)
     folder = Path(settings["run.dir"]) / settings["run.name"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +44,6 @@ def main() -> int:
 
 
 def write(folder: Path, event: str, step: int, **fields: object) -> None:
-    """One event."""
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": event, "step": step, "time": time.time(), **fields}) + "\n")
 

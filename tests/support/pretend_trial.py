@@ -66,7 +66,6 @@ def end(folder: Path, step: int, status: str, code: int, reason: str) -> int:
 
 
 def write(folder: Path, event: str, step: int, **fields: object) -> None:
-    """One event."""
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": event, "step": step, "tokens": 8 * step, "time": time.time(), **fields}) + "\n")
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from config.cli import REPOSITORY
 from tests.support import machines
+from tests.support.launches import BIN
 from tests.support.machines import ADDRESSES, Machine, two_machines
 
-BIN = Path(sys.executable).parent
 DAEMONS = [name for name in ("munged", "slurmctld", "slurmd") if shutil.which(name, path="/usr/sbin") is None]
 CONFIGURATION = """
 ClusterName=two
@@ -56,13 +54,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9
 """
 
 
-def why_not() -> str:
-    """Why there can be no cluster here; empty when there can."""
-    missing = f"not installed: {', '.join(DAEMONS)}; apt-get install slurm-wlm munge" if DAEMONS else ""
-    return machines.SKIP or missing
-
-
-SKIP = why_not()
+SKIP = machines.SKIP or (f"not installed: {', '.join(DAEMONS)}; apt-get install slurm-wlm munge" if DAEMONS else "")
 
 
 class Cluster:
@@ -121,7 +113,6 @@ class Cluster:
         return dict(part.split("=", 1) for part in text.split() if "=" in part)
 
     def log(self, number: int | str) -> str:
-        """What a job printed."""
         path = self.folder / f"{number}.out"
         return path.read_text() if path.exists() else ""
 
@@ -142,12 +133,10 @@ class Cluster:
         return self.job(number)
 
     def until(self, condition, what: str, *, seconds: float = 40, why=lambda: "") -> None:
-        """Wait for a condition."""
         ends = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < ends, (
-                f"not within {seconds:g} s: {what}\n{why()}\n{self.ask('squeue')}{self.logs()}"
-            )
+            late = time.monotonic() > ends
+            assert not late, f"not within {seconds:g} s: {what}\n{why()}\n{self.ask('squeue')}{self.logs()}"
             time.sleep(0.3)
 
     def logs(self) -> str:
@@ -161,6 +150,3 @@ def slurm_cluster(folder: Path) -> Iterator[Cluster]:
     """The cluster, up; gone afterwards with all its processes."""
     with two_machines(folder) as both:
         yield Cluster(folder, both)
-
-
-__all__ = ["REPOSITORY", "SKIP", "Cluster", "slurm_cluster"]

@@ -24,32 +24,17 @@ from config.deepspeed.keys import SECTIONS
 from config.deepspeed.resolve import resolve_json
 from config.errors import UserError
 from config.load import load_config
+from tests.config.deepspeed.test_resolve import error_of, make
+
+__all__ = ["make"]
 
 REFUSED_SETTINGS = [row for row in SETTINGS if row.refused]
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Any:
-    """make("key=value", ...) is a Config."""
-    path = tmp_path / "demo.yaml"
-    path.write_text("model: {architecture: llama}\nbatch: {global_size: 16, micro_size: 2}\n")
-    return lambda *overrides: load_config(path, overrides, None)
-
-
 def document(stage: int, compute: str, offload: str = "none") -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": stage}
-    for part in offload.split("+"):
-        if part != "none":
-            zero[f"offload_{part}"] = {"device": "cpu"}
+    offloaded = {f"offload_{part}": {"device": "cpu"} for part in offload.split("+") if part != "none"}
     sections = {} if compute == "fp32" else {compute: {"enabled": True}}
-    return {"zero_optimization": zero, **sections}
-
-
-def error_of(make: Any, given: dict[str, Any], *overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        resolve_json(make(*overrides), Path("my.json"), given, world_size=2)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return {"zero_optimization": {"stage": stage, **offloaded}, **sections}
 
 
 def test_the_table_has_every_path_dtype_stage_and_offload_once() -> None:
@@ -67,18 +52,14 @@ def test_every_row_of_upstream_names_combinations_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("combination", [c for c in combinations() if c.path == "cast"], ids=str)
-def test_a_json_resolves_where_the_table_verifies_and_is_refused_where_it_refuses(
-    make: Any, combination: Combination
-) -> None:
+def test_a_json_resolves_where_the_table_verifies_and_is_refused_where_it_refuses(make, combination):
     given, row = document(*combination[2:0:-1], combination.offload), refusal(combination)
     if row is None:
-        assert (
-            resolve_json(make(), Path("my.json"), given, world_size=2)["zero_optimization"]["stage"]
-            == combination.stage
-        )
+        resolved = resolve_json(make(), Path("my.json"), given, world_size=2)
+        assert resolved["zero_optimization"]["stage"] == combination.stage
     else:
-        message = error_of(make, given)
-        assert message.startswith(f"my.json: {combination.compute.upper()} with ZeRO-{combination.stage} is refused: ")
+        message = error_of(make(), given)
+        assert message.startswith(f"{combination.compute.upper()} with ZeRO-{combination.stage} is refused: ")
         assert message.endswith(row.instead)
 
 
@@ -132,9 +113,9 @@ def test_a_setting_that_is_measured_is_not_refused() -> None:
 def test_the_config_refuses_a_setting(make: Any) -> None:
     given = document(2, "bf16")
     given["zero_optimization"]["round_robin_gradients"] = True
-    assert error_of(make, given).startswith(
-        "my.json: zero_optimization.round_robin_gradients = true is refused at ZeRO-2: DeepSpeed 0.19.8 then reads"
+    assert error_of(make(), given).startswith(
+        "zero_optimization.round_robin_gradients = true is refused at ZeRO-2: DeepSpeed 0.19.8 then reads"
     )
     nvme = document(3, "bf16")
     nvme["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": "/tmp"}
-    assert "zero_optimization.offload_optimizer.device = nvme is refused" in error_of(make, nvme)
+    assert "zero_optimization.offload_optimizer.device = nvme is refused" in error_of(make(), nvme)

@@ -164,11 +164,10 @@ def test_the_profiler_has_the_keys_deepspeed_reads(runtime: types.ModuleType) ->
     assert SECTIONS["flops_profiler"].keys() == {item for item in names if isinstance(item, str) and "\n" not in item}
 
 
-@pytest.mark.parametrize(
-    "path",
-    sorted(p for p in FOLDER.glob("*.json") if p.stem not in ("zero0_fp16", "zero0_bf16")),
-    ids=lambda path: path.stem,
-)
+TRAINABLE = sorted(path for path in FOLDER.glob("*.json") if path.stem not in ("zero0_fp16", "zero0_bf16"))
+
+
+@pytest.mark.parametrize("path", TRAINABLE, ids=lambda path: path.stem)
 def test_deepspeed_reads_every_resolved_file_as_meant(path: Path, runtime: types.ModuleType, tmp_path: Path) -> None:
     run_config = tmp_path / "run.yaml"
     run_config.write_text("model: {architecture: llama}\nbatch: {global_size: 6, micro_size: 6}\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -22,6 +21,10 @@ from config.schema import Config
 FOLDER = REPOSITORY / "ds_configs"
 FILES = sorted(FOLDER.glob("*.json"))
 HERE = Path("my.json")
+DISAGREES = "disagrees with the run config"
+NO_SUCH_KEY = "DeepSpeed 0.19.8 has no such key"
+MASTERS = "bf16_master_weights_and_grads"
+PARAM, NEEDS = "zero_optimization.offload_param", "needs zero_optimization.stage"
 
 
 @pytest.fixture
@@ -32,8 +35,12 @@ def make(tmp_path: Path) -> Any:
     return lambda *overrides: load_config(path, overrides, None)
 
 
+def zero(stage: Any = 2, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
 def document(**changes: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}} | changes
+    return zero() | {"bf16": {"enabled": True}} | changes
 
 
 def error_of(config: Config, given: dict[str, Any], world_size: int = 2) -> str:
@@ -82,13 +89,8 @@ def test_a_shipped_file_resolves_or_is_refused_with_the_reason(path: Path, make:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_shipped_file_repeats_nothing_of_the_run_config(path: Path) -> None:
     given = json.loads(path.read_text())
-    for key in (
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-    ):
-        assert given[key] == "auto"
+    owned = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    assert [given[key] for key in owned] == ["auto"] * 4
     assert not {"optimizer", "scheduler"} & given.keys()
 
 
@@ -130,10 +132,10 @@ def test_the_dynamic_and_the_static_loss_scale(make: Any) -> None:
 
 def test_defaults_of_deepspeed_that_would_not_do_are_replaced_and_a_choice_is_kept(make: Any) -> None:
     cpu = {"device": "cpu"}
-    zero = resolve_json(make(), HERE, document(zero_optimization={"stage": 3, "offload_optimizer": cpu}), world_size=2)
-    assert zero["zero_optimization"]["overlap_comm"] is False
-    assert zero["zero_force_ds_cpu_optimizer"] is False
-    chosen = document(zero_optimization={"stage": 2, "overlap_comm": True}, zero_allow_untested_optimizer=False)
+    offloaded = resolve_json(make(), HERE, document(**zero(3, offload_optimizer=cpu)), world_size=2)
+    assert offloaded["zero_optimization"]["overlap_comm"] is False
+    assert offloaded["zero_force_ds_cpu_optimizer"] is False
+    chosen = document(**zero(overlap_comm=True), zero_allow_untested_optimizer=False)
     resolved = resolve_json(make(), HERE, chosen, world_size=2)
     assert resolved["zero_optimization"]["overlap_comm"] is True
     assert resolved["zero_allow_untested_optimizer"] is False
@@ -147,9 +149,7 @@ def test_the_static_scale_settles_what_a_shipped_file_leaves_open(make: Any) -> 
     assert "auto" not in values(resolved)
 
 
-@pytest.mark.parametrize(
-    ("policy", "power", "hysteresis"), [("deepspeed", 16, 2), ("adaptive", 12, 1)], ids=["deepspeed", "adaptive"]
-)
+@pytest.mark.parametrize(("policy", "power", "hysteresis"), [("deepspeed", 16, 2), ("adaptive", 12, 1)])
 def test_the_json_shows_the_defaults_of_the_policy(make: Any, policy: str, power: int, hysteresis: int) -> None:
     config = make(f"precision.loss_scale.policy={policy}")
     fp16 = resolve_json(config, HERE, read_document(FOLDER / "zero2_fp16.json"), world_size=2)["fp16"]
@@ -161,8 +161,7 @@ def test_the_json_shows_the_defaults_of_the_policy(make: Any, policy: str, power
 
 def test_a_json_that_refills_the_hysteresis_every_step_is_refused(make: Any) -> None:
     given = document(fp16={"enabled": True, "consecutive_hysteresis": True}, bf16={"enabled": False})
-    with pytest.raises(UserError, match="fp16.consecutive_hysteresis = true disagrees"):
-        resolve_json(make(), HERE, given, world_size=2)
+    assert "fp16.consecutive_hysteresis = true disagrees" in error_of(make(), given)
 
 
 def test_equal_numbers_in_both_places_are_fine(make: Any) -> None:
@@ -173,50 +172,26 @@ def test_equal_numbers_in_both_places_are_fine(make: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (
-            {"train_batch_size": 32},
-            "train_batch_size = 32 disagrees with the run config, where batch.global_size gives 16",
-        ),
+        ({"train_batch_size": 32}, f"train_batch_size = 32 {DISAGREES}, where batch.global_size gives 16"),
         ({"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu = 1 disagrees"),
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps = 1 disagrees"),
-        (
-            {"gradient_clipping": 0.5},
-            "gradient_clipping = 0.5 disagrees with the run config, where optimizer.gradient_cl",
-        ),
+        ({"gradient_clipping": 0.5}, f"gradient_clipping = 0.5 {DISAGREES}, where optimizer.gradient_cl"),
         ({"communication_data_type": "bf16"}, "communication_data_type = 'bf16' disagrees"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype = 'bf16' disagrees"),
         ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow = false disagrees"),
         ({"fp16": {"enabled": True, "initial_scale_power": 12}, "bf16": {}}, "fp16.initial_scale_power = 12 disagrees"),
         ({"fp16": {"enabled": True}}, "bf16.enabled and fp16.enabled are both true"),
         ({"bf16": {"enabled": "auto"}}, 'bf16.enabled = "auto" and precision.compute = auto leave the dtype open'),
-        (
-            {"zero_optimisation": {"stage": 2}},
-            "zero_optimisation: DeepSpeed 0.19.8 has no such key; did you mean zero_opt",
-        ),
-        (
-            {"zero_optimization": {"stgae": 2}},
-            "zero_optimization.stgae: DeepSpeed 0.19.8 has no such key; did you mean zer",
-        ),
-        (
-            {"overlap_comm": False},
-            "overlap_comm: DeepSpeed 0.19.8 has no such key; did you mean zero_optimization.overlap",
-        ),
-        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4 is not one of 0, 1, 2, 3"),
-        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage = 'auto' is not one of"),
-        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage = true is not a whole number"),
+        ({"zero_optimisation": {"stage": 2}}, f"zero_optimisation: {NO_SUCH_KEY}; did you mean zero_opt"),
+        ({"zero_optimization": {"stgae": 2}}, f"zero_optimization.stgae: {NO_SUCH_KEY}; did you mean zer"),
+        ({"overlap_comm": False}, f"overlap_comm: {NO_SUCH_KEY}; did you mean zero_optimization.overlap"),
+        (zero(4), "zero_optimization.stage = 4 is not one of 0, 1, 2, 3"),
+        (zero("auto"), "zero_optimization.stage = 'auto' is not one of"),
+        (zero(True), "zero_optimization.stage = true is not a whole number"),
         ({"zero_optimization": True}, "zero_optimization = true is not an object"),
-        (
-            {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}},
-            'zero_optimization.reduce_bucket_size = "auto"',
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1.5}},
-            "zero_optimization.reduce_bucket_size = 1.5 is",
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "overlap_comm": 1}},
-            "zero_optimization.overlap_comm = 1 is not true or false",
-        ),
+        (zero(reduce_bucket_size="auto"), 'zero_optimization.reduce_bucket_size = "auto"'),
+        (zero(reduce_bucket_size=1.5), "zero_optimization.reduce_bucket_size = 1.5 is"),
+        (zero(overlap_comm=1), "zero_optimization.overlap_comm = 1 is not true or false"),
         ({"communication_data_type": "fp8"}, "communication_data_type = 'fp8' is not one of fp32, bf16, fp16"),
         ({"comms_logger": {"prof_ops": "all_reduce"}}, "comms_logger.prof_ops = 'all_reduce' is not a list"),
         ({"log_level": 3}, "log_level = 3 is not text"),
@@ -224,26 +199,14 @@ def test_equal_numbers_in_both_places_are_fine(make: Any) -> None:
         ({"optimizer": {"type": "AdamW"}}, "optimizer is refused: Mantissa owns the optimizer"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast is refused: with float16"),
         ({"amp": {"enabled": True}}, "amp is refused: DeepSpeed 0.19.8 has removed it"),
+        ({"bf16": {"enabled": True, MASTERS: True}}, f"bf16.{MASTERS} is refu"),
+        (zero(offload_param={"device": "cpu"}), f"{PARAM}.device = 'cpu' {NEEDS} 3 or more, not 2"),
         (
-            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-            "bf16.bf16_master_weights_and_grads is refu",
+            zero(0, offload_optimizer={"device": "cpu"}) | {"bf16": {}},
+            f"zero_optimization.offload_optimizer.device = 'cpu' {NEEDS} 1 or more, not 0",
         ),
-        (
-            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-            "zero_optimization.offload_param.device = 'cpu' needs zero_optimization.stage 3 or more, not 2",
-        ),
-        (
-            {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}, "bf16": {}},
-            "zero_optimization.offload_optimizer.device = 'cpu' needs zero_optimization.stage 1 or more, not 0",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            "zero_optimization.offload_param.nvme_path is missing",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}},
-            "zero_optimization.offload_param.device = 'disk' is not one of none, cpu, nvme",
-        ),
+        (zero(3, offload_param={"device": "nvme"}), f"{PARAM}.nvme_path is missing"),
+        (zero(3, offload_param={"device": "disk"}), f"{PARAM}.device = 'disk' is not one of none, cpu, nvme"),
     ],
 )
 def test_a_mistake_is_one_line(make: Any, changes: dict[str, Any], expected: str) -> None:
@@ -279,13 +242,8 @@ def test_no_key_is_both_taken_and_refused() -> None:
 
 
 def test_every_section_named_is_described() -> None:
-    named = {
-        f"{section}.{key}" if section else key
-        for section, keys in SECTIONS.items()
-        for key, kind in keys.items()
-        if kind == "section"
-    }
-    assert named == SECTIONS.keys() - {""}
+    keys = ((section, key) for section, kinds in SECTIONS.items() for key, kind in kinds.items() if kind == "section")
+    assert {f"{section}.{key}" if section else key for section, key in keys} == SECTIONS.keys() - {""}
 
 
 @pytest.mark.parametrize(
@@ -309,10 +267,4 @@ def test_resolving_a_resolved_document_changes_nothing(make: Any) -> None:
     config = make()
     once = resolve_json(config, HERE, document(), world_size=2)
     assert resolve_json(config, HERE, once, world_size=2) == once
-    with pytest.raises(UserError, match="disagrees"):
-        resolve_json(
-            dataclasses.replace(config, batch=dataclasses.replace(config.batch, global_size=32)),
-            HERE,
-            once,
-            world_size=2,
-        )
+    assert "disagrees" in error_of(make("batch.global_size=32"), once)

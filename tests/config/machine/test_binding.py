@@ -39,9 +39,8 @@ def test_auto_binds_on_several_nodes_and_leaves_one_to_the_kernel(tmp_path):
     told = claims("0-3", [None, None])
     assert bound("auto", told, one) == [None, None]
     assert bound("always", told, one) == ["0-1", "2-3"]
-    assert not choose_binding(
-        "auto", told, 0, root=one, environment={}
-    ).logged  # nothing that a user would want to know
+    # nothing that a user would want to know
+    assert not choose_binding("auto", told, 0, root=one, environment={}).logged
     # All the ranks' cores are on one node, whatever the machine has.
     assert bound("auto", claims("0-3,8-11", [None, None]), two) == [None, None]
 
@@ -178,10 +177,8 @@ def test_a_process_is_bound_with_its_threads_and_its_children_released():
     assert found["refused"] == "cores: not bound, the system refuses: Invalid argument"
     assert sorted(found["after refusal"]) == sorted([allowed, allowed, second])
     assert found["left"] == [None, "cores: not bound, so"]
-    assert (found["line"], found["outcome"]) == (
-        "cores: bound to CPU 0 of NUMA node 0",
-        "bound to CPU 0 of NUMA node 0",
-    )
+    bound_to = "bound to CPU 0 of NUMA node 0"
+    assert (found["line"], found["outcome"]) == (f"cores: {bound_to}", bound_to)
     assert sorted(found["after"]) == [first, first, second]  # the thread that had bound itself is left alone
     assert found["children"] == [allowed, first]
     assert found["claim"] == allowed  # a second start divides what there was before the first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,22 +15,17 @@ def machine(
     root: Path, nodes: dict[int, str], cores: list[str], gpus: dict[str, int] | None = None, nodes_per_socket: int = 1
 ) -> Path:
     """The files of /sys that tell of a machine. nodes: node -> its CPUs; cores: the CPUs of each core."""
-    for node, cpus in nodes.items():
-        folder = root / f"devices/system/node/node{node}"
-        folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(f"{cpus}\n")
+    files: dict[str, Any] = {f"devices/system/node/node{node}/cpulist": cpus for node, cpus in nodes.items()}
     for core in cores:
         for cpu in parse_cpus(core):
-            folder = root / f"devices/system/cpu/cpu{cpu}/topology"
-            folder.mkdir(parents=True)
-            (folder / "thread_siblings_list").write_text(f"{core}\n")
-            (folder / "core_cpus_list").write_text(f"{core}\n")
+            folder = f"devices/system/cpu/cpu{cpu}/topology"
+            files |= {f"{folder}/thread_siblings_list": core, f"{folder}/core_cpus_list": core}
             at = next((node for node, cpus in nodes.items() if cpu in parse_cpus(cpus)), 0)
-            (folder / "physical_package_id").write_text(f"{at // nodes_per_socket}\n")
-    for address, node in (gpus or {}).items():
-        folder = root / f"bus/pci/devices/{address}"
-        folder.mkdir(parents=True)
-        (folder / "numa_node").write_text(f"{node}\n")
+            files[f"{folder}/physical_package_id"] = at // nodes_per_socket
+    files |= {f"bus/pci/devices/{address}/numa_node": node for address, node in (gpus or {}).items()}
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
     return root
 
 

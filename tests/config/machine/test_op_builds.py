@@ -91,12 +91,17 @@ def test_a_lock_may_be_that_of_another_user_who_compiles(lock, monkeypatch):
     assert lock.exists()
 
 
-def test_a_compiler_that_a_killed_build_left_running_is_waited_for(lock, monkeypatch):
+def start_compiler(lock, monkeypatch, seconds: float, cwd: Path) -> subprocess.Popen[bytes]:
+    """One that works in `cwd`, and is seen."""
     monkeypatch.undo()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[2]))
     compiler = lock.parents[2] / "cc1plus"
     shutil.copy("/bin/sleep", compiler)
-    left = subprocess.Popen([compiler, "1.5"], cwd=lock.parent)
+    return subprocess.Popen([compiler, str(seconds)], cwd=cwd)
+
+
+def test_a_compiler_that_a_killed_build_left_running_is_waited_for(lock, monkeypatch):
+    left = start_compiler(lock, monkeypatch, 1.5, cwd=lock.parent)
     said = clear()
     assert left.poll() is not None or left.wait(5) == 0
     assert said == [
@@ -106,11 +111,7 @@ def test_a_compiler_that_a_killed_build_left_running_is_waited_for(lock, monkeyp
 
 
 def test_compilers_elsewhere_are_nobodys_business(lock, tmp_path, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[2]))
-    compiler = tmp_path / "cc1plus"
-    shutil.copy("/bin/sleep", compiler)
-    other = subprocess.Popen([compiler, "60"], cwd=tmp_path)
+    other = start_compiler(lock, monkeypatch, 60, cwd=tmp_path)
     try:
         assert clear()[-1].startswith("removed")
     finally:

@@ -79,9 +79,8 @@ def test_infiniband_wants_locked_memory(facts):
 
 
 def test_gpus(facts):
-    gpu = dict(
-        zip(doctor_facts._GPU_FIELDS, ["NVIDIA H200", "575.1", "143771", "4", "34", "[N/A]", "Not Active"], strict=True)
-    )
+    values = ["NVIDIA H200", "575.1", "143771", "4", "34", "[N/A]", "Not Active"]
+    gpu = dict(zip(doctor_facts._GPU_FIELDS, values, strict=True))
     facts["gpus"] = {"devices": 2, "error": None, "list": [gpu, dict(gpu)]}
     assert levels(check_host("a", facts), "gpu") == ["green", "green"]
     facts["gpus"]["list"][1]["memory.used"] = "90000"
@@ -162,11 +161,7 @@ def test_what_all_hosts_have_is_told_once(capsys):
     import sys
 
     findings = [green("ninja", "1.13", f"n{index}") for index in range(20)]
-    findings += [
-        red("gpu", "gone", "look", "n3"),
-        amber("clock", "late", "chrony", "n4"),
-        amber("clock", "late", "chrony", "n5"),
-    ]
+    findings += [red("gpu", "gone", "look", "n3"), *(amber("clock", "late", "chrony", host) for host in ("n4", "n5"))]
     print_findings(findings, [f"n{index}" for index in range(20)], 1.0, sys.stdout)
     assert capsys.readouterr().out.splitlines() == [
         "red    gpu [n3]: gone",

@@ -10,17 +10,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from config.child_jobs import free_port
 from config.cli import REPOSITORY
+from tests.support.launches import BIN, wait_until
 
 pytestmark = pytest.mark.cluster
 
-BIN = Path(sys.executable).parent
-ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+PROGRAM = 'program() { mkdir bin; printf "#!/bin/sh\\n%s\\n" "$2" >bin/$1; chmod +x bin/$1; PATH=$PWD/bin:$PATH; }'
 IN_ITS_OWN_MOUNTS = ["unshare", "--mount", "sh", "-c"]
 
 
@@ -29,11 +29,11 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.run_dir = str(folder / "runs")
         self.overrides: list[str] = []
         self.environment = {"TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
         self.before = ""
-        """Shell commands to run first."""
+        """Shell commands to run first in the folder, with the doctor's command line in "$@"; `program` puts one of that
+        name and text first on the PATH."""
         self.options = ["--quick"]
 
     def examine(self) -> tuple[int, dict[str, dict]]:
@@ -41,14 +41,15 @@ class Bench:
         config = self.folder / "run.yaml"
         config.write_text(
             f"model: {{architecture: llama, config: {{num_hidden_layers: 1, hidden_size: 32}}}}\n"
-            f"run: {{dir: {self.run_dir}}}\ndata: {{cache_dir: {self.folder}/cache}}\n"
+            f"run: {{dir: {self.folder}/runs}}\ndata: {{cache_dir: {self.folder}/cache}}\n"
         )
         command = [sys.executable, "-m", "launch.doctor", "--json", "--config", str(config), *self.options]
         command += ["--port", str(free_port())] if "--port" not in self.options else []
         command += self.overrides
         if self.before:
             shell = IN_ITS_OWN_MOUNTS if "mount" in self.before else ["sh", "-c"]
-            command = [*shell, f'{self.before}; exec "$@"', "sh", *command]
+            first = f"{PROGRAM}; cd {self.folder}; {self.before}; cd {REPOSITORY}"
+            command = [*shell, f'{first}; exec "$@"', "sh", *command]
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP", "WANDB"))}
         environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", **self.environment}
         done = subprocess.run(
@@ -59,24 +60,10 @@ class Bench:
         findings.sort(key=lambda item: ("green", "amber", "red").index(item["level"]))
         return done.returncode, {item["check"]: item for item in findings}
 
-    def program(self, name: str, text: str) -> None:
-        """A program that comes first on the PATH."""
-        path = self.folder / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
-        self.environment["PATH"] = f"{path.parent}:{BIN}:{os.environ['PATH']}"
-
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_healthy_machine(bench):
@@ -94,101 +81,48 @@ def taken_port(bench: Bench) -> socket.socket:
     return listener
 
 
-def no_compiler(bench: Bench) -> None:
-    bench.environment["PATH"] = str(BIN)
-
-
-def stale_lock(bench: Bench) -> None:
-    lock = bench.folder / "extensions/py311_cpu/deepspeed_shm_comm/lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-
-
 def lock_of_a_build(bench: Bench) -> object:
-    stale_lock(bench)
-    return (bench.folder / "extensions/py311_cpu/deepspeed_shm_comm/lock").open()
+    lock = bench.folder / LOCK
+    lock.parent.mkdir(parents=True)
+    return lock.open("w")
 
 
-def other_ninja(bench: Bench) -> None:
-    bench.program("ninja", "echo 1.10.0")
+LOCK = "extensions/py311_cpu/deepspeed_shm_comm/lock"
+MOUNT = "mount -t tmpfs none -o"
+FULL_DISK = f"mkdir runs; {MOUNT} size=1m runs; head -c 2000000 /dev/zero >runs/it 2>&-"
+NO_DRIVER = "program nvidia-smi 'echo NVIDIA-SMI has failed because it could not talk to the driver.; exit 9'"
+BROKEN_MEMORY = "program nvidia-smi 'echo NVIDIA H200, 575.57, 143771, 4, 34, 3, Not Active'"
+TOO_MANY_THREADS = f"export OMP_NUM_THREADS={os.cpu_count()}"
+# A fault's name: a function of the bench, or what Bench.before says; the level, the check and the words of its finding.
+FAULTS = {
+    "taken_port": (taken_port, "red", "port", "Address already in use"),
+    "no_compiler": (f"PATH={BIN}", "red", "c++ compiler", "there is none on the PATH"),
+    "stale_lock": (f"mkdir -p $(dirname {LOCK}); touch {LOCK}", "red", "op build", LOCK),
+    "lock_of_a_build": (lock_of_a_build, "amber", "op build", f"process {os.getpid()} builds at"),
+    "other_ninja": ("program ninja 'echo 1.10.0'", "amber", "ninja", f"bin/ninja 1.10.0 comes before {BIN}/ninja"),
+    "few_files": ("ulimit -n 64", "red", "open files", "ulimit -n is 64"),
+    "unwritable": ('set -- "$@" run.dir=/proc/sys', "red", "run folder", "/proc/sys/run: "),
+    "a_file_in_the_way": ("touch runs", "red", "run folder", "Not a directory"),
+    "full_disk": (FULL_DISK, "red", "run folder", "No space left on device"),
+    "nearly_full_disk": (f"mkdir runs; {MOUNT} size=100m runs", "red", "run folder", "100.0 MiB free on tmpfs"),
+    "no_execution": (f"mkdir extensions; {MOUNT} noexec extensions", "red", "op builds folder", "mounted noexec"),
+    "docker_shm": (f"{MOUNT} size=64m /dev/shm", "red", "/dev/shm", "64.0 MiB"),
+    "too_many_threads": (TOO_MANY_THREADS, "amber", "threads", "times 2 processes is more than"),
+    "nonsense_threads": ("export OMP_NUM_THREADS=all", "red", "threads", "OMP_NUM_THREADS = 'all'"),
+    "no_login": ('export NETRC=$PWD/netrc; set -- "$@" tracking.wandb=online', "amber", "wandb", "there is no login"),
+    "no_driver": (NO_DRIVER, "red", "gpu", "could not talk to the driver"),
+    "broken_memory": (BROKEN_MEMORY, "red", "gpu", "3 uncorrected memory errors"),
+}
 
 
-def few_files(bench: Bench) -> None:
-    bench.before = "ulimit -n 64"
-
-
-def unwritable(bench: Bench) -> None:
-    bench.run_dir = "/proc/sys"
-
-
-def a_file_in_the_way(bench: Bench) -> None:
-    (bench.folder / "runs").write_text("")
-
-
-def full_disk(bench: Bench) -> None:
-    (bench.folder / "runs").mkdir()
-    bench.before = f"mount -t tmpfs -o size=1m none {bench.run_dir}; head -c 2000000 /dev/zero >{bench.run_dir}/it 2>&-"
-
-
-def nearly_full_disk(bench: Bench) -> None:
-    (bench.folder / "runs").mkdir()
-    bench.before = f"mount -t tmpfs -o size=100m none {bench.run_dir}"
-
-
-def no_execution(bench: Bench) -> None:
-    (bench.folder / "extensions").mkdir()
-    bench.before = f"mount -t tmpfs -o noexec none {bench.folder}/extensions"
-
-
-def docker_shm(bench: Bench) -> None:
-    bench.before = "mount -t tmpfs -o size=64m none /dev/shm"
-
-
-def too_many_threads(bench: Bench) -> None:
-    bench.environment["OMP_NUM_THREADS"] = str(os.cpu_count())
-
-
-def nonsense_threads(bench: Bench) -> None:
-    bench.environment["OMP_NUM_THREADS"] = "all"
-
-
-def no_login(bench: Bench) -> None:
-    bench.environment["NETRC"] = str(bench.folder / "netrc")
-    bench.overrides = ["tracking.wandb=online"]
-
-
-def no_driver(bench: Bench) -> None:
-    bench.program("nvidia-smi", "echo NVIDIA-SMI has failed because it could not talk to the driver.; exit 9")
-
-
-def broken_memory(bench: Bench) -> None:
-    bench.program("nvidia-smi", "echo 'NVIDIA H200, 575.57, 143771, 4, 34, 3, Not Active'")
-
-
-@pytest.mark.parametrize(
-    ("plant", "level", "check", "words"),
-    [
-        (taken_port, "red", "port", "Address already in use"),
-        (no_compiler, "red", "c++ compiler", "there is none on the PATH"),
-        (stale_lock, "red", "op build", "extensions/py311_cpu/deepspeed_shm_comm/lock"),
-        (lock_of_a_build, "amber", "op build", f"process {os.getpid()} builds at"),
-        (other_ninja, "amber", "ninja", f"bin/ninja 1.10.0 comes before {BIN}/ninja"),
-        (few_files, "red", "open files", "ulimit -n is 64"),
-        (unwritable, "red", "run folder", "/proc/sys/run: "),
-        (a_file_in_the_way, "red", "run folder", "Not a directory"),
-        pytest.param(full_disk, "red", "run folder", "No space left on device", marks=ROOT_ONLY),
-        pytest.param(nearly_full_disk, "red", "run folder", "100.0 MiB free on tmpfs", marks=ROOT_ONLY),
-        pytest.param(no_execution, "red", "op builds folder", "mounted noexec", marks=ROOT_ONLY),
-        pytest.param(docker_shm, "red", "/dev/shm", "64.0 MiB", marks=ROOT_ONLY),
-        (too_many_threads, "amber", "threads", "times 2 processes is more than"),
-        (nonsense_threads, "red", "threads", "OMP_NUM_THREADS = 'all'"),
-        (no_login, "amber", "wandb", "there is no login"),
-        (no_driver, "red", "gpu", "could not talk to the driver"),
-        (broken_memory, "red", "gpu", "3 uncorrected memory errors"),
-    ],
-)
+@pytest.mark.parametrize(("plant", "level", "check", "words"), FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_found_and_named(bench, plant, level, check, words):
-    kept = plant(bench)
+    if isinstance(plant, str):
+        bench.before, kept = plant, None
+    else:
+        kept = plant(bench)
+    if "mount" in bench.before and os.geteuid() != 0:
+        pytest.skip("mounting needs root")
     code, found = bench.examine()
     assert found[check]["level"] == level, found
     assert words in found[check]["what"] and found[check]["fix"], found[check]
@@ -204,11 +138,8 @@ def test_what_needs_torch(bench):
     bench.environment["GLOO_SOCKET_IFNAME"] = "nosuch0"
     code, found = bench.examine()
     assert code == 1
-    assert {name for name, item in found.items() if item["level"] == "red"} == {
-        "encryption key",
-        "object store",
-        "all-reduce",
-    }
+    red = {name for name, item in found.items() if item["level"] == "red"}
+    assert red == {"encryption key", "object store", "all-reduce"}
     assert "NO_SUCH_KEY" in found["encryption key"]["what"]
     assert "/proc/store" in found["object store"]["what"]
     assert "nosuch0" in found["all-reduce"]["what"], found["all-reduce"]
@@ -243,18 +174,12 @@ def interrupt(command, programs: int) -> None:
                 count += len(words) > 2 and words[1].endswith(b"/program.py") and token.encode() in words[2]
         return count
 
-    def wait_for(number: int, seconds: float) -> None:
-        ends = time.monotonic() + seconds
-        while running() != number:
-            assert time.monotonic() < ends, running()
-            time.sleep(0.05)
-
     job = subprocess.Popen(command(token), cwd=REPOSITORY, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        wait_for(programs, 60)
+        wait_until(lambda: running() == programs, seconds=60, why=running)
         os.killpg(job.pid, signal.SIGINT)
         job.wait(timeout=30)
-        wait_for(0, 30)
+        wait_until(lambda: running() == 0, why=running)
     finally:
         job.kill()
 

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from config.cli import REPOSITORY
 from tests.launch.doctor.test_one_machine import ASK, interrupt
+from tests.support.launches import BIN
 from tests.support.machines import HOSTS, SKIP, Machine, two_machines
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(SKIP), reason=SKIP)]
@@ -33,22 +34,17 @@ def clean() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "GLOO", "OMP"))}
 
 
-def doctor_command(machines: dict[str, Machine], run_folder: Path, *options: str) -> list[str]:
-    """The command line of the doctor on the left machine."""
-    folder = machines["left"].folder.parent
-    config = run_folder.parent / "run.yaml"
-    config.write_text(
-        f"model: {{architecture: llama}}\nrun: {{dir: {run_folder}}}\ndata: {{cache_dir: {run_folder.parent}/cache}}\n"
-    )
-    command = [sys.executable, "-m", "launch.doctor", "--hostfile", f"{folder}/hostfile", "--config", str(config)]
-    return machines["left"].command(*command, "--json", "--ssh", f"ssh -F {folder}/ssh_config", *options)
-
-
 def doctor(
     machines: dict[str, Machine], run_folder: Path, *options: str, seconds: float = 120
 ) -> tuple[int, list[dict]]:
     """Exit code and findings of the doctor, started on the left machine as a user would."""
-    command = doctor_command(machines, run_folder, *options)
+    folder, work = machines["left"].folder.parent, run_folder.parent
+    config = work / "run.yaml"
+    config.write_text(
+        f"model: {{architecture: llama}}\nrun: {{dir: {run_folder}}}\ndata: {{cache_dir: {work}/cache}}\n"
+    )
+    command = [sys.executable, "-m", "launch.doctor", "--hostfile", f"{folder}/hostfile", "--config", str(config)]
+    command = machines["left"].command(*command, "--json", "--ssh", f"ssh -F {folder}/ssh_config", *options)
     done = subprocess.run(command, cwd=REPOSITORY, env=clean(), capture_output=True, text=True, timeout=seconds)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)["findings"]
@@ -84,81 +80,48 @@ def test_ctrl_c_ends_what_runs_on_the_machines(machines):
     interrupt(lambda token: machines["left"].command(sys.executable, "-c", script, token), programs=2)
 
 
-def add(machine: Machine, name: str, text: str) -> None:
-    """Put a file where the machine's Python finds it."""
-    path = machine.folder / "python" / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
+def etc_hosts(old: str, new: str) -> str:
+    """The command that rewrites /etc/hosts, with one thing in it changed."""
+    return f"printf '{HOSTS.replace(old, new)}' >/etc/hosts"  # the same file, which is mounted there
 
 
-def set_hosts(machine: Machine, text: str) -> None:
-    """Rewrite its /etc/hosts."""
-    with (machine.folder / "hosts").open("w") as file:  # the same file, which is mounted there
-        file.write(text)
-
-
-# A fault's name: commands to run on the right machine or a function of it, what takes that back, the check that must
-# be red there, what it must name.
+BACK = etc_hosts("", "")
+OWN_NAME = "right resolves to 127.0.1.1"
+CODE = REPOSITORY / "launch/supervise.py"
+AHEAD = r"printf 'import time\nreal = time.time\ntime.time = lambda: real() + 100\n' >{python}/sitecustomize.py"
+OTHER = "{python}/deepspeed-0.19.7.dist-info"
+OTHER_DEEPSPEED = rf"mkdir {OTHER}; printf 'Name: deepspeed\nVersion: 0.19.7\n' >{OTHER}/METADATA"
+ONLY_SSH = "ip rule add priority 10 sport 22 ipproto tcp table main; ip rule add priority 20 to 10.211.7.1 prohibit"
+RULES_BACK = "ip rule del priority 10; ip rule del priority 20"
+# A fault's name: commands to run on the right machine, whose Python looks into {python}; those that take it back, the
+# check that must be red there, what it must name.
 FAULTS = {
-    "its name for the other is missing": (
-        lambda right: set_hosts(right, HOSTS.replace("10.211.7.1 left\n", "")),
-        lambda right: set_hosts(right, HOSTS),
-        "names",
-        "left does not resolve",
-    ),
-    "its own name is a loopback address": (
-        lambda right: set_hosts(right, HOSTS.replace("10.211.7.2", "127.0.1.1")),
-        lambda right: set_hosts(right, HOSTS),
-        "names",
-        "right resolves to 127.0.1.1",
-    ),
-    "its clock is 100 s ahead": (
-        lambda right: add(
-            right, "sitecustomize.py", "import time\nreal = time.time\ntime.time = lambda: real() + 100\n"
-        ),
-        lambda right: (right.folder / "python/sitecustomize.py").unlink(),
-        "clock",
-        "s ahead of this machine",
-    ),
-    "another version of deepspeed": (
-        lambda right: add(right, "deepspeed-0.19.7.dist-info/METADATA", "Name: deepspeed\nVersion: 0.19.7\n"),
-        lambda right: shutil.rmtree(right.folder / "python/deepspeed-0.19.7.dist-info"),
-        "versions",
-        "deepspeed is 0.19.7",
-    ),
-    "another state of the code": (
-        lambda right: right.run("mount", "--bind", "/dev/null", f"{REPOSITORY}/launch/supervise.py"),
-        lambda right: right.run("umount", f"{REPOSITORY}/launch/supervise.py"),
-        "versions",
-        "Mantissa's code is",
-    ),
-    "no such Python": (
-        lambda right: right.run("mount", "-t", "tmpfs", "none", str(Path(sys.executable).parent)),
-        lambda right: right.run("umount", str(Path(sys.executable).parent)),
-        "ssh",
-        f"it has no {sys.executable}",
-    ),
-    "only ssh passes": (
-        lambda right: [
-            right.run("ip", "rule", "add", "priority", "10", "sport", "22", "ipproto", "tcp", "table", "main"),
-            right.run("ip", "rule", "add", "priority", "20", "to", "10.211.7.1", "prohibit"),
-        ],
-        lambda right: [right.run("ip", "rule", "del", "priority", number) for number in ("10", "20")],
-        "network",
-        "no TCP connection to left",
-    ),
+    "its name for the other is missing": (etc_hosts("10.211.7.1 left\n", ""), BACK, "names", "left does not resolve"),
+    "its own name is a loopback address": (etc_hosts("10.211.7.2", "127.0.1.1"), BACK, "names", OWN_NAME),
+    "its clock is 100 s ahead": (AHEAD, "rm {python}/sitecustomize.py", "clock", "s ahead of this machine"),
+    "another version of deepspeed": (OTHER_DEEPSPEED, f"rm -r {OTHER}", "versions", "deepspeed is 0.19.7"),
+    "another state of the code": (f"mount --bind /dev/null {CODE}", f"umount {CODE}", "versions", "Mantissa's code is"),
+    "no such Python": (f"mount -t tmpfs none {BIN}", f"umount {BIN}", "ssh", f"it has no {sys.executable}"),
+    "only ssh passes": (ONLY_SSH, RULES_BACK, "network", "no TCP connection to left"),
 }
+
+
+@contextmanager
+def changed(machine: Machine, commands: str, back: str) -> Iterator[None]:
+    """The machine after some commands; others undo them in the end."""
+    plant, take_back = (f"set -e; {text.format(python=machine.folder / 'python')}" for text in (commands, back))
+    machine.run("sh", "-c", plant)
+    try:
+        yield
+    finally:
+        machine.run("sh", "-c", take_back)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_on_one_machine_is_found_and_named(machines, run_folder, fault):
-    plant, take_back, check, words = FAULTS[fault]
-    right = machines["right"]
-    plant(right)
-    try:
+    commands, back, check, words = FAULTS[fault]
+    with changed(machines["right"], commands, back):
         code, findings = doctor(machines, run_folder, "--quick")
-    finally:
-        take_back(right)
     found = bad(findings)
     assert code == 1 and words in found[check, "right"]["what"], found
     assert found[check, "right"]["fix"]
@@ -167,12 +130,8 @@ def test_a_fault_on_one_machine_is_found_and_named(machines, run_folder, fault):
 
 
 def test_a_run_folder_that_is_not_shared(machines, run_folder):
-    right = machines["right"]
-    right.run("mount", "-t", "tmpfs", "none", str(run_folder))
-    try:
+    with changed(machines["right"], f"mount -t tmpfs none {run_folder}", f"umount {run_folder}"):
         code, findings = doctor(machines, run_folder, "--quick")
-    finally:
-        right.run("umount", str(run_folder))
     found = bad(findings)
     assert code == 1 and found.keys() == {("shared folder", "left"), ("shared folder", "right")}
     assert "what left wrote is not seen here" in found["shared folder", "right"]["what"]

@@ -15,10 +15,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import kubernetes_validate
 import pytest
@@ -28,6 +30,7 @@ from config.child_jobs import free_port
 from config.cli import REPOSITORY
 from launch.kubernetes import alive, retryable
 from tests.support import kubernetes_image as image
+from tests.support import launches
 from tests.support.kubernetes_checks import Manifests, Pod, arguments, pods, problems
 from tests.support.kubernetes_manifests import API_VERSIONS, NEWEST, Document, all_documents, schema_problems
 from tests.support.launches import BIN
@@ -80,12 +83,9 @@ def test_every_key_that_is_misspelt_is_found():
     bound = [item for item in everything if item not in free]
     assert len(bound) > 800 and len(free) > 60
     for document, parent, key, path in [*free, *random.sample(bound, RENAMED)]:
-        items = list(parent.items())
-        parent.clear()
-        parent.update((f"{name}x" if name == key else name, value) for name, value in items)
-        caught = next(schema_problems(document), None) or problems(found, uid=image.uid())
-        parent.clear()
-        parent.update(items)
+        renamed = {f"{name}x" if name == key else name: value for name, value in parent.items()}
+        with patch.dict(parent, renamed, clear=True):
+            caught = next(schema_problems(document), None) or problems(found, uid=image.uid())
         assert caught or ".".join(map(str, path)) in INFORMATION, (document["kind"], path)
 
 
@@ -215,25 +215,15 @@ def start(pod: Pod, machine: Path, values: dict[str, str], replace: dict[str, st
     environment |= image.environment() | values
     environment |= {"PATH": f"{BIN}:/usr/bin:/bin", "TMPDIR": str(machine / "tmp")}
     line = [here(word) for word in pod.container["command"] + pod.container["args"]] + list(overrides)
-    return subprocess.Popen(
-        [*as_user(), *line],
-        cwd=machine / "image",
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    words = [*as_user(), *line]
+    return subprocess.Popen(words, cwd=machine / "image", env=environment, start_new_session=True, **output)
 
 
 SMALL = [
-    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
+    *launches.SMALL,
     "model.activation_checkpointing=none",
-    "data.source=text",
     "data.name=null",
-    "data.tokenizer=bytes",
-    "data.sequence_length=32",
-    "data.validation_fraction=0.2",
     "batch.global_size=4",
     "batch.micro_size=2",
     "schedule.warmup_steps=2",
@@ -250,21 +240,15 @@ def train_and_ask_to_stop(machine: Path, both: list[Pod]) -> list[int]:
     (machine / "etc/run.yaml").write_text(manifests()["config.yaml"][0]["data"]["run.yaml"])
     carry_over_the_built_op(machine / "cache/torch_extensions")
     metrics, master = str(free_port()), str(free_port())
-    replace = {"--nproc-per-node=8": "--nproc-per-node=1", "mantissa-leader-0-0.mantissa": "127.0.0.1"}
-    replace["29500"] = master
+    replace = {"--nproc-per-node=8": "--nproc-per-node=1", "mantissa-leader-0-0.mantissa": "127.0.0.1", "29500": master}
     overrides = [*SMALL, f"data.path={machine}/image/config", f"run.dir={machine}/runs", "run.steps=100000"]
     overrides += [f"data.cache_dir={machine}/data/prepared", f"tracking.prometheus_port={metrics}"]
     jobs = []
     for rank, pod in enumerate(both):
         values = {"NODE_RANK": str(rank), "PET_MASTER_PORT": master}
         jobs.append(start(pod, machine, values, replace, *overrides))
-    outputs = ["" for _ in jobs]
-    readers = [
-        threading.Thread(target=lambda n=n, job=job: outputs.__setitem__(n, job.stdout.read()))
-        for n, job in enumerate(jobs)
-    ]
-    for reader in readers:
-        reader.start()
+    readers = ThreadPoolExecutor(len(jobs))
+    outputs = [readers.submit(job.stdout.read) for job in jobs]
     try:
         path = both[0].container["readinessProbe"]["httpGet"]["path"]
         wait_for(f"http://127.0.0.1:{metrics}{path}", "mantissa_step{", jobs)
@@ -280,9 +264,7 @@ def train_and_ask_to_stop(machine: Path, both: list[Pod]) -> list[int]:
                 if job.poll() is None:
                     job.terminate()
                     time.sleep(1)
-        for reader in readers:
-            reader.join(timeout=10)
-        print(*outputs, sep="\n")
+        print(*(output.result(timeout=10) for output in outputs), sep="\n")
 
 
 def saved(machine: Path) -> bool:
@@ -312,14 +294,15 @@ def carry_over_the_built_op(folder: Path) -> None:
 
 def wait_for(url: str, line: str, jobs: list[Any]) -> None:
     """Until the readiness probe is answered, with a line that begins so: the run has started."""
-    deadline = time.monotonic() + 300
-    while True:
+
+    def answered() -> bool:
+        assert all(job.poll() is None for job in jobs)
         with suppress(urllib.error.URLError, ConnectionError):
             answer = urllib.request.urlopen(url, timeout=5)
-            if answer.status == 200 and f"\n{line}" in answer.read().decode():
-                return
-        assert time.monotonic() < deadline and all(job.poll() is None for job in jobs)
-        time.sleep(0.2)
+            return answer.status == 200 and f"\n{line}" in answer.read().decode()
+        return False
+
+    launches.wait_until(answered, seconds=300)
 
 
 def test_the_image_is_made_of_what_is_needed_to_train_and_nothing_to_test(machine):

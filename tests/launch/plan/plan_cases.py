@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -47,12 +48,10 @@ def traffic_of(world: World, *, overrides: Sequence[str], vocabulary: int) -> di
 
 
 def resolve(overrides: Sequence[str]) -> Resolved:
-    """The demo recipe with these overrides."""
     return read_command_line(["--config", str(REPOSITORY / "config/recipes/demo.yaml"), *overrides])
 
 
 def engine_of(resolved: Resolved, vocabulary: int, world: World) -> Any:
-    """An engine on random weights."""
     sequence = resolved.config.data.sequence_length
     shape = model_config(resolved.config.model, vocab_size=vocabulary, sequence_length=sequence)
     return build_engine(resolved, shape, world)
@@ -68,7 +67,6 @@ def batch_of(world: World, resolved: Resolved, vocabulary: int) -> Batch:
 
 
 def one_step(engine: Any, batch: Batch, step: int) -> None:
-    """Forward, backward and update."""
     outcome = engine.forward_backward(batch, step=step + 1)
     engine.step(engine.health(outcome), 1e-4)
 
@@ -109,10 +107,5 @@ def counted() -> Iterator[Counter[str]]:
 
         return call
 
-    try:
-        for name in names:
-            setattr(dist, name, counting(name))
+    with patch.multiple(dist, **{name: counting(name) for name in names}):
         yield found
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)

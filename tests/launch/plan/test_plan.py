@@ -34,8 +34,12 @@ def big():
     return read_shape(resolved.config), layout_of(resolved, world=8, on_cpu=False)
 
 
+def planner_of(shape, device=DEVICES["h100"]) -> Planner:
+    """With 72 GiB of an H100 and nothing reserved."""
+    return Planner(shape, DEVICES["h100"], 72 * GIB, 0.0, partial(speed, shape, device=device))
+
+
 def planned(capsys, *arguments: str) -> dict:
-    """What --json prints."""
     assert plan.main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -96,7 +100,7 @@ def test_a_measured_throughput_gives_its_mfu_back(big) -> None:
 def test_the_smallest_that_fits_is_the_first_and_largest(big) -> None:
     """No lower stage fits with any micro-batch, and none with twice its micro-batch."""
     shape, layout = big
-    planner = Planner(shape, DEVICES["h100"], 72 * GIB, 0.0, partial(speed, shape, device=DEVICES["h100"]))
+    planner = planner_of(shape)
     smallest = next(option for option in planner.stages(layout).values() if option)
     assert smallest.fits
     chosen = smallest.layout
@@ -109,14 +113,11 @@ def test_the_smallest_that_fits_is_the_first_and_largest(big) -> None:
 
 def test_scaling_keeps_the_global_batch_while_it_can(big) -> None:
     shape, layout = big
-    planner = Planner(shape, DEVICES["h100"], 72 * GIB, 0.0, partial(speed, shape, device=DEVICES["h100"]))
-    options = planner.scaling(layout)
+    options = planner_of(shape).scaling(layout)
     assert [item.layout.world for item in options] == [2**power for power in range(11)]
     batches = [item.layout.world * item.layout.micro * item.layout.accumulation for item in options]
     assert batches == [256] * 9 + [512, 1024]
-    slow = Planner(
-        shape, DEVICES["h100"], 72 * GIB, 0.0, partial(speed, shape, device=replace(DEVICES["h100"], network=5e9))
-    )
+    slow = planner_of(shape, replace(DEVICES["h100"], network=5e9))
     assert communication_bound_from(options) is None
     assert communication_bound_from(slow.scaling(layout)) == 16
 

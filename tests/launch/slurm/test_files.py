@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,26 +12,25 @@ import pytest
 from config.cli import REPOSITORY
 from launch.slurm.restart import main, requeue_decision
 from launch.supervise import Session
+from tests.support.launches import BIN
 
-BIN = Path(sys.executable).parent
 FOLDER = REPOSITORY / "launch" / "slurm"
 SCRIPTS = sorted([*FOLDER.glob("*.sbatch"), *FOLDER.glob("*.sh")])
+ASKED_TO_STOP = "asked to stop by SIGTERM or SIGUSR1"
 PRINT_PLACE = '#!/bin/sh\necho $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE; echo "$@"\n'
 
 
 def bash(folder: Path, script: str, *words: str, **environment: object) -> subprocess.CompletedProcess[str]:
     """Run one of the scripts, with `folder` first on the PATH."""
-    settings = {
-        "PATH": f"{folder}:{BIN}:{os.environ['PATH']}",
-        **{key: str(value) for key, value in environment.items()},
-    }
+    settings = {key: str(value) for key, value in environment.items()}
+    settings["PATH"] = f"{folder}:{BIN}:{os.environ['PATH']}"
     command = ["bash", str(FOLDER / script), *words]
     return subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True, timeout=30, check=False)
 
 
-def python_that_tells(folder: Path) -> None:
+def python_that_tells(folder: Path, text: str = PRINT_PLACE) -> None:
     """A python that prints what it was told, in place of a training job."""
-    (folder / "python").write_text(PRINT_PLACE)
+    (folder / "python").write_text(text)
     (folder / "python").chmod(0o755)
 
 
@@ -97,8 +95,7 @@ def test_sweep_runs_its_trial_and_passes_its_exit_code_on(tmp_path):
     for path in ("train.py", "launch/slurm/common.sh"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / path, tmp_path / path)
-    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\nexit 3\n')
-    (tmp_path / "python").chmod(0o755)
+    python_that_tells(tmp_path, '#!/bin/sh\necho "$@"\nexit 3\n')
     job = {"SLURM_SUBMIT_DIR": tmp_path, "SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 1, "SLURM_JOB_NODELIST": "n1"}
     done = bash(tmp_path, "sweep.sbatch", "runs/tried", **job, SLURM_ARRAY_TASK_ID=5)
     assert (done.returncode, done.stderr) == (3, "")
@@ -114,13 +111,7 @@ def test_sweep_runs_its_trial_and_passes_its_exit_code_on(tmp_path):
         (Session(furthest=6, saved=6, exit_code=3), 3, 3, False, "numerics"),
         (Session(furthest=6, saved=6, exit_code=3), 1, 3, False, "numerics"),
         (Session(furthest=6, saved=4, exit_code=74), 1, 74, False, "cannot be written"),
-        (
-            Session(furthest=6, saved=6, exit_code=75, reason="asked to stop by SIGTERM or SIGUSR1"),
-            1,
-            75,
-            True,
-            "asked",
-        ),
+        (Session(furthest=6, saved=6, exit_code=75, reason=ASKED_TO_STOP), 1, 75, True, "asked"),
         (Session(furthest=6, saved=6, exit_code=75, reason="run.max_minutes is up"), 75, 75, False, "max_minutes"),
         (Session(furthest=6, saved=4), 137, 137, True, "killed by SIGKILL after it saved step 4"),
         (Session(furthest=6, saved=4), 69, 69, True, "exit code 69 after it saved step 4"),

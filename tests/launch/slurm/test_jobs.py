@@ -37,21 +37,25 @@ def unbroken(work) -> list[tuple]:
 
 
 def arguments(work: Path, name: str, *overrides: str) -> list[str]:
-    """What train.py is told."""
     return launches.command("python", work, name, *overrides)[2:]
 
 
 def steps(work: Path, name: str) -> list[tuple]:
-    """Step, loss, gradient norm and samples of every step, the later line of a repeated one; the loss as it is, bit for
-    bit."""
+    """Step, loss bit for bit, gradient norm and samples of every step, the later line of a repeated one."""
     found = {event["step"]: event for event in launches.events(work, name, "step")}
     return [(step, found[step]["loss"], found[step]["grad_norm"], found[step]["sample_ids_sha256"]) for step in found]
 
 
 def reached(work: Path, name: str, step: int) -> bool:
-    """Whether a job has made that step."""
     path = work / "runs" / name / "events.jsonl"
     return path.exists() and any(event["step"] >= step for event in launches.events(work, name, "step"))
+
+
+def ended(cluster: Cluster, number: int, state: str, code: str, restarts: str) -> str:
+    """The log of a job, once it has ended so."""
+    job, log = cluster.ended(number), cluster.log(number)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == (state, code, restarts), log
+    return log
 
 
 def sessions(work: Path, name: str) -> list[dict]:
@@ -63,12 +67,11 @@ def test_a_job_has_the_losses_of_one_host(cluster, work, options):
     if not (work / "runs" / "alone").exists():
         launches.finish(launches.command("torchrun", work, "alone"))
     name = f"slurm-{options[0][-1]}"
-    job = cluster.ended(cluster.submit(*options, SBATCH, *arguments(work, name)))
-    log = cluster.log(int(job["JobId"]))
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), log
+    number = cluster.submit(*options, SBATCH, *arguments(work, name))
+    log = ended(cluster, number, "COMPLETED", "0:0", "0")
     assert len(steps(work, name)) == 6 and steps(work, name) == steps(work, "alone")
     assert f"start 1, {options[0][-1]} node(s)" in log and "slurm: done (exit code 0)" in log
-    assert (cluster.logs_of(int(job["JobId"])) / "task-1.log").stat().st_size > 0
+    assert (cluster.logs_of(number) / "task-1.log").stat().st_size > 0
     (again,) = [shlex.split(line)[2:] for line in log.splitlines() if line.startswith("resume ")]
     assert again[:1] == ["sbatch"] and {*options, SBATCH} < set(again)
     assert cluster.ended(cluster.submit(*again[1:]))["JobState"] == "COMPLETED"
@@ -108,19 +111,14 @@ def terminated(cluster: Cluster, number: int) -> None:
     ("stop", "processes"),
     [(warned, "1"), (requeued, "1"), (displaced, "1"), (terminated, "1"), (warned, "2"), (requeued, "2")],
 )
-def test_a_preempted_job_goes_on_as_if_it_had_not_been(cluster, work, unbroken, stop, processes):
+def test_a_preempted_job_goes_on_as_if_it_had_not_been(cluster, work, unbroken, monkeypatch, stop, processes):
     name = f"{stop.__name__}-{processes}"
     options = TWO_NODES if processes == "1" else ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=2"]
-    cluster.environment["MANTISSA_PROCESSES"] = processes
-    try:
-        number = cluster.submit(*options, SBATCH, *arguments(work, name, *LONG, "run.resume=never"))
-    finally:
-        del cluster.environment["MANTISSA_PROCESSES"]
+    monkeypatch.setitem(cluster.environment, "MANTISSA_PROCESSES", processes)
+    number = cluster.submit(*options, SBATCH, *arguments(work, name, *LONG, "run.resume=never"))
     cluster.until(lambda: reached(work, name, 50), "step 50", seconds=200, why=lambda: cluster.log(number))
     stop(cluster, number)
-    job = cluster.ended(number)
-    log = cluster.log(number)
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), log
+    log = ended(cluster, number, "COMPLETED", "0:0", "1")
     ends = launches.events(work, name, "run_end")
     assert [(end["status"], end["exit_code"]) for end in ends] == [("preempted", 75), ("done", 0)], log
     assert 50 <= ends[0]["step"] < 300 and len(sessions(work, name)) == 2
@@ -132,24 +130,17 @@ def test_a_killed_rank_is_named_and_the_job_goes_on(cluster, work, unbroken):
     number = cluster.submit(*TWO_NODES, SBATCH, *arguments(work, "killed", *LONG))
     cluster.until(lambda: reached(work, "killed", 90), "step 90", seconds=200, why=lambda: cluster.log(number))
     cluster.machines["right"].run("sh", "-c", "kill -KILL $(pgrep -f '^python train.py')")  # of its own processes
-    job = cluster.ended(number)
-    log = cluster.log(number)
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), log
+    log = ended(cluster, number, "COMPLETED", "0:0", "1")
     assert "error: rank 1 (pid " in log and "requeued" in log
     assert steps(work, "killed") == unbroken
 
 
-def test_a_job_is_requeued_so_often_and_no_more(cluster, work):
-    cluster.environment["MANTISSA_MAX_RESTARTS"] = "0"
-    try:
-        number = cluster.submit(*TWO_NODES, SBATCH, *arguments(work, "once", *LONG))
-    finally:
-        del cluster.environment["MANTISSA_MAX_RESTARTS"]
+def test_a_job_is_requeued_so_often_and_no_more(cluster, work, monkeypatch):
+    monkeypatch.setitem(cluster.environment, "MANTISSA_MAX_RESTARTS", "0")
+    number = cluster.submit(*TWO_NODES, SBATCH, *arguments(work, "once", *LONG))
     cluster.until(lambda: reached(work, "once", 10), "step 10", seconds=200, why=lambda: cluster.log(number))
     warned(cluster, number)
-    job = cluster.ended(number)
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "75:0", "0"), cluster.log(number)
-    assert "not requeued, there were 0 restarts" in cluster.log(number)
+    assert "not requeued, there were 0 restarts" in ended(cluster, number, "FAILED", "75:0", "0")
 
 
 def test_a_cancelled_job_saves_and_stays_cancelled(cluster, work):
@@ -169,9 +160,8 @@ def test_a_cancelled_job_saves_and_stays_cancelled(cluster, work):
     ],
 )
 def test_a_mistake_is_not_requeued(cluster, work, override, said):
-    job = cluster.ended(cluster.submit(*TWO_NODES, SBATCH, *arguments(work, "mistake", override)))
-    log = cluster.log(int(job["JobId"]))
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0"), log
+    number = cluster.submit(*TWO_NODES, SBATCH, *arguments(work, "mistake", override))
+    log = ended(cluster, number, "FAILED", "2:0", "0")
     assert "error: " in log and said in log and "Traceback" not in log
 
 

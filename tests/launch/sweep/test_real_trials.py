@@ -6,25 +6,19 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from config.cli import REPOSITORY
-from launch.sweep.trial import RUN_FOLDER_VARIABLE
-from tests.support.launches import BIN, events
+from tests.launch.sweep.test_sweep import processes_of
+from tests.support import launches
+from tests.support.launches import events
 from tracking.jsonl import read_events
 
 pytestmark = pytest.mark.slow
-
-LAUNCHERS = {
-    "deepspeed": ["deepspeed", "--num_gpus", 2],
-    "torchrun": ["torchrun", "--nproc_per_node", 2],
-}
 
 ONE = {"grid": {"optimizer.learning_rate": [0.01]}}
 
@@ -35,13 +29,9 @@ def sweep_file(folder: Path, name: str, **more) -> Path:
         "run.dir": f"{folder}/runs",
         "run.steps": 12,
         "schedule.warmup_steps": 2,
-        "data.source": "text",
+        **{key: yaml.safe_load(value) for key, value in (setting.split("=", 1) for setting in launches.SMALL)},
         "data.path": str(folder / "text"),
         "data.cache_dir": f"{folder}/cache",
-        "data.tokenizer": "bytes",
-        "data.sequence_length": 32,
-        "data.validation_fraction": 0.2,
-        "model.config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
         "deepspeed.config": "ds_configs/zero2_fp32.json",
         "precision.compute": "fp32",
         "batch.global_size": 8,
@@ -54,7 +44,7 @@ def sweep_file(folder: Path, name: str, **more) -> Path:
     tree = {
         "config": str(REPOSITORY / "config/recipes/demo.yaml"),
         "name": name,
-        "launcher": LAUNCHERS["deepspeed"],
+        "launcher": ["deepspeed", "--num_gpus", 2],
         "fixed": fixed,
         "grid": {"optimizer.learning_rate": [0.01, 0.003]},
         **more,
@@ -64,57 +54,24 @@ def sweep_file(folder: Path, name: str, **more) -> Path:
     return path
 
 
-def start(path: Path, *options: str) -> subprocess.Popen[str]:
-    """The sweep, in a session of its own."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "launch.sweep", str(path), *options],
-        cwd=REPOSITORY,
-        env={**environment, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def command(path: Path) -> list[str]:
+    return [sys.executable, "-m", "launch.sweep", str(path)]
 
 
 def finish(path: Path, *, code: int = 0) -> str:
-    """Run a sweep to its end; what it printed."""
-    sweep = start(path)
-    output, _ = sweep.communicate(timeout=900)
-    assert sweep.returncode == code, output
-    return output
+    return launches.finish(command(path), exit_code=code, seconds=900)
 
 
 def wait_for_step(folder: Path, name: str, step: int) -> None:
-    """Return when a run has made a step."""
-    ends = time.monotonic() + 300
     path = folder / "runs" / name / "events.jsonl"
-    while time.monotonic() < ends:
-        if path.is_file() and any(e["event"] == "step" and e["step"] >= step for e in read_events(path)):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{name} never came to step {step}")
 
+    def made() -> bool:
+        return path.is_file() and any(e["event"] == "step" and e["step"] >= step for e in read_events(path))
 
-def processes_of(folder: Path) -> list[int]:
-    """Every process of a sweep's trials on this machine, seen by its command line or its mark."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            told = str(folder).encode() in (path / "cmdline").read_bytes()
-            marked = f"{RUN_FOLDER_VARIABLE}={folder}".encode() in (path / "environ").read_bytes()
-        except OSError:
-            continue
-        if (told or marked) and path.name != str(os.getpid()):
-            found.append(int(path.name))
-    return found
+    launches.wait_until(made, seconds=300, why=lambda: f"{name} never came to step {step}")
 
 
 def results(folder: Path, name: str) -> dict:
-    """What a sweep ended in."""
     return json.loads((folder / "runs" / name / "results.json").read_text())
 
 
@@ -144,7 +101,7 @@ def unbroken(folder):
 
 def test_killed_by_sigkill_it_takes_its_ranks_with_it_and_goes_on(folder, unbroken):
     path = sweep_file(folder, "killed", **ONE)
-    sweep = start(path)
+    sweep = launches.start(command(path))
     wait_for_step(folder, "killed/killed-000", 4)
     sweep.kill()
     sweep.communicate(timeout=300)  # its trial holds the pipe until it has saved and gone
@@ -159,7 +116,7 @@ def test_killed_by_sigkill_it_takes_its_ranks_with_it_and_goes_on(folder, unbrok
 
 def test_when_every_process_is_killed_the_next_start_goes_on_from_the_checkpoints(folder, unbroken):
     path = sweep_file(folder, "gone", **ONE)
-    sweep = start(path)
+    sweep = launches.start(command(path))
     wait_for_step(folder, "gone/gone-000", 4)
     trial = int(Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()[0])
     for pid in (sweep.pid, trial):  # nobody is left to end the launcher and its ranks
@@ -174,8 +131,8 @@ def test_when_every_process_is_killed_the_next_start_goes_on_from_the_checkpoint
 
 
 def test_ctrl_c_saves_all_and_the_next_start_goes_on(folder, unbroken):
-    path = sweep_file(folder, "paused", slots=2, launcher=LAUNCHERS["torchrun"])
-    sweep = start(path)
+    path = sweep_file(folder, "paused", slots=2, launcher=["torchrun", "--nproc_per_node", 2])
+    sweep = launches.start(command(path))
     for index in (0, 1):
         wait_for_step(folder, f"paused/paused-00{index}", 3)
     sweep.send_signal(signal.SIGINT)

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,7 +23,8 @@ from launch.sweep.file import as_setting, read_sweep
 from launch.sweep.folder import prepare
 from launch.sweep.rule import Hopeless, Report, hopeless_reason
 from launch.sweep.slots import slot_environments
-from launch.sweep.trial import command_of
+from launch.sweep.trial import RUN_FOLDER_VARIABLE, command_of
+from tests.support import launches
 from tests.support.launches import BIN
 
 EXAMPLES = sorted((REPOSITORY / "launch/sweeps").glob("*.yaml"))
@@ -45,29 +45,20 @@ def sweep_file(folder: Path, **keys) -> Path:
     return path
 
 
-def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    """`python -m launch.sweep`."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MASTER_PORT")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "launch.sweep", *map(str, arguments)],
-        cwd=REPOSITORY,
-        env={**kept, "PATH": f"{BIN}:{os.environ['PATH']}", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def command(*arguments: object, **environment: str) -> list[str]:
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    return ["env", "-u", "OMP_NUM_THREADS", *settings, sys.executable, "-m", "launch.sweep", *map(str, arguments)]
 
 
 def finish(*arguments: object, code: int = 0, **environment: str) -> str:
-    """Run it to its end; what it printed."""
-    sweep = start(*arguments, **environment)
-    output, _ = sweep.communicate(timeout=60)
-    assert sweep.returncode == code, output
-    return output
+    return launches.finish(command(*arguments, **environment), exit_code=code, seconds=60)
+
+
+def saved_once(folder: Path) -> bool:
+    return (folder / "runs/it/it-000/checkpoints/step-1").exists()
 
 
 def results(folder: Path) -> dict:
-    """results.json."""
     return json.loads((folder / "runs/it/results.json").read_text())
 
 
@@ -77,28 +68,21 @@ def record(folder: Path, index: int) -> dict:
 
 
 def starts(folder: Path, index: int) -> list[dict]:
-    """Every start of a trial's run."""
     path = folder / f"runs/it/it-{index:03d}/starts"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def wait_for(condition) -> None:
-    """Return when it holds."""
-    ends = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < ends, "it never came to that"
-        time.sleep(0.02)
-
-
 def processes_of(folder: Path) -> list[int]:
-    """Processes whose command line names a folder."""
+    """Every process of a sweep's trials on this machine, seen by its command line or its mark."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            if str(folder).encode() in path.read_bytes():
-                found.append(int(path.parent.name))
+            told = str(folder).encode() in (path / "cmdline").read_bytes()
+            marked = f"{RUN_FOLDER_VARIABLE}={folder}".encode() in (path / "environ").read_bytes()
         except OSError:
             continue
+        if (told or marked) and path.name != str(os.getpid()):
+            found.append(int(path.name))
     return found
 
 
@@ -107,9 +91,8 @@ def test_the_rule_is_viziers_median_stopping_rule():
     draw = random.Random(0)
     seen = set()
     for _ in range(500):
-        rule = Hopeless(
-            after_steps=draw.choice([1, 20, 40]), factor=draw.choice([1.0, 1.1]), trials=draw.choice([1, 3])
-        )
+        after_steps, factor = draw.choice([1, 20, 40]), draw.choice([1.0, 1.1])
+        rule = Hopeless(after_steps=after_steps, factor=factor, trials=draw.choice([1, 3]))
 
         def curve() -> list[Report]:
             losses = [draw.choice([1.0, 2.0, draw.uniform(1, 3), draw.uniform(1, 3), math.inf]) for _ in range(6)]
@@ -146,11 +129,8 @@ def test_events_are_read_as_they_come_and_the_later_attempt_counts(tmp_path):
     path = tmp_path / "events.jsonl"
     steps = [{"event": "step", "step": n, "loss": float(n), "tokens_per_second": 10.0} for n in range(1, 9)]
     again = [{"event": "step", "step": n, "loss": "inf" if n == 6 else 100.0 + n} for n in (5, 6)]
-    lines = [
-        {"event": "run_start", "step": 0, "world_size": 4},
-        *steps,
-        {"event": "run_end", "step": 8, "exit_code": 75},
-    ]
+    lines = [{"event": "run_start", "step": 0, "world_size": 4}, *steps]
+    lines += [{"event": "run_end", "step": 8, "exit_code": 75}]
     lines += [{"event": "run_start", "step": 4, "world_size": 2}, *again, {"event": "eval", "step": 6, "loss": 7.5}]
     text = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
     history = History(path)
@@ -169,10 +149,7 @@ def test_events_are_read_as_they_come_and_the_later_attempt_counts(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            {"grid": {"optimizer.lerning_rate": [1]}},
-            "optimizer.lerning_rate: no such key; did you mean optimizer.learning",
-        ),
+        ({"grid": {"optimizer.learning_rat": [1]}}, "optimizer.learning_rat: no such key; did you mean optimizer.lea"),
         ({"fixed": {"run.stpes": 3}}, "run.stpes: no such key; did you mean run.steps?"),
         ({"grid": {RATE: [1e-3, "fast"]}}, "optimizer.learning_rate = 'fast' is not a number"),
         ({"grid": {"batch.micro_size": [3]}}, "batch.micro_size=3: "),  # with one process 8 is no multiple of 3
@@ -190,10 +167,7 @@ def test_events_are_read_as_they_come_and_the_later_attempt_counts(tmp_path):
         ({"minutes": "long"}, "minutes = 'long' is not a number above 0"),
         ({"name": "a/b"}, "name = 'a/b' cannot be a folder name"),
         ({"config": "nowhere.yaml"}, "config = 'nowhere.yaml' does not exist"),
-        (
-            {"launcher": ["deepspeed"]},
-            "launcher = 'deepspeed' does not say how many processes it starts; add processes: N",
-        ),
+        ({"launcher": ["deepspeed"]}, "launcher = 'deepspeed' does not say how many processes it starts; add proc"),
         ({"launcher": "python -m launch.supervise -- torchrun"}, "launch.supervise would restart what the sweep"),
         ({"launcher": "torchrun --nproc_per_node=2", "processes": 3}, "processes = 3, but the launcher says 2"),
     ],
@@ -306,8 +280,8 @@ def test_a_launcher_gets_a_port_of_its_own_and_the_slots_devices(tmp_path, launc
 
 def test_a_killed_sweep_takes_its_trials_with_it_and_goes_on(tmp_path):
     path = sweep_file(tmp_path, trials=[SLOW, FAST], grid=None, fixed={"run.hypothesis": "leave"})
-    sweep = start(path)
-    wait_for(lambda: starts(tmp_path, 0) and (tmp_path / "runs/it/it-000/checkpoints/step-1").exists())
+    sweep = launches.start(command(path))
+    launches.wait_until(lambda: starts(tmp_path, 0) and saved_once(tmp_path))
     sweep.kill()
     sweep.communicate(timeout=30)  # the trial holds the pipe until it has gone
     assert record(tmp_path, 0)["status"] == "stopped" and processes_of(tmp_path / "runs") == []
@@ -319,8 +293,8 @@ def test_a_killed_sweep_takes_its_trials_with_it_and_goes_on(tmp_path):
 
 def test_what_nobody_is_left_to_end_is_ended_by_the_next_start(tmp_path):
     path = sweep_file(tmp_path, trials=[SLOW, FAST], grid=None, fixed={"run.hypothesis": "deaf"})
-    sweep = start(path)
-    wait_for(lambda: (tmp_path / "runs/it/it-000/checkpoints/step-1").exists())
+    sweep = launches.start(command(path))
+    launches.wait_until(lambda: saved_once(tmp_path))
     trial = int(Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()[0])
     for pid in (sweep.pid, trial):
         os.kill(pid, signal.SIGKILL)
@@ -334,8 +308,8 @@ def test_what_nobody_is_left_to_end_is_ended_by_the_next_start(tmp_path):
 
 def test_a_trials_own_process_that_is_killed_costs_that_trial_only(tmp_path):
     path = sweep_file(tmp_path, trials=[SLOW | {"optimizer.eps": 20}, FAST], grid=None)
-    sweep = start(path)
-    wait_for(lambda: starts(tmp_path, 0))
+    sweep = launches.start(command(path))
+    launches.wait_until(lambda: starts(tmp_path, 0))
     os.kill(int(Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()[0]), signal.SIGKILL)
     output, _ = sweep.communicate(timeout=60)
     assert sweep.returncode == 1, output
@@ -346,8 +320,8 @@ def test_a_trials_own_process_that_is_killed_costs_that_trial_only(tmp_path):
 @pytest.mark.parametrize("how", ["", "deaf"])
 def test_ctrl_c_saves_and_a_second_one_kills(tmp_path, how):
     path = sweep_file(tmp_path, fixed={"optimizer.eps": 0.3, "run.hypothesis": how})
-    sweep = start(path)
-    wait_for(lambda: (tmp_path / "runs/it/it-000/checkpoints/step-1").exists())
+    sweep = launches.start(command(path))
+    launches.wait_until(lambda: saved_once(tmp_path))
     sweep.send_signal(signal.SIGINT)
     if how == "deaf":
         time.sleep(0.5)
@@ -380,8 +354,8 @@ def test_a_changed_file_adds_trials_and_never_mixes_two_runs(tmp_path):
 
 def test_a_sweep_that_is_running_is_not_run_twice(tmp_path):
     path = sweep_file(tmp_path, fixed={"optimizer.eps": 0.3})
-    sweep = start(path)
-    wait_for(lambda: starts(tmp_path, 0))
+    sweep = launches.start(command(path))
+    launches.wait_until(lambda: starts(tmp_path, 0))
     assert "another process runs this sweep" in finish(path, code=2)
     sweep.send_signal(signal.SIGTERM)
     sweep.communicate(timeout=30)
@@ -409,23 +383,15 @@ def test_a_wandb_agent_forms_a_command_that_train_py_takes(tmp_path, monkeypatch
     launcher = "python -m launch.supervise --restarts 0 -- deepspeed --num_gpus 2"
     assert launcher in sweep["command"][shell]
     sweep["command"][shell] = sweep["command"][shell].replace(launcher, "python") + " --show-config"
-    for name, value in {
-        "WANDB_DIR": str(tmp_path),
-        "WANDB_SWEEP_ID": "s1",
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
+    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
     monkeypatch.setenv("WANDB_RUN_ID", "")  # the agent sets it, for good
     monkeypatch.chdir(REPOSITORY)
     agent = Agent(api=None, queue=None, sweep_id="s1")
     agent._sweep_command = sweep["command"]
-    values = {
-        RATE: 3.1e-05,
-        "optimizer.weight_decay": 0.0,
-        "schedule.name": "wsd",
-        "checkpoint.verify_after_save": True,
-    }
-    values |= {"optimizer.betas": [0.9, 0.99], "run.seed": 3}
+    values = {RATE: 3.1e-05, "optimizer.weight_decay": 0.0, "optimizer.betas": [0.9, 0.99], "run.seed": 3}
+    values |= {"schedule.name": "wsd", "checkpoint.verify_after_save": True}
     args = {key: {"value": value} for key, value in values.items()}
     agent._command_run({"program": sweep["program"], "run_id": "abc123", "args": args})
     assert agent._run_processes["abc123"].wait(timeout=60) == 0
