@@ -111,9 +111,7 @@ def test_in_16_bits_no_further_from_fp32_than_torch(architecture: str, compute: 
         ("budget", {"reentrant": False}, 4),
     ],
 )
-def test_recomputed_activations_give_the_same_gradients(
-    mode: Any, options: dict[str, Any], rotations: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_activations_give_the_same_gradients(mode, options, rotations, monkeypatch) -> None:
     """rotations: how often the kernel runs in two blocks, recomputation included."""
     from liger_kernel.ops import LigerRopeFunction
 
@@ -251,9 +249,7 @@ def test_auto_is_liger_where_it_can_be_had(pair: Any) -> None:
         ((), 1, "because of rank 1: model.kernels = liger: RMSNorm in LlamaRMSNorm is"),
     ],
 )
-def test_auto_is_torch_on_every_rank_where_one_cannot_have_it(
-    pair: Any, overrides: tuple[str, ...], lacking: int | None, words: str
-) -> None:
+def test_auto_is_torch_on_every_rank_where_one_cannot_have_it(pair, overrides, lacking, words) -> None:
     for notes, exchanged in pair.run(cases.chosen, overrides=overrides, lacking=lacking):
         assert exchanged == 0
         [note] = notes

@@ -345,9 +345,7 @@ def test_a_run_that_never_gets_healthy_ends_within_the_stated_bound(section: Gua
 
 @settings(max_examples=200, deadline=None)
 @given(section=SECTIONS, healths=st.lists(BAD | GOOD, max_size=150))
-def test_incidents_are_bounded_by_the_budgets_and_only_finite_steps_are_taken(
-    section: GuardSection, healths: list[Step]
-) -> None:
+def test_incidents_are_bounded_by_the_budgets_and_only_finite_steps_are_taken(section, healths) -> None:
     run, incidents, ended = Run(section), 0, False
     for health in healths:
         judgement = run.attempt(health)
@@ -363,9 +361,7 @@ def test_incidents_are_bounded_by_the_budgets_and_only_finite_steps_are_taken(
 
 @settings(max_examples=150, deadline=None)
 @given(section=SECTIONS, before=st.lists(BAD | GOOD, max_size=60), after=st.lists(BAD | GOOD, max_size=40))
-def test_a_run_resumed_anywhere_judges_as_an_unbroken_one(
-    section: GuardSection, before: list[Step], after: list[Step]
-) -> None:
+def test_a_run_resumed_anywhere_judges_as_an_unbroken_one(section, before, after) -> None:
     unbroken, resumed = Run(section), Run(section)
     for health in before:
         unbroken.attempt(health)

@@ -111,9 +111,7 @@ def test_adaptive_follows_the_oracle(section: LossScaleSection, pattern: list[bo
 
 @settings(max_examples=200, deadline=None)
 @given(section=sections(), pattern=PATTERNS)
-def test_the_scale_is_a_power_of_two_within_its_limits_and_moves_the_right_way(
-    section: LossScaleSection, pattern: list[bool]
-) -> None:
+def test_the_scale_is_a_power_of_two_within_its_limits_and_moves_the_right_way(section, pattern) -> None:
     policy, in_a_row = make_policy(section), 0
     for overflow in pattern:
         before, tolerance = policy.scale, policy.hysteresis
@@ -133,9 +131,7 @@ def test_the_scale_is_a_power_of_two_within_its_limits_and_moves_the_right_way(
 
 @settings(max_examples=200, deadline=None)
 @given(section=adaptive_sections(), pattern=PATTERNS)
-def test_away_from_the_limits_the_ratios_are_powers_of_the_factor(
-    section: LossScaleSection, pattern: list[bool]
-) -> None:
+def test_away_from_the_limits_the_ratios_are_powers_of_the_factor(section, pattern) -> None:
     policy = AdaptivePolicy(section)
     for overflow in pattern:
         before = policy.scale
@@ -151,9 +147,7 @@ def test_away_from_the_limits_the_ratios_are_powers_of_the_factor(
 
 @settings(max_examples=200, deadline=None)
 @given(section=adaptive_sections(), pattern=PATTERNS)
-def test_one_clean_window_restores_backoff_window_and_hysteresis(
-    section: LossScaleSection, pattern: list[bool]
-) -> None:
+def test_one_clean_window_restores_backoff_window_and_hysteresis(section, pattern) -> None:
     policy = AdaptivePolicy(section)
     for overflow in [*pattern, True]:
         policy.update(overflow)
@@ -168,9 +162,7 @@ def test_one_clean_window_restores_backoff_window_and_hysteresis(
 
 @settings(max_examples=200, deadline=None)
 @given(section=sections(), pattern=PATTERNS, data=st.data())
-def test_the_state_survives_json_at_any_step(
-    section: LossScaleSection, pattern: list[bool], data: st.DataObject
-) -> None:
+def test_the_state_survives_json_at_any_step(section, pattern, data) -> None:
     cut = data.draw(st.integers(0, len(pattern)))
     unbroken, broken = make_policy(section), make_policy(section)
     for index, overflow in enumerate([*pattern, True, False]):

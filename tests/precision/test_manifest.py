@@ -186,9 +186,7 @@ def test_a_class_matches_with_its_base_classes(llama: torch.nn.Module) -> None:
         ("zzz", "matches no module"),
     ],
 )
-def test_a_rule_that_matches_nothing_names_itself_and_what_is_near(
-    llama: torch.nn.Module, match: str, told: str
-) -> None:
+def test_a_rule_that_matches_nothing_names_itself_and_what_is_near(llama, match, told) -> None:
     with pytest.raises(UserError) as caught:
         assign(manifest(rule("lm_head", "fp32"), rule(match, "fp16")), llama)
     message = str(caught.value)

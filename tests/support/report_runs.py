@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
+from tests.support.synthetic_events import SCALE, TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -48,10 +48,8 @@ class SessionWriter:
 
     def scale(self, reason: str) -> None:
         """A change of the loss scale."""
-        self._record.scale(
-            step=self.step, tokens=self.step * TOKENS_PER_STEP, previous=1024.0, new=512.0, reason=reason,
-            consecutive_overflows=1, lr=1e-4, momentum_norm=None,
-        )  # fmt: skip
+        where = {"step": self.step, "tokens": self.step * TOKENS_PER_STEP}
+        self._record.scale(**where, previous=1024.0, new=512.0, reason=reason, **SCALE)
 
     def evaluate(self, loss: float) -> None:
         """An evaluation."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from config.cli import REPOSITORY
 from config.errors import UserError
 from tests.support.compare_runs import CONFIG, RunWriter, write_run
-from tests.support.synthetic_events import TOKENS_PER_STEP
+from tests.support.synthetic_events import SCALE, TOKENS_PER_STEP
 from tracking.compare.command import main
 from tracking.compare.divergence import Tolerance, events_near, find_divergence
 from tracking.compare.measures import loss_at, measures
@@ -28,15 +28,7 @@ SECRET = "hunter2hunter2"
 
 _FAULT = {"event": "fault", "kind": "inf_gradient", "rank": 0, "module": "model.up_proj"}
 _INF = {"event": "nonfinite", "rank": 1, "module": "model.up_proj", "tensor": "gradient", "kind": "inf", "count": 3}
-_SCALE = {
-    "event": "scale",
-    "from": 65536.0,
-    "to": 32768.0,
-    "reason": "overflow",
-    "consecutive_overflows": 1,
-    "lr": 1e-4,
-}
-_SCALE["momentum_norm"] = None
+_SCALE = {"event": "scale", "from": 65536.0, "to": 32768.0, "reason": "overflow", **SCALE}
 
 
 def _incident(verdict: str, **fields: Any) -> dict[str, Any]:
@@ -45,16 +37,16 @@ def _incident(verdict: str, **fields: Any) -> dict[str, Any]:
 
 
 def _from(step: int, **fields: Any) -> Any:
-    """A change of these fields from `step` on; a number is added, any other value is put."""
-
-    def change(at: int, _: dict[str, Any]) -> dict[str, Any] | None:
-        return fields if at >= step else None
-
-    return change
+    return lambda at, _: fields if at >= step else None
 
 
 def _only(step: int, **fields: Any) -> Any:
     return lambda at, _: fields if at == step else None
+
+
+def _reordered(step: int) -> Any:
+    """From `step` on other sequences, which the baseline never sees."""
+    return lambda at, _: {"sample_ids_sha256": f"{at + 900:064x}"[::-1], "loss": 9.0} if at >= step else None
 
 
 def _compared(*folders: Any, tolerance: Tolerance | None = None, price: float | None = None) -> Comparison:
@@ -64,19 +56,12 @@ def _compared(*folders: Any, tolerance: Tolerance | None = None, price: float | 
 
 PLANTED: dict[str, tuple[dict[str, Any], int, str]] = {
     "another seed in the middle": (
-        {
-            "change": lambda step, _: (
-                {"sample_ids_sha256": f"{step + 900:064x}"[::-1], "loss": 9.0} if step >= 20 else None
-            )
-        },
+        {"change": _reordered(20)},
         20,
         "the data order differs from step 20: no recorded setting explains it",
     ),
     "another seed from the start": (
-        {
-            "change": lambda step, _: {"sample_ids_sha256": f"{step + 900:064x}"[::-1], "loss": 9.0},
-            "config": {"run.seed": 1},
-        },
+        {"change": _reordered(1), "config": {"run.seed": 1}},
         1,
         "the data order differs from step 1, and so do the initial weights: run.seed 0 / 1",
     ),
@@ -126,10 +111,7 @@ PLANTED: dict[str, tuple[dict[str, Any], int, str]] = {
         "the number of tokens differs from step 1: batch.global_size 8 / 16",
     ),
     "another precision": (
-        {
-            "change": lambda step, _: {"loss": 8.0 / step},
-            "config": {"precision.compute": "fp16", "run.hypothesis": "h"},
-        },
+        {"change": lambda at, _: {"loss": 8.0 / at}, "config": {"precision.compute": "fp16", "run.hypothesis": "h"}},
         1,
         "different from the first step: precision.compute bf16 / fp16",
     ),
@@ -219,9 +201,7 @@ def test_identical_runs_of_different_speed(tmp_path: Path) -> None:
     st.floats(0.0, 0.1),
     st.floats(0.0, 0.1),
 )
-def test_both_steps_are_those_that_a_plain_loop_finds(
-    tmp_path_factory: pytest.TempPathFactory, losses: list[tuple[float, float]], relative: float, absolute: float
-) -> None:
+def test_both_steps_are_those_that_a_plain_loop_finds(tmp_path_factory, losses, relative, absolute) -> None:
     folder = tmp_path_factory.mktemp("runs")
     a, b = [first for first, _ in losses], [first + add for first, add in losses]
     runs = []
@@ -232,15 +212,12 @@ def test_both_steps_are_those_that_a_plain_loop_finds(
             writer.step(step, loss=loss)
         runs.append(str(writer.end().path))
     divergence = find_divergence(*read_runs(runs), Tolerance(relative, absolute))
-    exact = next((step for step, (x, y) in enumerate(zip(a, b, strict=True), 1) if x != y), None)
-    beyond = next(
-        (
-            step
-            for step, (x, y) in enumerate(zip(a, b, strict=True), 1)
-            if not math.isfinite(y) or abs(x - y) > max(absolute, relative * abs(x))
-        ),
-        None,
-    )
+    exact = beyond = None
+    for step, (x, y) in enumerate(zip(a, b, strict=True), 1):
+        if exact is None and x != y:
+            exact = step
+        if beyond is None and (not math.isfinite(y) or abs(x - y) > max(absolute, relative * abs(x))):
+            beyond = step
     assert (divergence.step, divergence.beyond_tolerance) == (exact, beyond)
 
 
@@ -271,9 +248,7 @@ def test_what_differs_is_listed_side_by_side_and_nothing_else(tmp_path: Path) ->
         ({}, {"accelerator.device": "NVIDIA A100"}, "different hardware"),
     ],
 )
-def test_runs_that_are_not_comparable_get_a_caveat(
-    tmp_path: Path, config: dict[str, Any], environment: dict[str, Any], caveat: str
-) -> None:
+def test_runs_that_are_not_comparable_get_a_caveat(tmp_path, config, environment, caveat) -> None:
     base = write_run(tmp_path, "base")
     found = _compared(base, write_run(tmp_path, "run", config=config, environment=environment)).caveats
     assert len(found) == 1 and found[0].startswith(caveat)
@@ -293,17 +268,12 @@ def test_data_order_tokens_and_a_missing_config_are_caveats_too(tmp_path: Path) 
 def test_losses_at_equal_tokens_and_at_equal_time(tmp_path: Path) -> None:
     """400 steps of 1 s against 200 steps of 4 s and twice the tokens: means over the last 5 % of either."""
     base = write_run(tmp_path, "base", steps=400, change=lambda step, _: {"loss": 400.0 - step, "step_seconds": 1.0})
-    wide = write_run(
-        tmp_path,
-        "wide",
-        steps=200,
-        change=lambda step, _: {
-            "loss": 1000.0 - step,
-            "step_seconds": 4.0,
-            "tokens": 2 * step * TOKENS_PER_STEP,
-            "applied": step != 200,
-        },
-    )
+
+    def twice_the_tokens(step: int, _: dict[str, Any]) -> dict[str, Any]:
+        tokens = 2 * step * TOKENS_PER_STEP
+        return {"loss": 1000.0 - step, "step_seconds": 4.0, "tokens": tokens, "applied": step != 200}
+
+    wide = write_run(tmp_path, "wide", steps=200, change=twice_the_tokens)
     runs = read_runs([str(base.path), str(wide.path)])
     rows = {row.key: row for row in measures(runs, price=3.0)}
     assert rows["loss_at_equal_tokens"].values == pytest.approx((9.5, np.mean([1000 - s for s in range(190, 200)])))
@@ -340,9 +310,7 @@ def test_a_run_that_is_being_written_or_crashed_is_compared(tmp_path: Path) -> N
     assert comparison.pairs[0].headline == "identical to step 25, the last that both have"
 
 
-def test_a_run_that_died_before_its_first_step_is_no_trouble(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_died_before_its_first_step_is_no_trouble(tmp_path, capsys) -> None:
     base, writer = write_run(tmp_path, "base"), RunWriter(tmp_path, "dead")
     writer.start()
     dead = str(writer.run_dir.path)

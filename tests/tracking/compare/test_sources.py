@@ -103,9 +103,7 @@ def test_a_torn_last_line_is_left_out_and_another_one_is_named(tmp_path: Path) -
         read_facts(path, "x")
 
 
-def test_of_too_many_rare_events_the_first_and_the_newest_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_too_many_rare_events_the_first_and_the_newest_are_kept(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(run_facts, "MAX_RARE_EVENTS", 10)
     writer = RunWriter(tmp_path, "x")
     writer.start()

@@ -17,7 +17,7 @@ import yaml
 from config.child_jobs import free_port
 from config.cli import REPOSITORY
 from tests.support.prometheus_server import MONITORING, needs, prometheus_server, wait_for
-from tests.support.synthetic_events import start_fields, step_fields
+from tests.support.synthetic_events import SCALE, start_fields, step_fields
 from tracking.jsonl import read_events
 from tracking.prometheus.metrics import METRICS, VERDICTS
 from tracking.prometheus.sink import PrometheusSink
@@ -152,9 +152,7 @@ def record_everything(record: Record) -> None:
     for applied in (True, False):
         record.event("step", **where, **step_fields(5, applied=applied), by_rank=ranks, data_seconds=0.1)
     for reason in ("overflow", "growth"):
-        record.scale(
-            **where, previous=2.0, new=1.0, reason=reason, consecutive_overflows=1, lr=1e-4, momentum_norm=None
-        )
+        record.scale(**where, previous=2.0, new=1.0, reason=reason, **SCALE)
     for verdict in VERDICTS:
         record.event("incident", **where, verdict=verdict, reason="", modules=[], replay="")
     record.event("nonfinite", **where, rank=1, module="m", tensor="gradient", kind="nan", count=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 import pty
@@ -138,13 +137,8 @@ def test_trouble_is_named() -> None:
     )
     text = shown(state)
     for words in (
-        "aborted (exit 3)",
-        "12 nan in the activation of model.layers.1, rank 3",
-        "ROLLBACK: it broke",
-        "rolled back to step-5",
-        "wandb is lost",
-        "exit code 3: nothing left",
-        "1 ROLLBACK",
+        *("aborted (exit 3)", "12 nan in the activation of model.layers.1, rank 3", "ROLLBACK: it broke"),
+        *("rolled back to step-5", "wandb is lost", "exit code 3: nothing left", "1 ROLLBACK"),
         "loss, nats per token nan",
     ):
         assert words in text, words
@@ -266,12 +260,11 @@ def test_one_frame_goes_through_a_pipe_and_torch_is_not_needed(fp16_run: RunDir)
     fp16_run.config.write_text("run: {steps: 80}\n")
     code = "import sys; from tracking.watch.command import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, str(fp16_run.path)]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "120"}
-    )
+    options: dict[str, Any] = {"cwd": REPOSITORY, "capture_output": True, "text": True, "check": True}
+    done = subprocess.run(command, env=os.environ | {"COLUMNS": "120"}, **options)
     assert "step 60 of 80" in done.stdout and "\x1b" not in done.stdout and not done.stderr
     plain = os.environ | {"COLUMNS": "120", "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([*command, "--once"], cwd=REPOSITORY, capture_output=True, text=True, check=True, env=plain)
+    done = subprocess.run([*command, "--once"], env=plain, **options)
     assert done.stdout.isascii() and "step 60 of 80" in done.stdout
 
 
@@ -370,7 +363,5 @@ def test_a_config_that_cannot_be_read_costs_only_the_eta(fp16_run: RunDir, capsy
 
 
 def test_an_event_without_its_fields_is_left_out() -> None:
-    state = state_of(
-        [step_event(1), {"event": "step", "step": 2, "time": 1.0, "tokens": 1}, json.loads('{"event":"x"}')]
-    )
+    state = state_of([step_event(1), {"event": "step", "step": 2, "time": 1.0, "tokens": 1}, {"event": "x"}])
     assert state.step == 1 and state.counts["damaged", "step"] == 1
