@@ -18,15 +18,8 @@ from modeling.document_masking import require_documents_apart
 from modeling.linear_cross_entropy import label_loss_sum
 from tests.support.flex_on_cpu import flex_on_cpu
 
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-}
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64}
 OTHER = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64}
 APART = {
     "llama": SMALL,

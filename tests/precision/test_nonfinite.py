@@ -8,36 +8,25 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.linear_cross_entropy import label_loss_sum
 from precision.findings import LOSS, Finding, check_parameters, describe
 from precision.nonfinite import Inspector
+from tests.support.small_models import VOCABULARY, small_model
 
 INF, NAN = math.inf, math.nan
-VOCABULARY = 64
+SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 
 def llama(*, tied: bool = False, recompute: str = "none") -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-        attn_implementation="sdpa",
-    )
-    return recomputing(LlamaForCausalLM(config), recompute)
+    return recomputing(small_model("llama", **SHAPE, tie_word_embeddings=tied), recompute)
 
 
 def gpt2(*, recompute: str = "none") -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=3, n_head=2, n_positions=32)
-    return recomputing(GPT2LMHeadModel(config), recompute)
+    dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.1)
+    return recomputing(small_model("gpt2", **SHAPE, **dropout), recompute)
 
 
 def recomputing(model: PreTrainedModel, how: str) -> PreTrainedModel:
