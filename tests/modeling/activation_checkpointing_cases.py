@@ -55,5 +55,4 @@ def refused(world: World, *, gib: float) -> str:
 
 
 def budget(gib: float) -> list[str]:
-    """Overrides for a budget."""
     return ["model.activation_checkpointing=budget", f"model.activation_memory_gib={gib!r}"]

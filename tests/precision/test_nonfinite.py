@@ -181,12 +181,8 @@ class Chain(nn.Module):
 
     def forward(self, hidden: torch.Tensor, extras: dict | None = None) -> dict[str, object]:
         hidden = self.first(hidden) * self.factor * self.factor
-        return {
-            "hidden": self.second(hidden),
-            "note": "not a tensor",
-            "nothing": None,
-            "pair": (hidden, [hidden.sum()]),
-        }
+        beside = {"note": "not a tensor", "nothing": None, "pair": (hidden, [hidden.sum()])}
+        return {"hidden": self.second(hidden), **beside}
 
 
 class Outer(nn.Module):

@@ -49,12 +49,10 @@ class RunWriter:
         self.time = 1.7e9
 
     def event(self, name: str, step: int, /, **fields: Any) -> None:
-        """Append one event."""
         tokens = fields.pop("tokens", step * TOKENS_PER_STEP)
         self._sink.write({"event": name, "step": step, "time": self.time, "tokens": tokens, **fields})
 
     def start(self, step: int = 0, **fields: Any) -> None:
-        """A session begins."""
         self.event("run_start", step, **start_fields(**fields))
 
     def step(self, step: int, **fields: Any) -> None:
@@ -67,7 +65,6 @@ class RunWriter:
         self.event("step", step, **made)
 
     def end(self, step: int = STEPS) -> RunDir:
-        """The run is done."""
         self.event("run_end", step, status="done", exit_code=0)
         self._sink.close()
         return self.run_dir

@@ -23,7 +23,6 @@ MONITORING = REPOSITORY / "docs/monitoring"
 
 
 def needs(program: str) -> pytest.MarkDecorator:
-    """Skip where the program is not installed."""
     return pytest.mark.skipif(
         shutil.which(program) is None, reason=f"{program} is not installed: apt-get install prometheus"
     )
@@ -51,7 +50,6 @@ class PrometheusServer:
         return [(series["metric"], float(series["value"][1])) for series in answer["data"]["result"]]
 
     def firing(self) -> list[dict[str, str]]:
-        """Labels of the alerts that fire."""
         alerts = self.get("/api/v1/alerts")["data"]["alerts"]
         return [alert["labels"] for alert in alerts if alert["state"] == "firing"]
 

@@ -35,7 +35,6 @@ class SessionWriter:
         self._record.event(event, step=self.step, tokens=self.step * TOKENS_PER_STEP, **fields)
 
     def steps(self, count: int, **fields: Any) -> None:
-        """Go on by `count` steps."""
         for _ in range(count):
             self.step += 1
             self.event("step", **step_fields(self.step, **{"loss_scale": 1.0} | fields))
@@ -47,24 +46,19 @@ class SessionWriter:
             self.scale(reason)
 
     def scale(self, reason: str) -> None:
-        """A change of the loss scale."""
         where = {"step": self.step, "tokens": self.step * TOKENS_PER_STEP}
         self._record.scale(**where, previous=1024.0, new=512.0, reason=reason, **SCALE)
 
     def evaluate(self, loss: float) -> None:
-        """An evaluation."""
         self.event("eval", loss=loss, perplexity=math.exp(loss))
 
     def save(self) -> None:
-        """A checkpoint."""
         self.event("checkpoint", path=f"step-{self.step}", seconds=1.0, stall_seconds=0.1, bytes=10, verified=True)
 
     def incident(self, verdict: str, **fields: Any) -> None:
-        """An incident."""
         self.event("incident", verdict=verdict, reason="the loss is nan", modules=[], replay="", **fields)
 
     def end(self, status: str, exit_code: int = 0) -> None:
-        """The end of the session."""
         self.event("run_end", status=status, exit_code=exit_code, reason="" if exit_code == 0 else "why it ended")
 
 

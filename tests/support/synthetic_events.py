@@ -35,7 +35,6 @@ def step_fields(step: int, *, loss: float | None = None, **changes: Any) -> dict
 
 
 def start_fields(**changes: Any) -> dict[str, Any]:
-    """The fields of a `run_start` event."""
     fields = {"world_size": 2, "config_sha256": "ab" * 32, "parameters": 12_345_678, "compute": "bf16", "zero_stage": 2}
     return fields | {"resumed_from": None} | changes
 

@@ -45,7 +45,7 @@ class StandIn(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
@@ -175,9 +175,9 @@ def _operation(query: str) -> str:
 
 
 @contextmanager
-def stand_in() -> Iterator[StandIn]:
+def stand_in(server: StandIn | None = None) -> Iterator[Any]:
     """A server that is up for as long as the context lasts."""
-    server = StandIn()
+    server = server or StandIn()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -15,7 +15,6 @@ from tracking.run_dir import RunDir
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    """A new run folder."""
     return RunDir.create(tmp_path / "runs", "demo", fresh=False)
 
 

@@ -112,11 +112,11 @@ def test_a_crashed_and_resumed_run_is_summarised_as_one(run_dir: RunDir) -> None
 
 
 def test_the_command_line_runs_and_names_a_folder_without_a_run(told_run: RunDir, tmp_path: Path) -> None:
-    root = REPOSITORY
+
     command = [sys.executable, "-m", "tracking.report"]
-    done = subprocess.run([*command, str(told_run.path)], cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, str(told_run.path)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "58 applied" in done.stdout and str(told_run.report) in done.stdout, done.stderr
-    failed = subprocess.run([*command, str(tmp_path)], cwd=root, capture_output=True, text=True, check=False)
+    failed = subprocess.run([*command, str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert failed.returncode == 2 and failed.stderr.count("\n") == 1 and "events.jsonl" in failed.stderr
 
 

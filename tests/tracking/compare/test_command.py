@@ -54,90 +54,65 @@ def _compared(*folders: Any, tolerance: Tolerance | None = None, price: float | 
     return compare(runs, tolerance=tolerance or Tolerance(), price=price)
 
 
-PLANTED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "another seed in the middle": (
-        {"change": _reordered(20)},
-        20,
-        "the data order differs from step 20: no recorded setting explains it",
-    ),
+PLANTED: dict[str, dict[str, Any]] = {
+    "another seed in the middle": {"change": _reordered(20)},
+    "another seed from the start": {"change": _reordered(1), "config": {"run.seed": 1}},
+    "skipped batches": {
+        "change": lambda at, _: {"sample_ids_sha256": f"{at + 4:04x}" * 16, "loss": 9.0} if at >= 20 else None,
+        "after": {19: [_incident("ROLLBACK", at=22, rolled_back_to=19, position=23)]},
+    },
+    "a promoted module": {"change": _from(22, loss=4.0), "after": {21: [_incident("PROMOTE", promoted_to="fp32")]}},
+    "a cut learning rate": {"change": _from(22, lr=1e-9), "after": {21: [_incident("CUT_LR")]}},
+    "an overflow": {"change": _only(20, applied=False, grad_norm=math.inf), "after": {20: [_INF, _SCALE]}},
+    "an injected fault": {"change": _only(20, loss=99.0), "after": {19: [{**_FAULT, "at": 20, "kind": "loss_spike"}]}},
+    "another loss scale": {"change": _from(1, loss_scale=4096.0), "config": {"precision.loss_scale.initial": 4096.0}},
+    "another schedule": {"change": _from(11, lr=1e-9), "config": {"schedule.warmup_steps": 11}},
+    "another batch": {
+        "change": lambda step, _: {"tokens": step * 2 * TOKENS_PER_STEP},
+        "config": {"batch.global_size": 16},
+    },
+    "another precision": {
+        "change": lambda at, _: {"loss": 8.0 / at},
+        "config": {"precision.compute": "fp16", "run.hypothesis": "h"},
+    },
+    "another gradient": {"change": _from(5, grad_norm=7.0), "config": {"precision.reduce": "compute"}},
+    "another update": {"change": _from(2, loss=4.0), "config": {"optimizer.weight_decay": 0.5}},
+    "another version": {"change": _from(2, loss=4.0), "environment": {"versions.torch": "2.14.0"}},
+    "no reason at all": {"change": _from(30, loss=4.0)},
+}
+# Of each: the step at which the runs diverge, and a part of the cause that is given.
+CAUSES = {
+    "another seed in the middle": (20, "the data order differs from step 20: no recorded setting explains it"),
     "another seed from the start": (
-        {"change": _reordered(1), "config": {"run.seed": 1}},
         1,
         "the data order differs from step 1, and so do the initial weights: run.seed 0 / 1",
     ),
-    "skipped batches": (
-        {
-            "change": lambda step, _: (
-                {"sample_ids_sha256": f"{step + 4:04x}" * 16, "loss": 9.0} if step >= 20 else None
-            ),
-            "after": {19: [_incident("ROLLBACK", at=22, rolled_back_to=19, position=23)]},
-        },
-        20,
-        "rolled back and skipped batches; what run sees at step 20, base sees at step 24",
-    ),
-    "a promoted module": (
-        {"change": _from(22, loss=4.0), "after": {21: [_incident("PROMOTE", promoted_to="fp32")]}},
-        22,
-        "step 21: model.up_proj promoted to fp32 in run only",
-    ),
-    "a cut learning rate": (
-        {"change": _from(22, lr=1e-9), "after": {21: [_incident("CUT_LR")]}},
-        22,
-        "step 21: the learning rate was cut in run only",
-    ),
+    "skipped batches": (20, "rolled back and skipped batches; what run sees at step 20, base sees at step 24"),
+    "a promoted module": (22, "step 21: model.up_proj promoted to fp32 in run only"),
+    "a cut learning rate": (22, "step 21: the learning rate was cut in run only"),
     "an overflow": (
-        {"change": _only(20, applied=False, grad_norm=math.inf), "after": {20: [_INF, _SCALE]}},
         20,
         "step 20 was skipped in run and applied in base: 3 inf in the gradient of model.up_proj on rank 1; loss",
     ),
-    "an injected fault": (
-        {"change": _only(20, loss=99.0), "after": {19: [{**_FAULT, "at": 20, "kind": "loss_spike"}]}},
-        20,
-        "step 20: an injected fault (loss_spike) in model.up_proj in run only",
-    ),
+    "an injected fault": (20, "step 20: an injected fault (loss_spike) in model.up_proj in run only"),
     "another loss scale": (
-        {"change": _from(1, loss_scale=4096.0), "config": {"precision.loss_scale.initial": 4096.0}},
         1,
         "the loss scale differs from step 1 (65536.0 / 4096.0): precision.loss_scale.initial - / 4096.0",
     ),
-    "another schedule": (
-        {"change": _from(11, lr=1e-9), "config": {"schedule.warmup_steps": 11}},
-        11,
-        "the learning rate differs from step 11 (0.0003 / 1e-09): schedule.warmup_steps - / 11",
-    ),
-    "another batch": (
-        {"change": lambda step, _: {"tokens": step * 2 * TOKENS_PER_STEP}, "config": {"batch.global_size": 16}},
-        1,
-        "the number of tokens differs from step 1: batch.global_size 8 / 16",
-    ),
-    "another precision": (
-        {"change": lambda at, _: {"loss": 8.0 / at}, "config": {"precision.compute": "fp16", "run.hypothesis": "h"}},
-        1,
-        "different from the first step: precision.compute bf16 / fp16",
-    ),
-    "another gradient": (
-        {"change": _from(5, grad_norm=7.0), "config": {"precision.reduce": "compute"}},
-        5,
-        "same batch and loss at step 5, but a different gradient: precision.reduce - / compute",
-    ),
-    "another update": (
-        {"change": _from(2, loss=4.0), "config": {"optimizer.weight_decay": 0.5}},
-        2,
-        "before step 2, but a different update: optimizer.weight_decay - / 0.5",
-    ),
-    "another version": (
-        {"change": _from(2, loss=4.0), "environment": {"versions.torch": "2.14.0"}},
-        2,
-        "nothing recorded before step 2 explains it; what differs: torch 2.13.0 / 2.14.0",
-    ),
-    "no reason at all": ({"change": _from(30, loss=4.0)}, 30, "so some of the computation is not deterministic"),
+    "another schedule": (11, "the learning rate differs from step 11 (0.0003 / 1e-09): schedule.warmup_steps - / 11"),
+    "another batch": (1, "the number of tokens differs from step 1: batch.global_size 8 / 16"),
+    "another precision": (1, "different from the first step: precision.compute bf16 / fp16"),
+    "another gradient": (5, "same batch and loss at step 5, but a different gradient: precision.reduce - / compute"),
+    "another update": (2, "before step 2, but a different update: optimizer.weight_decay - / 0.5"),
+    "another version": (2, "nothing recorded before step 2 explains it; what differs: torch 2.13.0 / 2.14.0"),
+    "no reason at all": (30, "so some of the computation is not deterministic"),
 }
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_step_and_the_cause_of_a_planted_divergence_are_named(tmp_path: Path, name: str) -> None:
-    planted, step, cause = PLANTED[name]
-    pair = _compared(write_run(tmp_path, "base"), write_run(tmp_path, "run", **planted)).pairs[0]
+    step, cause = CAUSES[name]
+    pair = _compared(write_run(tmp_path, "base"), write_run(tmp_path, "run", **PLANTED[name])).pairs[0]
     assert pair.divergence.step == step, pair.headline
     assert cause in pair.cause
     assert pair.divergence.identical_to == (step - 1 or None)

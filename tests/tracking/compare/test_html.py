@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,12 +82,11 @@ def test_short_runs_are_drawn_whole_and_long_ones_keep_every_extreme(tmp_path: P
     short = read_runs([str(write_run(tmp_path, "short").path)])[0]
     assert curve(short)["loss"] == pytest.approx(short.columns.loss.tolist(), rel=1e-6)
     spikes = {1234: 50.0, 2345: 0.25, 3456: math.nan}
-    long = write_run(
-        tmp_path,
-        "long",
-        steps=4000,
-        change=lambda step, _: {"loss": spikes.get(step, 3.0), "loss_scale": 2.0 ** (step // 1000)},
-    )
+
+    def spiked(step: int, _: dict[str, Any]) -> dict[str, Any]:
+        return {"loss": spikes.get(step, 3.0), "loss_scale": 2.0 ** (step // 1000)}
+
+    long = write_run(tmp_path, "long", steps=4000, change=spiked)
     run = read_runs([str(long.path)])[0]
     drawn = curve(run)
     assert len(drawn["step"]) <= 9 * BUCKETS and drawn["step"][0] == 1 and drawn["step"][-1] == 4000

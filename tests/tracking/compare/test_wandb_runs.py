@@ -10,7 +10,6 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from config.errors import UserError
 from tests.support.compare_runs import CONFIG as PLAIN_CONFIG
 from tests.support.compare_runs import ENVIRONMENT, merged
 from tests.support.synthetic_events import SCALE, start_fields, step_fields
-from tests.support.wandb_server import StandIn
+from tests.support.wandb_server import StandIn, stand_in
 from tracking.compare.command import main
 from tracking.compare.sources import read_runs
 from tracking.compare.wandb_runs import as_events, offline, read_wandb
@@ -71,15 +70,9 @@ def server(recorded: tuple[RunDir, Path]) -> Iterator[Serving]:
     """Up, with what the offline run holds; what is not finite as the words that wandb sends."""
     rows, config = offline(recorded[1])
     words = {"nan": "NaN", "inf": "Infinity"}
-    served = Serving(
-        [{key: words.get(str(value), value) for key, value in row.items()} for row in rows if "step" in row], config
-    )
-    thread = threading.Thread(target=served.serve_forever, daemon=True)
-    thread.start()
-    yield served
-    served.shutdown()
-    served.server_close()
-    thread.join()
+    rows = [{key: words.get(str(value), value) for key, value in row.items()} for row in rows if "step" in row]
+    with stand_in(Serving(rows, config)) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")

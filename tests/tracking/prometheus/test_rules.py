@@ -47,7 +47,6 @@ def expressions(dashboard: Path) -> Iterator[tuple[str, str]]:
 
 
 def rules() -> list[dict[str, Any]]:
-    """Every rule of rules.yml."""
     return [
         rule for group in yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"] for rule in group["rules"]
     ]

@@ -38,7 +38,6 @@ def scrape(sink: PrometheusSink) -> dict[tuple[str, frozenset[tuple[str, str]]],
 
 
 def value(found: dict[Any, float], name: str, **labels: str) -> float:
-    """One sample."""
     return found[f"mantissa_{name}", frozenset(labels.items())]
 
 

@@ -44,7 +44,7 @@ _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def state_of(events: Any) -> WatchState:
-    """Folded from events."""
+
     state = WatchState()
     for event in events:
         state.add(event)
@@ -58,7 +58,7 @@ def step_event(step: int, **changes: Any) -> Event:
 
 
 def shown(state: WatchState, *, width: int = 130, height: int = 36, **changes: Any) -> str:
-    """A frame as text."""
+
     view = View(**({"name": "demo", "planned_steps": 100, "width": width, "height": height, "now": 1.7e9} | changes))
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
     console.print(frame(state, view))
@@ -292,16 +292,10 @@ def watching(run: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[byt
     master, slave = pty.openpty()
     ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"} | variables
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tracking.watch", str(run)],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        cwd=REPOSITORY,
-        env=environment,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
-    )
+    options: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave) | {"start_new_session": True}
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    command = [sys.executable, "-m", "tracking.watch", str(run)]
+    child = subprocess.Popen(command, cwd=REPOSITORY, env=environment, **options)
     try:
         yield child, master
     finally:
