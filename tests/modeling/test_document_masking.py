@@ -130,9 +130,7 @@ def test_flex_attention_trains_packed_documents_as_each_one_alone(name: str) -> 
     assert_as_alone(built.train(), ids, batch, whole)
 
 
-def assert_as_alone(
-    built: PreTrainedModel, ids: np.ndarray, batch: Batch, whole: tuple[float, dict[str, torch.Tensor]]
-) -> None:
+def assert_as_alone(built: PreTrainedModel, ids: np.ndarray, batch: Batch, whole: tuple[float, dict]) -> None:
     """Loss and gradients are those of every document run alone."""
     alone = torch.zeros(())
     for row, targets in zip(ids, batch.labels[0], strict=True):

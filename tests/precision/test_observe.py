@@ -157,10 +157,11 @@ def test_the_innermost_running_module_owns_the_matmul() -> None:
     assert seen.flop_share() == {"bf16": 0.5, "fp64": 0.5}
 
 
-def test_nothing_is_left_behind() -> None:
-    def fail(x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("on purpose")
+def fail(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("on purpose")
 
+
+def test_nothing_is_left_behind() -> None:
     model = torch.nn.Sequential(Own(fail))
     with pytest.raises(RuntimeError, match="on purpose"), Observation(model):
         model(torch.ones(2))
@@ -170,10 +171,6 @@ def test_nothing_is_left_behind() -> None:
 
 def test_a_failed_forward_inside_does_not_confuse_what_follows() -> None:
     """Checkpointing ends recomputations by an exception out of a forward."""
-
-    def fail(x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("on purpose")
-
     model = torch.nn.ModuleDict({"bad": Own(fail), "good": torch.nn.Linear(2, 2)})
     with Observation(model) as seen:
         with pytest.raises(RuntimeError):

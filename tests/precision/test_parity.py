@@ -35,21 +35,12 @@ def trajectories(mine: Any, other: Any, controls: Any = ()) -> dict[str, Check]:
 def step(number: int = 1, **changes: Any) -> dict[str, Any]:
     """A healthy measured step of two modules."""
     agreement = {"relative_error": 0.01, "cosine": 0.9999, "sign_agreement": 0.99}
-    fields = {
-        "step": number,
-        "loss": 4.0,
-        "applied": True,
-        "grad_norm": 1.0,
-        "own_grad_norm": 1.0,
-        "reference_grad_norm": 1.0,
-        "order": ["a", "b"],
-        "own_error": {"a": 0.003, "b": 0.002},
-        "parameters": {"a.weight": agreement, "b.weight": agreement},
-        "reference_norms": {"a.weight": 0.8, "b.weight": 0.6},
-        "update_error": {"a.weight": 0.0, "b.weight": 0.0},
-        "drift": {"a.weight": 0.0, "b.weight": 0.0},
-    }
-    return {**fields, **changes}
+    fields = {"step": number, "loss": 4.0, "applied": True, "order": ["a", "b"], "own_error": {"a": 0.003, "b": 0.002}}
+    fields |= dict.fromkeys(("grad_norm", "own_grad_norm", "reference_grad_norm"), 1.0)
+    fields |= {"parameters": dict.fromkeys(("a.weight", "b.weight"), agreement)}
+    fields |= {"reference_norms": {"a.weight": 0.8, "b.weight": 0.6}}
+    fields |= dict.fromkeys(("update_error", "drift"), {"a.weight": 0.0, "b.weight": 0.0})
+    return fields | changes
 
 
 def walked(*steps: dict[str, Any], **changes: Any) -> dict[str, Check]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,17 +193,13 @@ def test_what_flows_between_modules() -> None:
     model = build("llama")
     outputs: dict[str, torch.dtype] = {}
 
-    def note(name: str):
-        def hook(module: torch.nn.Module, args: object, output: object) -> None:
-            first = output[0] if isinstance(output, tuple) else output
-            outputs[name] = first.dtype
-
-        return hook
+    def note(name: str, module: torch.nn.Module, args: object, output: object) -> None:
+        outputs[name] = (output[0] if isinstance(output, tuple) else output).dtype
 
     layer = "model.layers.0"
     watched = [f"{layer}.self_attn.{part}" for part in ("q_proj", "v_proj")]
     watched += [layer, f"{layer}.self_attn", f"{layer}.input_layernorm", f"{layer}.mlp.down_proj", "lm_head"]
-    hooks = [model.get_submodule(name).register_forward_hook(note(name)) for name in watched]
+    hooks = [model.get_submodule(name).register_forward_hook(partial(note, name)) for name in watched]
     rules = (("*.q_proj", "fp32"), ("*.self_attn", "fp16"), ("*.down_proj", "fp32"), ("lm_head", "fp32"))
     with in_regions(model, manifest("bf16", *rules)):
         loss_of(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ ENVIRONMENT: dict[str, Any] = {
     "accelerator": {"device": "NVIDIA H100 80GB HBM3"},
     "data": {"fingerprint": "aa", "train_tokens": 8_000_000},
 }
+EVALS = ((20, 4.0), (40, 3.0))
 
 
 class SessionWriter:
@@ -76,15 +77,7 @@ def session(
 
 
 def simple_run(
-    folder: Path,
-    *,
-    compute: str = "bf16",
-    seconds: float = 0.5,
-    evals: Sequence[tuple[int, float]] = ((20, 4.0), (40, 3.0)),
-    steps: int = 60,
-    fields: dict[str, Any] | None = None,
-    config: dict[str, Any] | None = None,
-    environment: dict[str, Any] | None = None,
+    folder, *, compute="bf16", seconds=0.5, evals=EVALS, steps=60, fields=None, config=CONFIG, environment=ENVIRONMENT
 ) -> Path:
     """A finished run of one session. evals: (step, loss)."""
     with session(folder, compute=compute, seconds=seconds) as run:
@@ -94,5 +87,5 @@ def simple_run(
                 run.evaluate(loss)
         run.save()
         run.end("done")
-    RunDir(folder).write_inputs(CONFIG if config is None else config, {}, environment or ENVIRONMENT)
+    RunDir(folder).write_inputs(config, {}, environment)
     return folder

@@ -47,9 +47,8 @@ def expressions(dashboard: Path) -> Iterator[tuple[str, str]]:
 
 
 def rules() -> list[dict[str, Any]]:
-    return [
-        rule for group in yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"] for rule in group["rules"]
-    ]
+    groups = yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
 
 
 def exported() -> set[str]:
@@ -127,9 +126,8 @@ def test_every_query_is_answered_from_a_run(tmp_path: Path) -> None:
                     found = server.values(expression)
                     own = OF_OTHERS.search(expression) is None and not expression.startswith("changes(")
                     assert found or not own, f"{path.name}: {title}: {expression} finds nothing"
-            found = subprocess.run(
-                ["promtool", "check", "metrics"], input=scraped(sink), capture_output=True, text=True, check=False
-            )
+            command = ["promtool", "check", "metrics"]
+            found = subprocess.run(command, input=scraped(sink), capture_output=True, text=True, check=False)
             assert found.returncode == 0 and not found.stderr, found.stderr
     finally:
         sink.close()

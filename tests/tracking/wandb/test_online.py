@@ -50,9 +50,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandIn]
         yield running
 
 
-def _session(
-    run_dir: RunDir, mode: str, first: int, last: int, *, status: str = "done", code: int = 0, **config: Any
-) -> None:
+def _session(run_dir: RunDir, mode: str, first: int, last: int, *, status="done", code=0, **config: Any) -> None:
     sink = WandbSink(run_dir, CONFIG | config, mode=mode, project="p", name="demo", notes="it falls", log_every_steps=1)
     record = Record([JsonlSink(run_dir.events), sink])
     record.event("run_start", step=first - 1, tokens=0, **start_fields())

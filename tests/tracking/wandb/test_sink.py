@@ -122,8 +122,7 @@ def test_the_worker_may_use_the_cores_that_training_does_not(tmp_path: Path) -> 
         "assert os.sched_getaffinity(sink._process.pid) == allowed\n"
         "sink._process.kill()"
     )
-    arguments = [str(tmp_path), str(REPOSITORY)]
-    subprocess.run([sys.executable, "-c", code, *arguments], check=True)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path), str(REPOSITORY)], check=True)
 
 
 def test_a_wandb_that_cannot_be_started_costs_one_line(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
