@@ -23,9 +23,7 @@ SHAPE = "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers
 SHAPE += "num_key_value_heads: 1, tie_word_embeddings: true}"
 
 
-def two_steps(
-    world: World, *, stage: int, compute: str, kernels: str, overrides: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def two_steps(world: World, *, stage: int, compute: str, kernels: str, overrides=()) -> dict[str, Any]:
     """Two steps from the seeded weights, two micro-batches a rank, and an evaluation."""
     with _engine(world, stage, compute, kernels, overrides) as engine:
         rows: list[tuple[float, float]] = []

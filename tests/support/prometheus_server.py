@@ -23,9 +23,8 @@ MONITORING = REPOSITORY / "docs/monitoring"
 
 
 def needs(program: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(
-        shutil.which(program) is None, reason=f"{program} is not installed: apt-get install prometheus"
-    )
+    reason = f"{program} is not installed: apt-get install prometheus"
+    return pytest.mark.skipif(shutil.which(program) is None, reason=reason)
 
 
 class PrometheusServer:

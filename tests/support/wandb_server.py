@@ -98,11 +98,9 @@ class StandIn(ThreadingHTTPServer):
     def on_CreateArtifactFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
         files = variables["input"]["artifactFiles"]
         common = {"uploadUrl": f"{self.url}/file", "uploadHeaders": [], "uploadMultipartUrls": None}
-        edges = [
-            {"node": common | {"storagePath": "s", "artifact": {"id": file["artifactID"]}, "name": file["name"]}}
-            for file in files
-        ]
-        return {"createArtifactFiles": {"files": {"edges": edges}}}
+        common["storagePath"] = "s"
+        nodes = [common | {"artifact": {"id": file["artifactID"]}, "name": file["name"]} for file in files]
+        return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
 
     def on_CreateRunFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
         files = [{"name": name, "uploadUrl": f"{self.url}/file"} for name in variables["files"]]

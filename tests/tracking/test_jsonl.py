@@ -141,15 +141,11 @@ def test_a_line_that_did_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [event["step"] for event in read_events(sink.path)] == [1, 3]
 
 
-def _write(path: Path, events: list[dict[str, Any]]) -> None:
-    path.write_bytes(b"".join(map(encode, events)))
-
-
 def test_history_of_a_resumed_run_has_each_step_once(path: Path) -> None:
     """Crashed at step 7, resumed from the checkpoint of step 4: the second attempt counts."""
     first = [_event(0, "run_start"), *(_event(step, loss=float(step)) for step in range(1, 8))]
     second = [_event(4, "run_start"), *(_event(step, loss=step + 0.5) for step in range(5, 10))]
-    _write(path, first + second)
+    path.write_bytes(b"".join(map(encode, first + second)))
     kept = [(e["step"], e["loss"]) for e in surviving(read_events(path)) if e["event"] == "step"]
     assert kept == [(n, float(n)) for n in range(1, 5)] + [(n, n + 0.5) for n in range(5, 10)]
 

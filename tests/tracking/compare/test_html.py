@@ -26,10 +26,6 @@ SECRET = "hf_" + "a" * 30
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-def _comparison(folders: list[str]) -> Comparison:
-    return compare(read_runs(folders), tolerance=Tolerance(), price=None)
-
-
 @pytest.fixture
 def comparison(tmp_path: Path) -> Comparison:
     """Two runs, the second with a hostile name, a skip, an incident and a secret in its config."""
@@ -43,7 +39,7 @@ def comparison(tmp_path: Path) -> Comparison:
         after={25: [incident]},
         config={"hub_token": SECRET, "data.path": "a&b</script>"},
     )
-    return _comparison([str(base.path), str(other.path)])
+    return compare(read_runs([str(base.path), str(other.path)]), tolerance=Tolerance(), price=None)
 
 
 class _Reader(HTMLParser):

@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -127,18 +129,11 @@ def test_every_query_is_answered_from_a_run(tmp_path: Path) -> None:
                     own = OF_OTHERS.search(expression) is None and not expression.startswith("changes(")
                     assert found or not own, f"{path.name}: {title}: {expression} finds nothing"
             command = ["promtool", "check", "metrics"]
-            found = subprocess.run(command, input=scraped(sink), capture_output=True, text=True, check=False)
+            text = urllib.request.urlopen(sink.url, timeout=10).read().decode()
+            found = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
             assert found.returncode == 0 and not found.stderr, found.stderr
     finally:
         sink.close()
-
-
-def scraped(sink: PrometheusSink) -> str:
-    """The text that Prometheus gets."""
-    import urllib.request
-
-    assert sink.url is not None
-    return urllib.request.urlopen(sink.url, timeout=10).read().decode()
 
 
 def record_everything(record: Record) -> None:
@@ -195,19 +190,13 @@ def test_a_fault_in_a_live_run_fires_the_right_alert(tmp_path: Path) -> None:
             struck = next(e for e in read_events(tmp_path / "runs/faulty/events.jsonl") if e["event"] == "incident")
             known = server.get("/api/v1/alerts")["data"]["alerts"]  # those that only may come to fire are among them
             active = next(a["activeAt"] for a in known if a["labels"]["alertname"] == "MantissaHaltedByNumerics")
-            assert 0 <= seconds_of(active) - struck["time"] < 4, "a scrape and an evaluation, a second each, and slack"
+            began = datetime.fromisoformat(re.sub(r"(\.\d{6})\d*Z", r"\1+00:00", active))  # it has nanoseconds
+            assert 0 <= began.timestamp() - struck["time"] < 4, "a scrape and an evaluation, a second each, and slack"
             assert server.values("last_over_time(mantissa_exit_code[5m])")[0][1] == 3
             assert server.values("last_over_time(mantissa_nonfinite_by_rank_total{rank='1'}[5m])")[0][1] > 0
         finally:
             job.terminate()
             job.wait(60)
-
-
-def seconds_of(timestamp: str) -> float:
-    """Seconds since the epoch of Prometheus' RFC 3339 time, which has nanoseconds."""
-    from datetime import datetime
-
-    return datetime.fromisoformat(re.sub(r"(\.\d{6})\d*Z", r"\1+00:00", timestamp)).timestamp()
 
 
 def test_the_page_names_every_metric_and_every_alert() -> None:

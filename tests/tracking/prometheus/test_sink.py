@@ -37,6 +37,11 @@ def scrape(sink: PrometheusSink) -> dict[tuple[str, frozenset[tuple[str, str]]],
     return found
 
 
+def port_of(sink: PrometheusSink) -> int:
+    assert sink.url is not None
+    return int(sink.url.rsplit(":", 1)[1].split("/")[0])
+
+
 def value(found: dict[Any, float], name: str, **labels: str) -> float:
     return found[f"mantissa_{name}", frozenset(labels.items())]
 
@@ -148,22 +153,18 @@ def test_every_metric_is_named_as_prometheus_wants_it() -> None:
 
 def test_only_the_loopback_interface_is_bound_by_default(sink: PrometheusSink) -> None:
     assert sink.url is not None and sink.url.startswith("http://127.0.0.1:")
-    port = int(sink.url.rsplit(":", 1)[1].split("/")[0])
     with pytest.raises(OSError):
-        socket.create_connection(("127.0.0.2", port), timeout=2).close()
+        socket.create_connection(("127.0.0.2", port_of(sink)), timeout=2).close()
     everywhere = PrometheusSink(RUN, planned_steps=1, port=0, address="0.0.0.0")
     try:
-        assert everywhere.url is not None
-        port = int(everywhere.url.rsplit(":", 1)[1].split("/")[0])
-        socket.create_connection(("127.0.0.2", port), timeout=2).close()
+        socket.create_connection(("127.0.0.2", port_of(everywhere)), timeout=2).close()
     finally:
         everywhere.close()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1", "no such host.invalid"])
 def test_a_port_that_cannot_be_had_costs_one_note(address, sink, run_dir, capsys) -> None:
-    assert sink.url is not None
-    taken = int(sink.url.rsplit(":", 1)[1].split("/")[0])
+    taken = port_of(sink)
     second = PrometheusSink(RUN, planned_steps=1, port=taken, address=address)
     assert second.url is None
     record = Record([JsonlSink(run_dir.events), second])

@@ -18,7 +18,6 @@ from tracking.wandb.follow import Delivered, Follower
 from tracking.wandb.tables import ALERT_EVERY_S, MAX_ROWS, STALE_S, Alerts, Tables
 from tracking.wandb.view import DEFINITION, build
 
-_COMMON: dict[str, Any] = {"step": 3, "tokens": 30, "time": 1.0}
 _SCALE: dict[str, Any] = {"from": 4.0, "to": 2.0, "reason": "overflow", **SCALE}
 _INCIDENT: dict[str, Any] = {"verdict": "SKIP", "reason": "nan", "modules": ["lm_head"], "replay": "again"}
 _NONFINITE: dict[str, Any] = {"rank": 0, "module": "lm_head", "tensor": "gradient", "kind": "nan", "count": 3}
@@ -69,9 +68,9 @@ def test_the_lowest_validation_loss_is_that_of_all_sessions() -> None:
 
 
 def test_charts_keep_what_is_not_finite_and_leave_out_what_was_not_recorded() -> None:
-    values = chart_values({"event": "step", **_COMMON, **step_fields(3, loss=math.inf, clip_coefficient=None)})
+    values = chart_values(_step(3, loss=math.inf, clip_coefficient=None))
     assert values["train/loss"] == math.inf and "train/clip_coefficient" not in values and values["step"] == 3
-    values = chart_values({"event": "scale", **_COMMON, **_SCALE})
+    values = chart_values(_event("scale", **_SCALE))
     assert values["scale/from"] == 4.0 and values["scale/reason"] == "overflow" and "scale/momentum_norm" not in values
 
 

@@ -192,13 +192,10 @@ def test_what_was_disabled_can_be_delivered_later_with_models(run_dir, server, t
     parity.write_text(json.dumps({"verdict": "no parity", "checks": checks}))
     out.mkdir()
     (out / "SHA256SUMS").write_text("sums")
-    facts = {
-        "run": "demo",
-        "training": {"step": 3},
-        "export": {"dtype": "bf16", "files": {"model.safetensors": "ab"}},
-        "precision": {"manifest": None, "compute": "bf16", "ZeRO stage": 2},
-        "parity": {"verdict": "parity", "checks": [], "differences": ["data was a there and is b here"]},
-    }
+    export = {"dtype": "bf16", "files": {"model.safetensors": "ab"}}
+    facts = {"run": "demo", "training": {"step": 3}, "export": export}
+    facts |= {"precision": {"manifest": None, "compute": "bf16", "ZeRO stage": 2}}
+    facts |= {"parity": {"verdict": "parity", "checks": [], "differences": ["data was a there and is b here"]}}
     (out / "mantissa.json").write_text(json.dumps(facts))
     shutil.rmtree(run_dir.checkpoints / "step-3")
     checkpoint = _checkpoint(run_dir, 2)
