@@ -142,7 +142,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             sent = json.loads(body)
             if self.path.endswith("/graphql"):
-                name = sent.get("operationName") or _operation(sent["query"])
+                named = re.search(r"(?:query|mutation)\s+(\w+)", sent["query"])
+                name = sent.get("operationName") or (named[1] if named else "")
                 self._reply({"data": self.server.answer(name, sent.get("variables") or {})})
                 return
             self.server.file_stream(sent)
@@ -165,11 +166,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Silent."""
-
-
-def _operation(query: str) -> str:
-    found = re.search(r"(?:query|mutation)\s+(\w+)", query)
-    return found[1] if found else ""
 
 
 @contextmanager
