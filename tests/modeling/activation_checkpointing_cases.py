@@ -25,12 +25,8 @@ def steps(world: World, *, stage: int, compute: str, overrides: list[str]) -> di
             healths.append(engine.health(engine.forward_backward(batch_of(world, 2, seed=step), step=step)))
             engine.step(healths[-1], 0.001)
         recomputed = [i for i, block in enumerate(blocks_of(engine.model)) if block.gradient_checkpointing]
-        return {
-            "losses": [health.loss for health in healths],
-            "norms": [health.grad_norm for health in healths],
-            "recomputed": recomputed,
-            "masters": masters_of(engine),
-        }
+        numbers = {"losses": [health.loss for health in healths], "norms": [health.grad_norm for health in healths]}
+        return numbers | {"recomputed": recomputed, "masters": masters_of(engine)}
 
 
 def counted(world: World, *, stage: int, compute: str, overrides: list[str]) -> dict[str, Any]:
@@ -59,5 +55,4 @@ def refused(world: World, *, gib: float) -> str:
 
 
 def budget(gib: float) -> list[str]:
-    """Overrides for a budget."""
     return ["model.activation_checkpointing=budget", f"model.activation_memory_gib={gib!r}"]

@@ -21,9 +21,7 @@ LOSSES = {
 }
 
 
-def two_steps(
-    world: World, *, stage: int, compute: str, loss: str, overrides: tuple[str, ...] = (), manifest: str = ""
-) -> dict[str, Any]:
+def two_steps(world: World, *, stage: int, compute: str, loss: str, overrides=(), manifest="") -> dict[str, Any]:
     """Two steps from the seeded weights, two micro-batches a rank, and an evaluation."""
     with engine_of(world, _resolved(world, stage, compute, loss, overrides, manifest)) as engine:
         rows = []
@@ -83,17 +81,20 @@ def cannot(world: World) -> dict[str, Any]:
     """A model whose logits are changed in an unknown way: what chunked says, and auto where it would be chunked."""
     found: dict[str, Any] = {"refused": ""}
     batch = batch_of(world, 2, seed=1)
+
+    def recurrent(loss: str) -> Any:
+        overrides = [*RECURRENT, f"model.loss={loss}"]
+        return engine_of(world, resolve(world, stage=1, compute="fp32", micro=2, overrides=overrides))
+
     try:
-        overrides = [*RECURRENT, "model.loss=chunked"]
-        with engine_of(world, resolve(world, stage=1, compute="fp32", micro=2, overrides=overrides)):
+        with recurrent("chunked"):
             pass
     except UserError as error:
         found["refused"] = str(error)
     before, loss_chunks.AUTO_FROM_LOGITS = loss_chunks.AUTO_FROM_LOGITS, 1
     try:
         for loss, key in (("auto", "loss"), ("full", "loss_of_full")):
-            overrides = [*RECURRENT, f"model.loss={loss}"]
-            with engine_of(world, resolve(world, stage=1, compute="fp32", micro=2, overrides=overrides)) as engine:
+            with recurrent(loss) as engine:
                 found[key] = engine.health(engine.forward_backward(batch, step=1)).loss
                 if loss == "auto":
                     found |= {

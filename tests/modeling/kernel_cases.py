@@ -19,15 +19,11 @@ from training.telemetry import Telemetry
 
 MICRO = 2
 SICK = "model.layers.0.mlp.up_proj"
-SHAPE = (
-    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2, "
-    "num_key_value_heads: 1, tie_word_embeddings: true}"
-)
+SHAPE = "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2, "
+SHAPE += "num_key_value_heads: 1, tie_word_embeddings: true}"
 
 
-def two_steps(
-    world: World, *, stage: int, compute: str, kernels: str, overrides: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def two_steps(world: World, *, stage: int, compute: str, kernels: str, overrides=()) -> dict[str, Any]:
     """Two steps from the seeded weights, two micro-batches a rank, and an evaluation."""
     with _engine(world, stage, compute, kernels, overrides) as engine:
         rows: list[tuple[float, float]] = []
@@ -43,15 +39,9 @@ def two_steps(
             engine.step(health, 0.01)
         evaluated = engine.evaluate([batch_of(world, MICRO, seed=9)])
         masters = {name: master.cpu() for name, master in masters_of(engine).items()}
-        scale = engine.loss_scale
-        gradients = {name: gradient / scale for name, gradient in gradients.items()}
-        return {
-            "rows": rows,
-            "evaluated": evaluated,
-            "gradients": gradients,
-            "masters": masters,
-            "notes": [note for note in engine.notes if "Liger" in note],
-        }
+        gradients = {name: gradient / engine.loss_scale for name, gradient in gradients.items()}
+        notes = [note for note in engine.notes if "Liger" in note]
+        return {"rows": rows, "evaluated": evaluated, "gradients": gradients, "masters": masters, "notes": notes}
 
 
 def looks(world: World, *, kernels: str) -> dict[str, Any]:
@@ -71,18 +61,10 @@ def looks(world: World, *, kernels: str) -> dict[str, Any]:
         with torch.no_grad():
             engine.model.get_submodule(SICK).weight[0, 0] = float("inf")
         outcome = engine.forward_backward(batch, step=1)
-        finite = engine.health(outcome).finite
-        causes = [
-            (rank, cause.module, cause.tensor, cause.kind) for rank, cause in attribute(engine, batch, outcome, step=1)
-        ]
-        return {
-            "probe": probe,
-            "event": event,
-            "computed": matmuls,
-            "flops": dict(seen.flops),
-            "finite": finite,
-            "causes": causes,
-        }
+        finite, found = engine.health(outcome).finite, attribute(engine, batch, outcome, step=1)
+        causes = [(rank, cause.module, cause.tensor, cause.kind) for rank, cause in found]
+        observed = {"probe": probe, "event": event, "computed": matmuls, "flops": dict(seen.flops)}
+        return observed | {"finite": finite, "causes": causes}
 
 
 def _engine(world: World, stage: int, compute: str, kernels: str, overrides: tuple[str, ...]) -> Any:

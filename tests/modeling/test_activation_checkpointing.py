@@ -155,12 +155,8 @@ def test_the_benchmarks_modes_are_what_the_config_means_by_them():
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa")])
 def test_the_planner_says_what_each_mode_keeps(family, attention):
     """As differences from `full`, so that nothing outside of the blocks counts."""
-    plain = (
-        {"attention_dropout": 0.0}
-        if family == "llama"
-        else dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0)
-    )
-    fresh = build(family, attention=attention, dtype=torch.bfloat16, **plain)
+    dropouts = {"llama": ["attention_dropout"], "gpt2": ["resid_pdrop", "attn_pdrop", "embd_pdrop"]}[family]
+    fresh = build(family, attention=attention, dtype=torch.bfloat16, **dict.fromkeys(dropouts, 0.0))
     shape, kept, planned = shape_of(fresh.config), {}, {}
     for mode in ("full", "none", "attention", "ops", "selective"):
         model = copy.deepcopy(fresh)

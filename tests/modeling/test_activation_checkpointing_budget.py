@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -64,10 +66,7 @@ def test_the_peak_is_that_of_a_backward_pass_block_by_block():
 def test_a_budget_is_kept_and_one_block_less_would_break_it(family, attention):
     model = build(family, attention=attention)
     apply_activation_checkpointing(model, "budget", reentrant=False)
-    blocks = blocks_of(model)
-
-    def forward() -> None:
-        loss_of(model, tokens())
+    blocks, forward = blocks_of(model), partial(loss_of, model, tokens())
 
     recompute_blocks(blocks, ())
     everything = count_saved(model, forward).total
@@ -92,14 +91,12 @@ def test_the_largest_rank_decides():
     model = build("llama")
     apply_activation_checkpointing(model, "budget", reentrant=False)
 
-    def forward() -> None:
-        loss_of(model, tokens())
+    forward = partial(loss_of, model, tokens())
 
     here = recompute_within_budget(model, 1.0, forward=forward)
     assert here.recomputed == ()
-    twice = recompute_within_budget(
-        model, here.peak / GIB, forward=forward, largest=lambda sizes: [2 * size for size in sizes]
-    )
+    doubled: Any = {"largest": lambda sizes: [2 * size for size in sizes]}
+    twice = recompute_within_budget(model, here.peak / GIB, forward=forward, **doubled)
     assert len(twice.recomputed) > 1
 
 

@@ -35,9 +35,8 @@ def test_weights_follow_the_seed_and_the_architectures_own_initialisation(family
     torch.manual_seed(0)
     upstream = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     differs = False
-    for (name, value), repeated, changed in zip(
-        first.named_parameters(), again.parameters(), other.parameters(), strict=True
-    ):
+    models = zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True)
+    for (name, value), repeated, changed in models:
         assert torch.equal(value, repeated), name
         differs |= not torch.equal(value, changed)
         assert value.dtype == torch.float32

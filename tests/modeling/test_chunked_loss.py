@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.batch import AUTO_FROM_LOGITS, CHUNK_LOGITS, loss_chunk
 from config.cli import REPOSITORY
@@ -19,8 +18,9 @@ from config.schema import ModelSection
 from launch.plan.memory import loss_bytes
 from modeling.chunked_head import ChunkedHead
 from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
+from tests.support.small_models import VOCABULARY, small_model
 
-VOCABULARY, HIDDEN = 61, 24
+HIDDEN = 24
 ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -144,8 +144,6 @@ def test_one_backward_pass_and_none_without_gradients() -> None:
         linear_cross_entropy_sum(hidden, Head(weight, None), labels[:2], chunk_tokens=7)
 
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": VOCABULARY}
-SIZES |= {"intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
 FAMILIES = {
     "llama": {"tie_word_embeddings": True},
     "gpt2": {"n_positions": 32},
@@ -157,10 +155,8 @@ FAMILIES = {
 }
 
 
-def model_of(family: str, **more: Any) -> torch.nn.Module:
-    config = AutoConfig.for_model(family, **{**SIZES, "pad_token_id": None, **FAMILIES.get(family, {}), **more})
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+def model_of(family: str) -> torch.nn.Module:
+    return small_model(family, "eager", num_hidden_layers=1, pad_token_id=None, **FAMILIES[family]).eval()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

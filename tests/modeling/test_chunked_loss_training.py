@@ -6,9 +6,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from tests.modeling import chunked_loss_cases as cases
+from tests.support.small_models import distance
 
 
 @cache
@@ -16,12 +16,6 @@ def found(pair: Any, stage: int, compute: str, loss: str, *overrides: str, manif
     """Both ranks' results of two steps; the full loss in FP32 at stage 0 is asked for by every test."""
     options = {"stage": stage, "compute": compute, "loss": loss, "overrides": overrides, "manifest": manifest}
     return pair.run(cases.two_steps, **options)
-
-
-def off(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
-    """||gradients - exact|| / ||exact|| over all parameters together."""
-    squares = sum(float((gradients[name] - exact[name]).square().sum()) for name in exact)
-    return (squares / sum(float(gradient.square().sum()) for gradient in exact.values())) ** 0.5
 
 
 @pytest.mark.parametrize(
@@ -43,11 +37,11 @@ def test_two_ranks_train_as_with_the_full_loss(pair, stage: int, compute: str) -
         assert norm == pytest.approx(norm_of_full, rel=tolerance)
     assert chunked[0]["evaluated"] == pytest.approx(full[0]["evaluated"], rel=tolerance)
     if compute == "fp32":
-        assert off(chunked[0]["gradients"], exact["gradients"]) < 1e-6
-        assert off(chunked[0]["masters"], full[0]["masters"]) < 1e-5
+        assert distance(chunked[0]["gradients"], exact["gradients"]) < 1e-6
+        assert distance(chunked[0]["masters"], full[0]["masters"]) < 1e-5
     else:
-        allowed = 1.1 * off(full[0]["gradients"], exact["gradients"])
-        assert off(chunked[0]["gradients"], exact["gradients"]) < allowed, allowed
+        allowed = 1.1 * distance(full[0]["gradients"], exact["gradients"])
+        assert distance(chunked[0]["gradients"], exact["gradients"]) < allowed, allowed
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -61,7 +55,7 @@ def test_the_head_keeps_its_precision_region(pair, tmp_path, stage: int) -> None
         assert row == pytest.approx(of_full, rel=1e-3)
     for names in (set(exact["gradients"]), {"lm_head.weight"}):
         of = {name: exact["gradients"][name] for name in names}
-        assert off(ways["chunked"]["gradients"], of) < 1.1 * off(ways["full"]["gradients"], of)
+        assert distance(ways["chunked"]["gradients"], of) < 1.1 * distance(ways["full"]["gradients"], of)
 
 
 def test_who_watches_the_head_sees_logits(pair) -> None:

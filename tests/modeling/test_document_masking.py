@@ -18,15 +18,8 @@ from modeling.document_masking import require_documents_apart
 from modeling.linear_cross_entropy import label_loss_sum
 from tests.support.flex_on_cpu import flex_on_cpu
 
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-}
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64}
 OTHER = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64}
 APART = {
     "llama": SMALL,
@@ -137,9 +130,7 @@ def test_flex_attention_trains_packed_documents_as_each_one_alone(name: str) -> 
     assert_as_alone(built.train(), ids, batch, whole)
 
 
-def assert_as_alone(
-    built: PreTrainedModel, ids: np.ndarray, batch: Batch, whole: tuple[float, dict[str, torch.Tensor]]
-) -> None:
+def assert_as_alone(built: PreTrainedModel, ids: np.ndarray, batch: Batch, whole: tuple[float, dict]) -> None:
     """Loss and gradients are those of every document run alone."""
     alone = torch.zeros(())
     for row, targets in zip(ids, batch.labels[0], strict=True):

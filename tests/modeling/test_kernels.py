@@ -25,17 +25,10 @@ from precision.dtypes import DTYPES
 from tests.modeling import kernel_cases as cases
 from tests.support import interpreted_liger
 from tests.support.launches import command, finish
+from tests.support.small_models import distance
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-}
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0}
 
 
 def here(test: Any) -> Any:
@@ -68,12 +61,6 @@ def gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), {name: parameter.grad.float().clone() for name, parameter in model.named_parameters()}
 
 
-def off(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
-    """||found - exact|| / ||exact|| over all parameters together."""
-    squares = sum(float((found[name] - exact[name]).double().square().sum()) for name in exact)
-    return (squares / sum(float(tensor.double().square().sum()) for tensor in exact.values())) ** 0.5
-
-
 @here
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_gradients_are_those_of_torch_in_fp32(architecture: str) -> None:
@@ -83,7 +70,7 @@ def test_gradients_are_those_of_torch_in_fp32(architecture: str) -> None:
     assert "RMSNorm" in said and "rotary embedding in 2 modules" in said and "GLU in 2 modules" in said
     (loss, exact), (found_loss, found) = gradients(plain), gradients(fast)
     assert found_loss == pytest.approx(loss, rel=1e-6)
-    assert 0 < off(found, exact) < 2e-6  # 0: the kernels did not run
+    assert 0 < distance(found, exact) < 2e-6  # 0: the kernels did not run
     for name, gradient in exact.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
 
@@ -97,7 +84,7 @@ def test_in_16_bits_no_further_from_fp32_than_torch(architecture: str, compute: 
     use_liger(fast, dtype=DTYPES[compute], device=plain.device)
     (loss, reference), (_, own), (found_loss, found) = (gradients(model) for model in (exact, plain, fast))
     assert found_loss == pytest.approx(loss, rel={"bf16": 1e-3, "fp16": 1e-4}[compute])
-    assert off(found, reference) < 1.2 * off(own, reference)
+    assert distance(found, reference) < 1.2 * distance(own, reference)
 
 
 @here
@@ -111,9 +98,7 @@ def test_in_16_bits_no_further_from_fp32_than_torch(architecture: str, compute: 
         ("budget", {"reentrant": False}, 4),
     ],
 )
-def test_recomputed_activations_give_the_same_gradients(
-    mode: Any, options: dict[str, Any], rotations: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_activations_give_the_same_gradients(mode, options, rotations, monkeypatch) -> None:
     """rotations: how often the kernel runs in two blocks, recomputation included."""
     from liger_kernel.ops import LigerRopeFunction
 
@@ -134,8 +119,7 @@ def test_other_models_of_the_process_stay_plain_torch() -> None:
     from transformers.models.llama import modeling_llama
 
     before, names = dict(vars(modeling_llama)), set(vars(modeling_llama))
-    earlier = build("llama", torch.float32)
-    fast = build("llama", torch.float32)
+    earlier, fast = (build("llama", torch.float32) for _ in range(2))
     use_liger(fast, dtype=torch.float32, device=fast.device)
     later = build("llama", torch.float32)
     assert set(vars(modeling_llama)) == names and all(vars(modeling_llama)[name] is before[name] for name in names)
@@ -217,11 +201,11 @@ def test_two_ranks_train_as_with_torch(pair: Any, stage: int, compute: str) -> N
         assert norm == pytest.approx(norm_of_torch, rel=5 * tolerance)  # BF16's are 7e-3 away from FP32's by themselves
     assert found["evaluated"] == pytest.approx(own["evaluated"], rel=tolerance)
     if compute == "fp32":
-        assert off(found["gradients"], own["gradients"]) < 2e-6
-        assert off(found["masters"], own["masters"]) < 1e-5
+        assert distance(found["gradients"], own["gradients"]) < 2e-6
+        assert distance(found["masters"], own["masters"]) < 1e-5
     else:
         exact = _two_steps(pair, 0, "fp32", "torch")[0]["gradients"]
-        assert off(found["gradients"], exact) < 1.2 * off(own["gradients"], exact)
+        assert distance(found["gradients"], exact) < 1.2 * distance(own["gradients"], exact)
 
 
 @functools.cache
@@ -232,28 +216,20 @@ def _two_steps(pair: Any, stage: int, compute: str, word: str) -> list[dict[str,
 @here
 def test_auto_is_liger_where_it_can_be_had(pair: Any) -> None:
     """Two norms, the final one, a gated activation and a rotation of one block."""
-    assert (
-        pair.run(cases.chosen)
-        == [(["Liger 0.8.5 computes RMSNorm in 3 modules, SwiGLU in 1 modules, rotary embedding in 1 modules"], 5)] * 2
-    )
+    said = "Liger 0.8.5 computes RMSNorm in 3 modules, SwiGLU in 1 modules, rotary embedding in 1 modules"
+    assert pair.run(cases.chosen) == [([said], 5)] * 2
 
 
 @here
 @pytest.mark.parametrize(
     ("overrides", "lacking", "words"),
     [
-        (
-            ("model.activation_checkpointing=ops",),
-            None,
-            "rank 0: liger cannot be combined with model.activation",
-        ),
+        (("model.activation_checkpointing=ops",), None, "rank 0: liger cannot be combined with model.activation"),
         (("model.architecture=gpt2", "model.config={n_embd: 32, n_layer: 1, n_head: 2}"), None, "known here for gpt2"),
         ((), 1, "because of rank 1: model.kernels = liger: RMSNorm in LlamaRMSNorm is"),
     ],
 )
-def test_auto_is_torch_on_every_rank_where_one_cannot_have_it(
-    pair: Any, overrides: tuple[str, ...], lacking: int | None, words: str
-) -> None:
+def test_auto_is_torch_on_every_rank_where_one_cannot_have_it(pair, overrides, lacking, words) -> None:
     for notes, exchanged in pair.run(cases.chosen, overrides=overrides, lacking=lacking):
         assert exchanged == 0
         [note] = notes

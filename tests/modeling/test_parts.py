@@ -14,6 +14,7 @@ from modeling.build import build_model, model_config
 from modeling.generate import sample_text
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
+from tests.support.recomputed_models import bytes_kept, gradients, tokens
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
 
@@ -25,33 +26,14 @@ def llama() -> torch.nn.Module:
     return build_model(section, config, seed=0, gather=lambda parameters: nullcontext(True)).train()
 
 
-def saved_bytes_and_gradients(model: torch.nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
-    """Bytes of activations that autograd keeps for one backward pass, and that pass's gradients."""
-    weights = {parameter.data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in weights:
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    tokens = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(1))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = label_loss_sum(model(input_ids=tokens, use_cache=False).logits, tokens)
-    loss.backward()
-    return sum(kept.values()), {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputing_keeps_less_and_changes_no_gradient(reentrant):
-    everything, expected = saved_bytes_and_gradients(llama())
-    kept = {}
+    everything, expected, kept = bytes_kept(llama(), tokens()), gradients(llama()), {}
     for mode, blocks in (("full", 4), ("selective", 2)):
         model = llama()
         assert apply_activation_checkpointing(model, mode, reentrant=reentrant) == blocks
-        kept[mode], gradients = saved_bytes_and_gradients(model)
-        for name, gradient in gradients.items():
+        kept[mode] = bytes_kept(model, tokens())
+        for name, gradient in gradients(model).items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
     assert kept["full"] < 0.4 * everything
     assert kept["full"] < kept["selective"] < 0.75 * everything

@@ -96,28 +96,27 @@ def test_parity_is_the_running_median_everywhere_and_the_validation_loss_at_the_
     assert parity_failure(failed, reference, BOUNDS) == Failure(7, "the loss is nan")
 
 
-@pytest.mark.parametrize("bearable", range(len(RATES) + 1))
-def test_climbing_finds_the_largest_rate_and_stops_after_two_failures(bearable):
+def climbed(passes):
+    """A cell whose trials, one after the other, pass or do not; the rates that were asked for."""
     asked = []
 
     def attempt(rate):
         asked.append(rate)
-        bad = Failure(3, "too large") if len(asked) > bearable else None
-        return Tried(rate, bad, skipped=0, steps=5)
+        return Tried(rate, None if passes[len(asked) - 1] else Failure(1, "bad"), skipped=0, steps=5)
 
-    cell = Cell(Setting(2, 8, "bf16"), climb(RATES, attempt))
+    return Cell(Setting(2, 8, "bf16"), climb(RATES, attempt)), asked
+
+
+@pytest.mark.parametrize("bearable", range(len(RATES) + 1))
+def test_climbing_finds_the_largest_rate_and_stops_after_two_failures(bearable):
+    cell, asked = climbed([True] * bearable + [False] * len(RATES))
     assert cell.largest == (RATES[bearable - 1] if bearable else None)
     assert asked == RATES[: bearable + PATIENCE]
     assert cell.lucky == []
 
 
 def test_a_pass_above_a_failure_is_luck():
-    passes = iter([True, False, True, False, False, True])
-
-    def attempt(rate):
-        return Tried(rate, None if next(passes) else Failure(1, "bad"), skipped=0, steps=5)
-
-    cell = Cell(Setting(2, 8, "bf16"), climb(RATES, attempt))
+    cell, _ = climbed([True, False, True, False, False, True])
     assert cell.largest == RATES[0] and cell.lucky == [RATES[2]]
     assert [item.rate for item in cell.tried] == RATES[:5]
 
@@ -138,18 +137,11 @@ class Oracle:
 
 def test_every_setting_is_compared_with_fp32_of_its_own_place():
     sound, weak, shaky = Setting(2, 8, "bf16"), Setting(4, 8, "bf16"), Setting(4, 8, "fp16", "adaptive")
-    oracle = Oracle(
-        stable={Setting(2, 8, "fp32"): 0.064, Setting(4, 8, "fp32"): 0.016, shaky: 0.004},
-        agrees={weak: 0.008},
-    )
+    small, large = Setting(2, 8, "fp32"), Setting(4, 8, "fp32")
+    oracle = Oracle(stable={small: 0.064, large: 0.016, shaky: 0.004}, agrees={weak: 0.008})
     cells = {cell.setting: cell for cell in explore([sound, weak, shaky], RATES, BOUNDS, oracle)}
-    assert {setting: cell.largest for setting, cell in cells.items()} == {
-        Setting(2, 8, "fp32"): 0.064,
-        sound: 0.064,
-        Setting(4, 8, "fp32"): 0.016,
-        weak: 0.008,
-        shaky: 0.004,
-    }
+    found = {setting: cell.largest for setting, cell in cells.items()}
+    assert found == {small: 0.064, sound: 0.064, large: 0.016, weak: 0.008, shaky: 0.004}
     assert max(rate for setting, rate in oracle.asked if setting == weak) == 0.016, "no further than FP32 holds"
     assert cells[shaky].tried[-1].failure == Failure(2, "it rose")
 

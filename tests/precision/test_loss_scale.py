@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.schema import LossScaleSection
-from precision.loss_scale import (
-    LARGEST_BACKOFF,
-    AdaptivePolicy,
-    DeepSpeedPolicy,
-    ScalePolicy,
-    StaticPolicy,
-    make_policy,
-)
+from precision.loss_scale import LARGEST_BACKOFF, AdaptivePolicy, DeepSpeedPolicy, StaticPolicy, make_policy
 
 # Storms and calms: uniform random bits would hardly ever let a window pass.
 PATTERNS = st.lists(st.tuples(st.booleans(), st.integers(1, 12)), min_size=1, max_size=14).map(
@@ -31,33 +26,19 @@ def adaptive_sections(draw: st.DrawFn) -> LossScaleSection:
     first = low + draw(st.integers(0, 20))
     high = first + draw(st.integers(0, 10))
     within = draw(st.integers(1, 30))
-    return LossScaleSection(
-        policy="adaptive",
-        initial=2.0**first,
-        minimum=2.0**low,
-        maximum=2.0**high,
-        window=draw(st.integers(1, 8)),
-        factor=2.0 ** draw(st.integers(1, 4)),
-        hysteresis=draw(st.integers(1, 3)),
-        escalate_after=draw(st.integers(1, min(within, 6))),
-        escalate_within=within,
-    )
+    limits = {"initial": 2.0**first, "minimum": 2.0**low, "maximum": 2.0**high}
+    growth = {"window": draw(st.integers(1, 8)), "factor": 2.0 ** draw(st.integers(1, 4))}
+    bursts = {"escalate_after": draw(st.integers(1, min(within, 6))), "escalate_within": within}
+    return LossScaleSection(policy="adaptive", hysteresis=draw(st.integers(1, 3)), **limits, **growth, **bursts)
 
 
 def sections() -> st.SearchStrategy[LossScaleSection]:
-    dynamic = st.builds(
-        lambda section, policy: LossScaleSection(
-            policy=policy,
-            initial=section.initial,
-            minimum=section.minimum,
-            maximum=section.maximum,
-            window=section.window,
-            hysteresis=section.hysteresis,
-        ),
-        adaptive_sections(),
-        st.sampled_from(["deepspeed", "static"]),
-    )
-    return st.one_of(adaptive_sections(), dynamic)
+    def with_policy(section: LossScaleSection, policy: Any) -> LossScaleSection:
+        kept = ("initial", "minimum", "maximum", "window", "hysteresis")
+        return LossScaleSection(policy=policy, **{key: getattr(section, key) for key in kept})
+
+    other = st.builds(with_policy, adaptive_sections(), st.sampled_from(["deepspeed", "static"]))
+    return st.one_of(adaptive_sections(), other)
 
 
 def oracle(section: LossScaleSection, pattern: list[bool]) -> list[tuple[int, int, int]]:
@@ -98,6 +79,13 @@ def oracle(section: LossScaleSection, pattern: list[bool]) -> list[tuple[int, in
     return rows
 
 
+def updated(policy: Any, overflows: Iterable[bool]) -> Any:
+    """The policy after these steps."""
+    for overflow in overflows:
+        policy.update(overflow)
+    return policy
+
+
 @settings(max_examples=400, deadline=None)
 @given(section=adaptive_sections(), pattern=PATTERNS)
 def test_adaptive_follows_the_oracle(section: LossScaleSection, pattern: list[bool]) -> None:
@@ -111,9 +99,7 @@ def test_adaptive_follows_the_oracle(section: LossScaleSection, pattern: list[bo
 
 @settings(max_examples=200, deadline=None)
 @given(section=sections(), pattern=PATTERNS)
-def test_the_scale_is_a_power_of_two_within_its_limits_and_moves_the_right_way(
-    section: LossScaleSection, pattern: list[bool]
-) -> None:
+def test_the_scale_is_a_power_of_two_within_its_limits_and_moves_the_right_way(section, pattern) -> None:
     policy, in_a_row = make_policy(section), 0
     for overflow in pattern:
         before, tolerance = policy.scale, policy.hysteresis
@@ -133,9 +119,7 @@ def test_the_scale_is_a_power_of_two_within_its_limits_and_moves_the_right_way(
 
 @settings(max_examples=200, deadline=None)
 @given(section=adaptive_sections(), pattern=PATTERNS)
-def test_away_from_the_limits_the_ratios_are_powers_of_the_factor(
-    section: LossScaleSection, pattern: list[bool]
-) -> None:
+def test_away_from_the_limits_the_ratios_are_powers_of_the_factor(section, pattern) -> None:
     policy = AdaptivePolicy(section)
     for overflow in pattern:
         before = policy.scale
@@ -151,16 +135,10 @@ def test_away_from_the_limits_the_ratios_are_powers_of_the_factor(
 
 @settings(max_examples=200, deadline=None)
 @given(section=adaptive_sections(), pattern=PATTERNS)
-def test_one_clean_window_restores_backoff_window_and_hysteresis(
-    section: LossScaleSection, pattern: list[bool]
-) -> None:
-    policy = AdaptivePolicy(section)
-    for overflow in [*pattern, True]:
-        policy.update(overflow)
+def test_one_clean_window_restores_backoff_window_and_hysteresis(section, pattern) -> None:
+    policy = updated(AdaptivePolicy(section), [*pattern, True])
     longest = policy.window
-    for _ in range(longest - 1):
-        policy.update(False)
-    assert policy.window == longest
+    assert updated(policy, [False] * (longest - 1)).window == longest
     policy.update(False)
     assert (policy.backoff, policy.window) == (section.factor, section.window)
     assert policy.hysteresis == section.hysteresis
@@ -168,9 +146,7 @@ def test_one_clean_window_restores_backoff_window_and_hysteresis(
 
 @settings(max_examples=200, deadline=None)
 @given(section=sections(), pattern=PATTERNS, data=st.data())
-def test_the_state_survives_json_at_any_step(
-    section: LossScaleSection, pattern: list[bool], data: st.DataObject
-) -> None:
+def test_the_state_survives_json_at_any_step(section, pattern, data) -> None:
     cut = data.draw(st.integers(0, len(pattern)))
     unbroken, broken = make_policy(section), make_policy(section)
     for index, overflow in enumerate([*pattern, True, False]):
@@ -183,7 +159,7 @@ def test_the_state_survives_json_at_any_step(
         assert facts(broken) == facts(unbroken)
 
 
-def facts(policy: ScalePolicy) -> tuple:
+def facts(policy: Any) -> tuple:
     return policy.state_dict(), policy.at_minimum, policy.reason
 
 
@@ -204,10 +180,7 @@ def test_a_maximum_stops_the_growth_of_the_deepspeed_policy_and_nothing_else(pat
 
 
 def test_the_deepspeed_policy_has_no_maximum_by_itself() -> None:
-    policy = DeepSpeedPolicy(LossScaleSection(window=1))
-    for _ in range(40):
-        policy.update(False)
-    assert policy.scale == 2.0 ** (16 + 39)
+    assert updated(DeepSpeedPolicy(LossScaleSection(window=1)), [False] * 40).scale == 2.0 ** (16 + 39)
 
 
 def test_a_static_scale_never_moves_and_counts_its_overflows() -> None:
@@ -219,7 +192,7 @@ def test_a_static_scale_never_moves_and_counts_its_overflows() -> None:
     assert seen == [(1000.0, n, False, None) for n in (1, 2, 0, 1)]
 
 
-def overflows_until_minimum(policy: ScalePolicy) -> int:
+def overflows_until_minimum(policy: Any) -> int:
     """Overflows in a row that bring the scale down to its minimum; the one after them is reported."""
     for count in range(100):
         policy.update(True)
@@ -237,20 +210,14 @@ def test_a_storm_reaches_the_bottom_in_seven_overflows_where_halving_takes_sixte
 def test_the_story_of_a_burst() -> None:
     """Written by hand: two halvings, the third overflow escalates, a doubled window restores, then growth as before."""
     section = LossScaleSection(policy="adaptive", initial=1024.0, window=2, escalate_after=3, escalate_within=10)
-    policy, scales = AdaptivePolicy(section), []
-    for overflow in [True, True, True, *[False] * 8]:
-        policy.update(overflow)
-        scales.append(policy.scale)
+    policy = AdaptivePolicy(section)
+    scales = [updated(policy, [overflow]).scale for overflow in [*[True] * 3, *[False] * 8]]
     assert scales == [512, 256, 64, 64, 64, 64, 128, 128, 256, 256, 512]
 
 
 def test_overflows_far_apart_are_no_burst() -> None:
     section = LossScaleSection(policy="adaptive", window=1000, escalate_after=2, escalate_within=5)
-    apart, close = AdaptivePolicy(section), AdaptivePolicy(section)
-    for overflow in (True, *[False] * 4, True):
-        apart.update(overflow)
-    for overflow in (True, *[False] * 3, True):
-        close.update(overflow)
+    apart, close = (updated(AdaptivePolicy(section), [True, *[False] * calm, True]) for calm in (4, 3))
     assert (apart.scale, apart.escalation) == (1024.0, 0)
     assert (close.scale, close.escalation) == (512.0, 1)
 
@@ -267,9 +234,7 @@ def test_each_policy_has_its_own_defaults(policy: str, initial: float, largest: 
 
 
 def test_the_state_of_another_policy_brings_its_scale_and_nothing_else() -> None:
-    old = DeepSpeedPolicy(LossScaleSection(initial=2.0**30, hysteresis=1))
-    for _ in range(3):
-        old.update(True)
+    old = updated(DeepSpeedPolicy(LossScaleSection(initial=2.0**30, hysteresis=1)), [True] * 3)
     adaptive = make_policy(LossScaleSection(policy="adaptive"))
     adaptive.load_state_dict(old.state_dict())
     assert (adaptive.scale, adaptive.consecutive_overflows) == (2.0**24, 3)

@@ -10,18 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from config.cli import REPOSITORY
 from config.errors import UserError
-from precision.manifest import (
-    COMPUTES,
-    Manifest,
-    Rule,
-    assign,
-    find_regions,
-    load_manifest,
-)
+from precision.manifest import COMPUTES, Manifest, Rule, assign, find_regions, load_manifest
+from tests.support.small_models import small_model
 
 EXAMPLES = sorted((REPOSITORY / "config" / "manifests").glob("*.json"))
 SCHEMA = json.loads((REPOSITORY / "docs" / "manifest.schema.json").read_text())
@@ -30,10 +23,7 @@ RULE = {"match": "*.q_proj", "compute": "fp16", "reason": "range"}
 
 @pytest.fixture(scope="module")
 def llama() -> torch.nn.Module:
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=11
-    )
-    return LlamaForCausalLM(config)
+    return small_model("llama")
 
 
 def written(folder: Path, content: Any) -> Path:
@@ -186,9 +176,7 @@ def test_a_class_matches_with_its_base_classes(llama: torch.nn.Module) -> None:
         ("zzz", "matches no module"),
     ],
 )
-def test_a_rule_that_matches_nothing_names_itself_and_what_is_near(
-    llama: torch.nn.Module, match: str, told: str
-) -> None:
+def test_a_rule_that_matches_nothing_names_itself_and_what_is_near(llama, match, told) -> None:
     with pytest.raises(UserError) as caught:
         assign(manifest(rule("lm_head", "fp32"), rule(match, "fp16")), llama)
     message = str(caught.value)
@@ -197,10 +185,7 @@ def test_a_rule_that_matches_nothing_names_itself_and_what_is_near(
 
 
 def test_regions_of_gpt2() -> None:
-    config = GPT2Config(
-        n_embd=16, n_layer=1, n_head=2, vocab_size=11, n_positions=8, bos_token_id=None, eos_token_id=None
-    )
-    assert find_regions(GPT2LMHeadModel(config)) == {
+    assert find_regions(small_model("gpt2", num_hidden_layers=1)) == {
         "transformer.h.0.ln_1": "norm",
         "transformer.h.0.attn": "attention",
         "transformer.h.0.attn.c_attn": "matmul",

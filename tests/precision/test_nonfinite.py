@@ -8,36 +8,25 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.linear_cross_entropy import label_loss_sum
 from precision.findings import LOSS, Finding, check_parameters, describe
 from precision.nonfinite import Inspector
+from tests.support.small_models import VOCABULARY, small_model
 
 INF, NAN = math.inf, math.nan
-VOCABULARY = 64
+SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 
 def llama(*, tied: bool = False, recompute: str = "none") -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-        attn_implementation="sdpa",
-    )
-    return recomputing(LlamaForCausalLM(config), recompute)
+    return recomputing(small_model("llama", **SHAPE, tie_word_embeddings=tied), recompute)
 
 
 def gpt2(*, recompute: str = "none") -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=3, n_head=2, n_positions=32)
-    return recomputing(GPT2LMHeadModel(config), recompute)
+    dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.1)
+    return recomputing(small_model("gpt2", **SHAPE, **dropout), recompute)
 
 
 def recomputing(model: PreTrainedModel, how: str) -> PreTrainedModel:
@@ -140,11 +129,10 @@ def test_a_healthy_pass_has_no_findings_and_the_same_gradients_to_rounding(model
 def test_the_first_bad_activation_is_blamed_on_its_module(model, module, value, recompute):
     broken = model(recompute=recompute)
     spoil_output(broken, module, value)
-    first, *others = inspect(broken)
-    assert (first.module, first.tensor, first.kind) == (module, "activation", "nan" if value != value else "inf")
-    assert (first.count, first.order, first.micro_batch) == (3, 0, 0)
-    assert 0 < first.largest_finite < 100
-    assert others == []
+    (finding,) = inspect(broken)
+    assert (finding.module, finding.tensor, finding.kind) == (module, "activation", "nan" if value != value else "inf")
+    assert (finding.count, finding.order, finding.micro_batch) == (3, 0, 0)
+    assert 0 < finding.largest_finite < 100
 
 
 @RECOMPUTE
@@ -192,12 +180,8 @@ class Chain(nn.Module):
 
     def forward(self, hidden: torch.Tensor, extras: dict | None = None) -> dict[str, object]:
         hidden = self.first(hidden) * self.factor * self.factor
-        return {
-            "hidden": self.second(hidden),
-            "note": "not a tensor",
-            "nothing": None,
-            "pair": (hidden, [hidden.sum()]),
-        }
+        beside = {"note": "not a tensor", "nothing": None, "pair": (hidden, [hidden.sum()])}
+        return {"hidden": self.second(hidden), **beside}
 
 
 class Outer(nn.Module):
@@ -213,9 +197,8 @@ def test_code_between_submodules_is_blamed_on_the_module_that_holds_them():
     model = Outer(1e30)
     with Inspector(model) as inspector:
         model(torch.ones(2, 4)).sum().backward()
-    first, *others = inspector.findings
-    assert (first.module, first.tensor, first.seen) == ("inner", "activation", "given to inner.second")
-    assert others == []
+    (finding,) = inspector.findings
+    assert (finding.module, finding.tensor, finding.seen) == ("inner", "activation", "given to inner.second")
 
 
 def test_a_backward_of_code_between_submodules_is_blamed_the_same_way():
@@ -238,8 +221,7 @@ def test_a_loss_that_is_not_finite_over_finite_logits_is_the_loss(value):
         inspector.check_loss(loss)
         loss.backward()
     (finding,) = inspector.findings
-    kind = "nan" if value != value else "inf"
-    assert finding == Finding(LOSS, "loss", kind, 1, None, 0, 0, "")
+    assert finding == Finding(LOSS, "loss", "nan" if value != value else "inf", 1, None, 0, 0, "")
 
 
 def test_a_loss_scale_that_is_too_large_is_blamed_on_the_way_into_the_model():
@@ -256,9 +238,8 @@ def test_a_bad_weight_is_named_before_the_module_it_spoils(recompute):
     weight, module = inspect(model)
     assert (weight.module, weight.tensor, weight.count) == ("model.layers.1.mlp.up_proj.weight", "parameter", 1)
     assert (module.module, module.tensor, module.order) == ("model.layers.1.mlp.up_proj", "activation", 1)
-    assert [(found.module, found.count) for found in check_parameters(model.named_parameters())] == [
-        ("model.layers.1.mlp.up_proj.weight", 1)
-    ]
+    checked = check_parameters(model.named_parameters())
+    assert [(found.module, found.count) for found in checked] == [("model.layers.1.mlp.up_proj.weight", 1)]
 
 
 @RECOMPUTE
@@ -371,9 +352,8 @@ def test_a_real_overflow_in_half_precision_is_found_where_it_happens():
         model.model.layers[1].mlp.down_proj.weight.fill_(60000.0)
         model.model.layers[1].mlp.up_proj.weight.fill_(50.0)
         model.model.layers[1].mlp.gate_proj.weight.abs_().fill_(1.0)
-    ids = tokens()
     with Inspector(model) as inspector:
-        model(input_ids=ids, use_cache=False)
+        model(input_ids=tokens(), use_cache=False)
     (finding,) = inspector.findings
     assert (finding.module, finding.tensor, finding.kind) == ("model.layers.1.mlp.down_proj", "activation", "inf")
 

@@ -9,32 +9,18 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from precision.observe import ROOT, Observation, PrecisionMismatch, verify
 from tests.support.flex_on_cpu import flex_on_cpu
-
-
-def llama(attention: str = "eager") -> PreTrainedModel:
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=61,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM._from_config(config, attn_implementation=attention)
-
+from tests.support.small_models import small_model
 
 IDS = torch.arange(2 * 12).reshape(2, 12)
 
 
 def test_flops_are_those_of_torch() -> None:
-    model = llama()
+    model = small_model("llama", "eager")
     with FlopCounterMode(display=False) as counter:
         model(IDS)
     with Observation(model) as seen:
@@ -49,7 +35,7 @@ def test_flops_of_llama_by_hand(attention: str) -> None:
     tokens, hidden, heads, length, features = 24, 32, 4, 12, 8
     projections = hidden * (hidden + 16 + 16 + hidden) + 3 * hidden * 64
     per_layer = 2 * tokens * projections + 2 * 2 * 2 * heads * length * length * features
-    model = llama(attention)
+    model = small_model("llama", attention)
     with Observation(model) as seen:
         model(IDS)
     by_hand = 2 * per_layer + 2 * tokens * hidden * 61
@@ -59,7 +45,7 @@ def test_flops_of_llama_by_hand(attention: str) -> None:
 
 
 def test_the_backward_pass_is_not_counted() -> None:
-    model = llama("sdpa")
+    model = small_model("llama", "sdpa")
     with Observation(model) as forward:
         loss = model(IDS).logits.float().logsumexp(-1).sum()
     with Observation(model) as seen:
@@ -81,7 +67,7 @@ def gradients(model: PreTrainedModel, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_observing_changes_no_bit(dtype: torch.dtype) -> None:
-    model = llama("sdpa")
+    model = small_model("llama", "sdpa")
     plain = gradients(model, dtype)
     with Observation(model):
         observed = gradients(model, dtype)
@@ -92,7 +78,7 @@ def test_observing_changes_no_bit(dtype: torch.dtype) -> None:
 def test_flex_attention_is_compiled_and_seen_all_the_same(mode: Any, first: str) -> None:
     """torch enters no compiled graph while operators are watched, and FlexAttention is one. The first pass compiles."""
     torch.compiler.reset()
-    model, same = llama("flex_attention"), llama("sdpa")
+    model, same = small_model("llama", "flex_attention"), small_model("llama", "sdpa")
     same.load_state_dict(model.state_dict())
     for each in (model, same):
         apply_activation_checkpointing(each.train(), mode, reentrant=False)
@@ -111,7 +97,7 @@ def test_flex_attention_is_compiled_and_seen_all_the_same(mode: Any, first: str)
 
 
 def test_operators_that_come_whole_under_inference_mode() -> None:
-    model = llama("sdpa")
+    model = small_model("llama", "sdpa")
     with Observation(model) as expected, torch.no_grad():
         model(IDS)
     with Observation(model) as seen, torch.inference_mode():
@@ -171,10 +157,11 @@ def test_the_innermost_running_module_owns_the_matmul() -> None:
     assert seen.flop_share() == {"bf16": 0.5, "fp64": 0.5}
 
 
-def test_nothing_is_left_behind() -> None:
-    def fail(x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("on purpose")
+def fail(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("on purpose")
 
+
+def test_nothing_is_left_behind() -> None:
     model = torch.nn.Sequential(Own(fail))
     with pytest.raises(RuntimeError, match="on purpose"), Observation(model):
         model(torch.ones(2))
@@ -184,10 +171,6 @@ def test_nothing_is_left_behind() -> None:
 
 def test_a_failed_forward_inside_does_not_confuse_what_follows() -> None:
     """Checkpointing ends recomputations by an exception out of a forward."""
-
-    def fail(x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("on purpose")
-
     model = torch.nn.ModuleDict({"bad": Own(fail), "good": torch.nn.Linear(2, 2)})
     with Observation(model) as seen:
         with pytest.raises(RuntimeError):
@@ -237,7 +220,7 @@ def test_a_region_that_never_computed_is_an_error() -> None:
 
 def test_a_norm_that_casts_by_itself_is_caught() -> None:
     """transformers' RMSNorm widens to FP32 whatever it is given."""
-    model = llama()
+    model = small_model("llama", "eager")
     with Observation(model) as seen:
         model(IDS)
     assert seen.computed["model.norm"] == {"fp32"}

@@ -17,40 +17,30 @@ from precision.trajectories import Trajectory, control_factor, first_departure, 
 BOUNDS = ParitySection()
 
 
-def run(
-    *, steps: int = 100, factor: float = 1.0, seed: int = 0, validation: float | None = 4.0, **changes: Any
-) -> Trajectory:
-    """A falling, noisy loss curve, `factor` times what FP32's is."""
-    noise = random.Random(seed)
-    losses = [factor * (7.0 * 0.99**step + noise.uniform(-0.05, 0.05)) for step in range(steps)]
-    norms = [noise.uniform(0.5, 1.5) for _ in range(steps)]
-    fields = {"steps": range(1, steps + 1), "losses": losses, "grad_norms": norms, "skipped": 0, "nonfinite": 0}
+def run(*, factor: float = 1.0, validation: float | None = 4.0, **changes: Any) -> Trajectory:
+    """A falling, noisy loss curve of 100 steps, `factor` times what FP32's is."""
+    noise = random.Random(0)
+    losses = [factor * (7.0 * 0.99**step + noise.uniform(-0.05, 0.05)) for step in range(100)]
+    norms = [noise.uniform(0.5, 1.5) for _ in range(100)]
+    fields = {"steps": range(1, 101), "losses": losses, "grad_norms": norms, "skipped": 0, "nonfinite": 0}
     return Trajectory(**{**fields, "validation": validation, **changes})  # type: ignore[arg-type]
 
 
-def trajectories(mine: Trajectory | list[Trajectory], other: Trajectory | list[Trajectory]) -> dict[str, Check]:
+def trajectories(mine: Any, other: Any, controls: Any = ()) -> dict[str, Check]:
+    """mine, other: a trajectory, or one for each seed."""
     runs = [[run] if isinstance(run, Trajectory) else run for run in (mine, other)]
-    return {check.name: check for check in judge_trajectories(*runs, BOUNDS)}
+    return {check.name: check for check in judge_trajectories(*runs, BOUNDS, controls)}
 
 
 def step(number: int = 1, **changes: Any) -> dict[str, Any]:
     """A healthy measured step of two modules."""
     agreement = {"relative_error": 0.01, "cosine": 0.9999, "sign_agreement": 0.99}
-    fields = {
-        "step": number,
-        "loss": 4.0,
-        "applied": True,
-        "grad_norm": 1.0,
-        "own_grad_norm": 1.0,
-        "reference_grad_norm": 1.0,
-        "order": ["a", "b"],
-        "own_error": {"a": 0.003, "b": 0.002},
-        "parameters": {"a.weight": agreement, "b.weight": agreement},
-        "reference_norms": {"a.weight": 0.8, "b.weight": 0.6},
-        "update_error": {"a.weight": 0.0, "b.weight": 0.0},
-        "drift": {"a.weight": 0.0, "b.weight": 0.0},
-    }
-    return {**fields, **changes}
+    fields = {"step": number, "loss": 4.0, "applied": True, "order": ["a", "b"], "own_error": {"a": 0.003, "b": 0.002}}
+    fields |= dict.fromkeys(("grad_norm", "own_grad_norm", "reference_grad_norm"), 1.0)
+    fields |= {"parameters": dict.fromkeys(("a.weight", "b.weight"), agreement)}
+    fields |= {"reference_norms": {"a.weight": 0.8, "b.weight": 0.6}}
+    fields |= dict.fromkeys(("update_error", "drift"), {"a.weight": 0.0, "b.weight": 0.0})
+    return fields | changes
 
 
 def walked(*steps: dict[str, Any], **changes: Any) -> dict[str, Check]:
@@ -124,18 +114,13 @@ def test_distances_that_controls_have_too_are_no_failure() -> None:
     mine = run(factor=1.03, validation=4.04)
     far = [run(factor=factor, validation=value) for factor, value in ((1.02, 4.03), (0.98, 3.97))]
     near = [run(factor=1.001, validation=4.004), run(factor=0.999, validation=3.996)]
-    for controls, verdict in (
-        (far, set()),
-        (near, {"loss_gap", "validation_delta"}),
-        ([], {"loss_gap", "validation_delta"}),
-    ):
-        checks = {check.name: check for check in judge_trajectories([mine], [run()], BOUNDS, controls)}
+    both, bounds = {"loss_gap", "validation_delta"}, []
+    for controls, verdict in ((far, set()), (near, both), ([], both)):
+        checks = trajectories(mine, run(), controls)
         assert failed(checks) == verdict
-    assert checks["validation_delta"].bound == BOUNDS.validation_delta
-    bound = next(
-        check.bound for check in judge_trajectories([mine], [run()], BOUNDS, far) if check.name == "validation_delta"
-    )
-    assert bound == pytest.approx(2 * 0.0075)  # twice the root mean square of +0.75% and -0.75%
+        bounds.append(checks["validation_delta"].bound)
+    assert bounds[2] == BOUNDS.validation_delta
+    assert bounds[0] == pytest.approx(2 * 0.0075)  # twice the root mean square of +0.75% and -0.75%
 
 
 def test_controls_lie_on_both_sides_ever_further_away() -> None:

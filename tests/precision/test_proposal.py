@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,12 +40,6 @@ def region(activations=(-8, 3), gradients=(-20, -8), weights=(-9, -2)) -> dict[s
 
 def decide(units: list[Unit], spreads: dict, **more):
     return propose(units, spreads, other_flops=more.pop("other_flops", 0), limits=more.pop("limits", Limits()), **more)
-
-
-def load(tree: dict, tmp_path: Path):
-    path = tmp_path / "manifest.json"
-    path.write_text(json.dumps(tree))
-    return load_manifest(path)
 
 
 def model_of(names: list[str]) -> torch.nn.Module:
@@ -199,7 +192,8 @@ def test_the_manifest_means_what_was_chosen(seed, tmp_path):
     tree = {"default": draw.choice(("fp16", "bf16", "fp32")), "rules": rules_for(choices)}
     model = model_of(names)
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    assigned = assign(load(tree, tmp_path), model)
+    (tmp_path / "manifest.json").write_text(json.dumps(tree))
+    assigned = assign(load_manifest(tmp_path / "manifest.json"), model)
     assert {name: assigned[name].compute for name in linear} == {name: choices[name].compute for name in linear}
 
 

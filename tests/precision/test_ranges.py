@@ -7,20 +7,18 @@ from collections import Counter
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from precision.manifest import find_regions
 from precision.ranges import NOTHING, GradientMeter, OperandMeter, Ranges, Spread, merged
 from precision.statistics import underflow_share
+from tests.support.small_models import small_model
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def llama(checkpointing: str = "none", attention: str = "sdpa") -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=40, num_key_value_heads=2, tie_word_embeddings=True, **SHAPE)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model = small_model("llama", attention, vocab_size=40, tie_word_embeddings=True, **SHAPE)
     if checkpointing != "none":
         apply_activation_checkpointing(model, "full", reentrant=checkpointing == "reentrant")
     return model.train()

@@ -5,20 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from config.errors import UserError
 from modeling.activation_checkpointing import apply_activation_checkpointing
@@ -26,8 +20,8 @@ from precision.dtypes import DTYPES
 from precision.manifest import Manifest, Rule
 from precision.observe import ROOT, Observation, verify
 from precision.regions import Regions
+from tests.support.small_models import VOCABULARY, distance, small_model
 
-VOCABULARY = 61
 SCALE = 1024.0
 """Loss scale of these tests, a power of two: without one, FP16 gradients underflow."""
 TOLERANCE = {"fp32": 40 * 2.0**-24, "fp16": 5 * 2.0**-11, "bf16": 5 * 2.0**-8}
@@ -39,37 +33,9 @@ def manifest(default: str, *rules: tuple[str, str]) -> Manifest:
     return Manifest(default, tuple(Rule(match, None, compute, "test") for match, compute in rules), Path("m.json"))
 
 
-def build(family: str, attention: str = "sdpa", *, tied: bool = True) -> PreTrainedModel:
-    torch.manual_seed(0)
-    if family == "llama":
-        config = LlamaConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=VOCABULARY,
-            tie_word_embeddings=tied,
-            initializer_range=0.1,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        return LlamaForCausalLM._from_config(config, attn_implementation=attention)
-    gpt2 = GPT2Config(
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        vocab_size=VOCABULARY,
-        n_positions=32,
-        initializer_range=0.1,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return GPT2LMHeadModel._from_config(gpt2, attn_implementation=attention)
+def build(family: str, attention: str = "sdpa", *, tied: bool = True, **config: Any) -> PreTrainedModel:
+    """With weights large enough for each dtype's rounding to be seen."""
+    return small_model(family, attention, tie_word_embeddings=tied, initializer_range=0.1, **config)
 
 
 @contextmanager
@@ -97,12 +63,6 @@ def gradients(model: PreTrainedModel) -> tuple[torch.Tensor, dict[str, torch.Ten
     loss = loss_of(model)
     (loss * SCALE).backward()
     return loss.detach(), {name: item.grad / SCALE for name, item in model.named_parameters()}
-
-
-def distance(found: dict[str, torch.Tensor], oracle: dict[str, torch.Tensor]) -> float:
-    """||found - oracle|| / ||oracle|| over all parameters together."""
-    wrong = sum((found[name].double() - value).square().sum() for name, value in oracle.items())
-    return float((wrong / sum(value.square().sum() for value in oracle.values())).sqrt())
 
 
 def oracle_of(model: PreTrainedModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -195,20 +155,7 @@ def test_the_errors_are_ordered_as_the_dtypes_are(family: str) -> None:
 
 
 def test_fused_experts_compute_where_autocast_does_not_reach() -> None:
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        vocab_size=VOCABULARY,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = MixtralForCausalLM(config)
+    model = build("mixtral", tied=False, intermediate_size=48)
     _, oracle = gradients(model)  # in FP32: grouped matmuls have no FP64 kernel
     with in_regions(model, manifest("fp32", ("*.experts", "fp16"))) as regions:
         with Observation(model) as seen:
@@ -246,17 +193,13 @@ def test_what_flows_between_modules() -> None:
     model = build("llama")
     outputs: dict[str, torch.dtype] = {}
 
-    def note(name: str):
-        def hook(module: torch.nn.Module, args: object, output: object) -> None:
-            first = output[0] if isinstance(output, tuple) else output
-            outputs[name] = first.dtype
-
-        return hook
+    def note(name: str, module: torch.nn.Module, args: object, output: object) -> None:
+        outputs[name] = (output[0] if isinstance(output, tuple) else output).dtype
 
     layer = "model.layers.0"
     watched = [f"{layer}.self_attn.{part}" for part in ("q_proj", "v_proj")]
     watched += [layer, f"{layer}.self_attn", f"{layer}.input_layernorm", f"{layer}.mlp.down_proj", "lm_head"]
-    hooks = [model.get_submodule(name).register_forward_hook(note(name)) for name in watched]
+    hooks = [model.get_submodule(name).register_forward_hook(partial(note, name)) for name in watched]
     rules = (("*.q_proj", "fp32"), ("*.self_attn", "fp16"), ("*.down_proj", "fp32"), ("lm_head", "fp32"))
     with in_regions(model, manifest("bf16", *rules)):
         loss_of(model)

@@ -75,13 +75,11 @@ def test_layer_norm_far_from_zero(dtype, offset):
     # x - mean is off by FP32's error of the mean, relative to the spread.
     deviation = wide.std(-1, unbiased=False, keepdim=True)
     mean_error = tolerance(WIDTH, torch.float32, confidence=MANY) * wide.abs().mean(-1, keepdim=True) / deviation
-    allowed = mean_error * (1 + exact.abs()) + exact.abs() * (
-        tolerance(WIDTH, torch.float32, confidence=MANY) + tolerance(1, dtype)
-    )
+    rounding = tolerance(WIDTH, torch.float32, confidence=MANY) + tolerance(1, dtype)
+    allowed = mean_error * (1 + exact.abs()) + exact.abs() * rounding
     assert bool(((got.double() - exact).abs() <= allowed).all())
-    naive = (hidden - hidden.mean(-1, keepdim=True)) * torch.rsqrt(
-        (hidden * hidden).mean(-1, keepdim=True) - hidden.mean(-1, keepdim=True) ** 2 + 1e-5
-    )
+    mean = hidden.mean(-1, keepdim=True)
+    naive = (hidden - mean) * torch.rsqrt((hidden * hidden).mean(-1, keepdim=True) - mean**2 + 1e-5)
     if offset or dtype == torch.float16:
         assert not bool(((naive.double() - exact).abs() <= allowed).all())
 
@@ -108,9 +106,8 @@ def test_cross_entropy_of_huge_logits(dtype, spread):
 @pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])
 def test_attention_with_huge_logits(dtype, scale):
     """Scores up to 1e5, where a softmax picks one key, against exp without the maximum subtracted."""
-    query, key, value = (
-        draw(1, 2, 32, 16, dtype=dtype, scale=s, seed=seed) for seed, s in enumerate((scale, scale, 1.0))
-    )
+    scales = (scale, scale, 1.0)
+    query, key, value = (draw(1, 2, 32, 16, dtype=dtype, scale=s, seed=seed) for seed, s in enumerate(scales))
     q, k, v = query.double(), key.double(), value.double()
     scores = q @ k.transpose(-1, -2) / 4
     exact = functional.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ ENVIRONMENT: dict[str, Any] = {
     "data": {"fingerprint": "aa11", "vocab_size": 4096},
 }
 
-Change = Callable[[int, dict[str, Any]], dict[str, Any] | None]
-
 
 def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """`tree` with dotted keys set: {"run.seed": 1}."""
@@ -49,58 +46,41 @@ class RunWriter:
         self.time = 1.7e9
 
     def event(self, name: str, step: int, /, **fields: Any) -> None:
-        """Append one event."""
         tokens = fields.pop("tokens", step * TOKENS_PER_STEP)
         self._sink.write({"event": name, "step": step, "time": self.time, "tokens": tokens, **fields})
 
     def start(self, step: int = 0, **fields: Any) -> None:
-        """A session begins."""
         self.event("run_start", step, **start_fields(**fields))
 
     def step(self, step: int, **fields: Any) -> None:
         """One step; its losses are a function of the step alone, so that runs are the same unless `fields` differ."""
-        made = step_fields(
-            step, step_seconds=0.5, loss=3.0 + 5.0 / (1 + step / 10) + random.Random(step).gauss(0, 0.02)
-        )
+        loss = 3.0 + 5.0 / (1 + step / 10) + random.Random(step).gauss(0, 0.02)
+        made = step_fields(step, step_seconds=0.5, loss=loss)
         made |= {"sample_ids_sha256": f"{step:04x}" * 16, **fields}
         self.time += made["step_seconds"]
         self.event("step", step, **made)
 
     def end(self, step: int = STEPS) -> RunDir:
-        """The run is done."""
         self.event("run_end", step, status="done", exit_code=0)
         self._sink.close()
         return self.run_dir
 
 
-def write_run(
-    root: Path,
-    name: str,
-    *,
-    change: Change | None = None,
-    after: dict[int, list[dict[str, Any]]] | None = None,
-    config: dict[str, Any] | None = None,
-    environment: dict[str, Any] | None = None,
-    steps: int = STEPS,
-    start: dict[str, Any] | None = None,
-) -> RunDir:
+def write_run(root: Path, name: str, *, change=None, after=None, config=None, environment=None, steps=STEPS) -> RunDir:
     """A finished run of `steps` steps with an evaluation every tenth.
 
     change: step and its fields to the fields that differ, or None. after: step to further events that follow it.
     config, environment: dotted keys that differ.
     """
     writer = RunWriter(root, name)
-    writer.run_dir.write_inputs(
-        merged(CONFIG, {"run.name": name, **(config or {})}), {"zero": 2}, merged(ENVIRONMENT, environment or {})
-    )
-    writer.start(**(start or {}))
+    settings = merged(CONFIG, {"run.name": name, **(config or {})})
+    writer.run_dir.write_inputs(settings, {"zero": 2}, merged(ENVIRONMENT, environment or {}))
+    writer.start()
     for step in range(1, steps + 1):
         writer.step(step, **((change(step, {}) if change else None) or {}))
         for event in (after or {}).get(step, []):
-            writer.event(event["event"], event.get("at", step), **{k: v for k, v in event.items() if k not in _OWN})
+            fields = {key: value for key, value in event.items() if key not in ("event", "at")}
+            writer.event(event["event"], event.get("at", step), **fields)
         if step % 10 == 0:
             writer.event("eval", step, loss=3.2 + 10 / step, perplexity=1.0)
     return writer.end(steps)
-
-
-_OWN = ("event", "at")

@@ -49,7 +49,6 @@ class Pod:
 
 
 def pods(manifests: Manifests) -> Iterator[Pod]:
-
     def pod(name: str, owner: Document, nodes: int, leads: bool, policy: Document | None, processes: Any = None) -> Pod:
         template = owner["template"]
         return Pod(name, template["metadata"], template["spec"], nodes, processes, leads, policy)

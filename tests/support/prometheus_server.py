@@ -23,10 +23,8 @@ MONITORING = REPOSITORY / "docs/monitoring"
 
 
 def needs(program: str) -> pytest.MarkDecorator:
-    """Skip where the program is not installed."""
-    return pytest.mark.skipif(
-        shutil.which(program) is None, reason=f"{program} is not installed: apt-get install prometheus"
-    )
+    reason = f"{program} is not installed: apt-get install prometheus"
+    return pytest.mark.skipif(shutil.which(program) is None, reason=reason)
 
 
 class PrometheusServer:
@@ -51,7 +49,6 @@ class PrometheusServer:
         return [(series["metric"], float(series["value"][1])) for series in answer["data"]["result"]]
 
     def firing(self) -> list[dict[str, str]]:
-        """Labels of the alerts that fire."""
         alerts = self.get("/api/v1/alerts")["data"]["alerts"]
         return [alert["labels"] for alert in alerts if alert["state"] == "firing"]
 

@@ -23,9 +23,7 @@ FAMILIES = {
 }
 
 
-def build(
-    family: str, *, attention: str = "sdpa", dtype: torch.dtype = torch.float32, **config: Any
-) -> torch.nn.Module:
+def build(family: str, *, attention: str = "sdpa", dtype=torch.float32, **config: Any) -> torch.nn.Module:
     """A model of five blocks, the same weights each time."""
     section = ModelSection(architecture=family, config=FAMILIES[family] | config, attention=attention)
     shape = model_config(section, vocab_size=VOCABULARY, sequence_length=256)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
+from tests.support.synthetic_events import SCALE, TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -22,6 +22,7 @@ ENVIRONMENT: dict[str, Any] = {
     "accelerator": {"device": "NVIDIA H100 80GB HBM3"},
     "data": {"fingerprint": "aa", "train_tokens": 8_000_000},
 }
+EVALS = ((20, 4.0), (40, 3.0))
 
 
 class SessionWriter:
@@ -35,7 +36,6 @@ class SessionWriter:
         self._record.event(event, step=self.step, tokens=self.step * TOKENS_PER_STEP, **fields)
 
     def steps(self, count: int, **fields: Any) -> None:
-        """Go on by `count` steps."""
         for _ in range(count):
             self.step += 1
             self.event("step", **step_fields(self.step, **{"loss_scale": 1.0} | fields))
@@ -47,26 +47,19 @@ class SessionWriter:
             self.scale(reason)
 
     def scale(self, reason: str) -> None:
-        """A change of the loss scale."""
-        self._record.scale(
-            step=self.step, tokens=self.step * TOKENS_PER_STEP, previous=1024.0, new=512.0, reason=reason,
-            consecutive_overflows=1, lr=1e-4, momentum_norm=None,
-        )  # fmt: skip
+        where = {"step": self.step, "tokens": self.step * TOKENS_PER_STEP}
+        self._record.scale(**where, previous=1024.0, new=512.0, reason=reason, **SCALE)
 
     def evaluate(self, loss: float) -> None:
-        """An evaluation."""
         self.event("eval", loss=loss, perplexity=math.exp(loss))
 
     def save(self) -> None:
-        """A checkpoint."""
         self.event("checkpoint", path=f"step-{self.step}", seconds=1.0, stall_seconds=0.1, bytes=10, verified=True)
 
     def incident(self, verdict: str, **fields: Any) -> None:
-        """An incident."""
         self.event("incident", verdict=verdict, reason="the loss is nan", modules=[], replay="", **fields)
 
     def end(self, status: str, exit_code: int = 0) -> None:
-        """The end of the session."""
         self.event("run_end", status=status, exit_code=exit_code, reason="" if exit_code == 0 else "why it ended")
 
 
@@ -84,15 +77,7 @@ def session(
 
 
 def simple_run(
-    folder: Path,
-    *,
-    compute: str = "bf16",
-    seconds: float = 0.5,
-    evals: Sequence[tuple[int, float]] = ((20, 4.0), (40, 3.0)),
-    steps: int = 60,
-    fields: dict[str, Any] | None = None,
-    config: dict[str, Any] | None = None,
-    environment: dict[str, Any] | None = None,
+    folder, *, compute="bf16", seconds=0.5, evals=EVALS, steps=60, fields=None, config=CONFIG, environment=ENVIRONMENT
 ) -> Path:
     """A finished run of one session. evals: (step, loss)."""
     with session(folder, compute=compute, seconds=seconds) as run:
@@ -102,5 +87,5 @@ def simple_run(
                 run.evaluate(loss)
         run.save()
         run.end("done")
-    RunDir(folder).write_inputs(CONFIG if config is None else config, {}, environment or ENVIRONMENT)
+    RunDir(folder).write_inputs(config, {}, environment)
     return folder

@@ -8,6 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 TOKENS_PER_STEP = 4096
+# What `scale` and `telemetry` events have besides the fields that a test is about.
+SCALE: dict[str, Any] = {"consecutive_overflows": 1, "lr": 1e-4, "momentum_norm": None}
+TELEMETRY: dict[str, Any] = dict.fromkeys(("gradients", "activation_max", "probe", "gradient_exponents"), {})
+TELEMETRY["update_ratio"] = None
 
 
 def step_fields(step: int, *, loss: float | None = None, **changes: Any) -> dict[str, Any]:
@@ -31,16 +35,8 @@ def step_fields(step: int, *, loss: float | None = None, **changes: Any) -> dict
 
 
 def start_fields(**changes: Any) -> dict[str, Any]:
-    """The fields of a `run_start` event."""
-    fields = {
-        "world_size": 2,
-        "config_sha256": "ab" * 32,
-        "parameters": 12_345_678,
-        "compute": "bf16",
-        "zero_stage": 2,
-        "resumed_from": None,
-    }
-    return fields | changes
+    fields = {"world_size": 2, "config_sha256": "ab" * 32, "parameters": 12_345_678, "compute": "bf16", "zero_stage": 2}
+    return fields | {"resumed_from": None} | changes
 
 
 def ticking_clock(start: float = 1.7e9, seconds: float = 0.5) -> Callable[[], float]:

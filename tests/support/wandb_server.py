@@ -19,6 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+PROJECT = {"id": "p1", "name": "p", "entity": {"id": "e1", "name": "team"}}
+
 
 class StandIn(ThreadingHTTPServer):
     """What the client has sent so far, as attributes."""
@@ -38,18 +40,16 @@ class StandIn(ThreadingHTTPServer):
         self.artifacts: list[dict[str, Any]] = []
         self.manifests: list[dict[str, Any]] = []
         self.views: list[dict[str, Any]] = []
-        self.operations: list[str] = []
-        self.paths: list[str] = []
+
         self.bodies: list[bytes] = []
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
         """The data of a GraphQL response."""
-        self.operations.append(operation)
+
         method = getattr(self, f"on_{operation}", None)
         return method(variables) if method else {}
 
@@ -59,33 +59,20 @@ class StandIn(ThreadingHTTPServer):
 
     def on_RunResumeStatus(self, variables: dict[str, Any]) -> dict[str, Any]:
         if not self.run:
-            return {"model": {"id": "p1", "name": "p", "entity": {"id": "e1", "name": "team"}, "bucket": None}}
-        bucket = {
-            "id": "r1",
-            "name": variables["name"],
-            "displayName": "demo",
-            "summaryMetrics": self.summary,
-            "logLineCount": 0,
-            "historyLineCount": len(self.history),
-            "eventsLineCount": 0,
-            "historyTail": json.dumps([json.dumps(row) for row in self.history[-1:]]),
-            "eventsTail": "[]",
-            "config": json.dumps(self.config),
-            "tags": [],
-            "wandbConfig": json.dumps({"t": {"4": "3.11"}}),
-            "notes": None,
-            "runInfo": {"args": []},
-        }
-        return {"model": {"id": "p1", "name": "p", "entity": {"id": "e1", "name": "team"}, "bucket": bucket}}
+            return {"model": PROJECT | {"bucket": None}}
+        bucket = {"id": "r1", "name": variables["name"], "displayName": "demo", "summaryMetrics": self.summary}
+        bucket |= {"historyTail": json.dumps([json.dumps(row) for row in self.history[-1:]]), "eventsTail": "[]"}
+        bucket |= {"historyLineCount": len(self.history), "logLineCount": 0, "eventsLineCount": 0, "tags": []}
+        bucket |= {"config": json.dumps(self.config), "wandbConfig": json.dumps({"t": {"4": "3.11"}})}
+        return {"model": PROJECT | {"bucket": bucket | {"notes": None, "runInfo": {"args": []}}}}
 
     def on_UpsertBucket(self, variables: dict[str, Any]) -> dict[str, Any]:
         inserted = not self.run
         self.run |= {key: value for key, value in variables.items() if value is not None}
         self.config |= json.loads(variables.get("config") or "{}")
         self.summary = variables.get("summaryMetrics") or self.summary
-        project = {"id": "p1", "name": "p", "entity": {"id": "e1", "name": "team"}}
         bucket: dict[str, Any] = {"id": "r1", "name": self.run["name"], "displayName": "demo"}
-        bucket |= {"project": project, "historyLineCount": len(self.history)}
+        bucket |= {"project": PROJECT, "historyLineCount": len(self.history)}
         return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
 
     def on_NotifyScriptableRunAlert(self, variables: dict[str, Any]) -> dict[str, Any]:
@@ -110,11 +97,9 @@ class StandIn(ThreadingHTTPServer):
     def on_CreateArtifactFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
         files = variables["input"]["artifactFiles"]
         common = {"uploadUrl": f"{self.url}/file", "uploadHeaders": [], "uploadMultipartUrls": None}
-        edges = [
-            {"node": common | {"storagePath": "s", "artifact": {"id": file["artifactID"]}, "name": file["name"]}}
-            for file in files
-        ]
-        return {"createArtifactFiles": {"files": {"edges": edges}}}
+        common["storagePath"] = "s"
+        nodes = [common | {"artifact": {"id": file["artifactID"]}, "name": file["name"]} for file in files]
+        return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
 
     def on_CreateRunFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
         files = [{"name": name, "uploadUrl": f"{self.url}/file"} for name in variables["files"]]
@@ -151,13 +136,13 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self._body()
         with self.server.lock:
-            self.server.paths.append(self.path)
             if not self.path.endswith(("/graphql", "/file_stream")):
                 self._reply({})  # wandb's reports about itself
                 return
             sent = json.loads(body)
             if self.path.endswith("/graphql"):
-                name = sent.get("operationName") or _operation(sent["query"])
+                named = re.search(r"(?:query|mutation)\s+(\w+)", sent["query"])
+                name = sent.get("operationName") or (named[1] if named else "")
                 self._reply({"data": self.server.answer(name, sent.get("variables") or {})})
                 return
             self.server.file_stream(sent)
@@ -182,15 +167,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Silent."""
 
 
-def _operation(query: str) -> str:
-    found = re.search(r"(?:query|mutation)\s+(\w+)", query)
-    return found[1] if found else ""
-
-
 @contextmanager
-def stand_in() -> Iterator[StandIn]:
+def stand_in(server: StandIn | None = None) -> Iterator[Any]:
     """A server that is up for as long as the context lasts."""
-    server = StandIn()
+    server = server or StandIn()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

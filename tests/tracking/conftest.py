@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
+from tests.support.synthetic_events import SCALE, TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -15,7 +15,6 @@ from tracking.run_dir import RunDir
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    """A new run folder."""
     return RunDir.create(tmp_path / "runs", "demo", fresh=False)
 
 
@@ -26,39 +25,22 @@ def fp16_run(run_dir: RunDir) -> RunDir:
     record.event("run_start", step=0, tokens=0, **start_fields(compute="fp16"))
     scale, skipped = 65536.0, 0
     for step in range(1, 61):
-        overflow = step in (3, 40)
+        where, overflow = {"step": step, "tokens": step * TOKENS_PER_STEP}, step in (3, 40)
         skipped += overflow
-        record.event(
-            "step",
-            step=step,
-            tokens=step * TOKENS_PER_STEP,
-            **step_fields(
-                step,
-                loss_scale=scale,
-                applied=not overflow,
-                skipped_total=skipped,
-                **({"grad_norm": math.inf, "clip_coefficient": None} if overflow else {}),
-            ),
-        )
+        broken = {"grad_norm": math.inf, "clip_coefficient": None} if overflow else {}
+        fields = step_fields(step, loss_scale=scale, applied=not overflow, skipped_total=skipped, **broken)
+        record.event("step", **where, **fields)
         if overflow or step == 20:
             new, reason = (scale / 2, "overflow") if overflow else (scale * 2, "growth")
-            record.scale(
-                step=step,
-                tokens=step * TOKENS_PER_STEP,
-                previous=scale,
-                new=new,
-                reason=reason,
-                consecutive_overflows=int(overflow),
-                lr=1e-4,
-                momentum_norm=None,
-            )
+            fields = SCALE | {"consecutive_overflows": int(overflow)}
+            record.scale(**where, previous=scale, new=new, reason=reason, **fields)
             scale = new
         if step % 30 == 0:
             loss = 3.2 + 10 / step
-            record.event("eval", step=step, tokens=step * TOKENS_PER_STEP, loss=loss, perplexity=math.exp(loss))
+            record.event("eval", **where, loss=loss, perplexity=math.exp(loss))
     path = str(run_dir.checkpoints / "step-60")
     facts = {"path": path, "seconds": 1.5, "stall_seconds": 1.5, "bytes": 10_000_000, "verified": True}
-    record.event("checkpoint", step=60, tokens=60 * TOKENS_PER_STEP, **facts)
-    record.event("run_end", step=60, tokens=60 * TOKENS_PER_STEP, status="done", exit_code=0)
+    record.event("checkpoint", **where, **facts)
+    record.event("run_end", **where, status="done", exit_code=0)
     record.close()
     return run_dir

@@ -16,16 +16,13 @@ from tracking.console import ConsoleSink, duration, human, sparkline
 from tracking.record import Record
 
 
-def _shown(
-    total: int, every: int, skip_at: int | None = None, encoding: str = "utf-8", compute: str = "bf16"
-) -> list[str]:
+def _shown(total: int, every: int, skip_at: int = 0, encoding: str = "utf-8", compute: str = "bf16") -> list[str]:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
     record = Record([ConsoleSink(total, log_every_steps=every, stream=stream)])
     record.event("run_start", step=0, tokens=0, **start_fields(compute=compute))
     for step in range(1, total + 1):
-        applied = step != skip_at
-        fields = step_fields(step, applied=applied, skipped_total=int(skip_at is not None and step >= skip_at))
+        fields = step_fields(step, applied=step != skip_at, skipped_total=int(0 < skip_at <= step))
         record.event("step", step=step, tokens=step, **fields)
     record.event("eval", step=total, tokens=total, loss=2.0, perplexity=math.exp(2.0))
     record.event("run_end", step=total, tokens=total, status="done", exit_code=0)
@@ -35,11 +32,8 @@ def _shown(
 
 
 def _steps(lines: list[str]) -> list[int]:
-    return [
-        int(line.split("/")[0].split()[1])
-        for line in lines
-        if line.startswith("step") and "loss " in line and "/" in line[:14]
-    ]
+    of_steps = [line for line in lines if line.startswith("step") and "loss " in line and "/" in line[:14]]
+    return [int(line.split("/")[0].split()[1]) for line in of_steps]
 
 
 def test_plain_lines_come_as_often_as_asked_and_for_every_skip() -> None:

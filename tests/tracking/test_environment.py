@@ -30,8 +30,8 @@ def test_it_tells_versions_machine_and_code(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_commit_is_that_of_the_code_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    root = REPOSITORY
-    head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    command = ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"]
+    head = subprocess.run(command, capture_output=True, text=True, check=False)
     git = environment({})["git"]
     assert (git["commit"] if git else "") == head.stdout.strip()
     monkeypatch.setenv("PATH", str(tmp_path))

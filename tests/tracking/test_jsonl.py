@@ -26,6 +26,11 @@ _VALUES = st.recursive(
 )
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "events.jsonl"
+
+
 def _event(step: int, kind: str = "step", **fields: Any) -> dict[str, Any]:
     return {"event": kind, "step": step, "time": 1.5, "tokens": step * 10, **fields}
 
@@ -45,8 +50,7 @@ def _same(left: Any, right: Any) -> bool:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.dictionaries(st.from_regex(r"x_[a-z]{1,5}", fullmatch=True), _VALUES), min_size=1, max_size=4))
-def test_every_value_comes_back_as_it_was(tmp_path: Path, payloads: list[dict[str, Any]]) -> None:
-    path = tmp_path / "events.jsonl"
+def test_every_value_comes_back_as_it_was(path: Path, payloads: list[dict[str, Any]]) -> None:
     path.unlink(missing_ok=True)
     sink = JsonlSink(path)
     events = [_event(index, **payload) for index, payload in enumerate(payloads)]
@@ -68,7 +72,7 @@ def test_non_finite_numbers_are_strings_in_the_file_and_words_stay_words(tmp_pat
     assert (event["kind"], event["module"]) == ("nan", "inf")
 
 
-def test_every_line_is_with_the_system_before_write_returns(tmp_path: Path) -> None:
+def test_every_line_is_with_the_system_before_write_returns(path: Path) -> None:
     """A process that is killed outright has lost nothing it wrote."""
     code = (
         "import os, sys; from pathlib import Path; from tracking.jsonl import JsonlSink\n"
@@ -76,14 +80,12 @@ def test_every_line_is_with_the_system_before_write_returns(tmp_path: Path) -> N
         "[sink.write({'event': 'step', 'step': n, 'time': 0.0, 'tokens': 0}) for n in range(50)]\n"
         "os.kill(os.getpid(), 9)"
     )
-    path = tmp_path / "events.jsonl"
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
     assert [event["step"] for event in read_events(path)] == list(range(50))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_file_torn_at_any_byte_goes_on_with_whole_lines(tmp_path: Path, seed: int) -> None:
-    path = tmp_path / "events.jsonl"
+def test_a_file_torn_at_any_byte_goes_on_with_whole_lines(path: Path, seed: int) -> None:
     lines = [encode(_event(step, loss=step / 3, note="ü" * seed)) for step in range(3)]
     whole = b"".join(lines)
     for cut in range(seed, len(whole) + 1, 3):
@@ -96,15 +98,13 @@ def test_a_file_torn_at_any_byte_goes_on_with_whole_lines(tmp_path: Path, seed: 
         assert path.read_bytes() == b"".join(finished) + encode(_event(99))
 
 
-def test_a_long_torn_line_is_found_across_chunks(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
+def test_a_long_torn_line_is_found_across_chunks(path: Path) -> None:
     path.write_bytes(encode(_event(1)) + b'{"event":"step","x":"' + b"y" * 300_000)
     JsonlSink(path).close()
     assert path.read_bytes() == encode(_event(1))
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
+def test_a_damaged_line_in_the_middle_is_named(path: Path) -> None:
     path.write_bytes(encode(_event(1)) + b"\0\0\0\n" + encode(_event(2)))
     with pytest.raises(UserError, match="line 2"):
         list(read_events(path))
@@ -141,19 +141,13 @@ def test_a_line_that_did_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [event["step"] for event in read_events(sink.path)] == [1, 3]
 
 
-def _write(path: Path, events: list[dict[str, Any]]) -> None:
-    path.write_bytes(b"".join(map(encode, events)))
-
-
-def test_history_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+def test_history_of_a_resumed_run_has_each_step_once(path: Path) -> None:
     """Crashed at step 7, resumed from the checkpoint of step 4: the second attempt counts."""
-    path = tmp_path / "events.jsonl"
     first = [_event(0, "run_start"), *(_event(step, loss=float(step)) for step in range(1, 8))]
     second = [_event(4, "run_start"), *(_event(step, loss=step + 0.5) for step in range(5, 10))]
-    _write(path, first + second)
-    assert [(e["step"], e["loss"]) for e in surviving(read_events(path)) if e["event"] == "step"] == [
-        (n, float(n)) for n in range(1, 5)
-    ] + [(n, n + 0.5) for n in range(5, 10)]
+    path.write_bytes(b"".join(map(encode, first + second)))
+    kept = [(e["step"], e["loss"]) for e in surviving(read_events(path)) if e["event"] == "step"]
+    assert kept == [(n, float(n)) for n in range(1, 5)] + [(n, n + 0.5) for n in range(5, 10)]
 
 
 def test_steps_of_an_abandoned_attempt_do_not_outlive_it() -> None:

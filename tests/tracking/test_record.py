@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.synthetic_events import start_fields, step_fields, ticking_clock
+from tests.support.synthetic_events import SCALE, start_fields, step_fields, ticking_clock
 from tracking.events import COMMON_FIELDS, REQUIRED_FIELDS, Event
 from tracking.jsonl import JsonlSink, read_events
 from tracking.record import Record
-from tracking.run_dir import RunDir
 
 
 class Memory:
@@ -69,24 +68,12 @@ def test_an_unknown_event_names_the_nearest_and_time_is_the_clocks() -> None:
 
 def test_scale_writes_the_fields_of_the_table() -> None:
     sink = Memory()
-    Record([sink]).scale(
-        step=7,
-        tokens=70,
-        previous=4.0,
-        new=2.0,
-        reason="overflow",
-        consecutive_overflows=1,
-        lr=1e-3,
-        momentum_norm=None,
-        hysteresis=2,
-    )
+    Record([sink]).scale(step=7, tokens=70, previous=4.0, new=2.0, reason="overflow", hysteresis=2, **SCALE)
     assert set(REQUIRED_FIELDS["scale"]) | {"hysteresis"} | set(COMMON_FIELDS) == set(sink.events[0])
     assert (sink.events[0]["from"], sink.events[0]["to"]) == (4.0, 2.0)
 
 
-def test_a_sink_that_raises_is_dropped_with_one_line_and_a_note(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sink_that_raises_is_dropped_with_one_line_and_a_note(run_dir, capsys) -> None:
     good, bad = Memory(), Memory(fail_at=3)
     record = Record([JsonlSink(run_dir.events), bad, good], clock=ticking_clock())
     for step in range(1, 7):
@@ -101,9 +88,7 @@ def test_a_sink_that_raises_is_dropped_with_one_line_and_a_note(
     assert written == good.events
 
 
-def test_all_windows_may_break_at_once_and_closing_may_fail(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_windows_may_break_at_once_and_closing_may_fail(run_dir, capsys) -> None:
     record = Record([Memory(fail_at=2), JsonlSink(run_dir.events), Memory(fail_at=2), Memory(fail_at=99)])
     for step in (1, 2, 3):
         _step(record, step)
@@ -113,9 +98,7 @@ def test_all_windows_may_break_at_once_and_closing_may_fail(
     assert [e["event"] for e in read_events(run_dir.events)] == ["step", "step", "note", "note", "step"]
 
 
-def test_a_full_disk_is_logged_once_and_writing_resumes_when_there_is_room(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_logged_once_and_writing_resumes_when_there_is_room(run_dir, capsys) -> None:
     memory = Memory()
     record = Record([JsonlSink(run_dir.events), memory])
     _step(record, 1)

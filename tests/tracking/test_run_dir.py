@@ -69,17 +69,16 @@ def test_a_file_system_that_refuses_is_a_user_error() -> None:
 
 
 def test_inputs_are_written_and_the_earlier_ones_kept(run_dir: RunDir) -> None:
-    run_dir.write_inputs({"optimizer": {"betas": (0.9, 0.95), "eps": 1e-8}}, {"bf16": {"enabled": True}}, {"start": 1})
-    run_dir.write_inputs({"optimizer": {"betas": (0.9, 0.95), "eps": 1e-8}}, {"bf16": {"enabled": True}}, {"start": 2})
-    run_dir.write_inputs({"optimizer": {"eps": 1e-6}}, {"bf16": {"enabled": True}}, {"start": 3})
+    first = {"optimizer": {"betas": (0.9, 0.95), "eps": 1e-8}}
+    for start, config in enumerate((first, first, {"optimizer": {"eps": 1e-6}}), start=1):
+        run_dir.write_inputs(config, {"bf16": {"enabled": True}}, {"start": start})
     names = {path.name for path in run_dir.path.iterdir() if path.is_file()}
     assert names == {
         *("config.yaml", "config.1.yaml", "ds_config.json"),
         *("environment.json", "environment.1.json", "environment.2.json"),
     }
-    assert yaml.safe_load((run_dir.path / "config.1.yaml").read_text()) == {
-        "optimizer": {"betas": [0.9, 0.95], "eps": 1e-8}
-    }
+    kept = yaml.safe_load((run_dir.path / "config.1.yaml").read_text())
+    assert kept == {"optimizer": {"betas": [0.9, 0.95], "eps": 1e-8}}
     assert yaml.safe_load(run_dir.config.read_text()) == {"optimizer": {"eps": 1e-6}}
     assert json.loads((run_dir.path / "environment.2.json").read_text()) == {"start": 2}
 

@@ -69,15 +69,8 @@ def test_the_report_holds_the_page_a_reader_needs(told_run: RunDir) -> None:
         *("8 sequences of 512 tokens, micro-batch 2, accumulation 2", "fp16 compute, FP32 masters", "stage 2, 2 proc"),
         *("node7: 2 x NVIDIA H100", "torch 2.13.0", "0123456789ab with local changes"),
         *("60 attempted, 58 applied, 2 skipped", "65536 -> 32768 (1 x growth, 2 x overflow)", "245,760"),
-        *(
-            "perplexity 28.98",
-            "3.00 GiB",
-            "| masters | float32 | 50.0 |",
-            "| reductions | bfloat16 |  |",
-            "![",
-            "plots/run.png",
-            "step-60",
-        ),
+        *("perplexity 28.98", "3.00 GiB", "| masters | float32 | 50.0 |", "| reductions | bfloat16 |  |"),
+        *("![", "plots/run.png", "step-60"),
         *("````text\ndef f():\n```\n    return 1\n````", "```bash\ndeepspeed train.py --config demo.yaml\n```"),
     ):
         assert part in text, part
@@ -119,11 +112,10 @@ def test_a_crashed_and_resumed_run_is_summarised_as_one(run_dir: RunDir) -> None
 
 
 def test_the_command_line_runs_and_names_a_folder_without_a_run(told_run: RunDir, tmp_path: Path) -> None:
-    root = REPOSITORY
     command = [sys.executable, "-m", "tracking.report"]
-    done = subprocess.run([*command, str(told_run.path)], cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, str(told_run.path)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "58 applied" in done.stdout and str(told_run.report) in done.stdout, done.stderr
-    failed = subprocess.run([*command, str(tmp_path)], cwd=root, capture_output=True, text=True, check=False)
+    failed = subprocess.run([*command, str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert failed.returncode == 2 and failed.stderr.count("\n") == 1 and "events.jsonl" in failed.stderr
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from config.cli import REPOSITORY
 from config.errors import UserError
 from tests.support.compare_runs import CONFIG, RunWriter, write_run
-from tests.support.synthetic_events import TOKENS_PER_STEP
+from tests.support.synthetic_events import SCALE, TOKENS_PER_STEP
 from tracking.compare.command import main
 from tracking.compare.divergence import Tolerance, events_near, find_divergence
 from tracking.compare.measures import loss_at, measures
@@ -28,15 +28,7 @@ SECRET = "hunter2hunter2"
 
 _FAULT = {"event": "fault", "kind": "inf_gradient", "rank": 0, "module": "model.up_proj"}
 _INF = {"event": "nonfinite", "rank": 1, "module": "model.up_proj", "tensor": "gradient", "kind": "inf", "count": 3}
-_SCALE = {
-    "event": "scale",
-    "from": 65536.0,
-    "to": 32768.0,
-    "reason": "overflow",
-    "consecutive_overflows": 1,
-    "lr": 1e-4,
-}
-_SCALE["momentum_norm"] = None
+_SCALE = {"event": "scale", "from": 65536.0, "to": 32768.0, "reason": "overflow", **SCALE}
 
 
 def _incident(verdict: str, **fields: Any) -> dict[str, Any]:
@@ -45,16 +37,16 @@ def _incident(verdict: str, **fields: Any) -> dict[str, Any]:
 
 
 def _from(step: int, **fields: Any) -> Any:
-    """A change of these fields from `step` on; a number is added, any other value is put."""
-
-    def change(at: int, _: dict[str, Any]) -> dict[str, Any] | None:
-        return fields if at >= step else None
-
-    return change
+    return lambda at, _: fields if at >= step else None
 
 
 def _only(step: int, **fields: Any) -> Any:
     return lambda at, _: fields if at == step else None
+
+
+def _reordered(step: int) -> Any:
+    """From `step` on other sequences, which the baseline never sees."""
+    return lambda at, _: {"sample_ids_sha256": f"{at + 900:064x}"[::-1], "loss": 9.0} if at >= step else None
 
 
 def _compared(*folders: Any, tolerance: Tolerance | None = None, price: float | None = None) -> Comparison:
@@ -62,100 +54,65 @@ def _compared(*folders: Any, tolerance: Tolerance | None = None, price: float | 
     return compare(runs, tolerance=tolerance or Tolerance(), price=price)
 
 
-PLANTED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "another seed in the middle": (
-        {
-            "change": lambda step, _: (
-                {"sample_ids_sha256": f"{step + 900:064x}"[::-1], "loss": 9.0} if step >= 20 else None
-            )
-        },
-        20,
-        "the data order differs from step 20: no recorded setting explains it",
-    ),
+PLANTED: dict[str, dict[str, Any]] = {
+    "another seed in the middle": {"change": _reordered(20)},
+    "another seed from the start": {"change": _reordered(1), "config": {"run.seed": 1}},
+    "skipped batches": {
+        "change": lambda at, _: {"sample_ids_sha256": f"{at + 4:04x}" * 16, "loss": 9.0} if at >= 20 else None,
+        "after": {19: [_incident("ROLLBACK", at=22, rolled_back_to=19, position=23)]},
+    },
+    "a promoted module": {"change": _from(22, loss=4.0), "after": {21: [_incident("PROMOTE", promoted_to="fp32")]}},
+    "a cut learning rate": {"change": _from(22, lr=1e-9), "after": {21: [_incident("CUT_LR")]}},
+    "an overflow": {"change": _only(20, applied=False, grad_norm=math.inf), "after": {20: [_INF, _SCALE]}},
+    "an injected fault": {"change": _only(20, loss=99.0), "after": {19: [{**_FAULT, "at": 20, "kind": "loss_spike"}]}},
+    "another loss scale": {"change": _from(1, loss_scale=4096.0), "config": {"precision.loss_scale.initial": 4096.0}},
+    "another schedule": {"change": _from(11, lr=1e-9), "config": {"schedule.warmup_steps": 11}},
+    "another batch": {
+        "change": lambda step, _: {"tokens": step * 2 * TOKENS_PER_STEP},
+        "config": {"batch.global_size": 16},
+    },
+    "another precision": {
+        "change": lambda at, _: {"loss": 8.0 / at},
+        "config": {"precision.compute": "fp16", "run.hypothesis": "h"},
+    },
+    "another gradient": {"change": _from(5, grad_norm=7.0), "config": {"precision.reduce": "compute"}},
+    "another update": {"change": _from(2, loss=4.0), "config": {"optimizer.weight_decay": 0.5}},
+    "another version": {"change": _from(2, loss=4.0), "environment": {"versions.torch": "2.14.0"}},
+    "no reason at all": {"change": _from(30, loss=4.0)},
+}
+# Of each: the step at which the runs diverge, and a part of the cause that is given.
+CAUSES = {
+    "another seed in the middle": (20, "the data order differs from step 20: no recorded setting explains it"),
     "another seed from the start": (
-        {
-            "change": lambda step, _: {"sample_ids_sha256": f"{step + 900:064x}"[::-1], "loss": 9.0},
-            "config": {"run.seed": 1},
-        },
         1,
         "the data order differs from step 1, and so do the initial weights: run.seed 0 / 1",
     ),
-    "skipped batches": (
-        {
-            "change": lambda step, _: (
-                {"sample_ids_sha256": f"{step + 4:04x}" * 16, "loss": 9.0} if step >= 20 else None
-            ),
-            "after": {19: [_incident("ROLLBACK", at=22, rolled_back_to=19, position=23)]},
-        },
-        20,
-        "rolled back and skipped batches; what run sees at step 20, base sees at step 24",
-    ),
-    "a promoted module": (
-        {"change": _from(22, loss=4.0), "after": {21: [_incident("PROMOTE", promoted_to="fp32")]}},
-        22,
-        "step 21: model.up_proj promoted to fp32 in run only",
-    ),
-    "a cut learning rate": (
-        {"change": _from(22, lr=1e-9), "after": {21: [_incident("CUT_LR")]}},
-        22,
-        "step 21: the learning rate was cut in run only",
-    ),
+    "skipped batches": (20, "rolled back and skipped batches; what run sees at step 20, base sees at step 24"),
+    "a promoted module": (22, "step 21: model.up_proj promoted to fp32 in run only"),
+    "a cut learning rate": (22, "step 21: the learning rate was cut in run only"),
     "an overflow": (
-        {"change": _only(20, applied=False, grad_norm=math.inf), "after": {20: [_INF, _SCALE]}},
         20,
         "step 20 was skipped in run and applied in base: 3 inf in the gradient of model.up_proj on rank 1; loss",
     ),
-    "an injected fault": (
-        {"change": _only(20, loss=99.0), "after": {19: [{**_FAULT, "at": 20, "kind": "loss_spike"}]}},
-        20,
-        "step 20: an injected fault (loss_spike) in model.up_proj in run only",
-    ),
+    "an injected fault": (20, "step 20: an injected fault (loss_spike) in model.up_proj in run only"),
     "another loss scale": (
-        {"change": _from(1, loss_scale=4096.0), "config": {"precision.loss_scale.initial": 4096.0}},
         1,
         "the loss scale differs from step 1 (65536.0 / 4096.0): precision.loss_scale.initial - / 4096.0",
     ),
-    "another schedule": (
-        {"change": _from(11, lr=1e-9), "config": {"schedule.warmup_steps": 11}},
-        11,
-        "the learning rate differs from step 11 (0.0003 / 1e-09): schedule.warmup_steps - / 11",
-    ),
-    "another batch": (
-        {"change": lambda step, _: {"tokens": step * 2 * TOKENS_PER_STEP}, "config": {"batch.global_size": 16}},
-        1,
-        "the number of tokens differs from step 1: batch.global_size 8 / 16",
-    ),
-    "another precision": (
-        {
-            "change": lambda step, _: {"loss": 8.0 / step},
-            "config": {"precision.compute": "fp16", "run.hypothesis": "h"},
-        },
-        1,
-        "different from the first step: precision.compute bf16 / fp16",
-    ),
-    "another gradient": (
-        {"change": _from(5, grad_norm=7.0), "config": {"precision.reduce": "compute"}},
-        5,
-        "same batch and loss at step 5, but a different gradient: precision.reduce - / compute",
-    ),
-    "another update": (
-        {"change": _from(2, loss=4.0), "config": {"optimizer.weight_decay": 0.5}},
-        2,
-        "before step 2, but a different update: optimizer.weight_decay - / 0.5",
-    ),
-    "another version": (
-        {"change": _from(2, loss=4.0), "environment": {"versions.torch": "2.14.0"}},
-        2,
-        "nothing recorded before step 2 explains it; what differs: torch 2.13.0 / 2.14.0",
-    ),
-    "no reason at all": ({"change": _from(30, loss=4.0)}, 30, "so some of the computation is not deterministic"),
+    "another schedule": (11, "the learning rate differs from step 11 (0.0003 / 1e-09): schedule.warmup_steps - / 11"),
+    "another batch": (1, "the number of tokens differs from step 1: batch.global_size 8 / 16"),
+    "another precision": (1, "different from the first step: precision.compute bf16 / fp16"),
+    "another gradient": (5, "same batch and loss at step 5, but a different gradient: precision.reduce - / compute"),
+    "another update": (2, "before step 2, but a different update: optimizer.weight_decay - / 0.5"),
+    "another version": (2, "nothing recorded before step 2 explains it; what differs: torch 2.13.0 / 2.14.0"),
+    "no reason at all": (30, "so some of the computation is not deterministic"),
 }
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_step_and_the_cause_of_a_planted_divergence_are_named(tmp_path: Path, name: str) -> None:
-    planted, step, cause = PLANTED[name]
-    pair = _compared(write_run(tmp_path, "base"), write_run(tmp_path, "run", **planted)).pairs[0]
+    step, cause = CAUSES[name]
+    pair = _compared(write_run(tmp_path, "base"), write_run(tmp_path, "run", **PLANTED[name])).pairs[0]
     assert pair.divergence.step == step, pair.headline
     assert cause in pair.cause
     assert pair.divergence.identical_to == (step - 1 or None)
@@ -219,9 +176,7 @@ def test_identical_runs_of_different_speed(tmp_path: Path) -> None:
     st.floats(0.0, 0.1),
     st.floats(0.0, 0.1),
 )
-def test_both_steps_are_those_that_a_plain_loop_finds(
-    tmp_path_factory: pytest.TempPathFactory, losses: list[tuple[float, float]], relative: float, absolute: float
-) -> None:
+def test_both_steps_are_those_that_a_plain_loop_finds(tmp_path_factory, losses, relative, absolute) -> None:
     folder = tmp_path_factory.mktemp("runs")
     a, b = [first for first, _ in losses], [first + add for first, add in losses]
     runs = []
@@ -232,15 +187,12 @@ def test_both_steps_are_those_that_a_plain_loop_finds(
             writer.step(step, loss=loss)
         runs.append(str(writer.end().path))
     divergence = find_divergence(*read_runs(runs), Tolerance(relative, absolute))
-    exact = next((step for step, (x, y) in enumerate(zip(a, b, strict=True), 1) if x != y), None)
-    beyond = next(
-        (
-            step
-            for step, (x, y) in enumerate(zip(a, b, strict=True), 1)
-            if not math.isfinite(y) or abs(x - y) > max(absolute, relative * abs(x))
-        ),
-        None,
-    )
+    exact = beyond = None
+    for step, (x, y) in enumerate(zip(a, b, strict=True), 1):
+        if exact is None and x != y:
+            exact = step
+        if beyond is None and (not math.isfinite(y) or abs(x - y) > max(absolute, relative * abs(x))):
+            beyond = step
     assert (divergence.step, divergence.beyond_tolerance) == (exact, beyond)
 
 
@@ -271,9 +223,7 @@ def test_what_differs_is_listed_side_by_side_and_nothing_else(tmp_path: Path) ->
         ({}, {"accelerator.device": "NVIDIA A100"}, "different hardware"),
     ],
 )
-def test_runs_that_are_not_comparable_get_a_caveat(
-    tmp_path: Path, config: dict[str, Any], environment: dict[str, Any], caveat: str
-) -> None:
+def test_runs_that_are_not_comparable_get_a_caveat(tmp_path, config, environment, caveat) -> None:
     base = write_run(tmp_path, "base")
     found = _compared(base, write_run(tmp_path, "run", config=config, environment=environment)).caveats
     assert len(found) == 1 and found[0].startswith(caveat)
@@ -293,17 +243,12 @@ def test_data_order_tokens_and_a_missing_config_are_caveats_too(tmp_path: Path) 
 def test_losses_at_equal_tokens_and_at_equal_time(tmp_path: Path) -> None:
     """400 steps of 1 s against 200 steps of 4 s and twice the tokens: means over the last 5 % of either."""
     base = write_run(tmp_path, "base", steps=400, change=lambda step, _: {"loss": 400.0 - step, "step_seconds": 1.0})
-    wide = write_run(
-        tmp_path,
-        "wide",
-        steps=200,
-        change=lambda step, _: {
-            "loss": 1000.0 - step,
-            "step_seconds": 4.0,
-            "tokens": 2 * step * TOKENS_PER_STEP,
-            "applied": step != 200,
-        },
-    )
+
+    def twice_the_tokens(step: int, _: dict[str, Any]) -> dict[str, Any]:
+        tokens = 2 * step * TOKENS_PER_STEP
+        return {"loss": 1000.0 - step, "step_seconds": 4.0, "tokens": tokens, "applied": step != 200}
+
+    wide = write_run(tmp_path, "wide", steps=200, change=twice_the_tokens)
     runs = read_runs([str(base.path), str(wide.path)])
     rows = {row.key: row for row in measures(runs, price=3.0)}
     assert rows["loss_at_equal_tokens"].values == pytest.approx((9.5, np.mean([1000 - s for s in range(190, 200)])))
@@ -340,9 +285,7 @@ def test_a_run_that_is_being_written_or_crashed_is_compared(tmp_path: Path) -> N
     assert comparison.pairs[0].headline == "identical to step 25, the last that both have"
 
 
-def test_a_run_that_died_before_its_first_step_is_no_trouble(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_died_before_its_first_step_is_no_trouble(tmp_path, capsys) -> None:
     base, writer = write_run(tmp_path, "base"), RunWriter(tmp_path, "dead")
     writer.start()
     dead = str(writer.run_dir.path)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,10 +26,6 @@ SECRET = "hf_" + "a" * 30
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-def _comparison(folders: list[str]) -> Comparison:
-    return compare(read_runs(folders), tolerance=Tolerance(), price=None)
-
-
 @pytest.fixture
 def comparison(tmp_path: Path) -> Comparison:
     """Two runs, the second with a hostile name, a skip, an incident and a secret in its config."""
@@ -42,7 +39,7 @@ def comparison(tmp_path: Path) -> Comparison:
         after={25: [incident]},
         config={"hub_token": SECRET, "data.path": "a&b</script>"},
     )
-    return _comparison([str(base.path), str(other.path)])
+    return compare(read_runs([str(base.path), str(other.path)]), tolerance=Tolerance(), price=None)
 
 
 class _Reader(HTMLParser):
@@ -81,12 +78,11 @@ def test_short_runs_are_drawn_whole_and_long_ones_keep_every_extreme(tmp_path: P
     short = read_runs([str(write_run(tmp_path, "short").path)])[0]
     assert curve(short)["loss"] == pytest.approx(short.columns.loss.tolist(), rel=1e-6)
     spikes = {1234: 50.0, 2345: 0.25, 3456: math.nan}
-    long = write_run(
-        tmp_path,
-        "long",
-        steps=4000,
-        change=lambda step, _: {"loss": spikes.get(step, 3.0), "loss_scale": 2.0 ** (step // 1000)},
-    )
+
+    def spiked(step: int, _: dict[str, Any]) -> dict[str, Any]:
+        return {"loss": spikes.get(step, 3.0), "loss_scale": 2.0 ** (step // 1000)}
+
+    long = write_run(tmp_path, "long", steps=4000, change=spiked)
     run = read_runs([str(long.path)])[0]
     drawn = curve(run)
     assert len(drawn["step"]) <= 9 * BUCKETS and drawn["step"][0] == 1 and drawn["step"][-1] == 4000

@@ -40,12 +40,8 @@ SETTINGS = (
 def _start(kind: str, folder: Path, text: Path) -> subprocess.Popen[str]:
     script = folder / f"{kind}.py"
     script.write_text(PLANT)
-    settings = [
-        f"run.dir={folder / 'runs'}",
-        f"run.name={kind}",
-        f"data.path={text}",
-        f"data.cache_dir={folder / kind}",
-    ]
+    settings = [f"run.dir={folder / 'runs'}", f"run.name={kind}"]
+    settings += [f"data.path={text}", f"data.cache_dir={folder / kind}"]
     command = [sys.executable, str(script), kind, "--config", str(REPOSITORY / "config/recipes/demo.yaml")]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE

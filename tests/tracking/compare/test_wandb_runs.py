@@ -10,7 +10,6 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from config.cli import REPOSITORY
 from config.errors import UserError
 from tests.support.compare_runs import CONFIG as PLAIN_CONFIG
 from tests.support.compare_runs import ENVIRONMENT, merged
-from tests.support.synthetic_events import start_fields, step_fields
-from tests.support.wandb_server import StandIn
+from tests.support.synthetic_events import SCALE, start_fields, step_fields
+from tests.support.wandb_server import StandIn, stand_in
 from tracking.compare.command import main
 from tracking.compare.sources import read_runs
 from tracking.compare.wandb_runs import as_events, offline, read_wandb
@@ -71,15 +70,9 @@ def server(recorded: tuple[RunDir, Path]) -> Iterator[Serving]:
     """Up, with what the offline run holds; what is not finite as the words that wandb sends."""
     rows, config = offline(recorded[1])
     words = {"nan": "NaN", "inf": "Infinity"}
-    served = Serving(
-        [{key: words.get(str(value), value) for key, value in row.items()} for row in rows if "step" in row], config
-    )
-    thread = threading.Thread(target=served.serve_forever, daemon=True)
-    thread.start()
-    yield served
-    served.shutdown()
-    served.server_close()
-    thread.join()
+    rows = [{key: words.get(str(value), value) for key, value in row.items()} for row in rows if "step" in row]
+    with stand_in(Serving(rows, config)) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -87,25 +80,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Path]:
     """A run folder and its wandb folder: 6 steps, each logged, an overflow at step 3, a rollback from 5 to 4."""
     run_dir = RunDir.create(tmp_path_factory.mktemp("runs") / "x", "demo", fresh=False)
     run_dir.write_inputs(CONFIG, {}, ENVIRONMENT)
-    sink = WandbSink(
-        run_dir,
-        {"run": CONFIG, "deepspeed": {}, "environment": ENVIRONMENT},
-        mode="offline",
-        project="p",
-        name="demo",
-        notes="",
-        log_every_steps=1,
-    )
+    config = {"run": CONFIG, "deepspeed": {}, "environment": ENVIRONMENT}
+    sink = WandbSink(run_dir, config, mode="offline", project="p", name="demo", notes="", log_every_steps=1)
     record = Record([JsonlSink(run_dir.events), sink])
     record.event("run_start", step=0, tokens=0, **start_fields())
     for step in (1, 2, 3, 4, 5, 5, 6):
         bad = {"applied": False, "grad_norm": math.inf, "loss": math.nan} if step == 3 else {}
         record.event("step", step=step, tokens=step * 100, **step_fields(step, **bad))
         if step == 3:
-            record.scale(
-                step=3, tokens=300, previous=2.0, new=1.0, reason="overflow", consecutive_overflows=1, lr=1e-3,
-                momentum_norm=None,
-            )  # fmt: skip
+            record.scale(step=3, tokens=300, previous=2.0, new=1.0, reason="overflow", **SCALE)
     record.event("eval", step=6, tokens=600, loss=2.5, perplexity=math.exp(2.5))
     record.event("run_end", step=6, tokens=600, status="done", exit_code=0)
     record.close()
@@ -113,9 +96,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Path]:
     return run_dir, folder
 
 
-def test_an_offline_run_of_wandb_is_its_run_folder(
-    recorded: tuple[RunDir, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_offline_run_of_wandb_is_its_run_folder(recorded, capsys) -> None:
     run_dir, folder = recorded
     local, kept = read_runs([str(run_dir.path), f"wandb:{folder}"])
     assert kept.columns.step.tolist() == local.columns.step.tolist() == [1, 2, 3, 4, 5, 6]
@@ -156,18 +137,11 @@ def test_a_torn_log_gives_what_is_whole(recorded: tuple[RunDir, Path], tmp_path:
 
 def test_rows_of_the_server_become_events() -> None:
     """Words for what is not finite, as the server's JSON has them, and rows that hold system metrics only."""
+    where = {"step": 1, "tokens": 9}
     rows = [
         {"_step": 1, "_timestamp": 5.0, "system/cpu": 3.0},
-        {
-            "_step": 2,
-            "_timestamp": 6.0,
-            "step": 1,
-            "tokens": 9,
-            "train/loss": "NaN",
-            "train/applied": 0,
-            "eval/loss": None,
-        },
-        {"_step": 3, "_timestamp": 7.0, "step": 1, "tokens": 9, "eval/loss": 2.0, "eval/perplexity": "Infinity"},
+        {"_step": 2, "_timestamp": 6.0, **where, "train/loss": "NaN", "train/applied": 0, "eval/loss": None},
+        {"_step": 3, "_timestamp": 7.0, **where, "eval/loss": 2.0, "eval/perplexity": "Infinity"},
     ]
     start, step, evaluation = as_events(rows, {"environment": {"world_size": 4}})
     assert (start["event"], start["world_size"], start["time"]) == ("run_start", 4, 6.0)
@@ -175,9 +149,7 @@ def test_rows_of_the_server_become_events() -> None:
     assert (evaluation["event"], evaluation["loss"], evaluation["perplexity"]) == ("eval", 2.0, math.inf)
 
 
-def test_what_cannot_be_read_is_printed_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_read_is_printed_in_one_line(tmp_path, monkeypatch, capsys) -> None:
     for name in ("WANDB_API_KEY", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

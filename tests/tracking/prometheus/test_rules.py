@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import yaml
 from config.child_jobs import free_port
 from config.cli import REPOSITORY
 from tests.support.prometheus_server import MONITORING, needs, prometheus_server, wait_for
-from tests.support.synthetic_events import start_fields, step_fields
+from tests.support.synthetic_events import SCALE, start_fields, step_fields
 from tracking.jsonl import read_events
 from tracking.prometheus.metrics import METRICS, VERDICTS
 from tracking.prometheus.sink import PrometheusSink
@@ -47,10 +49,8 @@ def expressions(dashboard: Path) -> Iterator[tuple[str, str]]:
 
 
 def rules() -> list[dict[str, Any]]:
-    """Every rule of rules.yml."""
-    return [
-        rule for group in yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"] for rule in group["rules"]
-    ]
+    groups = yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
 
 
 def exported() -> set[str]:
@@ -128,20 +128,12 @@ def test_every_query_is_answered_from_a_run(tmp_path: Path) -> None:
                     found = server.values(expression)
                     own = OF_OTHERS.search(expression) is None and not expression.startswith("changes(")
                     assert found or not own, f"{path.name}: {title}: {expression} finds nothing"
-            found = subprocess.run(
-                ["promtool", "check", "metrics"], input=scraped(sink), capture_output=True, text=True, check=False
-            )
+            command = ["promtool", "check", "metrics"]
+            text = urllib.request.urlopen(sink.url, timeout=10).read().decode()
+            found = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
             assert found.returncode == 0 and not found.stderr, found.stderr
     finally:
         sink.close()
-
-
-def scraped(sink: PrometheusSink) -> str:
-    """The text that Prometheus gets."""
-    import urllib.request
-
-    assert sink.url is not None
-    return urllib.request.urlopen(sink.url, timeout=10).read().decode()
 
 
 def record_everything(record: Record) -> None:
@@ -152,9 +144,7 @@ def record_everything(record: Record) -> None:
     for applied in (True, False):
         record.event("step", **where, **step_fields(5, applied=applied), by_rank=ranks, data_seconds=0.1)
     for reason in ("overflow", "growth"):
-        record.scale(
-            **where, previous=2.0, new=1.0, reason=reason, consecutive_overflows=1, lr=1e-4, momentum_norm=None
-        )
+        record.scale(**where, previous=2.0, new=1.0, reason=reason, **SCALE)
     for verdict in VERDICTS:
         record.event("incident", **where, verdict=verdict, reason="", modules=[], replay="")
     record.event("nonfinite", **where, rank=1, module="m", tensor="gradient", kind="nan", count=1)
@@ -200,19 +190,13 @@ def test_a_fault_in_a_live_run_fires_the_right_alert(tmp_path: Path) -> None:
             struck = next(e for e in read_events(tmp_path / "runs/faulty/events.jsonl") if e["event"] == "incident")
             known = server.get("/api/v1/alerts")["data"]["alerts"]  # those that only may come to fire are among them
             active = next(a["activeAt"] for a in known if a["labels"]["alertname"] == "MantissaHaltedByNumerics")
-            assert 0 <= seconds_of(active) - struck["time"] < 4, "a scrape and an evaluation, a second each, and slack"
+            began = datetime.fromisoformat(re.sub(r"(\.\d{6})\d*Z", r"\1+00:00", active))  # it has nanoseconds
+            assert 0 <= began.timestamp() - struck["time"] < 4, "a scrape and an evaluation, a second each, and slack"
             assert server.values("last_over_time(mantissa_exit_code[5m])")[0][1] == 3
             assert server.values("last_over_time(mantissa_nonfinite_by_rank_total{rank='1'}[5m])")[0][1] > 0
         finally:
             job.terminate()
             job.wait(60)
-
-
-def seconds_of(timestamp: str) -> float:
-    """Seconds since the epoch of Prometheus' RFC 3339 time, which has nanoseconds."""
-    from datetime import datetime
-
-    return datetime.fromisoformat(re.sub(r"(\.\d{6})\d*Z", r"\1+00:00", timestamp)).timestamp()
 
 
 def test_the_page_names_every_metric_and_every_alert() -> None:

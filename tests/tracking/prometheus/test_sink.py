@@ -19,7 +19,6 @@ from tracking.jsonl import JsonlSink, read_events
 from tracking.prometheus.metrics import METRICS, VERDICTS, Metrics
 from tracking.prometheus.sink import PrometheusSink
 from tracking.record import Record
-from tracking.run_dir import RunDir
 
 RUN = "night shift"
 
@@ -38,8 +37,12 @@ def scrape(sink: PrometheusSink) -> dict[tuple[str, frozenset[tuple[str, str]]],
     return found
 
 
+def port_of(sink: PrometheusSink) -> int:
+    assert sink.url is not None
+    return int(sink.url.rsplit(":", 1)[1].split("/")[0])
+
+
 def value(found: dict[Any, float], name: str, **labels: str) -> float:
-    """One sample."""
     return found[f"mantissa_{name}", frozenset(labels.items())]
 
 
@@ -150,24 +153,18 @@ def test_every_metric_is_named_as_prometheus_wants_it() -> None:
 
 def test_only_the_loopback_interface_is_bound_by_default(sink: PrometheusSink) -> None:
     assert sink.url is not None and sink.url.startswith("http://127.0.0.1:")
-    port = int(sink.url.rsplit(":", 1)[1].split("/")[0])
     with pytest.raises(OSError):
-        socket.create_connection(("127.0.0.2", port), timeout=2).close()
+        socket.create_connection(("127.0.0.2", port_of(sink)), timeout=2).close()
     everywhere = PrometheusSink(RUN, planned_steps=1, port=0, address="0.0.0.0")
     try:
-        assert everywhere.url is not None
-        port = int(everywhere.url.rsplit(":", 1)[1].split("/")[0])
-        socket.create_connection(("127.0.0.2", port), timeout=2).close()
+        socket.create_connection(("127.0.0.2", port_of(everywhere)), timeout=2).close()
     finally:
         everywhere.close()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1", "no such host.invalid"])
-def test_a_port_that_cannot_be_had_costs_one_note(
-    address: str, sink: PrometheusSink, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert sink.url is not None
-    taken = int(sink.url.rsplit(":", 1)[1].split("/")[0])
+def test_a_port_that_cannot_be_had_costs_one_note(address, sink, run_dir, capsys) -> None:
+    taken = port_of(sink)
     second = PrometheusSink(RUN, planned_steps=1, port=taken, address=address)
     assert second.url is None
     record = Record([JsonlSink(run_dir.events), second])
@@ -195,27 +192,19 @@ def test_the_end_waits_for_the_scrape_that_is_due() -> None:
     assert ended.wait(5)
 
 
-@pytest.mark.parametrize(("status", "scrapes"), [("done", 0), ("done", 1), ("preempted", 3)])
-def test_nobody_is_waited_for_without_a_reason(status: str, scrapes: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "scrapes", "apart", "limit"),
+    [("done", 0, 1.0, 0.9), ("done", 1, 1.0, 0.9), ("preempted", 3, 1.0, 0.9), ("done", 2, 0.4, 1.5)],
+)
+def test_nobody_is_waited_for_without_a_reason_nor_long_if_gone(status, scrapes, apart, limit) -> None:
     sink = PrometheusSink(RUN, planned_steps=1, port=0)
     for _ in range(scrapes):
         scrape(sink)
-        time.sleep(1.0)
+        time.sleep(apart)
     sink.write({"event": "run_end", "step": 1, "time": 1.0, "tokens": 1, "status": status, "exit_code": 0})
     started = time.monotonic()
     sink.close()
-    assert time.monotonic() - started < 0.9
-
-
-def test_a_scraper_that_is_gone_is_not_waited_for_long() -> None:
-    sink = PrometheusSink(RUN, planned_steps=1, port=0)
-    for _ in range(2):
-        scrape(sink)
-        time.sleep(0.4)
-    sink.write({"event": "run_end", "step": 1, "time": 1.0, "tokens": 1, "status": "done", "exit_code": 0})
-    started = time.monotonic()
-    sink.close()
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < limit
 
 
 def test_a_step_costs_microseconds() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from config.errors import UserError
 from tests.support.report_runs import CONFIG, ENVIRONMENT, session, simple_run
-from tests.support.synthetic_events import TOKENS_PER_STEP
+from tests.support.synthetic_events import TELEMETRY, TOKENS_PER_STEP
 from tracking.jsonl import read_events
 from tracking.report.context import LIMITS, Finding, MeasureContext, limits_from
 from tracking.report.measures import all_measures, caveats, read_run
@@ -56,9 +56,8 @@ def test_relative_measures_hold_the_run_against_its_baseline(run: Path, baseline
     epoch = 8e6 / TOKENS_PER_STEP * 0.3
     assert epoch == pytest.approx(585.94, abs=0.01) and "9m46s for an epoch" in found["epoch_time"].shown
     assert found["peak_memory"].value == pytest.approx(0.6) and found["peak_memory"].verdict == "pass"
-    assert (
-        found["validation_delta"].value == pytest.approx(3.01 / 3.0 - 1) and found["validation_delta"].verdict == "pass"
-    )
+    delta = found["validation_delta"]
+    assert delta.value == pytest.approx(3.01 / 3.0 - 1) and delta.verdict == "pass"
     events = 1 + 60 + 2 + 1 + 1  # each 0.3 s after the one before, on two devices
     cost = (events - 1) * 0.3 / 3600 * 2 * 2.0 / (60 * TOKENS_PER_STEP) * 8e6
     assert found["epoch_cost"].value == pytest.approx(0.6) and f"({cost:.4g} for an epoch" in found["epoch_cost"].shown
@@ -74,9 +73,7 @@ def test_relative_measures_hold_the_run_against_its_baseline(run: Path, baseline
         ("validation_delta", {}, ((20, 4.0), (40, math.nan))),
     ],
 )
-def test_just_beyond_its_limit_a_relative_measure_fails(
-    tmp_path: Path, baseline: Path, key: str, fields: dict[str, Any], evals: Any
-) -> None:
+def test_just_beyond_its_limit_a_relative_measure_fails(tmp_path, baseline, key, fields, evals) -> None:
     with session(tmp_path / "worse") as run:
         for step in range(1, 61):
             run.steps(1, **fields)
@@ -114,9 +111,7 @@ def test_without_the_length_of_an_epoch_a_million_tokens_stand_for_it(tmp_path: 
         ),
     ],
 )
-def test_a_baseline_of_other_work_is_refused_where_that_matters(
-    tmp_path: Path, run: Path, config: Any, environment: Any, keys: set[str], words: str
-) -> None:
+def test_a_baseline_of_other_work_is_refused_where_that_matters(tmp_path, run, config, environment, keys, words):
     settings, place = CONFIG | config, ENVIRONMENT | environment
     found = _found(run, simple_run(tmp_path / "other", compute="fp32", config=settings, environment=place))
     assert {key for key in LIMITS if words in found[key].reason} == keys
@@ -177,21 +172,14 @@ def test_numerics_are_counted_and_judged(tmp_path: Path) -> None:
         run.overflow(loss=math.nan)
         run.event("precision", flop_share={"fp16": 1.0})
         run.event("precision", flop_share={"fp16": 0.9, "fp32": 0.1})
-        run.event("telemetry", gradients={}, activation_max={}, probe={}, update_ratio=None, gradient_exponents={},
-                 drift={"maximum": 1e-3, "rms": 1e-4})  # fmt: skip
+        run.event("telemetry", **TELEMETRY, drift={"maximum": 1e-3, "rms": 1e-4})
     found = _found(tmp_path)
-    assert (found["nonfinite"].value, found["nonfinite"].verdict) == (1, "fail") and "step 100" in found[
-        "nonfinite"
-    ].reason
-    assert (found["overflow_rate"].value, found["overflow_rate"].verdict) == (0.05, "pass")
-    assert (found["low_precision"].value, found["low_precision"].verdict) == (pytest.approx(0.9), "fail")
-    assert (found["drift"].value, found["drift"].verdict) == (1e-3, "fail")
-    found = _found(
-        tmp_path, limits=limits_from(["overflow_rate=0.04", "low_precision=0.9", "drift=0.01", "nonfinite=1"])
-    )
-    assert [found[key].verdict for key in ("nonfinite", "overflow_rate", "low_precision", "drift")] == [
-        *("pass", "fail", "pass", "pass")
-    ]
+    values = {"nonfinite": 1, "overflow_rate": 0.05, "low_precision": pytest.approx(0.9), "drift": 1e-3}
+    assert {key: found[key].value for key in values} == values and "step 100" in found["nonfinite"].reason
+    assert [found[key].verdict for key in values] == ["fail", "pass", "fail", "fail"]
+    limits = limits_from(["overflow_rate=0.04", "low_precision=0.9", "drift=0.01", "nonfinite=1"])
+    found = _found(tmp_path, limits=limits)
+    assert [found[key].verdict for key in values] == ["pass", "fail", "pass", "pass"]
 
 
 def test_what_does_not_apply_is_not_measured(tmp_path: Path) -> None:
@@ -215,9 +203,8 @@ def test_gradient_norm_variance_is_that_of_the_second_half_of_applied_steps(tmp_
             run.steps(1, grad_norm=50.0, applied=False)
             run.overflow()
         run.end("done")
-    norms = [event["grad_norm"] for event in read_events(tmp_path / "run" / "events.jsonl") if event.get("applied")][
-        35:
-    ]
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    norms = [event["grad_norm"] for event in events if event.get("applied")][35:]
     base = [event["grad_norm"] for event in read_events(baseline / "events.jsonl") if event["event"] == "step"][30:]
     ratio = statistics.variance(norms) / statistics.mean(norms) ** 2
     expected = ratio / (statistics.variance(base) / statistics.mean(base) ** 2)
@@ -267,9 +254,8 @@ def test_an_empty_session_has_no_measure_and_no_division_by_zero(tmp_path: Path,
     assert {finding.verdict for finding in found.values()} == {"not measured"}
     assert {found[key].reason for key in ("nonfinite", "epoch_time", "overflow_rate")} == {"no step was recorded"}
     held = _found(baseline, tmp_path / "run")
-    assert all(
-        held[key].verdict == "not measured" for key in ("epoch_time", "peak_memory", "epoch_cost", "norm_variance")
-    )
+    relative = ("epoch_time", "peak_memory", "epoch_cost", "norm_variance")
+    assert all(held[key].verdict == "not measured" for key in relative)
 
 
 def test_a_baseline_that_is_not_fp32_or_has_not_ended_gets_a_caveat(tmp_path: Path, run: Path, baseline: Path) -> None:

@@ -90,11 +90,8 @@ def test_the_error_budget_is_what_may_go_wrong() -> None:
     spent = Level("job_success", 0.99, Tally(good=99, count=100))
     assert spent.budget_left == pytest.approx(0) and spent.verdict == "pass", "exactly at the objective it is met"
     over = Level("job_success", 0.99, Tally(good=97, count=100))
-    assert (
-        over.budget_left == pytest.approx(-2)
-        and over.verdict == "fail"
-        and format_budget(over) == "overspent (3 of 1 spent)"
-    )
+    assert over.budget_left == pytest.approx(-2) and over.verdict == "fail"
+    assert format_budget(over) == "overspent (3 of 1 spent)"
     strict = Level("restore_success", 1.0, Tally(good=9, count=10))
     assert strict.budget_left is None and strict.burn_rate(strict.total) is None and strict.verdict == "fail"
     empty = Level("restore_success", 1.0)
@@ -146,9 +143,8 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_counted(tmp_path: Path) ->
         (tmp_path / name / "events.jsonl").write_text(text)
     found = service_levels(run_folders([f"{tmp_path}/*"]), objectives=OBJECTIVES, now=NOW)
     assert found.ended == 1 and len(found.unreadable) == 2
-    assert any("empty: no run_start" in line for line in found.remarks) and any(
-        "torn" in line for line in found.remarks
-    )
+    for words in ("empty: no run_start", "torn"):
+        assert any(words in line for line in found.remarks)
 
 
 def test_globs_and_folders_name_each_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from config.errors import UserError
 from tests.support.report_runs import SessionWriter, session
+from tests.support.synthetic_events import TELEMETRY
 from tracking.jsonl import read_events
 from tracking.report.sessions import RunHistory, read_history
 
@@ -115,28 +116,12 @@ def test_sessions_and_restores(tmp_path: Path) -> None:
 def test_drift_is_the_largest_and_nan_stays(tmp_path: Path) -> None:
     with session(tmp_path) as run:
         for drift in (None, {"maximum": 0.0, "rms": 0.0}, {"maximum": 0.5, "rms": 0.1}, {"maximum": 0.25, "rms": 0.1}):
-            run.event(
-                "telemetry",
-                gradients={},
-                activation_max={},
-                probe={},
-                drift=drift,
-                update_ratio=None,
-                gradient_exponents={},
-            )
+            run.event("telemetry", **TELEMETRY, drift=drift)
     history = read_history(_events(tmp_path))
     assert (history.telemetry, history.drift) == (3, 0.5)
     with session(tmp_path) as run:
         for drift in (math.nan, 0.75):
-            run.event(
-                "telemetry",
-                gradients={},
-                activation_max={},
-                probe={},
-                drift={"maximum": drift, "rms": drift},
-                update_ratio=None,
-                gradient_exponents={},
-            )
+            run.event("telemetry", **TELEMETRY, drift={"maximum": drift, "rms": drift})
     assert math.isnan(read_history(_events(tmp_path)).drift or 0.0)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from config import yaml_text
-from tests.support.synthetic_events import start_fields, step_fields
+from tests.support.synthetic_events import SCALE, start_fields, step_fields
 from tracking.environment import hide, known_secrets
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
@@ -18,25 +18,13 @@ from tracking.wandb.follow import Delivered, Follower
 from tracking.wandb.tables import ALERT_EVERY_S, MAX_ROWS, STALE_S, Alerts, Tables
 from tracking.wandb.view import DEFINITION, build
 
-_COMMON: dict[str, Any] = {"step": 3, "tokens": 30, "time": 1.0}
-_SCALE: dict[str, Any] = {
-    "from": 4.0,
-    "to": 2.0,
-    "reason": "overflow",
-    "consecutive_overflows": 1,
-    "lr": 1.0,
-    "momentum_norm": None,
-}
+_SCALE: dict[str, Any] = {"from": 4.0, "to": 2.0, "reason": "overflow", **SCALE}
 _INCIDENT: dict[str, Any] = {"verdict": "SKIP", "reason": "nan", "modules": ["lm_head"], "replay": "again"}
 _NONFINITE: dict[str, Any] = {"rank": 0, "module": "lm_head", "tensor": "gradient", "kind": "nan", "count": 3}
-_TELEMETRY: dict[str, Any] = {
-    "gradients": {"lm_head": {"norm": 0.5, "flushed": 0.25}},
-    "activation_max": {"lm_head": 7.0},
-    "probe": {"lm_head.weight": {"cosine": 0.99}},
-    "drift": {"maximum": 0.0, "rms": 0.0},
-    "update_ratio": 0.001,
-    "gradient_exponents": {"lowest": -30, "counts": [1, 4, 2]},
-}
+_TELEMETRY: dict[str, Any] = {"activation_max": {"lm_head": 7.0}, "drift": {"maximum": 0.0, "rms": 0.0}}
+_TELEMETRY |= {"gradients": {"lm_head": {"norm": 0.5, "flushed": 0.25}}, "update_ratio": 0.001}
+_TELEMETRY |= {"probe": {"lm_head.weight": {"cosine": 0.99}}}
+_TELEMETRY |= {"gradient_exponents": {"lowest": -30, "counts": [1, 4, 2]}}
 _CHECKPOINT: dict[str, Any] = {"path": "step-3", "seconds": 1.0, "stall_seconds": 0.1, "bytes": 10, "verified": True}
 
 
@@ -75,19 +63,14 @@ def test_earlier_sessions_count_without_being_read() -> None:
 def test_the_lowest_validation_loss_is_that_of_all_sessions() -> None:
     rows = Rows()
     rows.pass_event(_event("eval", loss=2.0, perplexity=1.0))
-    assert [
-        rows.row(_event("eval", loss=loss, perplexity=1.0))["eval/lowest_loss"] for loss in (3.0, math.nan, 1.5)
-    ] == [
-        2.0,
-        2.0,
-        1.5,
-    ]
+    events = [_event("eval", loss=loss, perplexity=1.0) for loss in (3.0, math.nan, 1.5)]
+    assert [rows.row(event)["eval/lowest_loss"] for event in events] == [2.0, 2.0, 1.5]
 
 
 def test_charts_keep_what_is_not_finite_and_leave_out_what_was_not_recorded() -> None:
-    values = chart_values({"event": "step", **_COMMON, **step_fields(3, loss=math.inf, clip_coefficient=None)})
+    values = chart_values(_step(3, loss=math.inf, clip_coefficient=None))
     assert values["train/loss"] == math.inf and "train/clip_coefficient" not in values and values["step"] == 3
-    values = chart_values({"event": "scale", **_COMMON, **_SCALE})
+    values = chart_values(_event("scale", **_SCALE))
     assert values["scale/from"] == 4.0 and values["scale/reason"] == "overflow" and "scale/momentum_norm" not in values
 
 
@@ -159,11 +142,10 @@ def test_what_was_delivered_is_remembered(tmp_path: Path) -> None:
 
 
 def test_what_the_environment_keeps_secret_is_hidden_wherever_it_is() -> None:
-    secrets = known_secrets(
-        {"X_API_KEY": 'tricky"value-1234', "DB_PASSWORD": "short", "PATH": "/usr/bin:/usr/local/bin"}
-    )
+    variables = {"X_API_KEY": 'tricky"value-1234', "DB_PASSWORD": "short", "PATH": "/usr/bin:/usr/local/bin"}
     line = encode({"reason": 'failed with tricky"value-1234 at short /usr/bin:/usr/local/bin'})
-    assert hide(line, secrets) == encode({"reason": "failed with *** at short /usr/bin:/usr/local/bin"})
+    hidden = hide(line, known_secrets(variables))
+    assert hidden == encode({"reason": "failed with *** at short /usr/bin:/usr/local/bin"})
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic")  # wandb-workspaces has old decorators

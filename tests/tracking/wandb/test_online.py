@@ -50,9 +50,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandIn]
         yield running
 
 
-def _session(
-    run_dir: RunDir, mode: str, first: int, last: int, *, status: str = "done", code: int = 0, **config: Any
-) -> None:
+def _session(run_dir: RunDir, mode: str, first: int, last: int, *, status="done", code=0, **config: Any) -> None:
     sink = WandbSink(run_dir, CONFIG | config, mode=mode, project="p", name="demo", notes="it falls", log_every_steps=1)
     record = Record([JsonlSink(run_dir.events), sink])
     record.event("run_start", step=first - 1, tokens=0, **start_fields())
@@ -83,9 +81,7 @@ def _axis(server: StandIn) -> list[tuple[int, int]]:
 ONE_RUN = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 3), (6, 4), (7, 5)]
 
 
-def test_a_preempted_run_and_its_resumption_are_one_online_run(
-    run_dir: RunDir, server: StandIn, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_preempted_run_and_its_resumption_are_one_online_run(run_dir, server, capsys) -> None:
     _session(run_dir, "online", 1, 4, status="preempted", code=75)
     assert server.preempting and server.exit_codes == [75]
     _session(run_dir, "online", 3, 5, extra={"new": 1})
@@ -121,9 +117,7 @@ def test_two_offline_sessions_become_one_run_by_wandb_sync(run_dir: RunDir, serv
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_helper_that_was_ended_leaves_no_hole_and_no_double_after_sync(
-    run_dir: RunDir, server: StandIn, how: signal.Signals
-) -> None:
+def test_a_helper_that_was_ended_leaves_no_hole_and_no_double_after_sync(run_dir, server, how) -> None:
     sink = WandbSink(run_dir, CONFIG, mode="offline", project="p", name="demo", notes="", log_every_steps=1)
     record = Record([JsonlSink(run_dir.events), sink])
     record.event("run_start", step=0, tokens=0, **start_fields())
@@ -161,9 +155,7 @@ def _sync(run_dir: RunDir) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=60, cwd=run_dir.path)
 
 
-def test_no_file_and_no_request_holds_a_secret(
-    run_dir: RunDir, server: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_file_and_no_request_holds_a_secret(run_dir, server, monkeypatch, tmp_path) -> None:
     secrets = {"AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "HF_TOKEN": "hf_" + "q" * 30}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
@@ -193,22 +185,17 @@ def _finished(run_dir: RunDir) -> None:
     _session(run_dir, "disabled", 1, 3)
 
 
-def test_what_was_disabled_can_be_delivered_later_with_models(
-    run_dir: RunDir, server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_disabled_can_be_delivered_later_with_models(run_dir, server, tmp_path, capsys) -> None:
     _finished(run_dir)
     parity, out = tmp_path / "parity.json", tmp_path / "out"
     checks = [{"name": "loss_gap", "passed": True}, {"name": "weight_drift", "passed": False}]
     parity.write_text(json.dumps({"verdict": "no parity", "checks": checks}))
     out.mkdir()
     (out / "SHA256SUMS").write_text("sums")
-    facts = {
-        "run": "demo",
-        "training": {"step": 3},
-        "export": {"dtype": "bf16", "files": {"model.safetensors": "ab"}},
-        "precision": {"manifest": None, "compute": "bf16", "ZeRO stage": 2},
-        "parity": {"verdict": "parity", "checks": [], "differences": ["data was a there and is b here"]},
-    }
+    export = {"dtype": "bf16", "files": {"model.safetensors": "ab"}}
+    facts = {"run": "demo", "training": {"step": 3}, "export": export}
+    facts |= {"precision": {"manifest": None, "compute": "bf16", "ZeRO stage": 2}}
+    facts |= {"parity": {"verdict": "parity", "checks": [], "differences": ["data was a there and is b here"]}}
     (out / "mantissa.json").write_text(json.dumps(facts))
     shutil.rmtree(run_dir.checkpoints / "step-3")
     checkpoint = _checkpoint(run_dir, 2)
@@ -239,9 +226,7 @@ def test_what_was_disabled_can_be_delivered_later_with_models(
         (["{run}", "--parity", "{parity}"], "--checkpoint"),
     ],
 )
-def test_what_cannot_be_delivered_costs_one_line(
-    run_dir: RunDir, tmp_path: Path, arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_delivered_costs_one_line(run_dir, tmp_path, arguments, word, capsys) -> None:
     _finished(run_dir)
     (tmp_path / "empty").mkdir()
     parity = tmp_path / "parity.json"

@@ -102,14 +102,10 @@ def test_training_that_is_killed_outright_is_delivered_and_marked_as_failed(tmp_
         "time.sleep(0.3); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path), str(REPOSITORY)], check=False).returncode == -9
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
-        folders = list((tmp_path / "demo" / "wandb").glob("offline-run-*"))
-        if folders and list(folders[0].glob("*.wandb")) and _exit_codes(folders[0]):
-            break
-        time.sleep(0.2)
-    assert _exit_codes(folders[0]) == [1]
-    assert [int(row["step"]) for row in _rows(folders[0]) if "train/loss" in row] == [1, 2, 3]
+    until(lambda: any(map(_exit_codes, (tmp_path / "demo" / "wandb").glob("offline-run-*"))))
+    (folder,) = (tmp_path / "demo" / "wandb").glob("offline-run-*")
+    assert _exit_codes(folder) == [1]
+    assert [int(row["step"]) for row in _rows(folder) if "train/loss" in row] == [1, 2, 3]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: there is nothing to bind")
@@ -126,8 +122,7 @@ def test_the_worker_may_use_the_cores_that_training_does_not(tmp_path: Path) -> 
         "assert os.sched_getaffinity(sink._process.pid) == allowed\n"
         "sink._process.kill()"
     )
-    arguments = [str(tmp_path), str(REPOSITORY)]
-    subprocess.run([sys.executable, "-c", code, *arguments], check=True)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path), str(REPOSITORY)], check=True)
 
 
 def test_a_wandb_that_cannot_be_started_costs_one_line(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,9 +132,7 @@ def test_a_wandb_that_cannot_be_started_costs_one_line(run_dir: RunDir, capsys: 
     assert len(lines) == 1 and "could not be started" in lines[0]
 
 
-def test_an_unreachable_server_costs_one_line(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreachable_server_costs_one_line(run_dir, monkeypatch, capsys) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
@@ -152,17 +145,14 @@ def test_an_unreachable_server_costs_one_line(
     assert len(list(run_dir.wandb.glob("offline-run-*"))) == 1
 
 
-def test_a_worker_that_dies_costs_one_line_and_the_sink(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_that_dies_costs_one_line_and_the_sink(run_dir, monkeypatch, capsys) -> None:
     """Here wandb cannot even be imported: a folder named wandb that holds something else comes first."""
     broken = run_dir.path / "path" / "wandb"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('broken\\ninstallation')")
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(broken.parent)
-    try:
+    with monkeypatch.context() as at_its_start:
+        at_its_start.setenv("PYTHONPATH", str(broken.parent))
         sink = _sink(run_dir)
-    finally:
-        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
     assert sink._process is not None
     sink._process.wait(20)
     _session(run_dir, sink, 1, 2)
@@ -171,9 +161,7 @@ def test_a_worker_that_dies_costs_one_line_and_the_sink(run_dir: RunDir, capsys:
     assert '"note"' in run_dir.events.read_text() and "Traceback" in (run_dir.path / "wandb.log").read_text()
 
 
-def test_what_a_dead_wandb_missed_comes_with_the_next_session(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_dead_wandb_missed_comes_with_the_next_session(run_dir, capsys) -> None:
     sink = _sink(run_dir, log_every_steps=1)
     assert sink._process is not None
     sink._process.kill()
@@ -186,9 +174,7 @@ def test_what_a_dead_wandb_missed_comes_with_the_next_session(
 
 
 @pytest.mark.parametrize(("full", "words"), [("before", "no space left"), ("meanwhile", "disk")])
-def test_a_full_disk_costs_one_line_and_no_event(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str], full: str, words: str
-) -> None:
+def test_a_full_disk_costs_one_line_and_no_event(run_dir, capsys, full, words) -> None:
     """wandb's own folder is on a small disk of its own, which something else fills."""
     run_dir.wandb.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(run_dir.wandb)]
@@ -280,9 +266,7 @@ def test_training_never_imports_wandb() -> None:
 
 
 @pytest.mark.parametrize(("variables", "taken"), [({"WANDB_SWEEP_ID": "s1"}, True), ({}, False)])
-def test_a_run_of_a_wandb_sweep_has_the_id_of_its_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], taken: bool
-) -> None:
+def test_a_run_of_a_wandb_sweep_has_the_id_of_its_agent(tmp_path, monkeypatch, variables, taken) -> None:
     monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
     for name, value in {"WANDB_RUN_ID": "ab12cd34", **variables}.items():
         monkeypatch.setenv(name, value)

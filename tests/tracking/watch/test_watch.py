@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 import pty
@@ -45,7 +44,6 @@ _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def state_of(events: Any) -> WatchState:
-    """Folded from events."""
     state = WatchState()
     for event in events:
         state.add(event)
@@ -59,7 +57,6 @@ def step_event(step: int, **changes: Any) -> Event:
 
 
 def shown(state: WatchState, *, width: int = 130, height: int = 36, **changes: Any) -> str:
-    """A frame as text."""
     view = View(**({"name": "demo", "planned_steps": 100, "width": width, "height": height, "now": 1.7e9} | changes))
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
     console.print(frame(state, view))
@@ -266,12 +263,11 @@ def test_one_frame_goes_through_a_pipe_and_torch_is_not_needed(fp16_run: RunDir)
     fp16_run.config.write_text("run: {steps: 80}\n")
     code = "import sys; from tracking.watch.command import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, str(fp16_run.path)]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "120"}
-    )
+    options: dict[str, Any] = {"cwd": REPOSITORY, "capture_output": True, "text": True, "check": True}
+    done = subprocess.run(command, env=os.environ | {"COLUMNS": "120"}, **options)
     assert "step 60 of 80" in done.stdout and "\x1b" not in done.stdout and not done.stderr
     plain = os.environ | {"COLUMNS": "120", "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([*command, "--once"], cwd=REPOSITORY, capture_output=True, text=True, check=True, env=plain)
+    done = subprocess.run([*command, "--once"], env=plain, **options)
     assert done.stdout.isascii() and "step 60 of 80" in done.stdout
 
 
@@ -299,16 +295,10 @@ def watching(run: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[byt
     master, slave = pty.openpty()
     ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"} | variables
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tracking.watch", str(run)],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        cwd=REPOSITORY,
-        env=environment,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
-    )
+    options: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave) | {"start_new_session": True}
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    command = [sys.executable, "-m", "tracking.watch", str(run)]
+    child = subprocess.Popen(command, cwd=REPOSITORY, env=environment, **options)
     try:
         yield child, master
     finally:
@@ -370,7 +360,5 @@ def test_a_config_that_cannot_be_read_costs_only_the_eta(fp16_run: RunDir, capsy
 
 
 def test_an_event_without_its_fields_is_left_out() -> None:
-    state = state_of(
-        [step_event(1), {"event": "step", "step": 2, "time": 1.0, "tokens": 1}, json.loads('{"event":"x"}')]
-    )
+    state = state_of([step_event(1), {"event": "step", "step": 2, "time": 1.0, "tokens": 1}, {"event": "x"}])
     assert state.step == 1 and state.counts["damaged", "step"] == 1
