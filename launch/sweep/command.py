@@ -19,12 +19,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from config.cli import PREEMPTED, REPOSITORY, Arguments, entry_point
 from config.errors import UserError
-from launch.sweep.file import Sweep, read_sweep
-from launch.sweep.folder import ENDED, Plan, prepare, read_plan, write_json_atomically
+from launch.sweep.file import read_sweep
+from launch.sweep.folder import ENDED, Plan, lock_file, prepare, read_plan, write_json_atomically
 from launch.sweep.slots import Slots, slot_environments, visible_gpus
 from launch.sweep.table import as_markdown, results_of
 from launch.sweep.trial import log, run_trial
@@ -56,28 +54,23 @@ def _sweep(options: argparse.Namespace, sbatch_options: Sequence[str]) -> int:
         sweep.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{options.path}: cannot make {sweep.folder} ({error.strerror}); change run.dir") from error
-    try:
-        with FileLock(sweep.folder / ".lock", timeout=0):
-            return _run(options, sweep, sbatch_options)
-    except Timeout:
-        problem = f"another process runs this sweep in {sweep.folder}"
-        raise UserError(f"{options.path}: {problem}; wait for it or stop it") from None
-
-
-def _run(options: argparse.Namespace, sweep: Sweep, sbatch_options: Sequence[str]) -> int:
-    plan, notes = prepare(sweep)
-    for note in notes:
-        log(note)
-    if options.slurm:
-        return _submit(plan, sbatch_options)
-    ended = sum(plan.outcome(entry).status in ENDED for entry in plan.current)
-    if ended:
-        log(f"{ended} of {len(plan.current)} trials have ended before and are not repeated")
-    code = Slots(plan, slot_environments(plan, visible_gpus())).run()
-    report(plan)
-    if code == PREEMPTED:
-        log(f"to resume: python -m launch.sweep {options.path}")
-    return code
+    with lock_file(sweep.folder / ".lock", wait=False) as acquired:
+        if not acquired:
+            problem = f"another process runs this sweep in {sweep.folder}"
+            raise UserError(f"{options.path}: {problem}; wait for it or stop it")
+        plan, notes = prepare(sweep)
+        for note in notes:
+            log(note)
+        if options.slurm:
+            return _submit(plan, sbatch_options)
+        ended = sum(plan.outcome(entry).status in ENDED for entry in plan.current)
+        if ended:
+            log(f"{ended} of {len(plan.current)} trials have ended before and are not repeated")
+        code = Slots(plan, slot_environments(plan, visible_gpus())).run()
+        report(plan)
+        if code == PREEMPTED:
+            log(f"to resume: python -m launch.sweep {options.path}")
+        return code
 
 
 def _submit(plan: Plan, options: Sequence[str]) -> int:

@@ -17,15 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from filelock import FileLock
-
 from config.child_jobs import LAUNCHER_VARIABLES, describe_exit, error_line, free_port
 from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED, REPOSITORY
 from config.errors import UserError
 from launch.job import KILL_AFTER_SECONDS, Job
 from launch.sweep.events import History, refreshed
 from launch.sweep.file import as_setting
-from launch.sweep.folder import ENDED, Entry, Outcome, Plan, Status
+from launch.sweep.folder import ENDED, Entry, Outcome, Plan, Status, lock_file
 from launch.sweep.rule import hopeless_reason
 
 RUN_FOLDER_VARIABLE = "MANTISSA_SWEEP_TRIAL"
@@ -45,7 +43,7 @@ def run_trial(plan: Plan, entry: Entry) -> int:
     The exit code: 0 done or hopeless, 2 refused, 3 numerics, 75 stopped on request and saved, 1 anything else.
     """
     _end_with_sweep()
-    with FileLock(plan.folder / "trials" / f"{entry.index:03d}.lock"):
+    with lock_file(plan.folder / "trials" / f"{entry.index:03d}.lock", wait=True):
         outcome = plan.outcome(entry)
         end_leftover_processes(plan.run_folder(entry))
         if outcome.status not in ENDED:
