@@ -112,10 +112,10 @@ def test_training_that_is_killed_outright_is_delivered_and_marked_as_failed(tmp_
 def test_the_worker_may_use_the_cores_that_training_does_not(tmp_path: Path) -> None:
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[2])\n"
-        "from pathlib import Path; from config.machine.binding import Binding, bind\n"
+        "from pathlib import Path; from config.machine.binding import Binding, apply_binding\n"
         "from tracking.run_dir import RunDir; from tracking.wandb.sink import WandbSink\n"
         "allowed = os.sched_getaffinity(0)\n"
-        "assert bind(Binding(1, frozenset([min(allowed)]), 'the first', True)) == 'cores: bound to the first'\n"
+        "assert apply_binding(Binding(1, frozenset([min(allowed)]), 'one', True)) == 'cores: bound to one'\n"
         "run_dir = RunDir.create(Path(sys.argv[1]), 'demo', fresh=False)\n"
         "sink = WandbSink(run_dir, {}, mode='offline', project='p', name='n', notes='', log_every_steps=1)\n"
         "assert os.sched_getaffinity(0) == {min(allowed)} != allowed\n"
