@@ -33,8 +33,9 @@ endif
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	@touch $@
 
+# The deepspeed program itself cannot start where the path to .venv has a space in it.
 demo: setup  ## Train a small Llama on real text and leave runs/demo
-	deepspeed --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
+	$(BIN)/python -m deepspeed.launcher.runner --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
 
 test: setup  ## Run all tests, two files at a time (ARGS="-n 0" for one)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
