@@ -40,7 +40,7 @@ demo: setup  ## Train a small Llama on real text and leave runs/demo
 test: setup  ## Run all tests, two files at a time (ARGS="-n 0" for one)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-fast: setup  ## The tests that start no process, under two minutes
+test-fast: setup  ## The tests that start no process
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-processes -rfE --durations=10 $(ARGS)
 
 test-cluster: setup  ## Test on machines made of network namespaces, and on a Slurm of two nodes (root; skips with the reason)
