@@ -27,10 +27,7 @@ PARTS_OF_TOOLS = {
 }
 LOAD_DEEPSPEED = {
     "training.analyze.survey",
-    "training.benchmark.growth",
-    "training.benchmark.guard",
     "training.benchmark.save",
-    "training.benchmark.steps",
     "training.parity.steps",
 }
 
