@@ -96,7 +96,7 @@ def test_the_warm_up_shrinks_with_the_steps_and_points_fit(folder):
     ("arguments", "words"),
     [
         (["--config", DEMO, "parity.validation_delta=0"], "parity.validation_delta"),
-        (["--config", DEMO, "--steps", "0"], "--steps = 0"),
+        (["--config", DEMO, "--steps", "0"], "--steps: 0 is not"),
         (["--config", DEMO, "parity.point=3"], "did you mean"),
         (["--config", DEMO, "--processes", "3"], "batch.global_size"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
