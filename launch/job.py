@@ -64,6 +64,7 @@ class Job:
         """Wait for the launcher, end what it left running, and return its exit code, negative for a signal."""
         while self._launcher.poll() is None:
             time.sleep(0.1)
+            self._reap_orphans()
             lost = self._lost_at
             if lost is not None and time.monotonic() - lost > LINGER_SECONDS:
                 self._lost_at = None
@@ -139,6 +140,13 @@ class Job:
         alone = Path(program).name.startswith("python") and script.endswith(".py")
         return {0: self._launcher.pid} if alone and self._launcher.returncode is None else {}
 
+    def _reap_orphans(self) -> None:
+        """Reap adopted processes that have ended: for one that stays a zombie DeepSpeed's launcher waits 30 s."""
+        for pid in _children(os.getpid()):
+            with suppress(ProcessLookupError, ChildProcessError):
+                if pid != self._launcher.pid and os.getsid(pid) != os.getsid(0):  # in ours is ssh, waited for elsewhere
+                    os.waitpid(pid, os.WNOHANG)
+
     def _end_remaining(self) -> None:
         ends = time.monotonic() + KILL_AFTER_SECONDS
         if _descendants(os.getpid()):
@@ -164,11 +172,17 @@ def _descendants(pid: int) -> list[int]:
     found, queue = [], [pid]
     while queue:
         parent = queue.pop(0)
-        for path in Path(f"/proc/{parent}/task").glob("*/children"):
-            with suppress(OSError):
-                queue += [int(child) for child in path.read_text().split()]
+        queue += _children(parent)
         found.append(parent)
     return found[1:]
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
 
 
 def _environment(pid: int) -> dict[str, str]:

@@ -29,10 +29,10 @@ def pretended(folder, *plan, options=(), overrides=()):
     return launches.start(["env", f"PRETEND={json.dumps(plan)}", *command])
 
 
-def ended(folder, *plan, code, count, **given):
+def ended(folder, *plan, code, count, seconds=30, **given):
     """What such a job printed, having ended with that exit code after so many starts."""
     job = pretended(folder, *plan, **given)
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=seconds)
     assert job.returncode == code, output
     assert starts(folder) == count
     return output
@@ -112,6 +112,12 @@ def test_a_second_signal_kills(tmp_path):
 def test_a_process_that_outlives_its_launcher_is_ended_before_the_next_start(tmp_path):
     ended(tmp_path, {**DIED, "leave": True}, {"exit": 0, "end": [0, ""]}, code=0, count=2)
     assert not Path(f"/proc/{(tmp_path / 'it' / 'left').read_text()}").exists()
+
+
+def test_a_rank_that_the_launcher_ends_is_gone_at_once_with_its_children(tmp_path):
+    """An orphan that this supervisor adopts and does not reap would keep DeepSpeed's launcher waiting for 30 s."""
+    ended(tmp_path, {"exit": 0, "terminate": True, "end": [0, ""]}, code=0, count=1, seconds=90)
+    assert float((tmp_path / "it" / "terminated").read_text()) < 15
 
 
 @pytest.mark.parametrize(

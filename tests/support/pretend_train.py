@@ -2,7 +2,8 @@
 
 The environment's PRETEND is a JSON list: what to do at each start, the last one again and again. `steps`: last step
 attempted, `saved`: step of a checkpoint, `end`: [exit code, reason] of its run_end, `exit`: its own exit code, `leave`:
-leave a process behind that outlives it, `wait`: until SIGUSR1 comes.
+leave a process behind that outlives it, `wait`: until SIGUSR1 comes, `terminate`: end a rank as DeepSpeed's launcher
+does when another one has failed, and write to the file `terminated` how many seconds that took.
 """
 
 from __future__ import annotations
@@ -36,11 +37,26 @@ def main() -> int:
     if start.get("leave"):
         left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         (folder / "left").write_text(str(left.pid))
+    if start.get("terminate"):
+        (folder / "terminated").write_text(str(terminate()))
     while start.get("wait") and not asked:
         time.sleep(0.05)
     if start.get("end"):
         write(folder, "run_end", start.get("steps", 0), exit_code=start["end"][0], reason=start["end"][1])
     return int(start["exit"])
+
+
+def terminate() -> float:
+    """Seconds that DeepSpeed's launcher needs to end a rank with a child that ends with it, as Python's own tracker."""
+    from deepspeed.launcher.launch import terminate_process_tree
+
+    program = "from multiprocessing import resource_tracker as t; t.ensure_running(); print(flush=True); input()"
+    rank = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert rank.stdout is not None
+    rank.stdout.readline()
+    began = time.monotonic()
+    terminate_process_tree(rank.pid)
+    return time.monotonic() - began
 
 
 def write(folder: Path, event: str, step: int, **fields: object) -> None:
