@@ -14,9 +14,9 @@ import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from config import child_jobs
+from config.machine.processes import machine, pid_namespace, read, runs, start_ticks, stat_fields
 
 _ENDED = "ZX"
 # include/uapi/linux/pidfd.h: PIDFD_GET_INFO is _IOWR(0xFF, 11, struct pidfd_info), first version; exit_code is last.
@@ -46,19 +46,17 @@ class Member:
     @classmethod
     def of(cls, rank: int, pid: int) -> Member:
         """A process of this machine."""
-        boot = _read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
-        return cls(rank, socket.gethostname(), pid, _started(pid), f"{boot} {_link('/proc/self/ns/pid')}")
+        return cls(rank, socket.gethostname(), pid, start_ticks(pid), f"{machine()} {pid_namespace()}")
 
     @property
     def alive(self) -> bool:
         """Whether it still runs. Only for a member of this machine."""
-        state = _stat(self.pid)
-        return bool(state) and state[0] not in _ENDED and int(state[19]) == self.started
+        return runs(self.pid, self.started)
 
     @property
     def standstill(self) -> str | None:
         """Why it is stopped or blocked, in words; None when it runs, sleeps as usual, or has ended."""
-        state = _stat(self.pid)
+        state = stat_fields(self.pid)
         return _WORDS.get(state[0]) if state and int(state[19]) == self.started else None
 
     def __str__(self) -> str:
@@ -76,7 +74,7 @@ class MemoryKills:
     def now(cls) -> MemoryKills:
         """The counters as they stand; None for one that cannot be read."""
         found = None
-        for line in _read("/proc/self/cgroup").splitlines():
+        for line in read("/proc/self/cgroup").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
                 names = [f"/sys/fs/cgroup{path}/memory.events", "/sys/fs/cgroup/memory.events"]
@@ -104,7 +102,7 @@ def exit_status(member: Member, handle: int | None = None) -> int | None:
     handle: a pidfd opened while it ran, through which Linux 6.15 and later keep the status. Before that the kernel
     keeps it only until the parent waits for the process, so call this at once.
     """
-    state = _stat(member.pid)
+    state = stat_fields(member.pid)
     if state and state[0] in _ENDED and int(state[19]) == member.started:
         return _code(int(state[49]))
     if handle is None:
@@ -135,33 +133,9 @@ def describe_exit(member: Member, status: int | None, before: MemoryKills) -> st
     return f"{text} (its own output says why)" if status is not None and status > 0 else text
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third, the state, on; empty when there is no such process."""
-    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-
-
-def _started(pid: int) -> int:
-    state = _stat(pid)
-    return int(state[19]) if state else 0
-
-
 def _counter(path: str, name: str) -> int | None:
-    for line in _read(path).splitlines():
+    for line in read(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name:
             return int(value)
     return None
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return str(Path(path).readlink())
-    except OSError:
-        return ""

@@ -1,0 +1,150 @@
+"""Processes of this machine as /proc shows them, and the launchers that this one stands under. Standard library, Linux.
+
+A file that cannot be read, as on another system, makes the answer empty and is never an error.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_LAUNCHERS = {
+    "deepspeed": ("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
+    "torchrun": ("torchrun", "torch.distributed.run", "torch.distributed.launch"),
+    "accelerate": (
+        "accelerate",
+        "accelerate-launch",
+        "accelerate.commands.accelerate_cli",
+        "accelerate.commands.launch",
+    ),
+    "launch.supervise": ("launch.supervise",),
+    "mpirun": ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "orted", "prted", "hydra_pmi_proxy"),
+}
+_NAME_OF = {program: name for name, programs in _LAUNCHERS.items() for program in programs}
+DEEPSPEED_NODE = "deepspeed.launcher.launch"
+"""The part of DeepSpeed's launcher that starts the ranks of one machine."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher among this process's ancestors."""
+
+    name: str
+    """deepspeed, torchrun, accelerate, launch.supervise or mpirun."""
+    program: str
+    """The program or module it runs, such as deepspeed.launcher.launch."""
+    pid: int
+    started: int
+    words: tuple[str, ...]
+    """Its command line as somebody would write it: `deepspeed --num_gpus 2 ...`, `python -m launch.supervise ...`."""
+
+
+def stat_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third, the state, on; empty when there is no such process."""
+    return read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def start_ticks(pid: int) -> int:
+    """Clock ticks from the machine's start to the process's; 0 where it is not known.
+
+    They tell it from a later process that gets the same number.
+    """
+    fields = stat_fields(pid)
+    return int(fields[19]) if fields else 0
+
+
+def runs(pid: int, started: int) -> bool:
+    """Whether the process that started then still runs."""
+    fields = stat_fields(pid)
+    return bool(fields) and fields[0] not in "ZX" and int(fields[19]) == started
+
+
+def machine() -> str:
+    """The same for two processes of one machine since it was started."""
+    return read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
+
+
+def pid_namespace() -> str:
+    """The same for two processes that see each other under the same numbers."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def read(path: str) -> str:
+    """A file's text; empty when it cannot be read."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def launchers() -> list[Launcher]:
+    """The launchers that this process stands under, the nearest first; none when its parent is not one."""
+    return list(_launchers_above(os.getppid()))
+
+
+def _launchers_above(pid: int) -> Iterator[Launcher]:
+    while pid > 1:
+        found = _launcher(pid)
+        if found is None:
+            return
+        yield found
+        fields = stat_fields(pid)
+        pid = int(fields[1]) if fields else 0
+
+
+def _launcher(pid: int) -> Launcher | None:
+    started, line = start_ticks(pid), read(f"/proc/{pid}/cmdline")
+    words = as_written(line.split("\0")[:-1])
+    program = words[2] if words[:2] == ["python", "-m"] and len(words) > 2 else "".join(words[:1])
+    name = _NAME_OF.get(program)
+    return Launcher(name, program, pid, started, tuple(words)) if name else None
+
+
+def as_written(command: Sequence[str]) -> list[str]:
+    """A command line without folders, and without the interpreter before a script: `torchrun ...`, `python -m ...`."""
+    words = list(command)
+    if words and Path(words[0]).name.startswith("python"):
+        del words[0]
+        while words and words[0].startswith("-") and words[0] != "-m":
+            del words[: 2 if words[0] in ("-X", "-W") else 1]
+        if words and words[0] == "-m":
+            return ["python", *words]
+    return [Path(words[0]).name, *words[1:]] if words else []
+
+
+def end_with(above: Sequence[Launcher]) -> None:
+    """Send this process SIGTERM when one of the launchers has ended: nobody else would end what it started.
+
+    Ranks save then, and end together: all of them stand under the same launchers.
+    """
+    poller, watched = select.poll(), {}
+    for launcher in above:
+        with suppress(OSError):  # a kernel before 5.3, or it has ended already
+            handle = os.pidfd_open(launcher.pid)
+            watched[handle] = launcher
+            poller.register(handle, select.POLLIN)
+
+    def wait() -> None:
+        for handle, _ in poller.poll():
+            gone = watched[handle]
+            with suppress(OSError):
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    text = f"mantissa: {gone.name} (pid {gone.pid}), which started this job, has ended: the run stops"
+                    sys.stderr.write(f"{text}\n")
+                    sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+
+    if watched:
+        threading.Thread(target=wait, daemon=True).start()
