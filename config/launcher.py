@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.errors import UserError
+from config.machine.processes import DEEPSPEED_NODE, Launcher
+
+DEFAULT_PORT = "29500"
+"""MASTER_PORT of `deepspeed` and `accelerate launch` unless they are told another one."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +71,27 @@ def as_launched(processes: int) -> dict[str, str]:
     return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
 
 
-def launch_command(env: RankEnv, environment: Mapping[str, str], arguments: Sequence[str]) -> str:
+def launch_command(
+    env: RankEnv,
+    environment: Mapping[str, str],
+    arguments: Sequence[str],
+    *,
+    script: str = "train.py",
+    above: Sequence[Launcher] = (),
+) -> str:
     """The command line that starts this run again, by the launcher that started it.
 
-    On several machines it is this machine's command, and assumes the hostfile that launch/deepspeed/ describes: the
-    deepspeed launcher does not pass its path on, and with --num_nodes it refuses a missing hostfile. Other ways to
-    start train.py, such as launch/slurm/train.sbatch, set MANTISSA_START to what comes before the arguments.
+    Where that launcher runs on this machine (it is among `above`), its own command line says how, up to `script`. Else
+    it is this machine's command from what the environment says, and assumes the hostfile that launch/deepspeed/
+    describes: the deepspeed launcher does not pass its path on, and with --num_nodes it refuses a missing hostfile.
+    Other ways to start train.py, such as launch/slurm/train.sbatch, set MANTISSA_START to what comes before the
+    arguments.
     """
     if environment.get("MANTISSA_START"):
         return f"{environment['MANTISSA_START']} {shlex.join(arguments)}"
+    for launcher in reversed(above):
+        if launcher.program != DEEPSPEED_NODE and script in launcher.words:
+            return shlex.join([*launcher.words[: launcher.words.index(script) + 1], *arguments])
     world = env.world_size
     local = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world)
     nodes = max(1, world // local)
@@ -95,10 +111,24 @@ def launch_command(env: RankEnv, environment: Mapping[str, str], arguments: Sequ
         parts += ["--nproc_per_node", str(local)]
     elif world > 1 or "LOCAL_SIZE" in environment:
         hosts = ["--hostfile", "launch/deepspeed/hostfile", "--num_nodes", str(nodes)] if nodes > 1 else []
-        parts = ["deepspeed", *hosts, "--num_gpus", str(local)]
+        own_port = ["--master_port", port] if port not in ("", DEFAULT_PORT) else []
+        parts = ["deepspeed", *hosts, *own_port, "--num_gpus", str(local)]
     else:
         parts = ["python"]
     return shlex.join([*parts, "train.py", *arguments])
+
+
+def another_port(environment: Mapping[str, str], free: int) -> str:
+    """What to do so that the launcher of this process uses the port `free`, in words."""
+    if environment.get("MANTISSA_START") or "SLURM_JOB_ID" in environment:
+        return f"set MASTER_PORT={free} for all of its ranks"
+    if any(name.startswith("ACCELERATE_") for name in environment):
+        return f"give accelerate launch --main_process_port {free}"
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return f"give torchrun --master-port {free}, or --rdzv-endpoint HOST:{free} with --rdzv-backend c10d"
+    if "LOCAL_SIZE" in environment:
+        return f"give deepspeed --master_port {free}"
+    return f"set MASTER_PORT={free} for all of its ranks"
 
 
 def _number(name: str, text: str) -> int:

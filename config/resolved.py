@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from config.deepspeed.resolve import Dtype, compute_dtype, resolve_json
 from config.errors import UserError
 from config.launcher import check_agreement, deepspeed_config_file, launch_command, read_rank_env
 from config.load import load_config
+from config.machine.processes import launchers
 from config.schema import CheckpointSection, Config
 from config.secrets import parse_key_setting, refuse_secrets
 
@@ -45,15 +47,13 @@ class Resolved:
     command: str
     """Starts this run again."""
 
+    resume_command: str
+    """Resumes it from its newest checkpoint."""
+
     @property
     def tokens_per_step(self) -> int:
         """[tokens] Of one global batch."""
         return self.batch.global_size * self.config.data.sequence_length
-
-    @property
-    def resume_command(self) -> str:
-        """Resumes this run from its newest checkpoint."""
-        return self.command if self.config.run.resume == "auto" else f"{self.command} run.resume=auto"
 
 
 def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> Resolved:
@@ -89,6 +89,12 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     precision = "manifest" if config.precision.path == "manifest" else compute
     check_agreement(environment, f"{path} with {json_path}", resolved_json, precision)
     arguments = ["--config", options.config, *([] if given is None else ["--deepspeed_config", given])]
+    words = _last_of_each_key(options.overrides)
+    resumed = words if config.run.resume == "auto" else _last_of_each_key([*words, "run.resume=auto"])
+    command, resume_command = (
+        launch_command(env, environment, [*arguments, *overridden], script=sys.argv[0], above=launchers())
+        for overridden in (words, resumed)
+    )
     return Resolved(
         config=_with_resolved_values(config, compute, path, json_path),
         config_path=path,
@@ -102,8 +108,20 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
         world_size=env.world_size,
         local_rank=env.local_rank,
         overrides=tuple(options.overrides),
-        command=launch_command(env, environment, [*arguments, *options.overrides]),
+        command=command,
+        resume_command=resume_command,
     )
+
+
+def _last_of_each_key(overrides: Sequence[str]) -> list[str]:
+    """The overrides without those that a later one of the same key replaces. A mapping is merged and replaces none."""
+    kept: list[str] = []
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if not value.lstrip().startswith("{"):
+            kept = [earlier for earlier in kept if earlier.partition("=")[0] != key]
+        kept.append(text)
+    return kept
 
 
 def _check_store(section: CheckpointSection, where: str) -> None:

@@ -70,6 +70,15 @@ def test_a_run_is_completely_decided(run_config: Path, monkeypatch: pytest.Monke
         resolved.compute = "fp32"  # type: ignore[misc]
 
 
+def test_a_command_to_resume_repeats_no_key(run_config: Path) -> None:
+    given = ["run.resume=never", "run.steps=3", "model.config={hidden_size: 8}", "run.steps=4"]
+    given += ["model.config={num_hidden_layers: 1}"]
+    resolved = read_command_line(["--config", str(run_config), *given])
+    models = "'model.config={hidden_size: 8}' run.steps=4 'model.config={num_hidden_layers: 1}'"  # merged
+    assert resolved.command == f"python train.py --config {run_config} run.resume=never {models}"
+    assert resolved.resume_command == f"python train.py --config {run_config} {models} run.resume=auto"
+
+
 def test_the_written_config_resolves_to_the_same_run(run_config: Path, tmp_path: Path) -> None:
     first = read_command_line(["--config", str(run_config), "run.steps=3", "optimizer.eps=1e-9"])
     again = tmp_path / "elsewhere" / "config.yaml"

@@ -8,6 +8,7 @@ import pytest
 
 from config.errors import UserError
 from config.launcher import RankEnv, launch_command, read_rank_env
+from config.machine.processes import Launcher
 
 SECOND_OF_TWO = {"LOCAL_WORLD_SIZE": 8, "GROUP_RANK": 1, "MASTER_ADDR": "a", "MASTER_PORT": 5}
 HOSTFILE = "launch/deepspeed/hostfile"
@@ -104,6 +105,44 @@ def test_the_command_that_starts_the_run_again(place: RankEnv, variables: dict[s
     command = launch_command(place, environment(**variables), arguments)
     assert command.startswith(f"{expected} train.py ")
     assert shlex.split(command)[-3:] == arguments
+
+
+def launcher(*words: str, program: str = "") -> Launcher:
+    return Launcher(name="", program=program or words[0], pid=1, started=0, words=words)
+
+
+@pytest.mark.parametrize(
+    ("above", "expected"),
+    [
+        (
+            [
+                launcher("python", "-m", "x", "--world_info=abc", "train.py", program="deepspeed.launcher.launch"),
+                launcher(
+                    "deepspeed", "--num_gpus", "2", "--master_port", "29811", "train.py", "--config", "c", "a.b=1"
+                ),
+            ],
+            "deepspeed --num_gpus 2 --master_port 29811 train.py --config c",
+        ),
+        (
+            [
+                launcher("torchrun", "--max-restarts", "1", "train.py", "--config", "c"),
+                launcher("python", "-m", "launch.supervise", "--", "torchrun", "--max-restarts", "1", "train.py"),
+            ],
+            "python -m launch.supervise -- torchrun --max-restarts 1 train.py --config c",
+        ),
+        ([launcher("torchrun", "-m", "other")], "deepspeed --num_gpus 2 train.py --config c"),
+    ],
+)
+def test_a_launcher_of_this_machine_is_called_again_as_it_was(above: list[Launcher], expected: str) -> None:
+    given = environment(LOCAL_SIZE=2, MASTER_PORT=29500)
+    assert launch_command(RankEnv(0, 2, 0), given, ["--config", "c"], above=above) == expected
+
+
+def test_a_port_that_is_not_the_launchers_own_is_kept() -> None:
+    given = environment(LOCAL_SIZE=1, MASTER_PORT=29811)
+    command = launch_command(RankEnv(1, 2, 0), given, ["--config", "c"])
+    expected = f"deepspeed --hostfile {HOSTFILE} --num_nodes 2 --master_port 29811 --num_gpus 1 train.py --config c"
+    assert command == expected
 
 
 def test_whoever_starts_train_py_by_other_means_says_how() -> None:
