@@ -32,7 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionstart() -> None:
-    """A session that was killed in a build would stall those tests that start DeepSpeed without Mantissa."""
+    """A session that was killed in a build would stall those tests that start DeepSpeed without Mantissa.
+
+    They use the ops that Mantissa has built.
+    """
+    op_builds.use_own_folder()
     op_builds.clear_abandoned("*", print)
 
 

@@ -9,10 +9,13 @@ on a marker file: a marker that says "builds" and is not locked belongs to a kil
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,25 @@ _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs")
 
 
 def extensions_folder() -> Path:
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
+    """Where this environment's ops are built: TORCH_EXTENSIONS_DIR, else a folder of its own in torch's cache.
+
+    Ops of two environments in one folder would replace each other at every start, a minute of building each time: the
+    paths of the compiler's command line, and the libraries that an op is linked with, are an environment's own.
+    """
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given:
+        return Path(given).expanduser()
+    versions = [f"python-{sys.version_info.major}.{sys.version_info.minor}"]
+    for package in ("torch", "deepspeed"):
+        with suppress(metadata.PackageNotFoundError):
+            versions.append(f"{package}-{metadata.version(package)}")
+    prefix = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+    return Path("~/.cache/torch_extensions").expanduser() / "_".join([*versions, prefix])
+
+
+def use_own_folder() -> None:
+    """Have torch build and look for ops in `extensions_folder`, in this process and those that it starts."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_folder())
 
 
 def locks(folder: Path, op: str = "*") -> list[dict[str, Any]]:
@@ -38,7 +59,7 @@ def locks(folder: Path, op: str = "*") -> list[dict[str, Any]]:
             age = time.time() - path.stat().st_mtime
         except OSError:  # its build has just ended
             continue
-        unsure = hidden or mount_of(path)["filesystem"] not in _LOCAL
+        unsure = hidden or not is_local(path)
         facts.append({"path": str(path), "pid": holders.get(real), "age": age, "unsure": unsure})
     return facts
 
@@ -165,6 +186,11 @@ def _compilers() -> list[str | None]:
         except OSError:  # it has ended
             continue
     return found
+
+
+def is_local(path: Path) -> bool:
+    """Whether the path is on a file system that no other machine writes to."""
+    return mount_of(path)["filesystem"] in _LOCAL
 
 
 def mount_of(path: Path) -> dict[str, str]:

@@ -167,6 +167,22 @@ def test_what_a_killed_build_of_ours_left_is_removed_at_once(lock):
     assert output.splitlines() == [f"removed {lock}: the build of {OP} that left it was killed", "begun", "ended"]
 
 
+def test_each_environment_builds_in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mine = op_builds.extensions_folder()
+    assert mine.parent == tmp_path / ".cache/torch_extensions"
+    monkeypatch.setattr(sys, "prefix", "/another/.venv")
+    another = op_builds.extensions_folder()
+    monkeypatch.setattr(op_builds.metadata, "version", lambda package: "9.9")
+    newer = op_builds.extensions_folder()
+    assert len({mine, another, newer}) == 3
+    op_builds.use_own_folder()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(newer)
+    monkeypatch.setattr(sys, "prefix", "/a/third")
+    assert op_builds.extensions_folder() == newer  # as for every process that this one starts
+
+
 def test_a_folder_that_may_not_be_written_is_used_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from config.child_jobs import free_port
+from config.machine import op_builds
 from config.schema import OptimizerSection
 from training.benchmark.spec import Result, Spec
 from training.benchmark.split import Stages, time_deepspeed
@@ -32,6 +33,7 @@ class Job:
 
     def __init__(self, arguments: Sequence[str] | None = None) -> None:
         """Reads the command line, and completes a launcher's environment where there is none: one process."""
+        op_builds.use_own_folder()
         parser = argparse.ArgumentParser()
         parser.add_argument("spec", type=Path)
         parser.add_argument("result", type=Path)
