@@ -31,6 +31,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from config.errors import UserError
+from config.machine.shared_memory import own_semaphores
 from config.schema import DataSection
 from data.corpus import SPLITS, TOKENIZER, Corpus, is_prepared, open_corpus, tokenizer_sha256, write_index
 from data.encode import Encoded, encode_batch, start_worker
@@ -123,7 +124,7 @@ def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Di
     partial = folder.parent / f"{folder.name}.partial-{os.getpid()}"
     partial.mkdir()
     try:
-        with ProgressFile(partial, display) as report:
+        with ProgressFile(partial, display) as report, own_semaphores():
             _fill(data, source, folder.name, partial, report)
         partial.rename(folder)
     finally:
