@@ -21,6 +21,7 @@ from data.loader import Batch, Batches, validation_batches
 from data.prepare import prepare
 from modeling.build import count_parameters, model_config
 from tracking.run_dir import RunDir
+from tracking.run_lock import created_and_locked
 from training import distributed
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
@@ -93,7 +94,7 @@ def session(
             ends.callback(distributed.stop)
         if trains:
             ends.enter_context(watch.watched(world))
-            open_run_dir(resolved, world)
+            ends.enter_context(locked_run_dir(resolved, world))
         engine = build_engine(resolved, shape, world)
         if not joined:
             ends.callback(engine.close)
@@ -123,19 +124,24 @@ def run_dir_of(resolved: Resolved) -> RunDir:
     return RunDir(Path(run.dir).expanduser() / run.name)
 
 
-def open_run_dir(resolved: Resolved, world: World) -> RunDir:
-    """The run folder, made by rank 0 and known to all. A resumed run keeps its own."""
+@contextmanager
+def locked_run_dir(resolved: Resolved, world: World) -> Iterator[RunDir]:
+    """The run folder, made and locked by rank 0 and known to all. A resumed run keeps its own. A collective.
+
+    Raises UserError on every rank when it cannot be made, or another job writes it.
+    """
     run = resolved.config.run
     root, error = Path(run.dir).expanduser(), None
-    if world.is_main:
-        try:
-            RunDir.create(root, run.name, fresh=run.resume == "never")
-        except Exception as problem:  # raised on every rank, so that none waits for one that has stopped
-            error = problem
-    error = world.from_main(error)
-    if error is not None:
-        raise error
-    return run_dir_of(resolved)
+    with ExitStack() as ends:
+        if world.is_main:
+            try:
+                ends.enter_context(created_and_locked(root, run.name, fresh=run.resume == "never"))
+            except Exception as problem:  # raised on every rank, so that none waits for one that has stopped
+                error = problem
+        error = world.from_main(error)
+        if error is not None:
+            raise error
+        yield run_dir_of(resolved)
 
 
 def seed_everything(seed: int) -> None:

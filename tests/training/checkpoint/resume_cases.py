@@ -16,7 +16,7 @@ from tracking.jsonl import read_events
 from training.build import build
 from training.distributed import World
 from training.loop import train
-from training.session import Session, open_run_dir, session
+from training.session import Session, locked_run_dir, session
 
 STEPS = 10
 
@@ -28,8 +28,7 @@ class Interrupted(Exception):
 def job(world: World, *, folder: str, name: str, overrides: list[str], passes: int | None) -> dict[str, Any]:
     """Resume the job and train it to its end, or until its `passes`-th forward pass; its state then."""
     resolved = resolve(folder, name, overrides)
-    open_run_dir(resolved, world)
-    with session(resolved, world=world) as opened:
+    with locked_run_dir(resolved, world), session(resolved, world=world) as opened:
         return _train(opened, passes)
 
 

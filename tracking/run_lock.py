@@ -1,0 +1,186 @@
+"""One job at a time writes a run folder: a lock with the process that holds it.
+
+The lock is an flock, which the kernel releases with its process. Not every shared file system passes it on to other
+machines, so the holder also touches the file: what another machine has left there and nobody touches is from a job
+that is gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from config.errors import UserError
+from config.machine import op_builds
+from config.machine.processes import machine, pid_namespace, runs, start_ticks
+from tracking.run_dir import RunDir
+
+LOCK = ".run_lock"
+BEAT_SECONDS = 10.0
+"""How often the holder touches the file."""
+SILENT_SECONDS = 60.0
+"""For how long a lock of another machine must stay untouched until its holder counts as gone."""
+ENDING_SECONDS = 10.0
+"""How long a job that starts waits for the holder to end: it may have been asked to."""
+
+
+class RunLock:
+    """The lock of one run folder, held until `release` or the end of this process."""
+
+    def __init__(self, path: Path, handle: int) -> None:
+        self._path, self._handle = path, handle
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    @classmethod
+    def take(cls, folder: Path) -> RunLock | None:
+        """Lock the folder; None where no file can be made in it. Raises UserError: another job writes it."""
+        path, ends = folder / LOCK, time.monotonic() + ENDING_SECONDS
+        told = False
+        while True:
+            try:
+                handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            except OSError:
+                return None
+            try:
+                if _locked(handle) and _is_at(path, handle):
+                    owner = _owner(handle)
+                    if owner and not _is_gone(owner, path):
+                        raise UserError(
+                            f"{folder}: {_words(owner)} on another machine touched {path} within the last "
+                            f"{SILENT_SECONDS:.0f} s, so it still writes this run; end it, choose another run.name, or "
+                            f"remove {path} if no job writes here"
+                        )
+                    _write(handle)
+                    return cls(path, handle)
+                owner = _owner(handle)
+                os.close(handle)
+            except BaseException:
+                os.close(handle)
+                raise
+            if time.monotonic() > ends:
+                raise UserError(
+                    f"{folder}: {_words(owner)} still writes this run; end it, or choose another run.name for this one"
+                )
+            if not told:
+                told = True
+                _print(f"waiting for {_words(owner)}, which still writes {folder}")
+            time.sleep(0.2)
+
+    def is_of(self, folder: Path) -> bool:
+        """Whether it is this folder that is locked, and not one that has been renamed since."""
+        return _is_at(folder / LOCK, self._handle)
+
+    def release(self) -> None:
+        """Let others write the folder."""
+        if not self._over.is_set():
+            self._over.set()
+            with suppress(OSError):
+                os.ftruncate(self._handle, 0)
+            os.close(self._handle)
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_SECONDS):
+            with suppress(OSError):
+                os.utime(self._handle)
+
+
+@contextmanager
+def created_and_locked(root: Path, name: str, *, fresh: bool) -> Iterator[RunDir]:
+    """`RunDir.create`, with the folder locked while the body runs. No folder that another job writes is renamed.
+
+    Raises UserError when it cannot be made, or another job writes it.
+    """
+    with ExitStack() as ends:
+        lock = RunLock.take(root / name)
+        if lock is not None:
+            ends.callback(lock.release)
+        run_dir = RunDir.create(root, name, fresh=fresh)
+        if lock is None or not lock.is_of(run_dir.path):  # it is new, or took the place of one that was renamed
+            new = RunLock.take(run_dir.path)
+            if new is not None:
+                ends.callback(new.release)
+        yield run_dir
+
+
+def _locked(handle: int) -> bool:
+    """Whether nobody else holds the flock; on a file system without locks, whether no process here says it does."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        owner = _owner(handle)
+        here = (owner.get("machine"), owner.get("pid_namespace")) == (machine(), pid_namespace())
+        return not (here and runs(owner["pid"], owner["started"]))
+    return True
+
+
+def _is_gone(owner: dict[str, Any], path: Path) -> bool:
+    """Whether the process that left its name in a lock that nobody holds here has ended on its own machine, too."""
+    if owner.get("machine") == machine() or op_builds.is_local(path):
+        return True  # its flock would have been seen
+    seconds = f"{SILENT_SECONDS:.0f} s"
+    _print(f"{_words(owner)} left {path}; it is passed over when that machine has not touched it for {seconds}")
+    first, ends = _touched(path), time.monotonic() + SILENT_SECONDS
+    while time.monotonic() < ends:
+        time.sleep(1.0)
+        if _touched(path) != first:
+            return False
+    return True
+
+
+def _touched(path: Path) -> int:
+    """When the file was written last; opened anew, for a network file system shows an older time else."""
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime_ns
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    try:
+        there, held = path.stat(), os.fstat(handle)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+
+
+def _write(handle: int) -> None:
+    owner = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "started": start_ticks(os.getpid()),
+        "machine": machine(),
+        "pid_namespace": pid_namespace(),
+    }
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, json.dumps(owner).encode() + b"\n", 0)
+    os.fsync(handle)
+
+
+def _owner(handle: int) -> dict[str, Any]:
+    """What its holder wrote into the lock; empty when there is nothing, or it cannot be read."""
+    try:
+        found = json.loads(os.pread(handle, 4096, 0))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _words(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "another job"
+    return f"a job (pid {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')})"
+
+
+def _print(line: str) -> None:
+    print(f"mantissa: {line}", file=sys.stderr, flush=True)
