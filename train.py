@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from config.cli import CONFIG_ERROR, LOST
 from config.command_line import read_command_line
 from config.errors import UserError, report_error
+from config.machine.processes import end_with, launchers
 from config.resolved import Resolved
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one training job; returns the process's exit code."""
+    end_with(launchers())
     resolved = read_command_line(arguments)  # --help, --show-config and every mistake in the config end here
     try:
         return run(resolved)

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
-from config.child_jobs import free_port
-from config.machine import op_builds
+from config.machine import op_builds, shared_memory
 from config.machine.binding import RankCpus, apply_binding, choose_binding
 from config.resolved import Resolved
+from training.rendezvous import forget_port, open_store
 
 
 @dataclass(frozen=True)
@@ -101,22 +101,28 @@ def join(resolved: Resolved) -> World:
         local_rank=resolved.local_rank,
         timeout_minutes=run.timeout_minutes,
         bind_cores=run.bind_cores,
+        job=f"{run.dir}/{run.name} on {resolved.world_size} processes",
     )
 
 
 def start(
-    *, rank: int, world_size: int, local_rank: int, timeout_minutes: float = 30.0, bind_cores: str = "never"
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    timeout_minutes: float = 30.0,
+    bind_cores: str = "never",
+    job: str = "",
 ) -> World:
     """Join the process group, select this rank's device, and its share of the machine's cores.
 
-    The first three arguments are from the launcher's environment. bind_cores: as `run.bind_cores`. Raises RuntimeError
-    when the process group has another rank or world size than the launcher: training would be silently wrong.
+    The first three arguments are from the launcher's environment. bind_cores: as `run.bind_cores`. job: names this job
+    and no other, for ranks that find another one at MASTER_PORT. Raises RuntimeError when the process group has another
+    rank or world size than the launcher: training would be silently wrong. Raises UserError as `open_store` does.
     """
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    if "MASTER_PORT" not in os.environ:
-        if world_size > 1:
-            raise RuntimeError("MASTER_PORT is not set: start several processes with a launcher")
-        os.environ["MASTER_PORT"] = str(free_port())
+    if world_size > 1 and "MASTER_PORT" not in os.environ:
+        raise RuntimeError("MASTER_PORT is not set: start several processes with a launcher")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
     # DeepSpeed's start-up notes would hide ours, and it reports every discarded step as an overflow.
     logger.setLevel(logging.ERROR)
@@ -124,11 +130,21 @@ def start(
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         _prefer_own_ninja()
+        op_builds.use_own_folder()
+        shared_memory.remove_left_segments()
         _load_shared_memory_op(rank)
     accelerator.set_device(local_rank)
     timeout = timedelta(minutes=timeout_minutes)
-    if _restarted_by_torchrun():
-        _join_under_new_prefix(rank, world_size, timeout)
+    # DeepSpeed binds the group to a GPU, too, unless this is the only rank.
+    device = torch.device(f"cuda:{local_rank}") if accelerator.device_name() == "cuda" else torch.device("cpu")
+    dist.init_process_group(
+        accelerator.communication_backend_name(),
+        store=open_store(rank=rank, world_size=world_size, timeout=timeout, job=job),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" and world_size > 1 else None,
+    )
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
         raise RuntimeError(
@@ -137,9 +153,10 @@ def start(
         )
     if accelerator.device_name() == "cpu":
         _unlink_shared_memory(rank)
-    device = torch.device(accelerator.device_name() if accelerator.device_name() == "cpu" else f"cuda:{local_rank}")
     world = World(rank, world_size, local_rank, device)
     _use_own_cores(world, bind_cores)
+    if world.is_main:
+        forget_port()
     return world
 
 
@@ -158,33 +175,9 @@ def allow_slow_fp16() -> bool:
 
 
 def stop() -> None:
-    """Leave the process group."""
+    """Leave the process group; `start` may follow."""
     if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _restarted_by_torchrun() -> bool:
-    """Whether torchrun --max-restarts started this process after another one died, on a single machine.
-
-    On several machines torchrun's count of restarts may differ from one to another.
-    """
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0 and os.environ.get("GROUP_WORLD_SIZE") == "1"
-
-
-def _join_under_new_prefix(rank: int, world_size: int, timeout: timedelta) -> None:
-    """Make the process group under a prefix of its own in the launcher's store.
-
-    torch 2.13 keeps that store through a restart, with the addresses of the processes that died: gloo then fails with
-    `connectFullMesh ... Connection refused`, unless all ranks happen to connect at the same moment.
-    """
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-    dist.init_process_group(
-        get_accelerator().communication_backend_name(),
-        store=dist.PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+        deepspeed.comm.destroy_process_group()
 
 
 def _use_own_cores(world: World, bind_cores: str) -> None:

@@ -1,0 +1,139 @@
+"""How the ranks of one job, and no others, find each other: the store that its process group is made through.
+
+torchrun's agent keeps that store. Otherwise rank 0 does, at MASTER_PORT; that port may be another job's, whose store
+the other ranks would then join. So the store says which job it belongs to, and where all ranks have been started by one
+launcher on this machine they agree on a free port instead, in a file that only this launcher's ranks look for.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from config.child_jobs import free_port
+from config.errors import UserError
+from config.files import write_atomically
+from config.launcher import another_port
+from config.machine.processes import DEEPSPEED_NODE, launchers
+
+_JOB = "mantissa/job"
+"""Key of the store with the name of the job."""
+
+
+def open_store(*, rank: int, world_size: int, timeout: timedelta, job: str) -> dist.Store:
+    """The store of this job, and no other's. MASTER_PORT is its port then.
+
+    job: the same text on every rank, and another one in other jobs. Raises UserError when rank 0 cannot have the
+    launcher's port, and when another job answers there.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store: dist.Store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
+        if _restarted_by_torchrun():
+            # torch 2.13 keeps that store through a restart, with the addresses of the processes that died: gloo then
+            # fails with `connectFullMesh ... Connection refused`, unless all ranks connect at the same moment.
+            store = dist.PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    elif rank == 0:
+        store = _host(world_size, timeout)
+    else:
+        file = _port_file(world_size)
+        port = _wait_for(file, timeout) if file is not None else int(os.environ["MASTER_PORT"])
+        os.environ["MASTER_PORT"] = str(port)
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], port, world_size, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+    if rank == 0:
+        store.set(_JOB, job)
+    else:
+        found = store.get(_JOB).decode(errors="replace")
+        if found != job:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise UserError(
+                f"environment: at MASTER_ADDR and MASTER_PORT, {where}, is another job, {found}, and not this one, "
+                f"{job}; {another_port(os.environ, free_port())}"
+            )
+    return store
+
+
+def _host(world_size: int, timeout: timedelta) -> dist.Store:
+    """Rank 0's store, at MASTER_PORT or at a port that the other ranks learn of."""
+    file = _port_file(world_size)
+    given = int(os.environ.get("MASTER_PORT") or 0)
+    try:
+        server = _listen(given)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        if world_size > 1 and file is None:
+            raise UserError(
+                f"environment: MASTER_PORT = {given} is in use on {socket.gethostname()}, by another job or what is "
+                f"left of one; {another_port(os.environ, free_port())}"
+            ) from error
+        server = _listen(0)
+        if world_size > 1:
+            print(f"port {given} is in use; this job's ranks meet at {server.getsockname()[1]}", flush=True)
+    port = int(server.getsockname()[1])
+    os.environ["MASTER_PORT"] = str(port)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+    )
+    if file is not None:
+        write_atomically(file, str(port).encode())
+    return store
+
+
+def forget_port() -> None:
+    """Remove the file of the port, once all ranks have read it."""
+    file = _port_file(int(os.environ["WORLD_SIZE"]))
+    if file is not None:
+        file.unlink(missing_ok=True)
+
+
+def _port_file(world_size: int) -> Path | None:
+    """Where the ranks of this launcher agree on a port; None where they have not one that started all of them."""
+    if world_size == 1 or os.environ.get("LOCAL_SIZE") != str(world_size):
+        return None
+    above = launchers()
+    if not above or above[0].program != DEEPSPEED_NODE:
+        return None
+    name = f"mantissa-{os.getuid()}-{above[0].pid}-{above[0].started}.port"
+    return Path(tempfile.gettempdir()) / name
+
+
+def _wait_for(file: Path, timeout: timedelta) -> int:
+    """The port in the file, which is written once."""
+    ends = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < ends:
+        with suppress(FileNotFoundError):
+            if file.lstat().st_uid == os.getuid():
+                return int(file.read_text())
+        time.sleep(0.05)
+    raise RuntimeError(f"rank 0 did not open its port within {timeout.total_seconds():.0f} s ({file})")
+
+
+def _listen(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):
+            return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", port), backlog=1024)
+
+
+def _restarted_by_torchrun() -> bool:
+    """Whether torchrun --max-restarts started this process after another one died, on a single machine.
+
+    On several machines torchrun's count of restarts may differ from one to another.
+    """
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0 and os.environ.get("GROUP_WORLD_SIZE") == "1"
