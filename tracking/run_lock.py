@@ -28,7 +28,8 @@ LOCK = ".run_lock"
 BEAT_SECONDS = 10.0
 """How often the holder touches the file."""
 SILENT_SECONDS = 60.0
-"""For how long a lock of another machine must stay untouched until its holder counts as gone."""
+"""For how long a lock of another machine must stay untouched until its holder counts as gone. A new job waits three
+times as long before it is refused: ranks that are cut off from the others write for up to 80 s more."""
 ENDING_SECONDS = 10.0
 """How long a job that starts waits for the holder to end: it may have been asked to."""
 
@@ -51,22 +52,19 @@ class RunLock:
                 handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             except OSError:
                 return None
+            owner = _owner(handle)
+            elsewhere = bool(owner) and owner.get("machine") != machine() and not op_builds.is_local(path)
+            if not elsewhere and _locked(handle) and _is_at(path, handle):
+                _write(handle)
+                return cls(path, handle)
             try:
-                if _locked(handle) and _is_at(path, handle):
-                    owner = _owner(handle)
-                    if owner and not _is_gone(owner, path):
-                        raise UserError(
-                            f"{folder}: {_words(owner)} on another machine touched {path} within the last "
-                            f"{SILENT_SECONDS:.0f} s, so it still writes this run; end it, choose another run.name, or "
-                            f"remove {path} if no job writes here"
-                        )
-                    _write(handle)
-                    return cls(path, handle)
-                owner = _owner(handle)
+                if elsewhere:  # that machine may be gone without its lock: only touching the file shows that it is not
+                    _wait_for_silence(folder, owner)
+                    if _is_at(path, handle):
+                        path.unlink()
+                    continue
+            finally:
                 os.close(handle)
-            except BaseException:
-                os.close(handle)
-                raise
             if time.monotonic() > ends:
                 raise UserError(
                     f"{folder}: {_words(owner)} still writes this run; end it, or choose another run.name for this one"
@@ -125,24 +123,31 @@ def _locked(handle: int) -> bool:
     return True
 
 
-def _is_gone(owner: dict[str, Any], path: Path) -> bool:
-    """Whether the process that left its name in a lock that nobody holds here has ended on its own machine, too."""
-    if owner.get("machine") == machine() or op_builds.is_local(path):
-        return True  # its flock would have been seen
-    seconds = f"{SILENT_SECONDS:.0f} s"
+def _wait_for_silence(folder: Path, owner: dict[str, Any]) -> None:
+    """Return when a holder on another machine has not touched its lock for long. Raises UserError: it goes on."""
+    path, seconds = folder / LOCK, f"{SILENT_SECONDS:.0f} s"
     _print(f"{_words(owner)} left {path}; it is passed over when that machine has not touched it for {seconds}")
-    first, ends = _touched(path), time.monotonic() + SILENT_SECONDS
-    while time.monotonic() < ends:
-        time.sleep(1.0)
-        if _touched(path) != first:
-            return False
-    return True
+    now = time.monotonic()
+    ends, touched, since = now + 3 * SILENT_SECONDS, _touched(path), now
+    while time.monotonic() - since < SILENT_SECONDS:
+        if time.monotonic() > ends:
+            raise UserError(
+                f"{folder}: {_words(owner)} still writes this run; end it, choose another run.name for this one, or "
+                f"remove {path} if no job writes there"
+            )
+        time.sleep(min(1.0, SILENT_SECONDS / 10))
+        newest = _touched(path)
+        if newest != touched:
+            touched, since = newest, time.monotonic()
 
 
 def _touched(path: Path) -> int:
-    """When the file was written last; opened anew, for a network file system shows an older time else."""
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_mtime_ns
+    """When the file was written last, 0: there is none. A network file system may show an older time unless opened."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _is_at(path: Path, handle: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -96,20 +97,40 @@ def test_on_a_disk_of_this_machine_the_lock_of_another_one_is_old(tmp_path):
     lock.release()
 
 
-@pytest.mark.parametrize("alive", [True, False])
-def test_on_a_shared_disk_another_machine_is_given_time_to_show_that_it_writes(tmp_path, monkeypatch, capsys, alive):
+def test_on_a_shared_disk_another_machine_that_does_not_touch_its_lock_is_passed_over(tmp_path, monkeypatch, capsys):
     path = leave_from_elsewhere(tmp_path / "demo")
     monkeypatch.setattr(run_lock.op_builds, "is_local", lambda path: False)
-    monkeypatch.setattr(run_lock, "SILENT_SECONDS", 2.0)
-    if alive:
-        threading.Timer(0.5, os.utime, [path]).start()
-        with pytest.raises(UserError, match="end it, choose another run.name, or remove .*/.run_lock if no job writes"):
-            RunLock.take(tmp_path / "demo")
-    else:
+    monkeypatch.setattr(run_lock, "SILENT_SECONDS", 0.5)
+    with path.open("rb") as gone:
+        fcntl.flock(gone, fcntl.LOCK_EX)  # as a file server may keep it for a machine that is gone
         lock = RunLock.take(tmp_path / "demo")
-        assert lock is not None
-        lock.release()
+    assert lock is not None and lock.is_of(tmp_path / "demo")
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+    lock.release()
     assert "a job (pid 7 on left, since yesterday) left" in capsys.readouterr().err
+
+
+def test_on_a_shared_disk_another_machine_that_touches_its_lock_writes(tmp_path, monkeypatch):
+    path = leave_from_elsewhere(tmp_path / "demo")
+    monkeypatch.setattr(run_lock.op_builds, "is_local", lambda path: False)
+    monkeypatch.setattr(run_lock, "SILENT_SECONDS", 1.0)
+    over = threading.Event()
+
+    def touch() -> None:
+        while not over.wait(0.1):
+            os.utime(path)
+
+    toucher = threading.Thread(target=touch)
+    toucher.start()
+    try:
+        with pytest.raises(
+            UserError, match="end it, choose another run.name for this one, or remove .*/.run_lock if no"
+        ):
+            RunLock.take(tmp_path / "demo")
+        assert json.loads(path.read_text())["pid"] == 7
+    finally:
+        over.set()
+        toucher.join()
 
 
 def test_the_holder_touches_its_lock(tmp_path, monkeypatch):
