@@ -112,7 +112,7 @@ def launch_command(
     elif world > 1 or "LOCAL_SIZE" in environment:
         hosts = ["--hostfile", "launch/deepspeed/hostfile", "--num_nodes", str(nodes)] if nodes > 1 else []
         own_port = ["--master_port", port] if port not in ("", DEFAULT_PORT) else []
-        parts = ["deepspeed", *hosts, *own_port, "--num_gpus", str(local)]
+        parts = ["deepspeed", *hosts, "--num_gpus", str(local), *own_port]
     else:
         parts = ["python"]
     return shlex.join([*parts, "train.py", *arguments])

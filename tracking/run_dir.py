@@ -5,6 +5,7 @@ runs/<name>/config.yaml        the resolved run config          config.1.yaml, .
            environment.json    versions, hardware, git commit
            events.jsonl        the source of truth; the plots, the report and wandb are made from it
            checkpoints/  plots/  wandb/  report.md  sample.txt
+           .run_lock           the job that writes it now: tracking/run_lock.py
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def test_a_launcher_of_this_machine_is_called_again_as_it_was(above: list[Launch
 def test_a_port_that_is_not_the_launchers_own_is_kept() -> None:
     given = environment(LOCAL_SIZE=1, MASTER_PORT=29811)
     command = launch_command(RankEnv(1, 2, 0), given, ["--config", "c"])
-    expected = f"deepspeed --hostfile {HOSTFILE} --num_nodes 2 --master_port 29811 --num_gpus 1 train.py --config c"
+    expected = f"deepspeed --hostfile {HOSTFILE} --num_nodes 2 --num_gpus 1 --master_port 29811 train.py --config c"
     assert command == expected
 
 

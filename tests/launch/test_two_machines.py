@@ -132,7 +132,7 @@ def test_torchrun_on_two_machines_trains_as_one(machines, folder, one_host, laun
     assert trace(folder, launcher) == one_host
     # with c10d whoever comes first is rank 0, and one process of the two speaks
     (spoken,) = [text for text in printed if "resume   " in text]
-    assert going_on(spoken).startswith("torchrun --nnodes 2 --node_rank 0 --master_addr ")
+    assert going_on(spoken).startswith(LAUNCHERS[launcher].format(rank=0, head="left", port=PORT))
 
 
 @pytest.mark.cluster
