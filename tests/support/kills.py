@@ -240,7 +240,7 @@ def wait_for(found, *, unless, seconds: float = 120.0):
             return value
         if unless():
             return None
-        time.sleep(0.02)
+        time.sleep(0.1)
     return None
 
 
@@ -295,8 +295,9 @@ def main(arguments: Sequence[str]) -> int:
         figures.repeated += steps - STEPS
         if run.trace() != truth:
             figures.different.append(run.name)
-    time.sleep(2.0)
-    figures.shared_memory = sorted(shared_memory() - before)
+    left = shared_memory() - before
+    time.sleep(5.0)
+    figures.shared_memory = sorted(left & shared_memory())
     print(figures.report())
     (folder / "figures.json").write_text(json.dumps(vars(figures), indent=1))
     return int(figures.bad())
