@@ -52,7 +52,7 @@ class MetricsServer(ThreadingMixIn, TCPServer):
         self._collecting = threading.Lock()
         self._next_collection = 0.0
         self._complained = False
-        super().__init__(place[:2], _Handler)
+        super().__init__((str(place[0]), port), _Handler)
 
     @property
     def port(self) -> int:
