@@ -1,19 +1,15 @@
 """What runs in the worker processes of a preparation: text to token ids, and the training of a BPE.
 
-Imports little on purpose: a worker is a fresh interpreter (spawn), so that it inherits neither torch's threads nor
+Imports little on purpose: a worker is a fresh interpreter (`workers`), so that it inherits neither torch's threads nor
 locks held in the parent, and it should start in a fraction of a second.
 """
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -53,15 +49,6 @@ def is_validation(text: str, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
 
-def end_with_parent() -> None:
-    """Initialise a worker process: it leaves Ctrl-C to its parent, and ends when its parent has ended.
-
-    A pool's worker holds both ends of its own queue, so after a `kill -9` of the parent it would wait for ever.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
 def start_worker(
     tokenizer_json: str, end_of_document: int, dtype: str, validation_fraction: float, bytewise: bool = False
 ) -> None:
@@ -72,7 +59,6 @@ def start_worker(
     global _worker
     # Parallelism comes from the processes; threads in each of them would only compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    end_with_parent()
     tokenizer = Tokenizer.from_str(tokenizer_json)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -154,10 +140,3 @@ def train_bpe(sample: list[str], vocabulary: int) -> str:
     )
     tokenizer.train_from_iterator((piece for text in sample for piece in pieces(text)), trainer=trainer)
     return tokenizer.to_str()
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)

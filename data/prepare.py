@@ -1,6 +1,6 @@
 """Prepare a corpus once: read the source, tokenize in several processes, publish shards atomically.
 
-Every rank calls `prepare` before any process group exists. Whichever takes the file lock first prepares; the others
+Every rank of a run calls `prepare`; it needs no process group. Whichever takes the file lock first prepares; the others
 wait and then find the corpus finished, as does every later run with the same fingerprint of source, tokenizer and
 split. Everything is written into `<fingerprint>.partial-<pid>` and renamed at the end, so a killed preparation leaves
 nothing that looks finished; the next preparation of the same corpus removes the partial folder, since it holds the
@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ from data.preparation_progress import Display, Progress, ProgressFile, read_prog
 from data.shards import FORMAT_VERSION, token_dtype, write_shard
 from data.sources import Source, open_source
 from data.tokenizer import make_tokenizer, tokenizer_identity, vocabulary_size
+from data.workers import WorkerDied, Workers
 
 SHARD_TOKENS = 1 << 26
 """[tokens] Size of a full shard: 128 MiB of uint16."""
@@ -67,9 +66,9 @@ def prepare(data: DataSection, *, progress: bool) -> Corpus:
                 if not is_prepared(folder):
                     _prepare_locked(data, source, folder, display)
                 display.finish()
-        except BrokenProcessPool as error:
+        except WorkerDied as error:
             raise UserError(
-                f"data.workers={data.workers}: a tokenizing process died, most often for lack of memory. "
+                f"data.workers={data.workers}: {error} while it tokenized, most often for lack of memory. "
                 "Use fewer workers or a machine with more memory."
             ) from error
         except OSError as error:
@@ -147,14 +146,9 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
     end_of_document = tokenizer.eos_token_id
     writers = {split: _SplitWriter(folder, split, dtype, header, end_of_document) for split in SPLITS}
     skipped: Counter[str] = Counter()
-    pool = ProcessPoolExecutor(
-        data.workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=start_worker,
-        initargs=(tokenizer_json, end_of_document, dtype, data.validation_fraction, data.tokenizer == "bytes"),
-    )
-    with pool:
-        for encoded in _in_order(pool, source, skipped, 2 * data.workers):
+    encoder = (tokenizer_json, end_of_document, dtype, data.validation_fraction, data.tokenizer == "bytes")
+    with Workers(data.workers, start_worker, *encoder) as workers:
+        for encoded in _in_order(workers, source, skipped, 2 * data.workers):
             for split, part in zip(SPLITS, encoded, strict=True):
                 writers[split].add(part)
             done = sum(writer.text_bytes for writer in writers.values())
@@ -178,13 +172,13 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
 
 
 def _in_order(
-    pool: ProcessPoolExecutor, source: Source, skipped: Counter[str], most_in_flight: int
+    workers: Workers, source: Source, skipped: Counter[str], most_in_flight: int
 ) -> Iterator[tuple[Encoded, Encoded]]:
-    """Encode the source's batches in the pool; results come in the order of the batches."""
+    """Encode the source's batches in the workers; results come in the order of the batches."""
     running: deque[Future[tuple[Encoded, Encoded]]] = deque()
     try:
         for batch in _batches(source.documents(skipped)):
-            running.append(pool.submit(encode_batch, batch))
+            running.append(workers.submit(encode_batch, batch))
             if len(running) >= most_in_flight:
                 yield running.popleft().result()
         while running:

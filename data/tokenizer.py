@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import multiprocessing
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import cast
 
@@ -19,8 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from config.errors import UserError
-from data.encode import END_OF_DOCUMENT, end_with_parent, is_validation, train_bpe
+from data.encode import END_OF_DOCUMENT, is_validation, train_bpe
 from data.sources import Source
+from data.workers import Workers
 
 SAMPLE_BYTES = 32 << 20
 """[bytes] Text that a BPE is trained on, at most (one longer document excepted)."""
@@ -55,8 +54,8 @@ def make_tokenizer(spec: str, source: Source, validation_fraction: float) -> Pre
         return _load_pretrained(spec)
     sample = draw_sample(source, validation_fraction)
     # In a process of its own: the trainer's threads would make every later fork of this process print a warning.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent) as pool:
-        return _wrap(Tokenizer.from_str(pool.submit(train_bpe, sample, vocabulary).result()))
+    with Workers(1) as workers:
+        return _wrap(Tokenizer.from_str(workers.submit(train_bpe, sample, vocabulary).result()))
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:

@@ -76,17 +76,16 @@ class Session:
 def session(
     resolved: Resolved, *, corpus: Corpus | None = None, world: World | None = None, trains: bool = False
 ) -> Iterator[Session]:
-    """Prepare the data, join the process group, build model, engine and batches; close them afterwards. A collective.
+    """Join the process group, prepare the data, build model, engine and batches; close them afterwards. A collective.
 
     corpus: the data, where it is prepared already. world: the process group, where it was joined already; it is then
     left as it is, and the engine closed, so that another session can follow. trains: this is the job of `train.py`
-    itself: lost ranks are watched for, and its run folder is opened before anything is built.
+    itself: lost ranks are watched for from here on, so that none waits for ever for data that a rank was preparing, and
+    its run folder is opened before anything is built.
 
     Raises UserError for what only shows now, such as weights that cannot be loaded or a folder that cannot be written.
     """
     config = resolved.config
-    corpus = corpus or prepare(config.data, progress=resolved.rank == 0)
-    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
     with ExitStack() as ends:
         joined = world is None
         if world is None:
@@ -94,6 +93,9 @@ def session(
             ends.callback(distributed.stop)
         if trains:
             ends.enter_context(watch.watched(world))
+        corpus = corpus or prepare(config.data, progress=resolved.rank == 0)
+        shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+        if trains:
             ends.enter_context(locked_run_dir(resolved, world))
         engine = build_engine(resolved, shape, world)
         if not joined:

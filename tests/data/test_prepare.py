@@ -159,10 +159,8 @@ def test_kill_at_any_moment_leaves_nothing_finished_and_the_next_run_completes(s
 
 def test_workers_end_when_their_parent_is_killed(texts: Path, tmp_path: Path) -> None:
     program = (
-        "import os, sys, time\nfrom concurrent.futures import ProcessPoolExecutor\n"
-        "from multiprocessing import get_context\nfrom data.encode import end_with_parent\n"
-        "pool = ProcessPoolExecutor(1, get_context('spawn'), initializer=end_with_parent)\n"
-        "print(pool.submit(os.getpid).result(), flush=True)\ntime.sleep(60)\n"
+        "import os, time\nfrom data.workers import Workers\nworkers = Workers(1)\n"
+        "print(workers.submit(os.getpid).result(), flush=True)\nworkers.submit(time.sleep, 60)\ntime.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -61,11 +61,17 @@ class Job:
             task = (list(arguments[1:]), {**environment, **place}, self._log)
             self._processes.append(context().Process(target=_run, args=task))
             self._processes[-1].start()
-        self.pid = self._processes[0].pid
+        self.pids = [process.pid for process in self._processes]
+        self.pid = self.pids[0]
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """By rank; None for one that runs."""
+        return [process.exitcode for process in self._processes]
 
     @property
     def returncode(self) -> int | None:
-        codes = [process.exitcode for process in self._processes]
+        codes = self.exit_codes
         return None if None in codes else next(filter(None, codes), 0)
 
     def poll(self) -> int | None:

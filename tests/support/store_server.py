@@ -29,6 +29,7 @@ CREDENTIALS = {
 }
 SMALLEST_PART = 1 << 16
 """[bytes] That the server takes in a multipart upload; S3 takes 5 MiB and more."""
+HANG_SECONDS = 6.0
 SLOW_DOWN = ("SlowDown", "Please reduce your request rate.")
 INTERNAL = ("InternalError", "We encountered an internal error. Please try again.")
 DENIED = ("AccessDenied", "Access Denied")
@@ -41,8 +42,8 @@ class Fault:
     pattern: str
     kind: int | str
     """A status to answer with; "cut before": the connection ends before an answer; "cut inside": half-way through the
-    body of one; "done, then cut": the server did it, but the answer is lost; "corrupt": a byte of what is being stored
-    changes on its way; "none": nothing happens."""
+    body of one; "hang": after HANG_SECONDS in which nothing happens; "done, then cut": the server did it, but the
+    answer is lost; "corrupt": a byte of what is being stored changes on its way; "none": nothing happens."""
     times: int = 1
     seen: int = 0
 
@@ -102,7 +103,9 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(fault, int):
             self.answer_error(fault)
             return
-        if fault == "cut before":
+        if fault == "hang":
+            time.sleep(HANG_SECONDS)
+        if fault in ("cut before", "hang"):
             self.cut()
             return
         if fault == "corrupt":

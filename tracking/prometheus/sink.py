@@ -1,4 +1,4 @@
-"""Prometheus as a sink: rank 0 answers `GET /metrics` from a daemon thread.
+"""Prometheus as a sink: rank 0 answers `GET /metrics` from daemon threads (server.py).
 
 Loopback only, unless `tracking.prometheus_address` is set: there is no authentication, and whoever reaches the port can
 read the run's name, host and losses.
@@ -15,13 +15,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
-from prometheus_client import disable_created_metrics, start_http_server
+from prometheus_client import disable_created_metrics
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from tracking.events import Event
 from tracking.prometheus.metrics import Metrics
+from tracking.prometheus.server import PATH, MetricsServer
 
 LONGEST_WAIT_S = 30.0
 _SLACK = 1.5  # a scrape may take so many times the interval before it
@@ -37,7 +37,7 @@ class PrometheusSink:
         self.url: str | None = None
         """URL of the metrics; None when the port could not be opened."""
         self._failure = ""
-        self._server: Any = None
+        self._server: MetricsServer | None = None
         self._await_scrape = False  # whether the end should be scraped
         self._metrics = Metrics(
             run, planned_steps=planned_steps, facts={"host": socket.gethostname(), "scheduler_job": _scheduler_job()}
@@ -45,13 +45,15 @@ class PrometheusSink:
         self._scrapes = _Scrapes()
         self._metrics.registry.register(self._scrapes)
         try:
-            self._server, _ = start_http_server(port, address, self._metrics.registry)
-        except (OSError, OverflowError) as error:  # in use, not this host's address, not a port number
+            server = MetricsServer(address, port, self._metrics.registry)
+            server.start()
+        except (OSError, OverflowError, UnicodeError, RuntimeError) as error:  # in use, not this host's, no thread left
             reason = getattr(error, "strerror", None) or str(error)
             self._failure = f"no metrics at {address}:{port} ({reason}); choose another tracking.prometheus_port"
             return
         host = f"[{address}]" if ":" in address else address
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
+        self.url = f"http://{host}:{server.port}{PATH}"
+        self._server = server
 
     def write(self, event: Event) -> None:
         """Update the metrics. RuntimeError when the port could not be opened."""
@@ -69,8 +71,7 @@ class PrometheusSink:
         server, self._server = self._server, None
         if self._await_scrape and self._scrapes.wait():
             time.sleep(_ANSWERED_S)
-        server.shutdown()
-        server.server_close()
+        server.close()
 
 
 class _Scrapes:

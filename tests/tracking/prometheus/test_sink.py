@@ -162,7 +162,7 @@ def test_only_the_loopback_interface_is_bound_by_default(sink: PrometheusSink) -
         everywhere.close()
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1", "no such host.invalid"])
+@pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1", "no such host.invalid", "10..0.1"])
 def test_a_port_that_cannot_be_had_costs_one_note(address, sink, run_dir, capsys) -> None:
     taken = port_of(sink)
     second = PrometheusSink(RUN, planned_steps=1, port=taken, address=address)

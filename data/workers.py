@@ -1,0 +1,113 @@
+"""Worker processes that compute what a thread of this process waits for, and whose death is noticed at once.
+
+`concurrent.futures.ProcessPoolExecutor` would do, but for two things seen with Python 3.11. It keeps five named
+semaphores in /dev/shm, which stay until the machine restarts when a whole job is killed. And it hands a new process its
+arguments through a pipe of which it holds both ends: if the process is killed before it has read a tokenizer of more
+than the pipe holds, the executor waits for ever. Here every worker has one connection, which breaks with it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any, ParamSpec, TypeVar
+
+from config.child_jobs import describe_exit
+from config.machine.binding import unbind
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class WorkerDied(Exception):
+    """A worker process has ended by itself; how, in words."""
+
+
+class Workers:
+    """At most `count` processes, started as they are needed: fresh interpreters, on all cores this process may use."""
+
+    def __init__(self, count: int, initializer: Callable[..., None] | None = None, *arguments: object) -> None:
+        """initializer: called with `arguments` in each process first. Both are pickled."""
+        self._setup = (initializer, arguments)
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="worker")  # one waits for each process
+        self._own = threading.local()
+        self._started: list[tuple[SpawnProcess, Connection]] = []
+        self._starting = threading.Lock()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Kill the processes, whatever they are doing, and wait for them."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._starting:
+            for process, _ in self._started:
+                process.kill()
+        self._threads.shutdown(wait=True)
+        for process, connection in self._started:
+            process.kill()
+            process.join()
+            connection.close()
+
+    def submit(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> Future[T]:
+        """Compute in a process. The result raises what the function raised there, or WorkerDied."""
+        return self._threads.submit(self._compute, function, arguments, named)
+
+    def _compute(self, function: Callable[..., T], arguments: tuple[Any, ...], named: dict[str, Any]) -> T:
+        if not hasattr(self._own, "worker"):
+            self._own.worker = self._start()
+        process, connection = self._own.worker
+        try:
+            connection.send((function, arguments, named))
+            good, result = connection.recv()
+        except (EOFError, OSError) as error:  # OSError: killed in the middle of an answer
+            process.join(timeout=5)
+            how = "has ended" if process.exitcode is None else describe_exit(process.exitcode)
+            raise WorkerDied(f"a worker process {how}") from error
+        if not good:
+            raise result
+        return result
+
+    def _start(self) -> tuple[SpawnProcess, Connection]:
+        with self._starting:  # multiprocessing keeps its list of children without a lock
+            context = multiprocessing.get_context("spawn")
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._started.append((process, mine))
+        unbind(process.pid or 0)
+        with suppress(OSError):  # it is dead already, which the first request will show
+            mine.send(self._setup)
+        return process, mine
+
+
+def _serve(connection: Connection) -> None:
+    """Compute one request after another, until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with suppress(EOFError, ConnectionError):  # the parent is done
+        initializer, arguments = connection.recv()
+        if initializer is not None:
+            initializer(*arguments)
+        while True:
+            function, arguments, named = connection.recv()
+            try:
+                result = (True, function(*arguments, **named))
+            except Exception as error:
+                result = (False, error)
+            connection.send(result)
+
+
+def _end_with_parent() -> None:
+    """End this process with its parent, also in the middle of a request."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        signal.raise_signal(signal.SIGKILL)

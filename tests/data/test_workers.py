@@ -1,0 +1,76 @@
+"""Worker processes: their results, and that the death of one is noticed in whatever it was doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import FIRST_COMPLETED, wait
+from pathlib import Path
+
+import pytest
+
+from data.workers import WorkerDied, Workers
+from tests.support.launches import wait_until
+
+_value = 0
+
+
+def set_up(value: int, *_: object) -> None:
+    global _value
+    _value = value
+
+
+def times(factor: int) -> int:
+    if factor < 0:
+        raise ValueError("negative")
+    return _value * factor
+
+
+def children() -> list[int]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    pids = [int(word) for path in tasks for word in path.read_text().split()]
+    return [pid for pid in pids if b"spawn_main" in _command(pid)]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_results_come_from_as_many_processes_as_are_needed_and_none_is_left() -> None:
+    before = set(children())
+    semaphores = set(Path("/dev/shm").glob("sem.*"))
+    with Workers(3, set_up, 7) as workers:
+        assert workers.submit(times, 2).result() == 14
+        assert len(set(children()) - before) == 1
+        futures = [workers.submit(times, factor) for factor in range(20)]
+        assert [future.result() for future in futures] == [7 * factor for factor in range(20)]
+        with pytest.raises(ValueError, match="negative"):
+            workers.submit(times, -1).result()
+        assert workers.submit(times, factor=1).result() == 7, "it goes on after an error"
+        assert 1 <= len(set(children()) - before) <= 3
+        assert set(Path("/dev/shm").glob("sem.*")) <= semaphores, "they would stay after a kill of the whole job"
+        workers.submit(time.sleep, 60)
+        started = time.monotonic()
+    assert time.monotonic() - started < 5
+    assert set(children()) <= before
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.5])
+def test_a_killed_process_is_an_error_within_seconds(seconds: float) -> None:
+    """Also at its start, with more for it to read than a pipe holds."""
+    before = set(children())
+    with Workers(2, set_up, 1, "x" * (4 << 20)) as workers:
+        results = [workers.submit(time.sleep, 60) for _ in range(2)]
+        wait_until(lambda: set(children()) - before)
+        time.sleep(seconds)
+        os.kill(min(set(children()) - before), signal.SIGKILL)
+        done, _ = wait(results, timeout=10, return_when=FIRST_COMPLETED)
+        (first,) = done
+        with pytest.raises(WorkerDied, match="a worker process was killed by SIGKILL"):
+            first.result()
+        started = time.monotonic()
+    assert time.monotonic() - started < 5, "the other one is not waited for"

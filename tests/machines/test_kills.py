@@ -1,0 +1,18 @@
+"""Any process of a supervised job, killed at any time: a short `python -m tests.support.kills --kills 200`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support import kills
+
+KILLS = os.environ.get("KILLS", "10")
+
+
+@pytest.mark.machines
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_kills_at_random_cost_steps_and_nothing_else(tmp_path: Path, launcher: str) -> None:
+    assert kills.main(["--kills", KILLS, "--seed", "2", "--launcher", launcher, "--folder", str(tmp_path)]) == 0

@@ -1,0 +1,191 @@
+"""The HTTP server of the metrics: whoever reaches its port can hold few resources of the run, and none for long.
+
+It lives in the process that trains, whose file descriptors, threads and interpreter it shares. So the number of
+connections is bounded, and with it that of threads; the one that has been open longest makes room for a new one, each
+ends after `LONGEST_SECONDS` whatever its client does, a request is a few kilobytes, and collecting the metrics takes at
+most a tenth of a core. A scrape of a real Prometheus takes milliseconds, so it is the last to suffer.
+"""
+
+from __future__ import annotations
+
+import gzip
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from io import BytesIO
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+PATH = "/metrics"
+MOST_CONNECTIONS = 8
+LONGEST_SECONDS = 5.0
+"""From accepting a connection to its end."""
+MOST_REQUEST_BYTES = 8192
+"""Request line and headers."""
+_IDLE_SHARE = 9  # so many times what collecting took passes before the next one
+_ACCEPT_PAUSE_S = 0.01  # at most a hundred connections a second
+_RETRY_S = 1.0  # before the next attempt when a connection could not be accepted
+
+
+class MetricsServer(ThreadingMixIn, TCPServer):
+    """Answers `GET` and `HEAD` of `PATH` with what a registry collects, and nothing else."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 16
+
+    def __init__(self, address: str, port: int, registry: CollectorRegistry) -> None:
+        """Open the port. Raises OSError, OverflowError or UnicodeError: it cannot be had."""
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, _, _, _, place = found[0]
+        self._registry = registry
+        self._open: dict[socket.socket, float] = {}  # when each was accepted, oldest first
+        self._changed = threading.Condition()
+        self._collecting = threading.Lock()
+        self._next_collection = 0.0
+        self._complained = False
+        super().__init__((str(place[0]), port), _Handler)
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return int(self.server_address[1])
+
+    def start(self) -> None:
+        """Serve from a thread of its own."""
+        threading.Thread(target=self.serve_forever, daemon=True, name="metrics").start()
+
+    def close(self) -> None:
+        """Stop listening, and close every connection."""
+        self.shutdown()
+        self.server_close()
+        self._end_connections(older_than=0.0)
+
+    def collect(self, accept: str, names: list[str]) -> tuple[str, bytes]:
+        """Content type and text of the metrics. names: of the only metrics to give; none gives all."""
+        with self._collecting:
+            time.sleep(max(0.0, self._next_collection - time.monotonic()))
+            started = time.thread_time()
+            encode, content_type = choose_encoder(accept)
+            registry: Any = self._registry.restricted_registry(names) if names else self._registry
+            text = encode(registry)
+            self._next_collection = time.monotonic() + _IDLE_SHARE * (time.thread_time() - started)
+        return content_type, text
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. When that fails, such as for want of file descriptors, it is said once, and not tried
+        again at once: the failure lasts, and the waiting client would keep this thread busy."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                text = f"metrics for Prometheus cannot be asked for ({error.strerror or error}); training continues"
+                print(f"mantissa: {text}", file=sys.stderr, flush=True)
+            time.sleep(_RETRY_S)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, once there is room; a connection that finds none within a second is closed."""
+        with self._changed:
+            if len(self._open) >= MOST_CONNECTIONS:
+                _end(next(iter(self._open)))
+            if not self._changed.wait_for(lambda: len(self._open) < MOST_CONNECTIONS, timeout=1.0):
+                super().shutdown_request(request)
+                return
+            self._open[request] = time.monotonic()
+        super().process_request(request, client_address)
+        time.sleep(_ACCEPT_PAUSE_S)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that was answered, or whose client has left."""
+        super().shutdown_request(request)
+        with self._changed:
+            self._open.pop(request, None)
+            self._changed.notify_all()
+
+    def service_actions(self) -> None:
+        """End the connections that have been open for too long; called twice a second."""
+        self._end_connections(older_than=LONGEST_SECONDS)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that leaves or is cut off in the middle of an answer is none of the run's concern."""
+
+    def _end_connections(self, *, older_than: float) -> None:
+        with self._changed:
+            for connection, since in self._open.items():
+                if time.monotonic() - since >= older_than:
+                    _end(connection)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request and its answer."""
+
+    server: MetricsServer
+
+    def setup(self) -> None:
+        """Read the request before anything is parsed: `http.server` alone would take six megabytes of it."""
+        super().setup()
+        self.rfile.close()
+        head = bytearray()
+        while b"\r\n\r\n" not in head and b"\n\n" not in head and len(head) <= MOST_REQUEST_BYTES:
+            part = self.connection.recv(MOST_REQUEST_BYTES)
+            if not part:
+                break
+            head += part
+        self._too_large = len(head) > MOST_REQUEST_BYTES
+        self.rfile = BytesIO(head)
+
+    def parse_request(self) -> bool:
+        """Whether the request is well-formed; if not, it has been answered."""
+        if not self._too_large:
+            return super().parse_request()
+        self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
+        self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        return False
+
+    def do_GET(self) -> None:
+        """The metrics."""
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        """The headers of the metrics."""
+        self._answer(with_body=False)
+
+    def _answer(self, *, with_body: bool) -> None:
+        asked = urlsplit(self.path)
+        if asked.path != PATH:
+            self.send_error(HTTPStatus.NOT_FOUND, explain=f"The metrics are at {PATH}.")
+            return
+        try:
+            names = parse_qs(asked.query, max_num_fields=100).get("name[]", [])
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return
+        content_type, text = self.server.collect(self.headers.get("Accept", ""), names)
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", content_type)
+        if "gzip" in self.headers.get("Accept-Encoding", ""):
+            text = gzip.compress(text)
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(text)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Silent."""
+
+
+def _end(connection: socket.socket) -> None:
+    """Cut a connection off, which wakes the thread that waits for it; that thread closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
