@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, ParamSpec
 
 from config.errors import UserError
+from config.printable import shown
 
 P = ParamSpec("P")
 
@@ -62,7 +63,7 @@ def entry_point(*, launched: bool = False, closed_pipe: int = 1) -> Callable[[Ca
                 sys.stdout.flush()
             except UserError as error:
                 if not launched or is_rank_0():
-                    print(f"error: {error}", file=sys.stderr)
+                    print(f"error: {shown(error)}", file=sys.stderr)
                 return CONFIG_ERROR
             except BrokenPipeError:
                 if not _reader_left():

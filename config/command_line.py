@@ -16,6 +16,8 @@ from config import help_text
 from config.cli import CONFIG_ERROR, Arguments, is_rank_0
 from config.errors import UserError
 from config.load import to_yaml
+from config.printable import shown
+from config.redact import redact
 from config.resolved import Resolved, resolve_run
 from config.version import VERSION
 
@@ -43,7 +45,7 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
         resolved = resolve_run(options, environment)
     except UserError as error:
         if prints:
-            sys.stderr.write(f"error: {error}\n")
+            sys.stderr.write(f"error: {shown(error)}\n")
         raise SystemExit(CONFIG_ERROR) from None
     if options.show_config:
         if prints:
@@ -53,15 +55,15 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
 
 
 def render_config(resolved: Resolved) -> str:
-    """The resolved run config and DeepSpeed JSON as two YAML documents (JSON is YAML)."""
+    """The resolved run config and DeepSpeed JSON as two YAML documents (JSON is YAML), without secrets."""
     plan = resolved.batch
     return (
         f"# Run config, resolved from {resolved.config_path}\n"
         f"# {plan.global_size} sequences a step = micro-batches of {plan.micro_size} x {plan.accumulation} accumulated"
         f" x {plan.world_size} processes\n"
-        f"{to_yaml(resolved.config)}"
+        f"{redact(to_yaml(resolved.config))}"
         f"---\n# DeepSpeed JSON, resolved from {resolved.deepspeed_path}\n"
-        f"{json.dumps(resolved.deepspeed, indent=2)}\n"
+        f"{json.dumps(redact(resolved.deepspeed), indent=2)}\n"
     )
 
 

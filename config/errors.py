@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
+from config.printable import shown
+
 
 class UserError(Exception):
     """A mistake in a config, a command line or an input file, reported in one line without a traceback.
@@ -26,4 +28,4 @@ def report_error(error: UserError, rank: int) -> None:
     """Print the error once, whichever ranks raised it: rank 0 at once, another one if it still runs then."""
     if rank:
         time.sleep(WAIT_SECONDS)
-    print(f"error: {error}" + (f" (rank {rank})" if rank else ""), file=sys.stderr, flush=True)
+    print(f"error: {shown(error)}" + (f" (rank {rank})" if rank else ""), file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ import difflib
 import json
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -127,6 +128,11 @@ def suggest(key: str, known: Sequence[str]) -> str:
     return f"; {prefix or 'the top level'} has: {', '.join(siblings)}" if siblings else ""
 
 
+def _can_be_written(text: str) -> bool:
+    """Whether text from a command line or a file can be the content of a file, or a path."""
+    return re.search("[\0\ud800-\udfff]", text) is None
+
+
 def _names_beside(path: Path) -> list[str]:
     return [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
 
@@ -226,6 +232,8 @@ class _Builder:
         if origin is dict:
             if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
                 raise self.wrong(key, value, "is not a mapping of names to values")
+            if not _can_be_written(json.dumps(value, default=str, ensure_ascii=False)):
+                raise self.wrong(key, value, "has a character that no file can hold (not UTF-8); leave it out")
             return value
         return self.scalar(hint, value, key, limits)
 
@@ -255,6 +263,8 @@ class _Builder:
                 raise self.wrong(key, value, "is not a finite number")
         if hint is str and not isinstance(value, str):
             raise self.wrong(key, value, "is not text; put it in quotes (on a command line in two pairs: '\"...\"')")
+        if hint is str and not _can_be_written(value):
+            raise self.wrong(key, value, "has a character that no file can hold (a NUL, or not UTF-8); leave it out")
         if not all(_BOUNDS[name](value, bound) for name, bound in limits.items()):
             raise self.wrong(key, value, f"is out of range; it must be {describe_bounds(limits)}")
         return value

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from config.errors import UserError
 from config.optimizers import OPTIMIZERS
+from config.printable import line
+from config.redact import redact
 from config.schema import Config, Fault, ModelSection, OptimizerSection
 from config.secrets import WITH_PASSWORD
 
@@ -20,6 +22,8 @@ _OWNED_MODEL_ARGUMENTS = {
     "attn_implementation": "model.attention",
     "_attn_implementation": "model.attention",
 }
+
+_LONGEST_NAME = 200  # bytes: file systems take 255, and a renamed or partial folder's name is longer
 
 Problem = tuple[str, str]
 """A dotted key, and the text that follows it in the error."""
@@ -43,6 +47,14 @@ def _run(config: Config) -> Iterator[Problem]:
     run = config.run
     if run.name in ("", ".", "..") or "/" in run.name or "\\" in run.name:
         yield "run.name", f"= '{run.name}' is not the name of a folder; leave out slashes, and set run.dir for the path"
+    if line(run.name) != run.name or run.name != run.name.strip():
+        problem = "has characters that nobody sees, such as a line break or a space at its end; leave them out"
+        yield "run.name", f"= '{run.name}' {problem}"
+    if len(run.name.encode(errors="replace")) > _LONGEST_NAME:
+        problem = f"is longer than {_LONGEST_NAME} bytes, too long for the name of a folder; shorten it"
+        yield "run.name", f"= '{run.name[:40]}...' {problem}"
+    if redact(run.name) != run.name:
+        yield "run.name", "holds what looks like a key or password, which its folder would show; take it out"
     if run.resume not in ("auto", "never") and not Path(run.resume).expanduser().exists():
         yield "run.resume", f"= '{run.resume}' does not exist; write auto, never or the path of a checkpoint"
 

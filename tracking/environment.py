@@ -1,18 +1,15 @@
-"""Versions, machine, code commit and command line of a run, for `environment.json` and wandb; and redaction of secrets.
+"""Versions, machine, code commit and command line of a run, for `environment.json` and wandb.
 
-This file is shared more freely than the machine it came from: environment variables pass an allow-list, and values that
-look like a secret are blanked.
+This file is shared more freely than the machine it came from: environment variables pass an allow-list, and secrets are
+hidden.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from config.machine.binding import binding_outcome, usable_cpus
+from config.redact import redact, redact_arguments
 from config.version import VERSION
 
 PACKAGES = (
@@ -32,21 +30,8 @@ SAFE_VARIABLES = (
     *("TORCH_NCCL_*", "NCCL_*", "GLOO_*", "DS_ACCELERATOR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION"),
 )
-HIDDEN = "***"
-SHORTEST_SECRET = 12
-"""Characters that a variable's value needs to be searched for: a shorter one may be an ordinary word."""
-
 _CODE_FOLDER = Path(__file__).resolve().parent.parent
 _GIT_TIMEOUT_S = 10
-_SECRET_WORD = (
-    r"(?:[\w.-]*[_.-])?(?:token|secret|password|passwd|pwd|passphrase|credentials?|connection[_-]?string"
-    r"|(?:api|access|private|account|shared)[_-]?key)"
-)
-_SECRET_OPTION = re.compile(rf"(?i)^(-{{0,2}}{_SECRET_WORD})=.*$", re.DOTALL)
-_SECRET_FLAG = re.compile(rf"(?i)^-{{1,2}}{_SECRET_WORD}$")
-_SECRET_KEY = re.compile(rf"(?i)^{_SECRET_WORD}$")
-_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
-_KNOWN_KEYS = re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|wandb_v\d_\w{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16})\b")
 
 
 def environment(extra: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +42,7 @@ def environment(extra: dict[str, Any]) -> dict[str, Any]:
     return {
         "start_time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command_line": [sys.argv[0], *redact_arguments(sys.argv[1:])],
-        "working_folder": str(Path.cwd()),
+        "working_folder": redact(str(Path.cwd())),
         "hostname": platform.node(),
         "platform": platform.platform(),
         "cpu": {
@@ -79,46 +64,9 @@ def environment(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def safe_variables(variables: dict[str, str]) -> dict[str, str]:
-    """The variables on the allow-list, sorted. Values are redacted too: those of network plug-ins may hold a login."""
+    """The variables on the allow-list, sorted; those of network plug-ins may hold a login, which is hidden."""
     chosen = {k: v for k, v in variables.items() if any(fnmatchcase(k, pattern) for pattern in SAFE_VARIABLES)}
-    return {name: redact(name, chosen[name]) for name in sorted(chosen)}
-
-
-def redact(key: str, value: Any) -> Any:
-    """`value` without what looks like a secret, at any depth: by the name of its key, a URL's login, a known prefix."""
-    if isinstance(value, str):
-        if _SECRET_KEY.match(key):
-            return HIDDEN
-        return _KNOWN_KEYS.sub(HIDDEN, _URL_LOGIN.sub(f"{HIDDEN}@", value))
-    if isinstance(value, dict):
-        return {name: redact(str(name), item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact(key, item) for item in value]
-    return value
-
-
-def redact_arguments(arguments: list[str]) -> list[str]:
-    """Command-line arguments with the value of `--api-key X`, `hf_token=X` and the like blanked."""
-    hidden = []
-    after_flag = False
-    for argument in arguments:
-        hidden.append(HIDDEN if after_flag else redact("", _SECRET_OPTION.sub(rf"\1={HIDDEN}", argument)))
-        after_flag = bool(_SECRET_FLAG.match(argument))
-    return hidden
-
-
-def known_secrets(variables: Mapping[str, str]) -> list[bytes]:
-    """The values of variables with a name like WANDB_API_KEY, as JSON writes them; longest first."""
-    found = {value for name, value in variables.items() if redact(name, value) == HIDDEN}
-    values = [value for value in found if len(value) >= SHORTEST_SECRET]
-    return [json.dumps(value)[1:-1].encode() for value in sorted(values, key=len, reverse=True)]
-
-
-def hide(text: bytes, secrets: list[bytes]) -> bytes:
-    """A line of JSON without `secrets`."""
-    for secret in secrets:
-        text = text.replace(secret, HIDDEN.encode())
-    return text
+    return {name: redact(chosen[name], name) for name in sorted(chosen)}
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The record of a run: each event is checked, stamped with the time and fanned out to the sinks.
+"""The record of a run: each event is checked, freed of secrets, stamped with the time and fanned out to the sinks.
 
 `events.jsonl` is the source of truth. Any other sink that fails is switched off with one line and training continues;
 when `events.jsonl` itself cannot be written, that is logged once and every later event is tried again.
@@ -11,8 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from config.printable import shown
+from config.redact import Redactor
 from tracking.events import Event, check
 from tracking.jsonl import JsonlSink
+
+_NUMBERS_ONLY = ("step", "telemetry")
+"""Events whose only texts are hashes and names of modules: there is no secret to look for."""
 
 
 class Sink(Protocol):
@@ -31,6 +36,7 @@ class Record:
     def __init__(self, sinks: Sequence[Sink], clock: Callable[[], float] = time.time) -> None:
         """`clock` gives seconds since the epoch."""
         self._sinks = list(sinks)
+        self._redactor = Redactor()
         self._clock = clock
         self._lost_events = 0
         self._last: tuple[int, int] = (0, 0)  # step and tokens of the newest event, for `note`
@@ -47,6 +53,8 @@ class Record:
         """
         check(event, fields)
         self._last = (step, tokens)
+        if event not in _NUMBERS_ONLY:
+            fields = self._redactor.value("", fields)
         self._fan_out({"event": event, "step": step, "time": self._clock(), "tokens": tokens, **fields})
 
     def scale(
@@ -120,4 +128,4 @@ def _one_line(error: BaseException) -> str:
 
 
 def _log(text: str) -> None:
-    print(f"mantissa: {text}", file=sys.stderr, flush=True)
+    print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)

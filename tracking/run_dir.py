@@ -22,6 +22,7 @@ from typing import Any
 from config import yaml_text
 from config.errors import UserError
 from config.files import write_atomically
+from config.redact import redact
 
 
 class _Inside:
@@ -92,14 +93,14 @@ class RunDir:
         return cls(path)
 
     def write_inputs(self, config: dict[str, Any], deepspeed: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Write the inputs of the run, each file atomically.
+        """Write the inputs of the run, each file atomically and without secrets.
 
         In a resumed run a file that differs from the one already there is kept as config.1.yaml and so on; the
         highest number is the newest of the earlier ones.
         """
-        _publish(self.config, yaml_text.dump(config))
-        _publish(self.deepspeed_config, json.dumps(deepspeed, indent=2) + "\n")
-        _publish(self.environment, json.dumps(environment, indent=2) + "\n")
+        _publish(self.config, yaml_text.dump(redact(config)))
+        _publish(self.deepspeed_config, json.dumps(redact(deepspeed), indent=2) + "\n")
+        _publish(self.environment, json.dumps(redact(environment), indent=2) + "\n")
 
 
 def matching(pattern: str) -> list[Path]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from config.child_jobs import LAUNCHER_VARIABLES, error_line
 from config.cli import REPOSITORY, positive_int
 from config.errors import UserError
+from config.redact import redact_arguments
 from config.schema import Config
 from tracking.events import Event
 from tracking.jsonl import read_events
@@ -57,7 +58,7 @@ def launch(program: Sequence[str], *, processes: int, log: Path, launcher: Seque
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
-        output.write(f"$ {' '.join(command)}\n")
+        output.write(f"$ {' '.join(redact_arguments(command))}\n")
         output.flush()
         try:
             job = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)

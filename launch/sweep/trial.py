@@ -20,6 +20,8 @@ from types import FrameType
 from config.child_jobs import LAUNCHER_VARIABLES, describe_exit, error_line, free_port
 from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED, REPOSITORY
 from config.errors import UserError
+from config.printable import shown
+from config.redact import redact_arguments
 from launch.job import KILL_AFTER_SECONDS, Job
 from launch.sweep.events import History, refreshed
 from launch.sweep.file import as_setting
@@ -122,7 +124,7 @@ class _Running:
         os.environ[RUN_FOLDER_VARIABLE] = str(self._plan.run_folder(entry))
         os.environ["MASTER_PORT"] = str(free_port())
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        print(f"$ {' '.join(command)}", flush=True)
+        print(f"$ {' '.join(redact_arguments(command))}", flush=True)
         self._plan.record(entry, dataclasses.replace(self._before, status="running", starts=starts))
         again = f", start {starts}" if starts > 1 else ""
         log(f"trial {entry.index} ({entry.label}) runs{again}; {self._plan.log_path(entry)}")
@@ -206,7 +208,7 @@ def end_leftover_processes(run_folder: Path) -> None:
 
 def log(line: str) -> None:
     """Write one line of the sweep's own to stderr."""
-    os.write(2, f"sweep: {line}\n".encode())
+    os.write(2, f"sweep: {shown(line)}\n".encode())
 
 
 def _trial_processes(run_folder: Path) -> list[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from config.command_line import read_command_line
+from tests.support.hostile import OBEYED
 
 KEY = "7f" * 32
 
@@ -33,3 +35,56 @@ def test_it_ends_in_one_line_without_the_secret(tmp_path: Path, capsys, settings
     assert ended.value.code == 2
     assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
     assert "hush" not in printed.err and KEY not in printed.err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a\x1b[31m",
+        "a\u202eb",
+        "line\nbreak",
+        "x" * 201,
+        " space ",
+        "a\x00",
+        "a\ud800",
+        "a/b",
+        "..",
+        "ghp_" + "x1Y2z3" * 6,
+    ],
+)
+def test_a_name_that_cannot_be_that_of_a_folder_is_refused_in_one_printable_line(tmp_path: Path, capsys, name) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("model: {architecture: llama}\nbatch: {global_size: 2, micro_size: 1}\n")
+    with pytest.raises(SystemExit) as ended:
+        read_command_line(["--config", str(config), f"run.name={json.dumps(name)}"], {})
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("error: command line: run.name ")
+    assert said.count("\n") == 1 and not OBEYED.search(said.rstrip("\n")) and "ghp_" not in said
+
+
+@pytest.mark.parametrize("name", ["a <b> | `c` $d$ [e]", "größe-実験", "-x", "a\u200db"])
+def test_a_name_with_markup_is_a_name(tmp_path: Path, name: str) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("model: {architecture: llama}\nbatch: {global_size: 2, micro_size: 1}\n")
+    resolved = read_command_line(["--config", str(config), f"run.name={json.dumps(name)}"], {})
+    assert resolved.config.run.name == name
+
+
+def test_an_error_shows_no_secret_of_the_command_line(tmp_path: Path, capsys) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("model: {architecture: llama}\nbatch: {global_size: 2, micro_size: 1}\n")
+    settings = ["data.source=text", "data.path=https://me:hunter2hunter2@host/x"]
+    with pytest.raises(SystemExit):
+        read_command_line(["--config", str(config), *settings], {})
+    said = capsys.readouterr().err
+    assert "data.path = 'https://***@host/x' matches no file" in said and "hunter2" not in said
+
+
+def test_the_shown_config_has_no_secret(tmp_path: Path, capsys) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("model: {architecture: llama}\nbatch: {global_size: 2, micro_size: 1}\n")
+    settings = ["run.hypothesis=see https://me:hunter2hunter2@host/x", "model.config={hub_token: hunter2hunter2}"]
+    with pytest.raises(SystemExit):
+        read_command_line(["--config", str(config), "--show-config", *settings], {})
+    shown = capsys.readouterr().out
+    assert "see https://***@host/x" in shown and "hub_token: ***" in shown and "hunter2" not in shown

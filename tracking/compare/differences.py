@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tracking.environment import redact
+from config.redact import redact
 from tracking.run_facts import RunFacts
 
 # Names and display, which change no number; of these, the first two always differ.
@@ -70,7 +70,7 @@ _GROUP_ORDER = ("config", "data", "code", "versions", "hardware", "deepspeed")
 def _facts(run: RunFacts) -> Iterator[tuple[tuple[str, str], Any]]:
     """((group, dotted key), value) of everything that is compared."""
     environment, start = run.environment, run.start
-    config = redact("", run.config)
+    config = redact(run.config)
     for key, value in flat(config):
         if key in _NAMES:
             continue
@@ -84,7 +84,7 @@ def _facts(run: RunFacts) -> Iterator[tuple[tuple[str, str], Any]]:
     for name in ("fingerprint", "vocab_size"):
         if (environment.get("data") or {}).get(name) is not None:
             yield ("data", f"({name})"), environment["data"][name]
-    for key, value in flat(redact("", run.deepspeed)):
+    for key, value in flat(redact(run.deepspeed)):
         yield ("deepspeed", key), value
     git = environment.get("git") or {}
     if git:
@@ -100,7 +100,7 @@ def _hardware(run: RunFacts) -> Iterator[tuple[tuple[str, str], Any]]:
         if name in environment:
             yield ("hardware", name), environment[name]
     for section in ("cpu", "accelerator", "variables"):
-        for key, value in flat(redact("", environment.get(section) or {})):
+        for key, value in flat(redact(environment.get(section) or {})):
             if key not in ("MASTER_PORT", "SLURM_JOB_ID"):  # new each time, not a difference
                 yield ("hardware", f"{section}.{key}" if section != "variables" else f"${key}"), value
     yield ("hardware", "processes"), run.world_size

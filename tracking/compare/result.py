@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from config.redact import redact
 from tracking.compare.cause import cause, tolerance_cause
 from tracking.compare.differences import Difference, caveats, differences
 from tracking.compare.divergence import Divergence, Tolerance, find_divergence
 from tracking.compare.measures import Measure, measures, verdicts
-from tracking.environment import redact
 from tracking.run_facts import RunFacts
 
 
@@ -122,7 +122,7 @@ def _run(run: RunFacts) -> dict[str, Any]:
         "world_size": run.world_size,
         "steps": len(run.columns),
         "events": dict(run.counts),
-        "config": redact("", run.config),
+        "config": redact(run.config),
     }
 
 
@@ -146,5 +146,5 @@ def _pair(pair: Pair) -> dict[str, Any]:
         "largest_gap": divergence.largest_gap,
         "largest_gap_step": divergence.largest_gap_step,
         "near": divergence.rows,
-        "events": [{"run": label, **redact("", event)} for label, event in divergence.events],
+        "events": [{"run": label, **redact(event)} for label, event in divergence.events],
     }

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from config.printable import line
 from tracking.events import COMMON_FIELDS, Event
 
 AXIS = "attempt"
@@ -111,8 +112,8 @@ def _flatten(event: Event) -> Iterator[tuple[str, Any]]:
     for name, value in (event["drift"] or {}).items():
         yield f"telemetry/drift/{name}", value
     for name, value in event["activation_max"].items():
-        yield f"telemetry/activation_max/{name}", value
+        yield f"telemetry/activation_max/{line(name)}", value
     for group in ("gradients", "probe"):
         for module, measures in event[group].items():
             for measure, value in measures.items():
-                yield f"telemetry/{group}_{measure}/{module}", value
+                yield f"telemetry/{group}_{measure}/{line(module)}", value

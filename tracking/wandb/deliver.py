@@ -18,6 +18,7 @@ from typing import Any
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
+from config.printable import shown
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
 from tracking.wandb.models import export_facts, named_checkpoint_facts, parity_facts
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         models += [export_facts(path) for path in options.export]
         deliver(run_dir, online=options.online, models=models)
     except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {shown(error)}", file=sys.stderr)
         return FAILED
     return 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import UserError
-from tracking.environment import redact
+from config.redact import redact
 from tracking.events import Event
 
 MODEL = "model"
@@ -96,10 +96,10 @@ def log_artifact(run: Any, facts: dict[str, Any]) -> None:
     """Record a model in wandb: metadata and a reference, nothing is uploaded."""
     import wandb
 
-    facts = redact("", facts)
+    facts = redact(facts)
     short = (facts["manifest_sha256"] or "unknown")[:_SHORT]
     verdict = (facts["parity"] or {}).get("verdict", "")
-    name = re.sub(r"[^\w.-]", "-", f"{facts['run'] or run.id}-{facts['kind']}")[-_MAX_NAME:]
+    name = re.sub(r"(?a)[^\w.-]", "-", f"{facts['run'] or run.id}-{facts['kind']}")[-_MAX_NAME:]
     artifact = wandb.Artifact(
         name,
         type=MODEL,

@@ -22,7 +22,8 @@ from typing import Any
 from config.cli import REPOSITORY
 from config.files import write_atomically
 from config.machine.binding import unbind
-from tracking.environment import hide, known_secrets, redact
+from config.printable import printable, shown
+from config.redact import redact
 from tracking.events import Event
 from tracking.run_dir import RunDir
 
@@ -53,7 +54,7 @@ class WandbSink:
     ) -> None:
         """Start the worker and return at once; it delivers new events and those that wandb does not have yet.
 
-        config: resolved run config, DeepSpeed JSON and environment; what looks like a secret is blanked.
+        config: resolved run config, DeepSpeed JSON and environment; secrets are hidden.
         mode: offline, online or disabled (then nothing is started). Online without a login or a reachable server
         becomes offline, with one line. models: facts as in `tracking.wandb.models`, recorded at the end.
         """
@@ -75,8 +76,9 @@ class WandbSink:
             "init_timeout_s": init_timeout_s,
             "finish_timeout_s": finish_timeout_s,
         }
-        redacted = redact("", {"notes": notes, "config": config | {"manifest": _manifest(config)}})
-        init = {"project": project, "name": name, "resume": "allow", "allow_val_change": True, **redacted}
+        words = {"project": project, "name": shown(name), "notes": printable(notes)}
+        leaving = redact({**words, "config": config | {"manifest": _manifest(config)}})
+        init = {"resume": "allow", "allow_val_change": True, **leaving}
         try:
             job["init"] = {**init, "id": run_id(run_dir), "dir": str(run_dir.path.resolve())}
             self._process = self._start(job)
@@ -102,7 +104,7 @@ class WandbSink:
         unbind(process.pid)  # not on the cores of rank 0
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        process.stdin.write(hide(json.dumps(job, default=str).encode(), known_secrets(os.environ)) + b"\n")
+        process.stdin.write(json.dumps(job, default=str).encode() + b"\n")
         process.stdin.flush()
         return process
 
@@ -155,7 +157,7 @@ class WandbSink:
         for line in (process.stdout.read() or b"").decode(errors="replace").splitlines():
             kind, _, text = line.partition(": ")
             if kind == "log":
-                print(f"mantissa: {text}", file=sys.stderr, flush=True)
+                print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
             else:
                 self._error_line = text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from config.printable import line
 from tracking.events import Event
 
 MAX_ROWS = 2000
@@ -92,8 +93,8 @@ class Alerts:
         if event["replay"]:
             lines.append(f"replay: {event['replay']}")
         return {
-            "title": f"{verdict} in {run_name}"[:_MAX_TITLE],
-            "text": "\n".join(lines),
+            "title": line(f"{verdict} in {run_name}")[:_MAX_TITLE],
+            "text": "\n".join(map(line, lines)),
             "level": _LEVELS.get(verdict, "WARN"),
             "wait_duration": ALERT_EVERY_S,
         }

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import one_line
-from tracking.environment import hide, known_secrets
+from config.printable import printable
+from config.redact import Redactor
 from tracking.events import Event
 from tracking.jsonl import decode
 from tracking.wandb.charts import AXIS, Rows, histograms
@@ -36,7 +37,7 @@ class Delivery:
         self._skip = self._delivered.lines if run.offline else max(0, run.starting_step - 1)
         self._rows, self._tables, self._alerts = Rows(), Tables(), Alerts()
         self._line = Line(0, b"")
-        self._secrets = known_secrets(os.environ)
+        self._redactor = Redactor()
         self._reported: set[str] = set()
         self._end: Event | None = None
 
@@ -46,7 +47,7 @@ class Delivery:
         self._line = line
         if earlier and self._rows.pass_step(line.text):
             return
-        event = decode(hide(line.text, self._secrets))
+        event = self._redactor.value("", decode(line.text))
         if event is None:
             return  # readers of the file report a damaged line; the rest is logged
         if event["event"] in ("run_start", "run_end"):
@@ -106,7 +107,7 @@ class Delivery:
         try:
             act()
         except Exception as error:
-            traceback.print_exc()
+            log_traceback()
             if what not in self._reported:
                 self._reported.add(what)
                 report("log", f"wandb did not take {what}: {one_line(error, 200)}; the rest continues")
@@ -120,6 +121,11 @@ class Delivery:
         if self._run.offline:
             require_exit_record(self._file)
         self._delivered.save(self._line.number)
+
+
+def log_traceback() -> None:
+    """The exception under way on standard error, the run folder's wandb.log, without secrets."""
+    sys.stderr.write(printable(Redactor().text(traceback.format_exc())))
 
 
 def report(kind: str, text: str) -> None:

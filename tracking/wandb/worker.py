@@ -14,7 +14,6 @@ import os
 import select
 import signal
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tracking.wandb.charts import AXIS
 from tracking.wandb.follow import Delivered, Follower, exclusive_lock
 from tracking.wandb.models import log_artifact
 from tracking.wandb.transaction_log import IncompleteFile, repair_all
-from tracking.wandb.upload import Delivery, report
+from tracking.wandb.upload import Delivery, log_traceback, report
 
 POLL_S = 0.5
 ATTEMPTS = 3
@@ -92,7 +91,7 @@ def follow_with_retries(job: dict[str, Any]) -> None:
             follow(run, delivery, job)
             return
         except Exception as error:
-            traceback.print_exc()
+            log_traceback()
             reset_wandb()
             delivery.save_after_failure()
             if left == 0 or isinstance(error, IncompleteFile):
@@ -106,7 +105,7 @@ def reset_wandb() -> None:
     try:
         wandb.teardown(exit_code=1)
     except Exception:
-        traceback.print_exc()  # expected: it is dead
+        log_traceback()  # expected: it is dead
 
 
 def main() -> int:
@@ -118,7 +117,7 @@ def main() -> int:
         with exclusive_lock(Path(job["lock"]), job["finish_timeout_s"]):
             follow_with_retries(job)
     except Exception as error:
-        traceback.print_exc()
+        log_traceback()
         report("failed", one_line(error, 200))
         return 1
     return 0

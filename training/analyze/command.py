@@ -28,6 +28,8 @@ from config.command_line import read_command_line
 from config.deepspeed.document import in_fp32, read_document
 from config.errors import UserError
 from config.launcher import as_launched
+from config.printable import line
+from config.redact import redact_arguments
 from config.resolved import Resolved
 from precision.manifest import load_manifest
 from precision.proposal import Limits, pattern_of
@@ -70,7 +72,7 @@ def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if "failed" in result:
         print(f"rejected: {result['failed']}", file=sys.stderr)
         return REJECTED
-    result = {"config": str(options.config), "overrides": list(overrides), **measured, **result}
+    result = {"config": str(options.config), "overrides": redact_arguments(list(overrides)), **measured, **result}
     if options.parity_steps and rejection_reason(result) is None:
         result["parity"] = _parity(options, overrides, result["proposal"])
     return _publish(out, result)
@@ -167,8 +169,8 @@ def _publish(out: Path, result: dict[str, Any]) -> int:
     manifest = result["proposal"]["manifest"]
     target.write_text(json.dumps(manifest, indent=2) + "\n")
     load_manifest(target)
-    print("\n".join([*table(result), "", *(f"{rule['match']}: {rule['reason']}" for rule in manifest["rules"]), ""]))
-    print("\n".join(verdict(result)))
+    rules = [f"{rule['match']}: {rule['reason']}" for rule in manifest["rules"]]
+    print("\n".join(map(line, [*table(result), "", *rules, "", *verdict(result)])))
     if "parity" in result:
         parity = result["parity"]
         print(f"training.parity over {parity['steps']} steps: {parity['verdict']}; see {parity['report']}")

@@ -213,6 +213,7 @@ def run_study(study: Study, folder: Path, processes: int) -> None:
     finally:
         done.set()
         follower.join()
+        plan.unlink()  # the worker's, with every override as it was given
     if code:
         line = error_line_of(log)
         if line.startswith("error: "):

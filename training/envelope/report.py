@@ -10,12 +10,13 @@ from typing import Any
 
 from config.launcher import as_launched
 from config.optimizers import OPTIMIZERS
+from config.redact import redact_arguments
 from config.resolved import Resolved
 from config.schema import LossScaleSection
 from data.prepare import prepare
 from precision.envelope import CONTROL, RISE, Bounds, Cell, Setting, Trial, explore, window_of
 from precision.trajectories import NUDGE
-from tracking.environment import environment, redact_arguments
+from tracking.environment import environment
 from tracking.jsonl import read_events
 from training.envelope.plot import draw_envelope, envelope_page
 from training.envelope.worker import TRIALS, Study, device_name, read_trials, trial_key

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from config.errors import UserError
 from config.files import flush
 from config.load import load_config
+from config.redact import redact
 from config.schema import Config, ModelSection
 from data.corpus import TOKENIZER
 from data.tokenizer import load_tokenizer, vocabulary_size
@@ -188,7 +189,7 @@ def _facts(
 def _seal(folder: Path, facts: dict[str, Any]) -> None:
     """Hash the files, write facts and card, hash these too, and flush all to disk."""
     facts["export"]["files"] = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
-    plain = json.loads(encode(facts))
+    plain = redact(json.loads(encode(facts)))
     (folder / FACTS).write_text(json.dumps(plain, indent=1) + "\n")
     (folder / CARD).write_text(model_card(plain))
     sums = facts["export"]["files"] | {name: file_sha256(folder / name) for name in (FACTS, CARD)}

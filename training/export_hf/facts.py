@@ -13,9 +13,9 @@ from typing import Any
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from config.redact import redact
 from config.schema import Config
 from config.version import VERSION
-from tracking.environment import redact
 from tracking.events import Event
 from tracking.jsonl import read_events, surviving
 from tracking.run_dir import RunDir
@@ -131,7 +131,7 @@ def parity_facts(path: Path, config: Config, environment: dict[str, Any]) -> dic
         for key, value in own.items()
         if conditions.get(key) != value
     ]
-    return redact("parity", facts)
+    return redact(facts)
 
 
 def _history(run: RunDir) -> list[Event]:

@@ -12,6 +12,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from config.errors import UserError
+from config.redact import HIDDEN, redact
 
 OPTION = "--push-to-hub"
 _STALE = ["model*.safetensors", "model.safetensors.index.json"]
@@ -85,5 +86,5 @@ def _one_line(name: str, advice: str) -> Iterator[None]:
     except Exception as error:  # of its HTTP client, of the hub's answers, of its Rust part: they share no base
         said = " ".join(str(error).split()) or type(error).__name__
         token = get_token() if "OIDC" not in type(error).__name__ else None
-        said = said.replace(token, "***") if token else said
+        said = redact(said.replace(token, HIDDEN) if token else said)
         raise UserError(f"{OPTION} {name}: {constants.ENDPOINT}: {said}; {advice}") from None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from config.cli import Arguments, entry_point, positive_int
+from config.redact import redact, redact_arguments
 from precision.parity import Check, first_divergence, judge_steps
 from precision.trajectories import Trajectory, first_departure, judge_trajectories
 from tracking.jsonl import encode
@@ -96,12 +97,12 @@ def _resources(candidate: Run, twin: Run, *, price: float, devices: int) -> dict
 
 def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
     config, deepspeed, environment = read_inputs(run.folder)
-    start, resolved = run.summary.start, chosen.resolved
+    start, resolved, program = run.summary.start, chosen.resolved, ("python", "-m", "training.parity")
     compute = resolved.config.precision.manifest or resolved.compute
     hypothesis = resolved.config.run.hypothesis or f"{compute} trains this model as FP32 does."
     return {
-        "hypothesis": hypothesis,
-        "command": shlex.join([*chosen.launcher, "python", "-m", "training.parity", *chosen.arguments]),
+        "hypothesis": redact(hypothesis),
+        "command": shlex.join(redact_arguments([*chosen.launcher, *program, *chosen.arguments])),
         "compute": compute,
         "model": start["model"],
         "parameters": start["parameters"],
