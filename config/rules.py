@@ -162,10 +162,11 @@ def _precision(config: Config) -> Iterator[Problem]:
         if precision.manifest is None:
             yield "precision.manifest", "is missing for precision.path = manifest; name a JSON precision manifest"
         if precision.compute not in ("auto", "fp32"):
-            problem = f"= {precision.compute} cannot be combined with precision.path = manifest"
-            yield "precision.compute", f"{problem}; remove it"
+            manifest = f"precision.manifest = '{precision.manifest}', whose parameters stay in FP32"
+            problem = f"= {precision.compute} cannot be combined with precision.path = manifest and {manifest}"
+            yield "precision.compute", f"{problem}; remove it, or set precision.manifest=null"
     elif precision.manifest is not None:
-        yield "precision.manifest", "is only read by precision.path = manifest; remove it"
+        yield "precision.manifest", "is only read by precision.path = manifest; remove it, or precision.path = cast"
 
 
 def _loss_scale(config: Config) -> Iterator[Problem]:

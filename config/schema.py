@@ -222,11 +222,12 @@ class PrecisionSection:
 
     path: Literal["cast", "manifest"] = "cast"
     """[choice] cast: the module itself is 16-bit and ZeRO holds FP32 masters (DeepSpeed's bf16 and fp16 sections).
-    manifest: parameters stay FP32 and precision.manifest names each module's dtype."""
+    manifest: parameters stay FP32 and precision.manifest names each module's dtype, which naming one implies."""
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """[choice] Dtype of forward and backward. auto: what the DeepSpeed JSON says."""
+    """[choice] Dtype of forward and backward; it chooses the JSON of ds_configs/. auto: what deepspeed.config says, or
+    bf16 where none is named."""
     manifest: str | None = None
-    """[path] JSON precision manifest, for path: manifest."""
+    """[path] JSON precision manifest. Implies path: manifest and a DeepSpeed JSON in FP32."""
     verify_every_steps: int = limit(1000, at_least=0)
     """[steps] The dtype each module really computes in is watched on the first step of a session and every so many
     steps; a module that computes in another dtype than the manifest's stops the run. 0: the first step only."""
@@ -240,11 +241,20 @@ class PrecisionSection:
 
 @dataclass(frozen=True)
 class DeepSpeedSection:
-    """The DeepSpeed JSON this run starts from."""
+    """The DeepSpeed JSON this run starts from; without one of the user's own, that of ds_configs/ for the dtype of
+    precision.compute, this stage and this offload."""
 
-    config: str = "ds_configs/zero2_bf16.json"
+    config: str | None = None
     """[path] DeepSpeed JSON; a relative path is looked up beside the run config, then in the working folder and in
-    Mantissa's own folder. `--deepspeed_config` on the command line overrides it."""
+    Mantissa's own folder. `--deepspeed_config` on the command line overrides it. null: chosen. On the command line
+    precision.compute, precision.manifest, deepspeed.stage and deepspeed.offload choose another where the run config
+    names one of ds_configs/; from any other JSON they must not differ."""
+    stage: int | None = limit(None, at_least=0, at_most=3)
+    """[ZeRO stage] What is partitioned over the ranks: 1 optimizer states, 2 gradients too, 3 parameters too. null:
+    what deepspeed.config says, or 2."""
+    offload: Literal["none", "cpu"] | None = None
+    """[choice] cpu: masters and moments, and at stage 3 parameters, are kept in host memory. null: what
+    deepspeed.config says, or none."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     found = checkpoints.find(config.run.resume)
     state = checkpoints.load(found, engine) if found else None
     record = open_record(resolved, opened.corpus, engine, run_dir, world)
+    record.note(f"DeepSpeed JSON: {config.deepspeed.config}")
     for line in engine.notes:
         record.note(line)
     watched: dict[str, Any] = {"engine": engine, "batches": batches, "note": record.note}
