@@ -119,6 +119,9 @@ class DataSection:
     and its end does not predict the next one. false: a sequence is attended to as a whole, as GPT-3's were."""
     validation_fraction: float = limit(0.01, at_least=0.0, below=1.0)
     """[fraction] Share of documents held out for evaluation, drawn by a hash of their text."""
+    hold_out: Literal["auto", "documents"] = "auto"
+    """[choice] documents: whole documents only. auto: the same, and where none is drawn or none is left, as of a single
+    file, that share of the text from the end of the longest document."""
     cache_dir: str = "~/.cache/mantissa"
     """[path] Folder of prepared tokens; reused by fingerprint of source, tokenizer and split."""
     workers: int = limit(2, at_least=1)

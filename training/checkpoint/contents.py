@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.holdout import TAIL
 from training.checkpoint.manifest import FORMAT, STATE
 from training.engine.rng import generators
 from training.engine.tensors import checksums_of, shape_of
@@ -74,6 +75,9 @@ def identity_difference(saved: dict[str, Any], current: dict[str, Any]) -> str |
     saved = {**_DEFAULTS, **saved}
     for key, value in current.items():
         if key not in LAYOUT and saved.get(key) != value:
+            if key == "data fingerprint" and f"{saved.get(key)}{TAIL}" == value:
+                fix = f"set data.hold_out=documents, or {_START_ANEW}"
+                return f"the end of the text is held out from training in this run and not there; {fix}"
             return f"{key} is {saved.get(key)} there and {value} in this run; use the same {key}, or {_START_ANEW}"
     return None
 
