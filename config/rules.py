@@ -87,7 +87,7 @@ def _compile(config: Config) -> Iterator[Problem]:
         yield key, f"= true cannot be combined with {mode}; set that to selective, full or none, or remove {key}"
     if model.checkpointing_reentrant:
         yield key, "= true cannot be combined with model.checkpointing_reentrant = true; remove one of them"
-    if model.attention not in ("sdpa", "eager"):
+    if model.attention not in ("auto", "sdpa", "eager"):
         fix = f"set that to sdpa, or remove {key}"
         yield key, f"= true is not verified with model.attention = {model.attention}; {fix}"
     if config.precision.path == "manifest":

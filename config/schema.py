@@ -67,8 +67,9 @@ class ModelSection:
     tokenizer's, max_position_embeddings to data.sequence_length. With name_or_path: values that override its config."""
     trust_remote_code: bool = False
     """[true or false] Run model code that comes with a hub repository. Never done unless set here."""
-    attention: str = "sdpa"
-    """[implementation] Hugging Face attention implementation: sdpa, eager, flash_attention_2, flex_attention."""
+    attention: str = "auto"
+    """[implementation] Hugging Face attention implementation: sdpa, eager, flash_attention_2, flex_attention. auto:
+    sdpa where the model supports it, else eager."""
     activation_checkpointing: Literal["none", "full", "selective", "attention", "ops", "budget"] = "none"
     """[choice] What the backward pass recomputes instead of keeping it: full every transformer block, selective
     every model.checkpointing_every-th, attention the attention of every block, ops all but the results of matmuls and
@@ -167,7 +168,8 @@ class ScheduleSection:
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """[choice] Shape after the warm-up. wsd: constant, then a linear decay over the last schedule.decay_fraction."""
     warmup_steps: int = limit(0, at_least=0)
-    """[applied steps] Linear rise from 0 to the peak."""
+    """[applied steps] Linear rise from 0, which no step has, to the peak, which the last of them has. The step after
+    them has it too: there the decay starts."""
     final_ratio: float = limit(0.1, at_least=0.0, at_most=1.0)
     """[fraction of the peak] Learning rate at the last step."""
     decay_fraction: float = limit(0.2, above=0.0, at_most=1.0)

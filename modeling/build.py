@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -60,7 +61,9 @@ def build_model(section: ModelSection, config: PretrainedConfig, *, seed: int, g
 
     Raises UserError when the attention implementation cannot be used here or the weights cannot be loaded.
     """
-    options = {"attn_implementation": section.attention, "trust_remote_code": section.trust_remote_code}
+    options: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
+    if section.attention != "auto":  # transformers' own choice is sdpa where the model supports it, else eager
+        options["attn_implementation"] = section.attention
     if section.attention == "flex_attention" and not torch.accelerator.is_available():
         _require_flex_attention_on_cpu()
     try:
@@ -110,6 +113,11 @@ def draw_weights(model: PreTrainedModel, *, seed: int, gather: Gather) -> None:
                 if writes:
                     with _in_fp32(parameters):
                         owner._init_weights(module)
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """The attention implementation that the model computes with."""
+    return str(model.config._attn_implementation)
 
 
 def count_parameters(model: torch.nn.Module) -> int:

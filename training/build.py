@@ -148,6 +148,7 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
         resumed_from=str(found) if found else None,
         name=config.run.name,
         model=type(engine.model).__name__,
+        attention=config.model.attention,
         accumulation=resolved.batch.accumulation,
         hypothesis=config.run.hypothesis,
         regions=engine.regions.dtypes if engine.regions is not None else None,
