@@ -19,8 +19,8 @@ def learning_rate(schedule: ScheduleSection, *, peak: float, applied: int, total
     warm-up, and theirs of step n with `num_training_steps` = T - 1 after it.
 
     cosine: half a period (Loshchilov and Hutter 2017, "SGDR", eq. 5, one cycle). linear: a straight line. wsd:
-    constant, then a straight line over the last `decay_fraction` of `total` (Hu et al. 2024, "MiniCPM", section 4). constant:
-    the peak throughout.
+    constant, then a straight line over the last `decay_fraction` of `total` (Hu et al. 2024, "MiniCPM", section 4).
+    constant: the peak throughout.
     """
     if applied < schedule.warmup_steps:
         return peak * (applied + 1) / schedule.warmup_steps
