@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import inspect
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -186,11 +189,20 @@ def _new_config(section: ModelSection, vocab_size: int, sequence_length: int) ->
         raise UserError(f"model.config = {section.config}: {architecture} refuses it: {one_line(error)}") from error
 
 
+def _is_read(key: str, config: PretrainedConfig) -> bool:
+    """Whether the architecture's code reads a key that its config class does not have, as many do head_dim."""
+    model = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not isinstance(model, type):
+        return False
+    source = inspect.getsource(sys.modules[model.__module__])
+    return re.search(rf'getattr\((?:self\.)?config, "{re.escape(key)}"', source) is not None
+
+
 def _check_keys(given: dict, config: PretrainedConfig) -> None:
     """Refuse unknown keys, which transformers silently keeps as attributes."""
     known = {*config.to_dict(), *config.attribute_map}
     for key in given:
-        if key not in known:
+        if key not in known and not _is_read(key, config):
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see that architecture's Hugging Face config"
             raise UserError(f"model.config.{key}: a {config.model_type} config has no such key; {hint}")

@@ -46,6 +46,15 @@ def test_weights_follow_the_seed_and_the_architectures_own_initialisation(family
     assert differs
 
 
+def test_a_key_that_only_the_architectures_code_reads_is_taken():
+    """Published configs of Qwen3 MoE, Granite and others have head_dim, and their config classes do not."""
+    given = {**LLAMA, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "head_dim": 24}
+    model = build(ModelSection(architecture="qwen3_moe", config=given))
+    assert model.model.layers[0].self_attn.q_proj.out_features == 2 * 24
+    with pytest.raises(UserError, match="model.config.head_dims: a qwen3_moe config has no such key"):
+        build(ModelSection(architecture="qwen3_moe", config={**given, "head_dims": 24}))
+
+
 def test_drawing_weights_leaves_torchs_generator_alone():
     section = ModelSection(architecture="llama", config=LLAMA)
     torch.manual_seed(7)
