@@ -72,7 +72,7 @@ def _with_json(config: Config, path: Path, place: Callable[[str], Place]) -> Con
 def _own_json(name: str, path: Path) -> tuple[str, int, str] | None:
     """Dtype, stage and offload of a JSON of Mantissa's own ds_configs/; None for another, or for none."""
     found = first_file(Path(name).expanduser(), [path.parent, Path(), REPOSITORY])
-    if found is None or found.resolve().parent != REPOSITORY / _FOLDER:
+    if found is None or found.resolve().parent != (REPOSITORY / _FOLDER).resolve():
         return None
     match = _NAME.fullmatch(found.name)
     return match and (match[2], int(match[1]), "cpu" if match[3] else "none")
