@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from config import rules, yaml_text
+from config.deepspeed.choice import Place, settle
 from config.errors import UserError
 from config.schema import Config
 
+COMMAND_LINE = "command line"
+"""Where a value was written that is in no file."""
 _BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
 def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | None) -> Config:
-    """The run config in `path`, with `overrides` (`key.sub=value`, values in YAML) applied.
+    """The run config in `path` with `overrides` (`key.sub=value`, values in YAML), and with its DeepSpeed JSON chosen.
 
     Args:
         path: YAML or JSON file.
@@ -45,6 +48,17 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
         _apply_override(tree, ["deepspeed", "config"], deepspeed_config, origins, "deepspeed.config")
     builder = _Builder(origins)
     config = builder.section(Config, tree, "")
+
+    def place(key: str) -> Place:
+        section, _, name = key.rpartition(".")
+        if name not in (tree.get(section) or {}):
+            return Place.NOWHERE
+        return Place.COMMAND_LINE if builder.origin(key) == COMMAND_LINE else Place.FILE
+
+    try:
+        config = settle(config, path, place)
+    except UserError as error:
+        raise UserError(f"{builder.origin('deepspeed.offload')}: {error}") from None
     rules.check(config, builder.origin)
     return config
 
@@ -155,7 +169,7 @@ def _apply_override(tree: dict[str, Any], parts: list[str], value: Any, origins:
         owner = field_types(owner).get(part) if isinstance(owner, type) else None
         if node.get(part) is None:
             node[part] = {}
-            origins[".".join(parts[: depth + 1])] = "command line"
+            origins[".".join(parts[: depth + 1])] = COMMAND_LINE
         node = node[part]
         if not isinstance(node, dict):
             parent = ".".join(parts[: depth + 1])
@@ -168,7 +182,7 @@ def _apply_override(tree: dict[str, Any], parts: list[str], value: Any, origins:
             _apply_override(tree, [*parts, str(name)], item, origins, f"{key}.{name}")
         return
     node[parts[-1]] = value
-    origins[key] = "command line"
+    origins[key] = COMMAND_LINE
 
 
 class _Builder:

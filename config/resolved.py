@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,13 +13,14 @@ from typing import Any
 
 from config.batch import BatchPlan, plan_batch
 from config.cli import REPOSITORY
+from config.deepspeed.choice import find_deepspeed_json, first_file
 from config.deepspeed.document import offload, read_document, zero_stage
 from config.deepspeed.resolve import Dtype, compute_dtype, resolve_json
 from config.errors import UserError
 from config.launcher import check_agreement, deepspeed_config_file, launch_command, read_rank_env
 from config.load import load_config
 from config.machine.processes import launchers
-from config.schema import CheckpointSection, Config
+from config.schema import CheckpointSection, Config, DeepSpeedSection
 from config.secrets import parse_key_setting, refuse_secrets
 
 
@@ -83,8 +83,8 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     compute = compute_dtype(config, json_path, document)
     if config.precision.path == "manifest" and compute != "fp32":
         raise UserError(
-            f"{json_path}: enables {compute}, but precision.path = manifest keeps parameters in FP32; use "
-            f"ds_configs/zero{zero_stage(document)}_fp32.json"
+            f"{json_path}: enables {compute}, but precision.path = manifest keeps parameters in FP32; remove "
+            f"deepspeed.config, or set it to ds_configs/zero{zero_stage(document)}_fp32.json"
         )
     precision = "manifest" if config.precision.path == "manifest" else compute
     check_agreement(environment, f"{path} with {json_path}", resolved_json, precision)
@@ -137,30 +137,6 @@ def _check_store(section: CheckpointSection, where: str) -> None:
         raise UserError(f"{where}: checkpoint.accept_plain has no effect without checkpoint.encryption_key; set both")
 
 
-def find_deepspeed_json(name: str, config_path: Path, *, first: bool = False, origin: str | None = None) -> Path:
-    """The DeepSpeed JSON `name`: beside the run config, then in the working folder, then in Mantissa's own folder.
-
-    Args:
-        name: path as given; may be absolute or begin with ~.
-        first: look in the working folder first, as for any path on a command line.
-        origin: where it was named, for the error; the run config unless given.
-
-    Raises:
-        UserError: it is in none of them.
-    """
-    given = Path(name).expanduser()
-    folders = [config_path.parent, Path(), REPOSITORY]
-    if first:
-        folders[:2] = reversed(folders[:2])
-    found = first_file(given, folders)
-    if found is not None:
-        return found
-    there = sorted(item.name for item in (REPOSITORY / "ds_configs").glob("*.json"))
-    near = difflib.get_close_matches(given.name, there, n=1)
-    hint = f"did you mean ds_configs/{near[0]}?" if near else f"ds_configs/ has {', '.join(there)}"
-    raise UserError(f"{origin or config_path}: deepspeed.config = '{name}' does not exist; {hint}")
-
-
 def _with_resolved_values(config: Config, compute: Dtype, path: Path, json_path: Path) -> Config:
     """`config` with its open values filled in, so that the run folder's config.yaml starts the same run again."""
     manifest = config.precision.manifest
@@ -174,13 +150,8 @@ def _with_resolved_values(config: Config, compute: Dtype, path: Path, json_path:
         precision=dataclasses.replace(
             config.precision, compute=compute, manifest=manifest, loss_scale=config.precision.loss_scale.resolved()
         ),
-        deepspeed=dataclasses.replace(config.deepspeed, config=_portable(json_path)),
+        deepspeed=DeepSpeedSection(config=_portable(json_path)),  # which says stage and offload too
     )
-
-
-def first_file(given: Path, folders: Sequence[Path]) -> Path | None:
-    """The first of `folders` / given that is a file; an absolute path is its own only candidate."""
-    return next((folder / given for folder in folders if (folder / given).is_file()), None)
 
 
 def _portable(path: Path) -> str:

@@ -99,7 +99,7 @@ def _compile(config: Config) -> Iterator[Problem]:
         yield key, f"= true cannot be combined with {mode}; set that to selective, full or none, or remove {key}"
     if model.checkpointing_reentrant:
         yield key, "= true cannot be combined with model.checkpointing_reentrant = true; remove one of them"
-    if model.attention not in ("sdpa", "eager"):
+    if model.attention not in ("auto", "sdpa", "eager"):
         fix = f"set that to sdpa, or remove {key}"
         yield key, f"= true is not verified with model.attention = {model.attention}; {fix}"
     if config.precision.path == "manifest":
@@ -174,10 +174,11 @@ def _precision(config: Config) -> Iterator[Problem]:
         if precision.manifest is None:
             yield "precision.manifest", "is missing for precision.path = manifest; name a JSON precision manifest"
         if precision.compute not in ("auto", "fp32"):
-            problem = f"= {precision.compute} cannot be combined with precision.path = manifest"
-            yield "precision.compute", f"{problem}; remove it"
+            manifest = f"precision.manifest = '{precision.manifest}', whose parameters stay in FP32"
+            problem = f"= {precision.compute} cannot be combined with precision.path = manifest and {manifest}"
+            yield "precision.compute", f"{problem}; remove it, or set precision.manifest=null"
     elif precision.manifest is not None:
-        yield "precision.manifest", "is only read by precision.path = manifest; remove it"
+        yield "precision.manifest", "is only read by precision.path = manifest; remove it, or precision.path = cast"
 
 
 def _loss_scale(config: Config) -> Iterator[Problem]:

@@ -67,8 +67,9 @@ class ModelSection:
     tokenizer's, max_position_embeddings to data.sequence_length. With name_or_path: values that override its config."""
     trust_remote_code: bool = False
     """[true or false] Run model code that comes with a hub repository. Never done unless set here."""
-    attention: str = "sdpa"
-    """[implementation] Hugging Face attention implementation: sdpa, eager, flash_attention_2, flex_attention."""
+    attention: str = "auto"
+    """[implementation] Hugging Face attention implementation: sdpa, eager, flash_attention_2, flex_attention. auto:
+    sdpa where the model supports it, else eager."""
     activation_checkpointing: Literal["none", "full", "selective", "attention", "ops", "budget"] = "none"
     """[choice] What the backward pass recomputes instead of keeping it: full every transformer block, selective
     every model.checkpointing_every-th, attention the attention of every block, ops all but the results of matmuls and
@@ -119,6 +120,9 @@ class DataSection:
     and its end does not predict the next one. false: a sequence is attended to as a whole, as GPT-3's were."""
     validation_fraction: float = limit(0.01, at_least=0.0, below=1.0)
     """[fraction] Share of documents held out for evaluation, drawn by a hash of their text."""
+    hold_out: Literal["auto", "documents"] = "auto"
+    """[choice] documents: whole documents only. auto: the same, and where none is drawn or none is left, as of a single
+    file, that share of the text from the end of the longest document."""
     cache_dir: str = "~/.cache/mantissa"
     """[path] Folder of prepared tokens; reused by fingerprint of source, tokenizer and split."""
     workers: int = limit(2, at_least=1)
@@ -164,7 +168,8 @@ class ScheduleSection:
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """[choice] Shape after the warm-up. wsd: constant, then a linear decay over the last schedule.decay_fraction."""
     warmup_steps: int = limit(0, at_least=0)
-    """[applied steps] Linear rise from 0 to the peak."""
+    """[applied steps] Linear rise from 0, which no step has, to the peak, which the last of them has. The step after
+    them has it too: there the decay starts."""
     final_ratio: float = limit(0.1, at_least=0.0, at_most=1.0)
     """[fraction of the peak] Learning rate at the last step."""
     decay_fraction: float = limit(0.2, above=0.0, at_most=1.0)
@@ -222,11 +227,12 @@ class PrecisionSection:
 
     path: Literal["cast", "manifest"] = "cast"
     """[choice] cast: the module itself is 16-bit and ZeRO holds FP32 masters (DeepSpeed's bf16 and fp16 sections).
-    manifest: parameters stay FP32 and precision.manifest names each module's dtype."""
+    manifest: parameters stay FP32 and precision.manifest names each module's dtype, which naming one implies."""
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """[choice] Dtype of forward and backward. auto: what the DeepSpeed JSON says."""
+    """[choice] Dtype of forward and backward; it chooses the JSON of ds_configs/. auto: what deepspeed.config says, or
+    bf16 where none is named."""
     manifest: str | None = None
-    """[path] JSON precision manifest, for path: manifest."""
+    """[path] JSON precision manifest. Implies path: manifest and a DeepSpeed JSON in FP32."""
     verify_every_steps: int = limit(1000, at_least=0)
     """[steps] The dtype each module really computes in is watched on the first step of a session and every so many
     steps; a module that computes in another dtype than the manifest's stops the run. 0: the first step only."""
@@ -240,11 +246,20 @@ class PrecisionSection:
 
 @dataclass(frozen=True)
 class DeepSpeedSection:
-    """The DeepSpeed JSON this run starts from."""
+    """The DeepSpeed JSON this run starts from; without one of the user's own, that of ds_configs/ for the dtype of
+    precision.compute, this stage and this offload."""
 
-    config: str = "ds_configs/zero2_bf16.json"
+    config: str | None = None
     """[path] DeepSpeed JSON; a relative path is looked up beside the run config, then in the working folder and in
-    Mantissa's own folder. `--deepspeed_config` on the command line overrides it."""
+    Mantissa's own folder. `--deepspeed_config` on the command line overrides it. null: chosen. On the command line
+    precision.compute, precision.manifest, deepspeed.stage and deepspeed.offload choose another where the run config
+    names one of ds_configs/; from any other JSON they must not differ."""
+    stage: int | None = limit(None, at_least=0, at_most=3)
+    """[ZeRO stage] What is partitioned over the ranks: 1 optimizer states, 2 gradients too, 3 parameters too. null:
+    what deepspeed.config says, or 2."""
+    offload: Literal["none", "cpu"] | None = None
+    """[choice] cpu: masters and moments, and at stage 3 parameters, are kept in host memory. null: what
+    deepspeed.config says, or none."""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ class Corpus:
     """The config's key and value that named the source."""
     revision: str | None
     """Revision of the hub dataset that was read, when it is known."""
+    tail_tokens: int = 0
+    """[tokens] Held out from the end of the longest document, because no whole document was (data/holdout.py)."""
 
 
 def is_prepared(folder: Path) -> bool:

@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from config.machine.shared_memory import own_semaphores
 from config.schema import DataSection
 from data.corpus import SPLITS, TOKENIZER, Corpus, is_prepared, open_corpus, tokenizer_sha256, write_index
 from data.encode import Encoded, encode_batch, start_worker
+from data.holdout import hold_out_tail
 from data.preparation_progress import Display, Progress, ProgressFile, read_progress
 from data.shards import FORMAT_VERSION, token_dtype, write_shard
 from data.sources import Source, open_source
@@ -75,7 +77,10 @@ def prepare(data: DataSection, *, progress: bool) -> Corpus:
             raise UserError(
                 f"data.cache_dir={data.cache_dir}: cannot be written ({error}). Free space there or set another folder."
             ) from error
-    return open_corpus(folder, verify=data.verify)
+    corpus = open_corpus(folder, verify=data.verify)
+    if data.hold_out == "auto" and data.validation_fraction and not corpus.validation_documents:
+        return hold_out_tail(corpus, fraction=data.validation_fraction, sequence_length=data.sequence_length)
+    return corpus
 
 
 def corpus_fingerprint(data: DataSection, source: Source) -> str:
@@ -124,7 +129,14 @@ def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Di
     partial.mkdir()
     try:
         with ProgressFile(partial, display) as report, own_semaphores():
-            _fill(data, source, folder.name, partial, report)
+            try:
+                _fill(data, source, folder.name, partial, report)
+            except _AllHeldOut:
+                if data.hold_out != "auto":
+                    raise
+                for file in partial.glob("*.safetensors"):
+                    file.unlink()
+                _fill(replace(data, validation_fraction=0.0), source, folder.name, partial, report)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -203,12 +215,16 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 
 def _no_training_text(data: DataSection, source: Source, held_out: int, skipped: Counter[str]) -> UserError:
     if held_out:
-        return UserError(
+        return _AllHeldOut(
             f"data.validation_fraction={data.validation_fraction:g}: all {held_out} documents of {source.label} were "
             "drawn for validation. Set it to 0 or give more documents."
         )
     left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "none"
     return UserError(f"{source.label}: holds no document with text (left out: {left_out}). Point it at text.")
+
+
+class _AllHeldOut(UserError):
+    """No document is left to train on."""
 
 
 class _SplitWriter:

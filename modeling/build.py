@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import inspect
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -60,7 +64,9 @@ def build_model(section: ModelSection, config: PretrainedConfig, *, seed: int, g
 
     Raises UserError when the attention implementation cannot be used here or the weights cannot be loaded.
     """
-    options = {"attn_implementation": section.attention, "trust_remote_code": section.trust_remote_code}
+    options: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
+    if section.attention != "auto":  # transformers' own choice is sdpa where the model supports it, else eager
+        options["attn_implementation"] = section.attention
     if section.attention == "flex_attention" and not torch.accelerator.is_available():
         _require_flex_attention_on_cpu()
     try:
@@ -110,6 +116,11 @@ def draw_weights(model: PreTrainedModel, *, seed: int, gather: Gather) -> None:
                 if writes:
                     with _in_fp32(parameters):
                         owner._init_weights(module)
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """The attention implementation that the model computes with."""
+    return str(model.config._attn_implementation)
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -178,11 +189,20 @@ def _new_config(section: ModelSection, vocab_size: int, sequence_length: int) ->
         raise UserError(f"model.config = {section.config}: {architecture} refuses it: {one_line(error)}") from error
 
 
+def _is_read(key: str, config: PretrainedConfig) -> bool:
+    """Whether the architecture's code reads a key that its config class does not have, as many do head_dim."""
+    model = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not isinstance(model, type):
+        return False
+    source = inspect.getsource(sys.modules[model.__module__])
+    return re.search(rf'getattr\((?:self\.)?config, "{re.escape(key)}"', source) is not None
+
+
 def _check_keys(given: dict, config: PretrainedConfig) -> None:
     """Refuse unknown keys, which transformers silently keeps as attributes."""
     known = {*config.to_dict(), *config.attribute_map}
     for key in given:
-        if key not in known:
+        if key not in known and not _is_read(key, config):
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see that architecture's Hugging Face config"
             raise UserError(f"model.config.{key}: a {config.model_type} config has no such key; {hint}")

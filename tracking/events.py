@@ -48,7 +48,7 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
 TEXT_FIELDS = frozenset(
     {
         *("event", "config_sha256", "sample_ids_sha256", "compute", "resumed_from", "reason", "module", "modules"),
-        *("tensor", "kind", "verdict", "replay", "path", "status", "text", "name", "model", "hypothesis"),
+        *("tensor", "kind", "verdict", "replay", "path", "status", "text", "name", "model", "hypothesis", "attention"),
     }
 )
 

@@ -43,6 +43,12 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     found = checkpoints.find(config.run.resume)
     state = checkpoints.load(found, engine) if found else None
     record = open_record(resolved, opened.corpus, engine, run_dir, world)
+    record.note(f"DeepSpeed JSON: {config.deepspeed.config}")
+    if opened.corpus.tail_tokens:
+        record.note(
+            f"no document was drawn for validation: the last {opened.corpus.tail_tokens:,} tokens of the longest one "
+            "are held out"
+        )
     for line in engine.notes:
         record.note(line)
     watched: dict[str, Any] = {"engine": engine, "batches": batches, "note": record.note}
@@ -142,6 +148,7 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
         resumed_from=str(found) if found else None,
         name=config.run.name,
         model=type(engine.model).__name__,
+        attention=config.model.attention,
         accumulation=resolved.batch.accumulation,
         hypothesis=config.run.hypothesis,
         regions=engine.regions.dtypes if engine.regions is not None else None,
@@ -153,6 +160,6 @@ def _check_validation(resolved: Resolved, corpus: Corpus) -> None:
     if config.evaluate.every_steps and not corpus.validation.sequences(config.data.sequence_length):
         raise UserError(
             f"evaluate.every_steps = {config.evaluate.every_steps}: the validation set holds no sequence of "
-            f"{config.data.sequence_length} tokens; give more documents, raise data.validation_fraction = "
+            f"{config.data.sequence_length} tokens; give more text, raise data.validation_fraction = "
             f"{config.data.validation_fraction}, or set evaluate.every_steps=0"
         )

@@ -83,6 +83,13 @@ def require_layout(session: dict[str, Any], resolved: Resolved) -> None:
             f"{resolved.config_path}: is from a later session, ZeRO-{now['zero_stage']} in {now['compute']}; the step "
             f"was made at ZeRO-{then['zero_stage']} in {then['compute']}, and with another config it is another step"
         )
+    attention = resolved.config.model.attention
+    before = session.get("attention", attention)  # runs of earlier versions do not say
+    if before != attention:
+        raise UserError(
+            f"{resolved.config_path}: is from a later session, with model.attention = {attention}; the step was made "
+            f"with {before}, which rounds differently"
+        )
 
 
 def replay(run_dir: RunDir, resolved: Resolved, recorded: list[dict[str, Any]], log: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from data.corpus import Corpus
 from data.documents import Documents
 from data.loader import Batch, Batches, validation_batches
 from data.prepare import prepare
-from modeling.build import count_parameters, model_config
+from modeling.build import attention_of, count_parameters, model_config
 from tracking.run_dir import RunDir
 from tracking.run_lock import created_and_locked
 from training import distributed
@@ -54,6 +54,7 @@ class Session:
         config = self.resolved.config
         return {
             "model": self.model_config.model_type,
+            "model.attention": config.model.attention,
             "parameters": count_parameters(self.engine.model),
             "data fingerprint": self.corpus.fingerprint,
             "data.sequence_length": config.data.sequence_length,
@@ -98,12 +99,19 @@ def session(
         if trains:
             ends.enter_context(locked_run_dir(resolved, world))
         engine = build_engine(resolved, shape, world)
+        resolved = _with_attention(resolved, attention_of(engine.model))
         if not joined:
             ends.callback(engine.close)
         seed_everything(config.run.seed + world.rank)
         batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
         ends.callback(batches.close)
         yield Session(resolved, corpus, shape, world, engine, batches)
+
+
+def _with_attention(resolved: Resolved, attention: str) -> Resolved:
+    """The run with what `model.attention` = auto became, for the record and for whoever starts it again."""
+    model = replace(resolved.config.model, attention=attention)
+    return replace(resolved, config=replace(resolved.config, model=model))
 
 
 def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:

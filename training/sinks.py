@@ -36,6 +36,7 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
                 "fingerprint": corpus.fingerprint,
                 "folder": str(corpus.folder),
                 "vocab_size": corpus.vocab_size,
+                "tail_tokens": corpus.tail_tokens,
                 "train_tokens": corpus.train.sequences(config.data.sequence_length) * config.data.sequence_length,
             },
             "model": type(engine.model).__name__,

@@ -44,6 +44,12 @@ def in_fp32(document: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in document.items() if key not in ("bf16", "fp16", "torch_autocast")}
 
 
+def write_in_fp32(path: Path, copy: Path) -> None:
+    """Write the JSON at `path` without its 16-bit sections to `copy`."""
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_text(json.dumps(in_fp32(read_document(path)), indent=2) + "\n", encoding="utf-8")
+
+
 def check_document(path: Path, document: dict[str, Any]) -> None:
     """Check that every key is known and allowed, every value is of its kind or "auto", and offload is usable.
 

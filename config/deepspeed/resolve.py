@@ -50,6 +50,7 @@ def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_
             that nothing decides, or a combination or setting that is not verified.
     """
     check_document(path, document)
+    check_choices(config, path, document)
     compute, stage = compute_dtype(config, path, document), zero_stage(document)
     if config.precision.path == "cast":  # the dtypes of a manifest are known once the model is built
         refuse_combination(str(path), Combination("cast", compute, stage, offload(document)))
@@ -94,10 +95,25 @@ def compute_dtype(config: Config, path: Path, document: dict[str, Any]) -> Dtype
         section = f"enables {found}" if enabled else "enables neither bf16 nor fp16, which is fp32"
         fitting = f"ds_configs/zero{zero_stage(document) or 1}_{wanted}.json"
         raise UserError(
-            f"{path}: {section}, but precision.compute = {wanted} in the run config; "
-            f"use a JSON for {wanted} such as {fitting}, or set precision.compute to auto"
+            f"{path}: {section}, but precision.compute = {wanted} in the run config; remove deepspeed.config, or set "
+            f"it to a JSON for {wanted} such as {fitting}, or set precision.compute to auto"
         )
     return found
+
+
+def check_choices(config: Config, path: Path, document: dict[str, Any]) -> None:
+    """Raises UserError where deepspeed.stage or deepspeed.offload is another than the JSON's."""
+    section, stage, kept = config.deepspeed, zero_stage(document), offload(document)
+    if section.stage not in (None, stage):
+        raise UserError(
+            f"{path}: zero_optimization.stage = {stage}, but deepspeed.stage = {section.stage} in the run config; "
+            "remove deepspeed.stage or deepspeed.config"
+        )
+    if section.offload is not None and (section.offload == "none") != (kept == "none"):
+        raise UserError(
+            f"{path}: offloads {kept}, but deepspeed.offload = {section.offload} in the run config; "
+            "remove deepspeed.offload or deepspeed.config"
+        )
 
 
 def _owned_values(config: Config, compute: str, batch: BatchPlan) -> dict[str, _Owned]:

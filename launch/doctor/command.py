@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from config.cli import Arguments, entry_point, positive_int
+from config.deepspeed.choice import find_deepspeed_json
 from config.deepspeed.document import check_document, offload, read_document
-from config.deepspeed.resolve import compute_dtype
+from config.deepspeed.resolve import check_choices, compute_dtype
 from config.errors import UserError
 from config.load import load_config
 from config.optimizers import OPTIMIZERS
-from config.resolved import find_deepspeed_json
 from config.schema import Config
 from launch.doctor.examine import Scope, examine
 from launch.doctor.hosts import HERE, Host, hosts_of
@@ -62,6 +62,7 @@ def _of_run(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     json_path = find_deepspeed_json(config.deepspeed.config, path, first=options.deepspeed_config is not None)
     document = read_document(json_path)
     check_document(json_path, document)
+    check_choices(config, json_path, document)
     return {
         "compute": compute_dtype(config, json_path, document),
         "offload": offload(document),

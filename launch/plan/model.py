@@ -51,6 +51,8 @@ class Shape:
     """Whether dropout keeps masks."""
     exact: bool
     """Whether the activation formulas were verified for this kind of block: a plain attention and one MLP."""
+    attention: str = "sdpa"
+    """What model.attention = auto becomes."""
 
     def flops_per_token(self, sequence: int) -> float:
         """[FLOP] Forward and backward of one token, nothing recomputed.
@@ -118,6 +120,7 @@ def shape_of(hugging_face: Any, *, trust_remote_code: bool = False) -> Shape:
         head_norms=bool(names & {"q_norm", "k_norm"}),
         dropout=any(type(module).__name__ == "Dropout" and module.p > 0 for module in block.modules()),
         exact="experts" not in names and (gated or hugging_face.model_type == "gpt2"),
+        attention=str(model.config._attn_implementation),
     )
 
 

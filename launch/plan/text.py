@@ -157,7 +157,7 @@ def _conclusions(plan: Plan) -> list[Text]:
         lines.append(
             Text(
                 "Nothing fits: take more devices, model.activation_checkpointing=full, a shorter "
-                "data.sequence_length, or a DeepSpeed JSON with offload.",
+                "data.sequence_length, or deepspeed.offload=cpu.",
                 style="bold red",
             )
         )
@@ -166,7 +166,7 @@ def _conclusions(plan: Plan) -> list[Text]:
         lines.append(
             Text(
                 f"As configured it does not fit. ZeRO-{layout.stage} with batch.micro_size={layout.micro} does: "
-                f"deepspeed.config=ds_configs/zero{layout.stage}_{layout.compute}.json",
+                f"deepspeed.stage={layout.stage}",
                 style="bold yellow",
             )
         )

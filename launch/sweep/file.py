@@ -17,10 +17,11 @@ from typing import Any
 
 from config import yaml_text
 from config.cli import REPOSITORY
+from config.deepspeed.choice import first_file
 from config.errors import UserError
 from config.launcher import as_launched
 from config.load import read_file, show, suggest, to_dict
-from config.resolved import first_file, resolve_run
+from config.resolved import resolve_run
 from launch.sweep.rule import Hopeless
 
 _SWEEP_KEYS = ("run.name", "run.dir")

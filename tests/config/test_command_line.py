@@ -16,9 +16,10 @@ import yaml
 from config.batch import BatchPlan
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
+from config.deepspeed.choice import find_deepspeed_json
 from config.errors import UserError
 from config.load import load_config, to_yaml
-from config.resolved import Resolved, find_deepspeed_json
+from config.resolved import Resolved
 from config.version import VERSION
 
 # What train.py does first; run without the rest of it so that nothing but config/ is loaded.
@@ -99,7 +100,6 @@ WITH_CONFIG = [
     ("deepspeed.config=zero9.json", "{config}: deepspeed.config = 'zero9.json' does not exist"),
     ("--deepspeed_config=ds_configs/zero2_bf61.json", "{config}: deepspeed.config = 'ds_con"),
     ("deepspeed.config=ds_configs/zero0_fp16.json", "{repository}/ds_configs/zero0_fp16.json: F"),
-    ("precision.compute=fp16", "{repository}/ds_configs/zero2_bf16.json: enables bf16, but prec"),
     (FAULT, f"{{config}} with {FAULT}: faults[0].rank = 1 is not"),
 ]
 MISTAKES = [
@@ -107,6 +107,10 @@ MISTAKES = [
     (["--config"], "command line: argument --config: expected one argument"),
     (["--config", "nowhere.yaml"], "nowhere.yaml: no such run config"),
     *((["--config", "{config}", option], expected) for option, expected in WITH_CONFIG),
+    (
+        ["--config", "{config}", "precision.compute=fp16", "deepspeed.config=ds_configs/zero2_bf16.json"],
+        "{repository}/ds_configs/zero2_bf16.json: enables bf16, but precision.compute = fp16 in the run config; remove",
+    ),
 ]
 
 

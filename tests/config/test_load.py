@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from config import yaml_text
 from config.errors import UserError
 from config.load import all_keys, load_config, to_dict, to_yaml
-from config.schema import Config, Fault, LossScaleSection, ModelSection
+from config.schema import Config, DeepSpeedSection, Fault, LossScaleSection, ModelSection
 
 MINIMAL = "model: {architecture: llama}\n"
 COMPUTES = "auto, fp32, bf16, fp16"
@@ -36,7 +36,8 @@ def error_of(path: Path, *overrides: str) -> str:
 
 
 def test_a_minimal_file_is_the_schema_s_defaults(minimal: Path) -> None:
-    assert load_config(minimal, [], None) == Config(model=ModelSection(architecture="llama"))
+    chosen = DeepSpeedSection(config="ds_configs/zero2_bf16.json")
+    assert load_config(minimal, [], None) == Config(model=ModelSection(architecture="llama"), deepspeed=chosen)
 
 
 def test_overrides_are_yaml_and_the_later_one_wins(minimal: Path) -> None:
@@ -210,6 +211,7 @@ TEXT = PLAIN_TEXT | st.sampled_from([*AMBIGUOUS, "a: b", "- x"])
 @given(config=section_strategy(Config))
 def test_what_is_written_reads_back_equal(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("config.load.rules.check", lambda config, origin: None)
+    monkeypatch.setattr("config.load.settle", lambda config, path, place: config)
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config), encoding="utf-8")
     assert load_config(path, [], None) == config

@@ -46,7 +46,12 @@ REFUSED = [
         ["precision.path=manifest", "precision.manifest=m.json", "precision.compute=bf16"],
         "precision.compute = bf16 cannot be combined with precision.path = manifest",
     ),
-    (["precision.manifest=m.json"], "precision.manifest is only read by precision.path = manifest"),
+    (["precision.path=cast", "precision.manifest=m.json"], "precision.manifest is only read by precision.path = manif"),
+    (
+        ["precision.compute=bf16", "precision.manifest=m.json"],
+        "precision.compute = bf16 cannot be combined with precision.path = manifest and precision.manifest = 'm.json'",
+    ),
+    (["deepspeed={stage: 0, offload: cpu}"], "deepspeed.offload = cpu needs deepspeed.stage 1 or more, not 0"),
     (["precision.loss_scale.initial=1000"], "precision.loss_scale.initial = 1000 is not a power of two"),
     (["precision.loss_scale.minimum=0.5"], "precision.loss_scale.minimum = 0.5 is not a whole number"),
     (["precision.loss_scale={initial: 2, minimum: 4}"], "precision.loss_scale.initial = 2 is below"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from config.errors import UserError
 from config.schema import ModelSection
-from modeling.build import build_model, count_parameters, model_config
+from modeling.build import attention_of, build_model, count_parameters, model_config
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 FAMILIES = {
@@ -45,6 +46,15 @@ def test_weights_follow_the_seed_and_the_architectures_own_initialisation(family
     assert differs
 
 
+def test_a_key_that_only_the_architectures_code_reads_is_taken():
+    """Published configs of Qwen3 MoE, Granite and others have head_dim, and their config classes do not."""
+    given = {**LLAMA, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "head_dim": 24}
+    model = build(ModelSection(architecture="qwen3_moe", config=given))
+    assert model.model.layers[0].self_attn.q_proj.out_features == 2 * 24
+    with pytest.raises(UserError, match="model.config.head_dims: a qwen3_moe config has no such key"):
+        build(ModelSection(architecture="qwen3_moe", config={**given, "head_dims": 24}))
+
+
 def test_drawing_weights_leaves_torchs_generator_alone():
     section = ModelSection(architecture="llama", config=LLAMA)
     torch.manual_seed(7)
@@ -60,6 +70,29 @@ def test_saved_weights_are_loaded_from_a_folder(tmp_path):
     loaded = build(ModelSection(name_or_path=str(tmp_path)))
     for (name, value), saved in zip(loaded.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(value, saved), name
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "expected"),
+    [
+        ("llama", LLAMA, "sdpa"),
+        ("gpt2", FAMILIES["gpt2"], "sdpa"),
+        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 2}, "eager"),
+        ("gpt_oss", {**LLAMA, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}, "eager"),
+    ],
+)
+def test_attention_auto_is_sdpa_where_the_model_has_it_and_else_eager(family, config, expected):
+    section = ModelSection(architecture=family, config=config)
+    assert section.attention == "auto"
+    model = build(section)
+    assert attention_of(model) == expected
+    if expected == "sdpa":  # as before there was a choice
+        same = build(replace(section, attention="sdpa"))
+        ids = torch.arange(16).unsqueeze(0)
+        assert torch.equal(model(ids).logits, same(ids).logits)
+    else:
+        with pytest.raises(UserError, match="model.attention = sdpa.*does not support"):
+            build(replace(section, attention="sdpa"))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from config.cli import REPOSITORY
 from tests.support.launches import command, events, finish, replay, start
 
 WHAT_MUST_REPEAT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
@@ -45,6 +46,25 @@ def test_a_job_leaves_what_a_person_can_look_at(folder, unbroken):
         assert expected in output
     assert [event["status"] for event in events(folder, "unbroken", "run_end")] == ["done"]
     assert len(events(folder, "unbroken", "eval")) == 1
+    # what was left to Mantissa is printed and saved
+    assert "DeepSpeed JSON: ds_configs/zero2_fp32.json" in output and "model.attention = auto: sdpa" in output
+    assert "  attention: sdpa\n" in (run / "config.yaml").read_text()
+    assert [event["attention"] for event in events(folder, "unbroken", "run_start")] == ["sdpa"]
+
+
+def test_a_single_text_file_trains_validates_and_resumes(folder):
+    text = folder / "one.txt"
+    text.write_text("".join(path.read_text() for path in sorted((REPOSITORY / "data").glob("*.py"))))
+    given = ["data.validation_fraction=0.02", f"data.path={text}", "model.attention=eager", "precision.compute=fp32"]
+    output = finish(command("python", folder, "one", *given, "run.steps=4"))
+    assert "of the longest one are held out" in " ".join(output.split())
+    environment = json.loads((folder / "runs/one/environment.json").read_text())
+    assert environment["data"]["tail_tokens"] > 32 and environment["data"]["fingerprint"].endswith("+tail")
+    output = finish(command("python", folder, "one", *given[:2], "run.steps=6"))
+    assert [event["step"] for event in events(folder, "one", "eval")] == [4, 6]
+    assert "model.attention eager -> sdpa, which rounds differently" in " ".join(output.split())
+    output = finish(command("python", folder, "one", *given[:2], "run.steps=8", "data.hold_out=documents"), exit_code=2)
+    assert "data fingerprint" in output
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "python"])

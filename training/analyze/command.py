@@ -25,7 +25,7 @@ from typing import Any
 
 from config.cli import Arguments, entry_point, positive_int, share
 from config.command_line import read_command_line
-from config.deepspeed.document import in_fp32, read_document
+from config.deepspeed.document import write_in_fp32
 from config.errors import UserError
 from config.launcher import as_launched
 from config.printable import line
@@ -83,7 +83,8 @@ def _parity(options: argparse.Namespace, overrides: Sequence[str], proposal: dic
     folder, steps = options.out.with_suffix(".parity").resolve(), options.parity_steps
     folder.mkdir(exist_ok=True)
     (folder / "manifest.json").write_text(json.dumps(proposal["manifest"], indent=2) + "\n")
-    _write_fp32_document(_resolve(["--config", str(options.config), *overrides], options.processes), folder)
+    given = _resolve(["--config", str(options.config), *overrides], options.processes)
+    write_in_fp32(given.deepspeed_path, folder / "deepspeed.json")
     arguments = [
         *(f"evaluate.every_steps={steps}", "evaluate.batches=2", *overrides),
         "run.hypothesis=The precision manifest that was proposed trains this model as FP32 does.",
@@ -181,7 +182,7 @@ def _publish(out: Path, result: dict[str, Any]) -> int:
 def _fp32_arguments(options: argparse.Namespace, overrides: Sequence[str], work: Path) -> list[str]:
     """The command line of the same run on the manifest path with every region in FP32; its files go into `work`."""
     given = ["--config", str(options.config), *overrides]
-    _write_fp32_document(_resolve(given, options.processes), work)
+    write_in_fp32(_resolve(given, options.processes).deepspeed_path, work / "deepspeed.json")
     (work / "fp32.json").write_text(json.dumps(_NO_MANIFEST))
     arguments = [*given, *_on_the_manifest_path(work / "fp32.json", work / "deepspeed.json")]
     _resolve(arguments, options.processes)
@@ -193,12 +194,6 @@ def _on_the_manifest_path(manifest: Path, deepspeed: Path) -> list[str]:
         *("precision.path=manifest", "precision.compute=fp32", f"precision.manifest={manifest}"),
         *(f"deepspeed.config={deepspeed}", "model.kernels=torch", "faults=[]"),
     ]
-
-
-def _write_fp32_document(resolved: Resolved, folder: Path) -> None:
-    """The run's DeepSpeed JSON without its 16-bit sections, as folder/deepspeed.json."""
-    document = in_fp32(read_document(resolved.deepspeed_path))
-    (folder / "deepspeed.json").write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _resolve(arguments: list[str], processes: int) -> Resolved:

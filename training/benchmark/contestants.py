@@ -32,11 +32,12 @@ MANTISSA: dict[str, tuple[str, ...]] = {
     ),
 }
 """Mantissa as its config has it, with all its optional work on, and with all of it off: overrides by name."""
+_SAME_LAYOUT = ("deepspeed.config=null", "deepspeed.stage={stage}", "deepspeed.offload={offload}")
 PRECISIONS: dict[str, tuple[str, ...]] = {
     f"mantissa-{compute}": (
         "model.kernels=torch",  # the manifest path has no others
         f"precision.compute={compute}",
-        f"deepspeed.config=ds_configs/zero{{stage}}_{compute}{{offload}}.json",
+        *_SAME_LAYOUT,
     )
     for compute in ("fp32", "bf16", "fp16")
 }
@@ -45,12 +46,11 @@ PRECISIONS["mantissa-fp16"] += ("precision.loss_scale.initial=4096",)
 PRECISIONS["mantissa-manifest"] = (
     "model.kernels=torch",
     "precision.compute=auto",
-    "precision.path=manifest",
     "precision.manifest=config/manifests/bf16.json",
-    "deepspeed.config=ds_configs/zero{stage}_fp32{offload}.json",
+    *_SAME_LAYOUT,
 )
 """Mantissa with another precision than the config's, on the same work: overrides by name, to be formatted with a ZeRO
-stage and "_offload" or nothing."""
+stage and none or cpu."""
 KERNELS: dict[str, tuple[str, ...]] = {
     "mantissa-liger": ("model.kernels=liger",),
     "mantissa-torch": ("model.kernels=torch",),
@@ -163,7 +163,7 @@ class Runner:
 
     def _train_arguments(self, contestant: str, label: str) -> list[str]:
         where = [f"run.dir={self.folder / 'runs'}", f"run.name={label}"]
-        offload = "" if self.spec.offload == "none" else "_offload"
+        offload = "none" if self.spec.offload == "none" else "cpu"
         overrides = [text.format(stage=self.spec.stage, offload=offload) for text in OWN[contestant]]
         return [*self.arguments, *COMMON_OVERRIDES, *where, *overrides]
 

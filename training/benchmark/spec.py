@@ -120,7 +120,7 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
 
     from data.prepare import prepare
     from data.sampler import sample_ids
-    from modeling.build import build_model, count_parameters, model_config
+    from modeling.build import attention_of, build_model, count_parameters, model_config
     from training.schedule import scheduled_rate
 
     config = resolved.config
@@ -137,7 +137,7 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
     np.save(folder / "tokens.npy", windows.reshape(steps, size, length + 1).astype(np.int32))
     spec = Spec(
         model=config.model.name_or_path or str(folder / "weights"),
-        attention=config.model.attention,
+        attention=attention_of(model),
         activation_checkpointing=config.model.activation_checkpointing,
         reentrant=config.model.checkpointing_reentrant,
         tokens=str(folder / "tokens.npy"),

@@ -23,6 +23,7 @@ from config.errors import UserError
 from config.printable import shown
 from training.checkpoint import commit
 from training.checkpoint.contents import (
+    attention_difference,
     identity_difference,
     layout_difference,
     manifest_of,
@@ -215,8 +216,10 @@ class Checkpoints:
             load_generators(
                 opener.read(generators) if generators.exists() else None, self.world.device, fallback_seed=fallback_seed
             )
-        if line:
-            self._notes.append(self._log(line))
+        attention = attention_difference(state["identity"], self.identity)
+        for text in (line, attention and f"checkpoint {path}: {attention}"):
+            if text:
+                self._notes.append(self._log(text))
         return state
 
     def reached(self, phase: str) -> None:

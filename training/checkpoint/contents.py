@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.holdout import TAIL
 from training.checkpoint.manifest import FORMAT, STATE
 from training.engine.rng import generators
 from training.engine.tensors import checksums_of, shape_of
@@ -65,6 +66,8 @@ LAYOUT = ("world size", "ZeRO stage", "precision.compute", "offload")
 """What may change on resume: how the masters are partitioned, and the compute dtype (docs/elastic.md)."""
 
 
+ATTENTION = "model.attention"
+"""May change on resume too, and is noted: another implementation rounds differently. Older checkpoints do not say."""
 _DEFAULTS = {"data.document_masking": False}
 """Values for checkpoints that were written before the key existed."""
 
@@ -73,7 +76,10 @@ def identity_difference(saved: dict[str, Any], current: dict[str, Any]) -> str |
     """The first value of `current` that differs in `saved`, as an error message; None when all agree."""
     saved = {**_DEFAULTS, **saved}
     for key, value in current.items():
-        if key not in LAYOUT and saved.get(key) != value:
+        if key not in (*LAYOUT, ATTENTION) and saved.get(key) != value:
+            if key == "data fingerprint" and f"{saved.get(key)}{TAIL}" == value:
+                fix = f"set data.hold_out=documents, or {_START_ANEW}"
+                return f"the end of the text is held out from training in this run and not there; {fix}"
             return f"{key} is {saved.get(key)} there and {value} in this run; use the same {key}, or {_START_ANEW}"
     return None
 
@@ -82,6 +88,14 @@ def layout_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | N
     """How the layout differs, such as "world size 2 -> 4"; None where it does not."""
     changed = [key for key in LAYOUT if key in current and saved.get(key) != current[key]]
     return ", ".join(f"{key} {saved.get(key)} -> {current[key]}" for key in changed) or None
+
+
+def attention_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
+    """How the attention implementation differs, in words; None where it does not or is not known."""
+    before, now = saved.get(ATTENTION), current.get(ATTENTION)
+    if before is None or now is None or before == now:
+        return None
+    return f"{ATTENTION} {before} -> {now}, which rounds differently"
 
 
 def parameter_shapes(model: torch.nn.Module) -> dict[str, list[int]]:

@@ -24,11 +24,11 @@ from typing import Any, get_args, get_type_hints
 from filelock import FileLock, Timeout
 
 from config.cli import REPOSITORY, Arguments, entry_point, positive_int
+from config.deepspeed.choice import find_deepspeed_json
 from config.deepspeed.document import in_fp32, read_document, zero_stage
 from config.errors import UserError
 from config.launcher import as_launched
 from config.load import load_config
-from config.resolved import find_deepspeed_json
 from config.schema import Config, LossScaleSection
 from data.prepare import prepare
 from precision.envelope import CONTROL, Bounds, Setting

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from config.command_line import read_command_line
-from config.deepspeed.document import in_fp32, read_document
+from config.deepspeed.document import write_in_fp32
 from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
@@ -95,10 +95,8 @@ def train_twin(chosen: Plan, seed: int, log: Log, *, control: int | None = None)
 
     Raises UserError when it fails: then there is nothing to compare with.
     """
-    document = in_fp32(read_document(chosen.resolved.deepspeed_path))
     twin = chosen.folder / "fp32_twin.json"
-    chosen.folder.mkdir(parents=True, exist_ok=True)
-    twin.write_text(json.dumps(document, indent=2) + "\n")
+    write_in_fp32(chosen.resolved.deepspeed_path, twin)
     overrides = [
         *(f"deepspeed.config={twin.resolve()}", "model.kernels=torch"),
         *("precision.path=cast", "precision.manifest=null", "precision.compute=fp32"),

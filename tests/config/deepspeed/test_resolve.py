@@ -60,7 +60,7 @@ def test_there_is_a_file_for_every_stage_and_dtype() -> None:
     names = {path.stem for path in FILES}
     dtypes = ("fp32", "bf16", "fp16")
     plain = {f"zero{stage}_{dtype}" for stage, dtype in itertools.product(range(4), dtypes)}
-    assert names == plain | {f"zero{stage}_{dtype}_offload" for stage, dtype in itertools.product((2, 3), dtypes)}
+    assert names == plain | {f"zero{stage}_{dtype}_offload" for stage, dtype in itertools.product((1, 2, 3), dtypes)}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -77,7 +77,7 @@ def test_a_shipped_file_resolves_or_is_refused_with_the_reason(path: Path, make:
     assert given == before
     assert "auto" not in values(resolved)
     assert zero_stage(resolved) == int(stage)
-    assert offload(resolved) == ("none" if not variant else "optimizer" if stage == "2" else "optimizer+param")
+    assert offload(resolved) == ("none" if not variant else "optimizer+param" if stage == "3" else "optimizer")
     assert resolved["train_batch_size"] == 16
     assert resolved["gradient_accumulation_steps"] == 1
     assert resolved["communication_data_type"] == "fp32"
@@ -216,8 +216,8 @@ def test_a_mistake_is_one_line(make: Any, changes: dict[str, Any], expected: str
 def test_the_dtype_of_both_places_must_agree(make: Any) -> None:
     message = error_of(make("precision.compute=fp16"), document())
     assert message == (
-        "enables bf16, but precision.compute = fp16 in the run config; use a JSON for fp16 such as "
-        "ds_configs/zero2_fp16.json, or set precision.compute to auto"
+        "enables bf16, but precision.compute = fp16 in the run config; remove deepspeed.config, or set it to a JSON "
+        "for fp16 such as ds_configs/zero2_fp16.json, or set precision.compute to auto"
     )
     assert error_of(make("precision.compute=bf16"), document(bf16={})).startswith("enables neither bf16 nor fp16")
     both_open = document(bf16={"enabled": "auto"}, fp16={"enabled": "auto", "loss_scale": "auto"})

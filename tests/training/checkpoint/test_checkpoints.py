@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.training.checkpoint import checkpoint_cases
+from training.checkpoint.contents import attention_difference, identity_difference, layout_difference
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,17 @@ def test_the_clipping_of_the_config_holds_after_a_load(pair, tmp_path, stage, co
             assert row["applied"]
             assert row["grad_norm"] > 0.1
             assert max(row["update_error"].values()) < 1e-3
+
+
+def test_another_attention_may_resume_and_is_named_where_it_is_known():
+    saved, now = {"model.attention": "sdpa"}, {"model.attention": "eager"}
+    assert identity_difference(saved, now) is None and layout_difference(saved, now) is None
+    assert attention_difference(saved, now) == "model.attention sdpa -> eager, which rounds differently"
+    assert attention_difference(saved, saved) is None
+    assert attention_difference({}, now) is None  # a checkpoint of an earlier version
+
+
+def test_a_run_that_trained_on_all_of_its_text_is_told_how_to_resume():
+    saved, now = {"data fingerprint": "ab12"}, {"data fingerprint": "ab12+tail"}
+    assert "set data.hold_out=documents" in (identity_difference(saved, now) or "")
+    assert "data.hold_out" not in (identity_difference(now, {"data fingerprint": "cd34+tail"}) or "")
