@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from config.cli import CONFIG_ERROR, LOST
 from config.command_line import read_command_line
 from config.errors import UserError, report_error
+from config.lossy_output import outlive_full_disk
 from config.resolved import Resolved
 
 
@@ -46,4 +47,5 @@ def run(resolved: Resolved) -> int:
 
 
 if __name__ == "__main__":
+    outlive_full_disk()
     sys.exit(main(sys.argv[1:]))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from config import json_text
 from config.files import write_flushed
 from data.shards import TokenShards, damaged, open_shard
 
@@ -103,10 +104,10 @@ def open_corpus(folder: Path, *, verify: bool) -> Corpus:
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json_text.parse(path.read_bytes())
         content = document["content"]
         intact = document["sha256"] == _content_sha256(content)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(path, f"it cannot be read: {type(error).__name__}") from error
     if not intact:
         raise damaged(path, "its content does not match its sha256")

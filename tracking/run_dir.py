@@ -94,11 +94,15 @@ class RunDir:
         """Write the inputs of the run, each file atomically.
 
         In a resumed run a file that differs from the one already there is kept as config.1.yaml and so on; the
-        highest number is the newest of the earlier ones.
+        highest number is the newest of the earlier ones. Raises UserError when they cannot be written.
         """
-        _publish(self.config, yaml_text.dump(config))
-        _publish(self.deepspeed_config, json.dumps(deepspeed, indent=2) + "\n")
-        _publish(self.environment, json.dumps(environment, indent=2) + "\n")
+        try:
+            _publish(self.config, yaml_text.dump(config))
+            _publish(self.deepspeed_config, json.dumps(deepspeed, indent=2) + "\n")
+            _publish(self.environment, json.dumps(environment, indent=2) + "\n")
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror or error})"
+            raise UserError(f"run.dir: {self.path} {reason}; free space there, or choose another run.dir") from error
 
 
 def matching(pattern: str) -> list[Path]:

@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 
 from config.errors import UserError
-from tracking.events import Event
+from tracking.events import Event, fault_in
 from tracking.jsonl import decode, open_events
 
 MAX_RARE_EVENTS = 20_000
@@ -270,7 +270,10 @@ def _add_line(collector: Collector, line: bytes, offset: int, where: str) -> Non
         event = orjson.loads(line)
         if event["event"] != "step":
             event = decode(line)
+            fault = fault_in(event)
+            if fault is not None:
+                raise ValueError(fault)
         collector.add(event, offset)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         if line.endswith(b"\n"):
             raise UserError(f"{where} is not an event: {line[:60]!r}; remove that line") from error

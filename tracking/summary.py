@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from config import yaml_text
+from config import json_text, yaml_text
 from config.errors import UserError
 from tracking.events import Event
 from tracking.run_dir import RunDir
@@ -114,7 +113,7 @@ def read_run_folder(run_dir: RunDir, label: str) -> RunFacts:
 def read_inputs(run_dir: RunDir) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The resolved config, DeepSpeed JSON and environment of the run; an absent file gives an empty dict."""
     config = _load(run_dir.config, yaml_text.parse)
-    return config, _load(run_dir.deepspeed_config, json.loads), _load(run_dir.environment, json.loads)
+    return config, _load(run_dir.deepspeed_config, json_text.parse), _load(run_dir.environment, json_text.parse)
 
 
 def setting(config: dict[str, Any], dotted: str) -> Any:

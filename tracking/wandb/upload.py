@@ -12,7 +12,7 @@ from typing import Any
 
 from config.errors import one_line
 from tracking.environment import hide, known_secrets
-from tracking.events import Event
+from tracking.events import Event, fault_in
 from tracking.jsonl import decode
 from tracking.wandb.charts import AXIS, Rows, histograms
 from tracking.wandb.follow import Delivered, Line
@@ -47,7 +47,7 @@ class Delivery:
         if earlier and self._rows.pass_step(line.text):
             return
         event = decode(hide(line.text, self._secrets))
-        if event is None:
+        if event is None or fault_in(event) is not None:
             return  # readers of the file report a damaged line; the rest is logged
         if event["event"] in ("run_start", "run_end"):
             self._end = event if event["event"] == "run_end" else None
