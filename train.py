@@ -14,12 +14,20 @@ from config.cli import CONFIG_ERROR, LOST
 from config.command_line import read_command_line
 from config.errors import UserError, report_error
 from config.lossy_output import outlive_full_disk
+from config.machine.caches import use_writable_caches
 from config.resolved import Resolved
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one training job; returns the process's exit code."""
+    try:
+        moved_caches = use_writable_caches()
+    except UserError as error:
+        report_error(error, 0)
+        return CONFIG_ERROR
     resolved = read_command_line(arguments)  # --help, --show-config and every mistake in the config end here
+    if moved_caches and resolved.rank == 0:
+        print(f"mantissa: {moved_caches}", file=sys.stderr, flush=True)
     try:
         return run(resolved)
     except UserError as error:

@@ -73,12 +73,12 @@ class RunDir:
         if name in ("", ".", "..") or Path(name).name != name:
             raise UserError(f"run.name = {name!r} cannot be a folder name; use letters, digits, '-', '_' and '.'")
         path = root / name
-        for folder, key in ((root, "run.dir"), (path, "run.name")):
-            if folder.exists() and not folder.is_dir():
-                raise UserError(f"{key}: {folder} is a file where a folder is needed; move it or change {key}")
-        if not root.exists() and not root.resolve().parent.is_dir():
-            raise UserError(f"run.dir = {root}: {root.resolve().parent} does not exist; make it or change run.dir")
         try:
+            for folder, key in ((root, "run.dir"), (path, "run.name")):
+                if folder.exists() and not folder.is_dir():
+                    raise UserError(f"{key}: {folder} is a file where a folder is needed; move it or change {key}")
+            if not root.exists() and not root.resolve().parent.is_dir():
+                raise UserError(f"run.dir = {root}: {root.resolve().parent} does not exist; make it or change run.dir")
             root.mkdir(exist_ok=True)
             if fresh and path.exists():
                 path.rename(_next_free(root / f"{name}.{n}" for n in count(1)))
@@ -86,8 +86,10 @@ class RunDir:
                 folder.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"run.dir: cannot make {path} ({error.strerror}); choose a folder you may write") from error
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise UserError(f"run.dir: {path} may not be written; change its permissions or choose another run.dir")
+        for folder in (path, path / "checkpoints", path / "plots"):
+            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                advice = "change its permissions or choose another run.dir"
+                raise UserError(f"run.dir: {folder} may not be written; {advice}")
         return cls(path)
 
     def write_inputs(self, config: dict[str, Any], deepspeed: dict[str, Any], environment: dict[str, Any]) -> None:

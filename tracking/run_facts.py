@@ -169,6 +169,8 @@ class Collector:
 
     def _add_step(self, event: Event, offset: int) -> None:
         step = event["step"]
+        if step < 0:
+            raise ValueError(f"step {step}")
         if self._step and step <= self._step[-1]:
             self._drop_steps(step, also_newest=False)
         for name, column in self._numbers.items():

@@ -178,7 +178,7 @@ class Checkpoints:
             self._fetched = True  # once: later the folder has what this session saved itself
             self._remote.fetch(self.world, self.folder, lambda text: self._notes.append(self._log(text)))
         refused: dict[Path, str] = {}
-        chosen, paths = self.world.from_main(self._candidates(resume) if self.world.is_main else None)
+        chosen, paths = self._agreed_candidates(resume)
         for path in paths:
             problem, damaged = self._check(path, of_any_run=not chosen)
             if problem is None:
@@ -227,6 +227,18 @@ class Checkpoints:
 
     def reached(self, phase: str) -> None:
         """Called on each rank when a save reaches `phase` (listed in docs/checkpoints.md); tests kill it here."""
+
+    def _agreed_candidates(self, resume: str) -> tuple[bool, list[Path]]:
+        """The main process's `_candidates`, on every rank; raises its UserError on every rank."""
+        found, error = None, None
+        if self.world.is_main:
+            try:
+                found = self._candidates(resume)
+            except UserError as problem:
+                error = str(problem)
+        self.world.raise_first(error, UserError)
+        agreed: tuple[bool, list[Path]] = self.world.from_main(found)
+        return agreed
 
     def _candidates(self, resume: str) -> tuple[bool, list[Path]]:
         """The checkpoints that may be taken, best first; and whether there is a choice, or one is given by its path."""

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from config.errors import UserError
 from training.checkpoint.manifest import NAME, Unusable, is_whole, read_manifest
 from training.checkpoint.run_record import Order, Record, order_in, read_record
 
@@ -24,9 +25,18 @@ def step_of(path: Path) -> int:
 
 
 def by_step(folder: Path) -> list[Path]:
-    """Every published checkpoint in a checkpoints folder, whole or not, the highest step first."""
-    found = [(int(match[1]), p) for p in folder.glob("step-*") if (match := NAME.fullmatch(p.name))]
-    return [p for _, p in sorted(found, reverse=True)]
+    """Every published checkpoint in a checkpoints folder, whole or not, the highest step first.
+
+    Raises UserError when the folder is there and cannot be read: a run must not start from scratch because of that.
+    """
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror}); change its permissions") from error
+    steps = sorted((int(match[1]) for match in map(NAME.fullmatch, names) if match), reverse=True)
+    return [folder / f"step-{step}" for step in steps]
 
 
 def candidates(folder: Path) -> list[Path]:
