@@ -9,7 +9,7 @@ PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup another-torch architecture demo test test-fast test-cluster test-long test-kernels check benchmark benchmark-gpu benchmark-titan titan test-titan parity parity-defects analyze matrix envelope chaos clean
+.PHONY: help setup another-torch architecture demo test test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu benchmark-titan titan test-titan parity parity-defects analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -48,6 +48,9 @@ test-cluster: setup  ## Test on machines made of network namespaces, and on a Sl
 
 test-long: setup  ## Long tests: the planner on real ranks, killed sweeps, benchmark contestants, compiled blocks
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-machines: setup  ## Whole jobs on damaged folders and full disks (what needs root skips with the reason)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m machines $(ARGS)
 
 test-kernels: setup  ## Liger's kernels in Triton's interpreter, beside torch's code (no GPU needed)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/kernels triton==3.7.1 liger-kernel==0.8.5
