@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from config.cli import CONFIG_ERROR, LOST
 from config.command_line import read_command_line
 from config.errors import UserError, report_error
+from config.lossy_output import outlive_full_disk
+from config.machine.caches import use_writable_caches
 from config.machine.processes import end_with, launchers
 from config.resolved import Resolved
 
@@ -20,7 +22,14 @@ from config.resolved import Resolved
 def main(arguments: Sequence[str]) -> int:
     """Run one training job; returns the process's exit code."""
     end_with(launchers())
+    try:
+        moved_caches = use_writable_caches()
+    except UserError as error:
+        report_error(error, 0)
+        return CONFIG_ERROR
     resolved = read_command_line(arguments)  # --help, --show-config and every mistake in the config end here
+    if moved_caches and resolved.rank == 0:
+        print(f"mantissa: {moved_caches}", file=sys.stderr, flush=True)
     try:
         return run(resolved)
     except UserError as error:
@@ -48,4 +57,5 @@ def run(resolved: Resolved) -> int:
 
 
 if __name__ == "__main__":
+    outlive_full_disk()
     sys.exit(main(sys.argv[1:]))

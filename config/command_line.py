@@ -43,7 +43,7 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
             raise SystemExit(0)
         options = _parse(argv)
         resolved = resolve_run(options, environment)
-    except UserError as error:
+    except (UserError, PermissionError) as error:
         if prints:
             sys.stderr.write(f"error: {shown(error)}\n")
         raise SystemExit(CONFIG_ERROR) from None

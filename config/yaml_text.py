@@ -65,6 +65,8 @@ def parse(text: str) -> Any:
         raise ValueError(f"{where}{error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
 
 
 def dump(value: Any) -> str:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from config import json_text
+from config.errors import UserError
 from config.files import write_flushed
 from data.shards import TokenShards, damaged, open_shard
 
@@ -56,8 +58,14 @@ class Corpus:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a finished corpus is there. Does not check for damage; `open_corpus` does."""
-    return (folder / INDEX).is_file()
+    """Whether a finished corpus is there. Does not check for damage; `open_corpus` does.
+
+    Raises UserError when the folder cannot be looked into.
+    """
+    try:
+        return (folder / INDEX).is_file()
+    except OSError as error:
+        raise UserError(f"data.cache_dir: {folder} cannot be read ({error.strerror}). Set another folder.") from error
 
 
 def write_index(folder: Path, content: dict[str, Any]) -> None:
@@ -81,8 +89,11 @@ def open_corpus(folder: Path, *, verify: bool) -> Corpus:
         TokenShards([open_shard(folder / entry["file"], entry, verify=verify) for entry in index[split]["shards"]])
         for split in SPLITS
     )
-    tokenizer_json = folder / TOKENIZER / "tokenizer.json"
-    if not tokenizer_json.is_file() or tokenizer_sha256(folder / TOKENIZER) != index["tokenizer_sha256"]:
+    try:
+        intact = tokenizer_sha256(folder / TOKENIZER) == index["tokenizer_sha256"]
+    except OSError as error:
+        raise damaged(folder / TOKENIZER, f"its tokenizer.json cannot be read: {type(error).__name__}") from error
+    if not intact:
         raise damaged(folder / TOKENIZER, "its tokenizer.json is not the one the tokens were made with")
     return Corpus(
         folder=folder,
@@ -105,10 +116,10 @@ def open_corpus(folder: Path, *, verify: bool) -> Corpus:
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json_text.parse(path.read_bytes())
         content = document["content"]
         intact = document["sha256"] == _content_sha256(content)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(path, f"it cannot be read: {type(error).__name__}") from error
     if not intact:
         raise damaged(path, "its content does not match its sha256")

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from rich.progress import Progress as RichProgress
 
-from config import printable
+from config import json_text, printable
 
 _FILE = "progress.json"
 _SECONDS_BETWEEN_WRITES = 0.25
@@ -113,8 +113,8 @@ def read_progress(corpus_folder: Path) -> Progress | None:
     """State of the process that prepares this corpus; None without one."""
     for path in corpus_folder.parent.glob(f"{corpus_folder.name}.partial-*/{_FILE}"):
         try:
-            return Progress(**json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            # It finished between listing the folder and reading the file.
+            return Progress(**json_text.parse(path.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            # It finished between listing the folder and reading the file, or is damaged.
             return None
     return None

@@ -30,6 +30,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from config.errors import UserError
+from config.machine.caches import expand
 from config.machine.shared_memory import own_semaphores
 from config.schema import DataSection
 from data.corpus import SPLITS, TOKENIZER, Corpus, is_prepared, open_corpus, tokenizer_sha256, write_index
@@ -57,9 +58,14 @@ def prepare(data: DataSection, *, progress: bool) -> Corpus:
     Raises UserError for a source or tokenizer that cannot be read, an empty source, a wait of more than
     data.wait_minutes for another process, damaged prepared data, and a cache folder that cannot be written.
     """
-    source = open_source(data)
-    fingerprint = corpus_fingerprint(data, source)
-    cache = Path(data.cache_dir).expanduser()
+    try:
+        source = open_source(data)
+        fingerprint = corpus_fingerprint(data, source)
+    except OSError as error:
+        key = "data.path" if data.path else "data.source"
+        reason = f"{error.filename or 'its files'} cannot be read ({error.strerror or error})"
+        raise UserError(f"{key}={data.path or data.source}: {reason}. Change the permissions, or {key}.") from error
+    cache = expand(data.cache_dir)
     folder = cache / fingerprint
     if not is_prepared(folder):
         try:

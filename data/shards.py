@@ -14,7 +14,6 @@ ends, which the end-of-document token marks, unless data.document_masking is set
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from config import json_text
 from config.errors import UserError
 from config.files import flush
 
@@ -86,7 +86,7 @@ def open_shard(path: Path, expected: dict[str, Any], *, verify: bool) -> Shard:
             raise damaged(path, f"it has {path.stat().st_size} bytes instead of {expected['bytes']}")
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, _LARGEST_HEADER)))
+            header = json_text.parse(file.read(min(length, _LARGEST_HEADER)))
         tensor = header["tokens"]
         start, end = tensor["data_offsets"]
         shard = Shard(path, tensor["shape"][0], _DTYPE_NAMES[tensor["dtype"]], 8 + length + start)

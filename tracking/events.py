@@ -51,6 +51,15 @@ TEXT_FIELDS = frozenset(
         *("tensor", "kind", "verdict", "replay", "path", "status", "text", "name", "model", "hypothesis", "attention"),
     }
 )
+_TEXTS = TEXT_FIELDS - {"modules"}
+_NUMBERS = frozenset(
+    {
+        *("tokens", "loss", "grad_norm", "clip_coefficient", "lr", "loss_scale", "skipped_total", "step_seconds"),
+        *("tokens_per_second", "memory_bytes", "data_seconds", "from", "to", "consecutive_overflows", "perplexity"),
+        *("seconds", "stall_seconds", "bytes", "world_size", "parameters", "zero_stage", "exit_code", "count"),
+    }
+)
+_LARGEST = 1 << 53  # of a step; of a time, a few hundred million years
 
 
 def check(event: str, fields: dict[str, Any]) -> None:
@@ -67,6 +76,29 @@ def check(event: str, fields: dict[str, Any]) -> None:
         raise ValueError(f"event {event!r} lacks {', '.join(missing)}")
     if "time" in fields:
         raise ValueError(f"event {event!r} must not set `time`; the record's clock does")
+
+
+def fault_in(event: Event) -> str | None:
+    """Why `event`, read from a file, is none of the above, such as "has no loss"; None when it can be used."""
+    kind = event.get("event")
+    if not isinstance(kind, str):
+        return "has no name"
+    for name in ("step", "time"):
+        if not _is_number(event.get(name)) or not 0 <= event[name] < _LARGEST:
+            return f"({kind}) has no {name} that can be used"
+    for name in REQUIRED_FIELDS.get(kind, ()):
+        if name not in event:
+            return f"({kind}) has no {name}"
+    for name, value in event.items():
+        if value is not None and (
+            (name in _NUMBERS and not _is_number(value)) or (name in _TEXTS and not isinstance(value, str))
+        ):
+            return f"({kind}) has a {name} of the wrong type"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def describe_event(event: Event) -> str:

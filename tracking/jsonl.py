@@ -19,8 +19,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from config import json_text
 from config.errors import UserError
-from tracking.events import TEXT_FIELDS, Event
+from tracking.events import TEXT_FIELDS, Event, fault_in
 
 _FSYNC_AFTER = frozenset({"run_start", "checkpoint", "run_end"})
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -68,9 +69,10 @@ class JsonlSink:
         self.path = path
         try:
             self._file: BinaryIO = path.open("ab+", buffering=0)
+            self._size = _repair(self._file)
         except OSError as error:
-            raise UserError(f"{path}: cannot write the events ({error.strerror}); choose another run.dir") from error
-        self._size = _repair(self._file)
+            reason = f"cannot write the events ({error.strerror or error})"
+            raise UserError(f"{path}: {reason}; free space there, or choose another run.dir") from error
 
     def write(self, event: Event) -> None:
         """Append one event. On failure nothing of it stays in the file."""
@@ -121,10 +123,10 @@ def _after_last_newline(file: BinaryIO) -> bytes:
 def decode(line: bytes) -> Event | None:
     """The event on `line`, with floats that were not finite as floats again; None when it is no JSON object."""
     try:
-        event = json.loads(line)
-    except ValueError:
+        event = json_text.parse(line)
+        return _restore_floats(event) if isinstance(event, dict) else None
+    except (ValueError, RecursionError):
         return None
-    return _restore_floats(event) if isinstance(event, dict) else None
 
 
 def open_events(path: Path) -> BinaryIO:
@@ -148,6 +150,15 @@ def read_events(path: Path) -> Iterator[Event]:
                 yield event
             elif line.endswith(b"\n"):
                 raise UserError(f"{path}: line {number} is not a JSON object: {line[:60]!r}; remove that line")
+
+
+def read_run_events(path: Path) -> Iterator[Event]:
+    """`read_events` of a run. Raises UserError also for a line that is no event as docs/run-folder.md has them."""
+    for number, event in enumerate(read_events(path), start=1):
+        fault = fault_in(event)
+        if fault is not None:
+            raise UserError(f"{path}: event {number} {fault}; remove that line")
+        yield event
 
 
 def surviving(events: Iterable[Event]) -> list[Event]:

@@ -11,7 +11,7 @@ from config.errors import UserError
 from config.files import write_atomically
 from config.printable import shown
 from tracking.events import Event
-from tracking.jsonl import read_events, surviving
+from tracking.jsonl import read_run_events, surviving
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def plot_run(events: Path, png: Path) -> Path:
     Of a step attempted more than once the last attempt is drawn. Non-finite values are gaps, and every
     skipped step is a red line. Raises UserError when there is no step to draw.
     """
-    timeline = surviving(read_events(events))
+    timeline = surviving(read_run_events(events))
     steps = [event for event in timeline if event["event"] == "step"]
     starts = [event for event in timeline if event["event"] == "run_start"]
     if not steps or not starts:

@@ -75,12 +75,12 @@ class RunDir:
         if name in ("", ".", "..") or Path(name).name != name:
             raise UserError(f"run.name = {name!r} cannot be a folder name; use letters, digits, '-', '_' and '.'")
         path = root / name
-        for folder, key in ((root, "run.dir"), (path, "run.name")):
-            if folder.exists() and not folder.is_dir():
-                raise UserError(f"{key}: {folder} is a file where a folder is needed; move it or change {key}")
-        if not root.exists() and not root.resolve().parent.is_dir():
-            raise UserError(f"run.dir = {root}: {root.resolve().parent} does not exist; make it or change run.dir")
         try:
+            for folder, key in ((root, "run.dir"), (path, "run.name")):
+                if folder.exists() and not folder.is_dir():
+                    raise UserError(f"{key}: {folder} is a file where a folder is needed; move it or change {key}")
+            if not root.exists() and not root.resolve().parent.is_dir():
+                raise UserError(f"run.dir = {root}: {root.resolve().parent} does not exist; make it or change run.dir")
             root.mkdir(exist_ok=True)
             if fresh and path.exists():
                 path.rename(_next_free(root / f"{name}.{n}" for n in count(1)))
@@ -88,19 +88,25 @@ class RunDir:
                 folder.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"run.dir: cannot make {path} ({error.strerror}); choose a folder you may write") from error
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise UserError(f"run.dir: {path} may not be written; change its permissions or choose another run.dir")
+        for folder in (path, path / "checkpoints", path / "plots"):
+            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                advice = "change its permissions or choose another run.dir"
+                raise UserError(f"run.dir: {folder} may not be written; {advice}")
         return cls(path)
 
     def write_inputs(self, config: dict[str, Any], deepspeed: dict[str, Any], environment: dict[str, Any]) -> None:
         """Write the inputs of the run, each file atomically and without secrets.
 
         In a resumed run a file that differs from the one already there is kept as config.1.yaml and so on; the
-        highest number is the newest of the earlier ones.
+        highest number is the newest of the earlier ones. Raises UserError when they cannot be written.
         """
-        _publish(self.config, yaml_text.dump(redact(config)))
-        _publish(self.deepspeed_config, json.dumps(redact(deepspeed), indent=2) + "\n")
-        _publish(self.environment, json.dumps(redact(environment), indent=2) + "\n")
+        try:
+            _publish(self.config, yaml_text.dump(redact(config)))
+            _publish(self.deepspeed_config, json.dumps(redact(deepspeed), indent=2) + "\n")
+            _publish(self.environment, json.dumps(redact(environment), indent=2) + "\n")
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror or error})"
+            raise UserError(f"run.dir: {self.path} {reason}; free space there, or choose another run.dir") from error
 
 
 def matching(pattern: str) -> list[Path]:

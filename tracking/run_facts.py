@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 
 from config.errors import UserError
-from tracking.events import Event
+from tracking.events import Event, fault_in
 from tracking.jsonl import decode, open_events
 
 MAX_RARE_EVENTS = 20_000
@@ -169,6 +169,8 @@ class Collector:
 
     def _add_step(self, event: Event, offset: int) -> None:
         step = event["step"]
+        if step < 0:
+            raise ValueError(f"step {step}")
         if self._step and step <= self._step[-1]:
             self._drop_steps(step, also_newest=False)
         for name, column in self._numbers.items():
@@ -270,7 +272,10 @@ def _add_line(collector: Collector, line: bytes, offset: int, where: str) -> Non
         event = orjson.loads(line)
         if event["event"] != "step":
             event = decode(line)
+            fault = fault_in(event)
+            if fault is not None:
+                raise ValueError(fault)
         collector.add(event, offset)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         if line.endswith(b"\n"):
             raise UserError(f"{where} is not an event: {line[:60]!r}; remove that line") from error

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from config import yaml_text
+from config import json_text, yaml_text
 from config.errors import UserError
 from tracking.events import Event
 from tracking.run_dir import RunDir
@@ -111,10 +111,20 @@ def read_run_folder(run_dir: RunDir, label: str) -> RunFacts:
     return replace(facts, config=config, deepspeed=deepspeed, environment=environment)
 
 
+_SECTIONS = dict.fromkeys(("run", "model", "data", "batch", "precision", "tracking", "checkpoint"), dict)
+_DICTS = ("data", "versions", "git", "accelerator", "cpu")
+_FACTS = {**dict.fromkeys(_DICTS, dict), "ledger": list, "command_line": list}
+_LEDGER = {"what", "dtype", "bytes"}
+
+
 def read_inputs(run_dir: RunDir) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The resolved config, DeepSpeed JSON and environment of the run; an absent file gives an empty dict."""
-    config = _load(run_dir.config, yaml_text.parse)
-    return config, _load(run_dir.deepspeed_config, json.loads), _load(run_dir.environment, json.loads)
+    """The resolved config, DeepSpeed JSON and environment of the run; an absent file gives an empty dict.
+
+    Raises UserError for a file that cannot be read, or is not of the types it was written with.
+    """
+    config = _load(run_dir.config, yaml_text.parse, _SECTIONS)
+    deepspeed = _load(run_dir.deepspeed_config, json_text.parse, {"zero_optimization": dict})
+    return config, deepspeed, _load(run_dir.environment, json_text.parse, _FACTS)
 
 
 def setting(config: dict[str, Any], dotted: str) -> Any:
@@ -125,13 +135,21 @@ def setting(config: dict[str, Any], dotted: str) -> Any:
     return value
 
 
-def _load(path: Path, parse: Any) -> dict[str, Any]:
-    if not path.exists():
-        return {}
+def _load(path: Path, parse: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """kinds: of which type values are that others rely on."""
     try:
         content = parse(path.read_text())
+    except FileNotFoundError:
+        return {}
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); restore or remove it"
         ) from error
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        return {}
+    for name, kind in kinds.items():
+        if content.get(name) is not None and not isinstance(content[name], kind):
+            raise UserError(f"{path}: {name} is no {kind.__name__} as it was written; restore or remove the file")
+    if not all(isinstance(row, dict) and row.keys() >= _LEDGER for row in content.get("ledger") or ()):
+        raise UserError(f"{path}: ledger is not as it was written; restore or remove the file")
+    return content

@@ -118,6 +118,7 @@ def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity
         keep=keep,
         identity=identity,
         world=world,
+        run_name=resolved.config.run.name,
         background=section.background == "always" or (section.background == "auto" and resolved.offload == "none"),
         verify_after_save=section.verify_after_save,
         opener=Opener.of(section),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from config.cli import DIVERGED, DONE, PREEMPTED, UNSAVED
+from config.errors import one_line
 from config.printable import printable
 from config.redact import redact
 from data.prepare import Corpus
@@ -21,18 +22,7 @@ _STATUS = {DONE: "done", DIVERGED: "aborted", UNSAVED: "aborted", PREEMPTED: "pr
 
 def finish(parts: Parts, corpus: Corpus, ending: Ending) -> None:
     """Sample text, close the record and write the report. A collective: every rank samples."""
-    generate = parts.resolved.config.generate
-    sample = None
-    if generate.tokens and ending.exit_code == DONE:
-        sample = sample_text(
-            parts.engine.model,
-            load_tokenizer(corpus.tokenizer_folder),
-            prompt=generate.prompt,
-            tokens=generate.tokens,
-            temperature=generate.temperature,
-            seed=parts.resolved.config.run.seed,
-            device=parts.engine.world.device,
-        )
+    sample = _sample(parts, corpus) if ending.exit_code == DONE else None
     parts.batches.close()
     parts.stop_watching()
     parts.record.event(
@@ -48,16 +38,44 @@ def finish(parts: Parts, corpus: Corpus, ending: Ending) -> None:
         _report(parts, sample, ending)
 
 
+def _sample(parts: Parts, corpus: Corpus) -> str | None:
+    """Text from the model; None where none is configured, or a rank cannot read the tokenizer. A collective."""
+    generate, tokenizer, problem = parts.resolved.config.generate, None, None
+    if not generate.tokens:
+        return None
+    try:
+        tokenizer = load_tokenizer(corpus.tokenizer_folder)
+    except Exception as error:  # the cache may be gone by now, or damaged; the tokenizers raise plain Exception
+        problem = f"no text was sampled: {corpus.tokenizer_folder}: {one_line(error)}"
+    problem = next(filter(None, parts.engine.world.gather_objects(problem)), None)
+    if problem is not None or tokenizer is None:
+        parts.record.note(str(problem))
+        return None
+    return sample_text(
+        parts.engine.model,
+        tokenizer,
+        prompt=generate.prompt,
+        tokens=generate.tokens,
+        temperature=generate.temperature,
+        seed=parts.resolved.config.run.seed,
+        device=parts.engine.world.device,
+    )
+
+
 def _report(parts: Parts, sample: str | None, ending: Ending) -> None:
     run_dir = run_dir_of(parts.resolved)
     command = parts.resolved.resume_command
-    report = write_report(run_dir, sample=sample, resume_command=command)
     screen = console(soft_wrap=True)
-    screen.print(summary_table(run_dir))
-    if sample:
-        screen.print(printable(redact(sample.strip())), style="dim")
-    screen.print(words(f"report   {os.path.relpath(report)}"))
-    screen.print(words(f"plot     {os.path.relpath(run_dir.plots / 'run.png')}"))
+    try:
+        report = write_report(run_dir, sample=sample, resume_command=command)
+        screen.print(summary_table(run_dir))
+        if sample:
+            screen.print(printable(redact(sample.strip())), style="dim")
+        screen.print(words(f"report   {os.path.relpath(report)}"))
+        screen.print(words(f"plot     {os.path.relpath(run_dir.plots / 'run.png')}"))
+    except Exception as error:  # the run is over and recorded: what is for people must not make it a failed one
+        again = f"python -m tracking.report {run_dir.path} writes it again"
+        screen.print(words(f"report   was not written: {one_line(error)}; {again}"))
     screen.print(words(f"resume   {command}"))
     if ending.reason:
         screen.print(words(f"stopped  after step {ending.progress.step}: {ending.reason}"))

@@ -23,7 +23,7 @@ from config.errors import UserError
 from config.launcher import without_accelerate
 from config.printable import line
 from config.resolved import Resolved
-from tracking.jsonl import read_events
+from tracking.jsonl import read_run_events
 from tracking.record import Record
 from tracking.run_dir import RunDir
 
@@ -71,7 +71,10 @@ def attempt_to_replay(events: list[dict[str, Any]], step: int) -> list[dict[str,
 def session_of(events: list[dict[str, Any]], step: dict[str, Any]) -> dict[str, Any]:
     """The `run_start` of the session that made `step`, one of `events`: a run may resume in another layout."""
     at = next(index for index, event in enumerate(events) if event is step)
-    return next(event for event in reversed(events[:at]) if event["event"] == "run_start")
+    starts = [event for event in events[:at] if event["event"] == "run_start"]
+    if not starts:
+        raise UserError(f"--step {step['step']}: no run_start is recorded before it, so its layout is not known")
+    return starts[-1]
 
 
 def require_layout(session: dict[str, Any], resolved: Resolved) -> None:
@@ -95,7 +98,7 @@ def require_layout(session: dict[str, Any], resolved: Resolved) -> None:
 def replay(run_dir: RunDir, resolved: Resolved, recorded: list[dict[str, Any]], log: Any) -> int:
     """Repeat the steps up to the last of `recorded`, and report. A collective over the run's processes."""
     from training.build import assemble
-    from training.checkpoint.manifest import newest_before
+    from training.checkpoint.choice import newest_before
     from training.session import session
     from training.step import train_step
 
@@ -113,7 +116,11 @@ def replay(run_dir: RunDir, resolved: Resolved, recorded: list[dict[str, Any]], 
         )
         log(f"from {found or 'the seed'}, {target - progress.step} steps to go")
         same = True
-        for expected in recorded[progress.step :]:
+        to_make = [event for event in recorded if event["step"] > progress.step]
+        if to_make[0]["step"] != progress.step + 1:
+            missing = f"the record has no step {progress.step + 1}"
+            raise UserError(f"--step {target}: {missing}, and every step from {found or 'the seed'} has to be repeated")
+        for expected in to_make:
             progress = replace(progress, position=expected["position"])
             parts.batches.restore(progress.position)
             progress, _, _ = train_step(parts, progress)
@@ -155,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     options = parser.parse_args(arguments)
     run_dir = RunDir(options.run)
-    events = list(read_events(run_dir.events))
+    events = list(read_run_events(run_dir.events))
     recorded = attempt_to_replay(events, options.step)
     session = session_of(events, recorded[-1])
     processes = session["world_size"]

@@ -32,7 +32,7 @@ def read_document(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as a DeepSpeed JSON: {error}") from error
     if not isinstance(document, dict):
         raise UserError(f"{path}: holds {show(document)} where a JSON object is expected")

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments[:split])
     run = Run.of_command(["train.py", *arguments[split + 1 :]])
     if options.question == "begin":
-        saved = (run.events.parent / "checkpoints" / "LATEST").is_file()
+        saved = any((run.events.parent / "checkpoints").glob("step-*/manifest.json"))
         print(":".join(map(str, run.events_end())), *(["run.resume=auto"] if options.restarts and saved else []))
         return 0
     inode, size = map(int, options.mark.split(":"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from config import json_text
 from launch.sweep.rule import Hopeless, Report
 
 LAST_STEPS = 20
@@ -45,10 +45,9 @@ class History:
         self._offset += len(whole)
         for line in whole.splitlines():
             try:
-                event = json.loads(line)
-            except ValueError:  # a partial line of a session that crashed
+                self._take(json_text.parse(line))
+            except (ValueError, KeyError, TypeError, AttributeError):  # a partial line of a session that crashed
                 continue
-            self._take(event)
         return bool(whole)
 
     def _take(self, event: dict[str, Any]) -> None:

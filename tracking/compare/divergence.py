@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tracking.events import Event
+from tracking.events import Event, fault_in
 from tracking.jsonl import decode
 from tracking.run_facts import RunFacts
 
@@ -164,7 +164,7 @@ def events_near(run: RunFacts, place: int) -> list[Event]:
         file.seek(int(run.columns.offset[max(0, index - 1)]), os.SEEK_SET)
         for _, line in zip(range(_MAX_LINES), file, strict=False):
             event = decode(line)
-            if event is None or (event["event"] == "step" and event["step"] > high):
+            if event is None or fault_in(event) is not None or (event["event"] == "step" and event["step"] > high):
                 break
             if event["event"] in _NOTABLE and low <= event["step"] <= high:
                 found.append(event)

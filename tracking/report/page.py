@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,18 @@ def write_report(
 
     sample: text from the trained model, written to `sample.txt`; None uses the one already there. findings: the twelve
     measures; None measures without a baseline. remarks: sentences that limit the verdicts. summary: None reads it.
-    Raises UserError when nothing has been recorded in the run folder.
+    Raises UserError when nothing has been recorded in the run folder, OSError when the page itself cannot be written.
     """
     summary = summary or summarise(run_dir)
     if findings is None:
         alone = MeasureContext(read_run(run_dir.path), None, LIMITS, price=None, peak=None, now=time.time())
         findings = all_measures(alone)
     config, deepspeed, environment = read_inputs(run_dir)
+    text = sample
     if sample is not None:
-        write_atomically(run_dir.sample, redact(sample).encode(errors="replace"))
-    text = run_dir.sample.read_text() if run_dir.sample.exists() else None
+        _attempt(run_dir.sample, lambda: write_atomically(run_dir.sample, redact(sample).encode(errors="replace")))
+    elif run_dir.sample.is_file():
+        text = run_dir.sample.read_text(encoding="utf-8", errors="replace")
     parts = [f"# {markdown.text(summary.name)}\n"]
     hypothesis = setting(config, "run.hypothesis")
     if hypothesis:
@@ -54,8 +57,8 @@ def write_report(
     parts.append(f"**{markdown.text(summary.status)}**" + _sessions(summary) + "\n")
     parts.append("## What ran\n\n" + _rows(_what_ran(summary, config, deepspeed, environment)))
     parts.append("## Results\n\n" + _rows(results(summary)))
-    if summary.steps:
-        plot_run(run_dir.events, run_dir.plots / "run.png")
+    plot = run_dir.plots / "run.png"
+    if summary.steps and _attempt(plot, lambda: plot_run(run_dir.events, plot)):
         parts.append("![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)\n")
     parts.append(f"## Measures\n\n{count_verdicts(findings)}.\n\n{measures(findings, remarks)}")
     if environment.get("ledger"):
@@ -68,6 +71,16 @@ def write_report(
     parts.append(f"## Resume\n\n{checkpoint}\n\n" + markdown.fenced(resume_command, "bash"))
     write_atomically(run_dir.report, "\n".join(parts).encode())
     return run_dir.report
+
+
+def _attempt(path: Path, write: Callable[[], object]) -> bool:
+    """Write one file of the report; whether that worked. The report is written without it, and one line says so."""
+    try:
+        write()
+    except OSError as error:
+        print(f"mantissa: {path} was not written: {error.strerror or error}", file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 def summary_table(run_dir: RunDir, summary: Summary | None = None) -> Table:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config.errors import UserError
-from tracking.events import Event, describe_event
+from tracking.events import Event, describe_event, fault_in
 from tracking.jsonl import decode, open_events
 
 SKIPPED_CHECKPOINT = "passed over checkpoint"
@@ -117,12 +117,15 @@ class _Reader:
             if line.endswith(b"\n"):
                 raise UserError(f"{where} is not an event: {line[:60]!r}; remove that line")
             return
+        fault = fault_in(event)
         try:
-            handler = getattr(self, f"_on_{event['event']}", None)
+            handler = getattr(self, f"_on_{event['event']}", None) if fault is None else None
             if handler is not None:
                 handler(event)
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{where} is not an event as docs/run-folder.md has them: {line[:60]!r}") from error
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            fault = str(error)
+        if fault is not None:
+            raise UserError(f"{where} is not an event as docs/run-folder.md has them: {line[:60]!r}; remove that line")
 
     def finish_attempt(self) -> None:
         """Count the attempt, once all its events are read."""
@@ -205,5 +208,5 @@ def read_history(path: Path) -> RunHistory:
 
 def _close_session(history: RunHistory, newest: bytes) -> None:
     event = decode(newest) if newest else None
-    if event is not None and history.sessions:
+    if event is not None and history.sessions and fault_in(event) is None:
         history.sessions[-1].last = event["time"]

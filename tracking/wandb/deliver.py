@@ -33,6 +33,10 @@ def deliver(run_dir: RunDir, *, online: bool, models: Sequence[dict[str, Any]]) 
     run, deepspeed, environment = read_inputs(run_dir)
     if not run or not run_dir.events.is_file():
         raise UserError(f"{run_dir.path}: holds no config.yaml and events.jsonl; give a run folder")
+    for key in ("tracking.project", "tracking.log_every_steps", "run.name", "run.hypothesis"):
+        section, name = key.split(".")
+        if name not in (run.get(section) or {}):
+            raise UserError(f"{run_dir.config}: has no {key}; restore it, from config.N.yaml where there is one")
     sink = WandbSink(
         run_dir,
         {"run": run, "deepspeed": deepspeed, "environment": environment},

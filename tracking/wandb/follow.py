@@ -62,8 +62,8 @@ class Delivered:
         self._path = path
         self._saved_at = -SAVE_EVERY_S
         try:
-            self.lines = int(path.read_text())
-        except (FileNotFoundError, ValueError):
+            self.lines = max(0, int(path.read_bytes()))
+        except (OSError, ValueError):
             self.lines = 0
 
     def due(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -32,6 +33,7 @@ FINISH_TIMEOUT_S = 30.0
 
 _CODE_FOLDER = Path(__file__).resolve().parents[2]
 _LOG = "wandb.log"  # in the run folder: standard error of the worker and wandb
+_ID = re.compile(rb"[\w.-]{1,128}\s*")
 _MARGIN_S = 5.0  # to import wandb and read the file a last time
 
 
@@ -174,6 +176,10 @@ def _manifest(config: dict[str, Any]) -> Any:
 def run_id(run_dir: RunDir) -> str:
     """The wandb id of this run, created once and kept in the run folder: a resumed run continues the same wandb run."""
     path = run_dir.path / "wandb_run_id"
+    if path.exists() and not _ID.fullmatch(path.read_bytes()):
+        path.rename(path.with_name("wandb_run_id.damaged"))
+        (run_dir.path / "wandb_delivered").unlink(missing_ok=True)
+        print(f"mantissa: {path} was damaged: a new wandb run gets all of the events", file=sys.stderr, flush=True)
     if not path.exists():
         # Under `wandb agent` wandb accepts only the agent's id.
         named = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None

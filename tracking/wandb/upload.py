@@ -13,7 +13,7 @@ from typing import Any
 from config.errors import one_line
 from config.printable import printable
 from config.redact import Redactor
-from tracking.events import Event
+from tracking.events import Event, fault_in
 from tracking.jsonl import decode
 from tracking.wandb.charts import AXIS, Rows, histograms
 from tracking.wandb.follow import Delivered, Line
@@ -48,7 +48,7 @@ class Delivery:
         if earlier and self._rows.pass_step(line.text):
             return
         event = self._redactor.value("", decode(line.text))
-        if event is None:
+        if event is None or fault_in(event) is not None:
             return  # readers of the file report a damaged line; the rest is logged
         if event["event"] in ("run_start", "run_end"):
             self._end = event if event["event"] == "run_end" else None

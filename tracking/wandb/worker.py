@@ -84,6 +84,8 @@ def follow_with_retries(job: dict[str, Any]) -> None:
     newest, delivered = repair_all(Path(job["init"]["dir"]) / "wandb"), Delivered(Path(job["delivered"]))
     if 0 < newest < delivered.lines:
         delivered.save(newest)  # a power failure lost what was not yet on the disk
+    if delivered.lines > _lines_in(Path(job["events"])):
+        delivered.save(0)  # damaged: more than there are; what wandb has already it takes again
     for left in reversed(range(ATTEMPTS)):
         run = start_run(job)
         delivery = Delivery(run, job)
@@ -96,6 +98,14 @@ def follow_with_retries(job: dict[str, Any]) -> None:
             delivery.save_after_failure()
             if left == 0 or isinstance(error, IncompleteFile):
                 raise
+
+
+def _lines_in(events: Path) -> int:
+    try:
+        with events.open("rb") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
 
 
 def reset_wandb() -> None:

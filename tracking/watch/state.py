@@ -54,7 +54,7 @@ class WatchState:
             self.time = event["time"]
             if handler is not None:
                 handler(event)
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, AttributeError, ValueError):
             self.counts["damaged", event["event"]] += 1
 
     @property

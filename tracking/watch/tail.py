@@ -14,7 +14,7 @@ from typing import BinaryIO
 import orjson
 
 from config.errors import UserError
-from tracking.events import Event
+from tracking.events import Event, fault_in
 from tracking.jsonl import decode
 
 _CHUNK = 1 << 20
@@ -71,7 +71,7 @@ class EventTail:
                 if line.startswith(_NOT_SHOWN):
                     continue
                 event = _decode(line)
-                if event is not None and "event" in event:
+                if event is not None and fault_in(event) is None:
                     yield event
                 else:
                     self.damaged += 1

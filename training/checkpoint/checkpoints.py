@@ -5,7 +5,8 @@
         state.json       progress, loss scaler, guard, identity of the run
         rng-rank-0.pt    generators of each rank
         deepspeed/       DeepSpeed's own sharded checkpoint: parameters, masters, moments
-    checkpoints/LATEST   name of the newest one
+    checkpoints/LATEST   name of the one that was saved last, a hint
+    checkpoints/RUN      which run these are of, and the last time it went back to an older one
 
 A checkpoint is written to a hidden folder next to it, each file hashed while it is written, flushed to disk and
 published by one rename, so a kill at any moment leaves the previous one in place. Training continues meanwhile.
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from config.errors import UserError
 from config.printable import shown
 from training.checkpoint import commit
+from training.checkpoint.choice import candidates, choice_remark, newest
 from training.checkpoint.contents import (
     attention_difference,
     identity_difference,
@@ -31,15 +33,15 @@ from training.checkpoint.contents import (
     parameter_shapes,
     save_state,
 )
+from training.checkpoint.lineage import Lineage
 from training.checkpoint.manifest import (
     MANIFEST,
     STATE,
     Damaged,
-    candidates,
+    Unusable,
     check_hashes,
     files_of_rank,
     find_problem,
-    newest,
     read_state,
 )
 from training.checkpoint.outcome import Saved, SaveFailed, on_main
@@ -67,12 +69,14 @@ class Checkpoints:
         keep: Retention,
         identity: dict[str, Any],
         world: World,
+        run_name: str = "",
         background: bool = True,
         verify_after_save: bool = False,
         opener: Opener | None = None,
         remote: Remote | None = None,
     ) -> None:
         """identity: what a checkpoint must share with the run that loads it, as plain types by name.
+        run_name: sealed into every manifest, for messages.
         background: copy what is saved to host memory and write it in the background, instead of blocking training.
         verify_after_save: read each checkpoint back from the disk before it counts as saved.
         opener: with the key that files are encrypted and read with; None: plain files.
@@ -87,6 +91,7 @@ class Checkpoints:
         """Saves that failed since the last successful one."""
         self.last_failure = ""
         """Why the last of them failed, in one line."""
+        self._lineage = Lineage(folder, run_name)
         self._save: Save | None = None
         self._outcomes: list[Saved | SaveFailed] = []
         self._save_world: World | None = None
@@ -106,7 +111,7 @@ class Checkpoints:
         self.reached("begin")
         final, partial = self.folder / f"step-{progress.step}", commit.partial_of(self.folder, progress.step)
         try:
-            on_main(self.world, lambda: commit.begin(self.folder, progress.step), final)
+            on_main(self.world, lambda: self._begin(progress.step), final)
         except SaveFailed as failure:
             self._note_outcome(failure)
             return
@@ -120,7 +125,7 @@ class Checkpoints:
             partial=partial,
             step=progress.step,
             tokens=progress.tokens,
-            manifest=manifest_of(engine, progress, validation_loss, key),
+            manifest=manifest_of(engine, progress, validation_loss, key) | self._lineage.fields(),
             retention=self.keep,
             verify=self.verify_after_save,
             private=key is not None,
@@ -174,20 +179,22 @@ class Checkpoints:
         if resume == "auto" and self._remote is not None and not self._fetched:
             self._fetched = True  # once: later the folder has what this session saved itself
             self._remote.fetch(self.world, self.folder, lambda text: self._notes.append(self._log(text)))
-        refused: list[str] = []
-        for path in self.world.from_main(self._candidates(resume) if self.world.is_main else None):
-            problem, damaged = self._check(path)
+        refused: dict[Path, str] = {}
+        chosen, paths = self._agreed_candidates(resume)
+        for path in paths:
+            problem, damaged = self._check(path, of_any_run=not chosen)
             if problem is None:
-                self._notes += [self._log(f"passed over checkpoint {text}") for text in refused]
+                self._notes += [self._log(f"passed over checkpoint {text}") for text in refused.values()]
+                self._continue_from(path, refused if chosen else None, record=resume != "auto")
                 self.any_saved = True
                 return path
-            refused.append(f"{path}: {problem}")
+            refused[path] = f"{path}: {problem}"
             if damaged and resume == "auto" and self.world.is_main:
                 commit.rename_damaged(path)
         self.any_saved = False
         if refused:
             further = f" ({len(refused) - 1} older ones cannot be used either)" if len(refused) > 1 else ""
-            raise UserError(refused[0] + further)
+            raise UserError(next(iter(refused.values())) + further)
         if resume != "auto":
             raise UserError(
                 f"run.resume = {resume}: no whole checkpoint there; give a checkpoints/step-N folder, auto or never"
@@ -225,26 +232,66 @@ class Checkpoints:
     def reached(self, phase: str) -> None:
         """Called on each rank when a save reaches `phase` (listed in docs/checkpoints.md); tests kill it here."""
 
-    def _candidates(self, resume: str) -> list[Path]:
+    def _agreed_candidates(self, resume: str) -> tuple[bool, list[Path]]:
+        """The main process's `_candidates`, on every rank; raises its UserError on every rank."""
+        found, error = None, None
+        if self.world.is_main:
+            try:
+                found = self._candidates(resume)
+            except UserError as problem:
+                error = str(problem)
+        self.world.raise_first(error, UserError)
+        agreed: tuple[bool, list[Path]] = self.world.from_main(found)
+        return agreed
+
+    def _candidates(self, resume: str) -> tuple[bool, list[Path]]:
+        """The checkpoints that may be taken, best first; and whether there is a choice, or one is given by its path."""
         commit.recover(self.folder)
         if resume == "auto":
-            return candidates(self.folder)
+            return True, candidates(self.folder)
         given = Path(resume).expanduser()
         if any((given / name).is_file() for name in (MANIFEST, STATE)):
-            return [given]
-        return candidates(given) or candidates(given / "checkpoints")
+            return False, [given]
+        return True, candidates(given) or candidates(given / "checkpoints")
 
-    def _check(self, path: Path) -> tuple[str | None, bool]:
+    def _continue_from(self, path: Path, passed_over: dict[Path, str] | None, *, record: bool) -> None:
+        """Note that the run continues from `path`, and whether it goes back by that. A collective.
+
+        passed_over: where `path` was chosen, those that were not; None where it was given. record: also in the folder,
+        so that it holds when the run ends before its next save. Raises UserError when that cannot be written.
+        """
+        in_store = self._remote.orders(self.world) if self._remote is not None and record else []
+        remark, error = None, None
+        if self.world.is_main:
+            remark = choice_remark(path, passed_over) if passed_over is not None else None
+            try:
+                self._lineage.continue_from(path, in_store, record=record)
+            except OSError as problem:
+                error = (
+                    f"{self.folder}: cannot be written ({problem.strerror or problem}); free space or change run.dir"
+                )
+        self.world.raise_first(error, UserError)
+        remark = self.world.from_main(remark)
+        if remark is not None:
+            self._notes.append(self._log(remark))
+
+    def _begin(self, step: int) -> None:
+        commit.begin(self.folder, step)
+        self._lineage.begin_save()
+
+    def _check(self, path: Path, *, of_any_run: bool = True) -> tuple[str | None, bool]:
         """Why the run cannot resume from `path`, or None; and whether it is damaged. Remembers one that can be used."""
         world = self.world
 
         def hash_my_share(manifest: dict[str, Any]) -> None:
             check_hashes(path, manifest, files_of_rank(manifest, world.rank, world.world_size))
 
-        for found in world.gather_objects(find_problem(path, hash_my_share)):
+        for found in world.gather_objects(find_problem(path, hash_my_share, of_any_run=of_any_run)):
             if found is not None:
                 return str(found), isinstance(found, Damaged)
-        saved = world.from_main(read_state(path)["identity"] if world.is_main else None)
+        saved = world.from_main(_identity(path) if world.is_main else None)
+        if isinstance(saved, Unusable):
+            return str(saved), isinstance(saved, Damaged)
         difference = identity_difference(saved, self.identity)
         if difference is None:
             self._verified.add(path)
@@ -271,3 +318,13 @@ class Checkpoints:
         if self.world.is_main:
             print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
         return text
+
+
+def _identity(path: Path) -> dict[str, Any] | Unusable:
+    """The identity in a checkpoint's state, or why there is none."""
+    try:
+        return read_state(path)["identity"]
+    except Unusable as problem:
+        return problem
+    except OSError as error:
+        return Unusable(f"{STATE} cannot be read: {error.strerror or error}")

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from config.files import flush, write_flushed
-from training.checkpoint.manifest import MANIFEST, Written, file_sha256, is_whole, sealed
+from training.checkpoint.manifest import MANIFEST, Written, file_sha256, is_whole
 from training.checkpoint.retention import is_read_locked
+from training.checkpoint.seal import sealed
 
 Reached = Callable[[str], None]
 
@@ -125,5 +126,6 @@ def recover(folder: Path) -> None:
     for pattern in (".step-*.partial", ".step-*.dropped"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        (folder / ".LATEST.partial").unlink(missing_ok=True)
+    for leftover in (*folder.glob(".LATEST.partial"), *folder.glob(".RUN.*.partial")):
+        with contextlib.suppress(OSError):
+            leftover.unlink(missing_ok=True)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from training.engine import Engine
 
 TAG = "deepspeed"
+_VERSIONS = {name: version(name) for name in ("torch", "deepspeed", "transformers")}  # once: it opens files
 
 
 def save_state(files: Files, folder: Path, engine: Engine, state: dict[str, Any]) -> None:
@@ -42,7 +43,7 @@ def save_state(files: Files, folder: Path, engine: Engine, state: dict[str, Any]
 
 
 def manifest_of(engine: Engine, progress: Progress, validation_loss: float | None, key: Key | None) -> dict[str, Any]:
-    """All of the manifest but its files."""
+    """All of the manifest but its files, and which run it is of (`training.checkpoint.lineage.Lineage`)."""
     regions = dict(engine.regions.dtypes) if engine.regions is not None else None
     finite = validation_loss is None or math.isfinite(validation_loss)
     return {
@@ -55,7 +56,7 @@ def manifest_of(engine: Engine, progress: Progress, validation_loss: float | Non
         "data": {"position": progress.position, "tokens": progress.tokens},
         "validation_loss": validation_loss if finite else str(validation_loss),
         "encryption": {"key": key.id} if key is not None else None,
-        "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        "versions": _VERSIONS,
     }
 
 

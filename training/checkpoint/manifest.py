@@ -7,17 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+
+from config import json_text
+from training.checkpoint.run_record import read_record, run_in
+from training.checkpoint.seal import unsealed
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 BLOCK = 1 << 22
 """[bytes] Read at a time when hashing."""
+
+NAME = re.compile(r"step-(0|[1-9][0-9]*)")
+"""Of a published checkpoint; the group is its step."""
+_FIELDS = {
+    "step": int,
+    "written": str,
+    "world_size": int,
+    "zero_stage": int,
+    "precision": dict,
+    "data": dict,
+    "versions": dict,
+    "files": dict,
+}
+"""What every manifest of this format has, and of which type."""
+_STATE_FIELDS = ("progress", "identity", "parameters", "reactions")
 
 # Tensor name to its dtype and shape.
 Tensors = dict[str, tuple[str, list[int]]]
@@ -48,11 +67,6 @@ class Written:
         return plain
 
 
-def sealed(content: dict[str, Any]) -> str:
-    """The text of `manifest.json`: `content` and, last, the SHA-256 of its canonical JSON."""
-    return json.dumps({**content, "sha256": _seal(content)}, indent=1) + "\n"
-
-
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint at `path`.
 
@@ -69,24 +83,48 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def parse_manifest(text: bytes) -> dict[str, Any]:
     """The content of a manifest. Raises Damaged when its seal does not match, Unusable for another format."""
     try:
-        manifest = json.loads(text)
-        seal = manifest.pop("sha256")
-    except (ValueError, KeyError, AttributeError, TypeError):
+        manifest, intact = unsealed(text)
+    except ValueError:
         raise Damaged(f"{MANIFEST} is not a whole manifest") from None
     if manifest.get("format") != FORMAT:
         raise Unusable(f"{MANIFEST} has format {manifest.get('format')}; this version reads format {FORMAT}")
-    if seal != _seal(manifest):
+    if not intact:
         raise Damaged(f"{MANIFEST} does not have the SHA-256 it was sealed with")
+    for field, kind in _FIELDS.items():
+        if not isinstance(manifest.get(field), kind):
+            raise Damaged(f"{MANIFEST} has no {field} as docs/checkpoints.md describes it")
+    for name, entry in manifest["files"].items():
+        if not _is_file_entry(name, entry):
+            raise Damaged(f"{MANIFEST} has an entry {name!r} that is no file of a checkpoint")
     return manifest
 
 
+def _is_file_entry(name: str, entry: Any) -> bool:
+    """Whether it names a file inside the checkpoint, its hash, its size and its rank."""
+    path = PurePosixPath(name)
+    inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    fields = {"sha256": str, "bytes": int, "rank": int}
+    return inside and isinstance(entry, dict) and all(isinstance(entry.get(key), fields[key]) for key in fields)
+
+
 def read_state(path: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint."""
-    return json.loads((path / STATE).read_text())
+    """`state.json` of a checkpoint. Raises Damaged when it is not one, OSError when it cannot be read."""
+    try:
+        state = json_text.parse((path / STATE).read_bytes())
+        missing = [field for field in _STATE_FIELDS if not isinstance(state.get(field), dict)]
+    except FileNotFoundError:
+        raise Damaged(f"{STATE} is missing") from None
+    except (ValueError, AttributeError):
+        raise Damaged(f"{STATE} is not JSON as it was written") from None
+    if missing:
+        raise Damaged(f"{STATE} has no {missing[0]}")
+    return state
 
 
 def check_sizes(path: Path, manifest: dict[str, Any]) -> None:
     """Raises Damaged for the first file that is missing or has another size; OSError when it cannot be checked."""
+    if STATE not in manifest["files"]:
+        raise Damaged(f"{MANIFEST} does not list {STATE}")
     for name, entry in manifest["files"].items():
         try:
             size = (path / name).stat().st_size
@@ -116,14 +154,22 @@ def files_of_rank(manifest: dict[str, Any], rank: int, world_size: int) -> list[
 
 
 def is_whole(path: Path) -> bool:
-    """Whether there is a sealed manifest and every file that it names has its size. Hashes are not computed."""
+    """Whether `find_problem` finds none. Hashes are not computed."""
     return find_problem(path) is None
 
 
-def find_problem(path: Path, further: Callable[[dict[str, Any]], None] = lambda manifest: None) -> Unusable | None:
-    """Why the checkpoint at `path` is unusable, or None. `further` checks its manifest, and may raise Unusable."""
+def find_problem(
+    path: Path, further: Callable[[dict[str, Any]], None] = lambda manifest: None, *, of_any_run: bool = False
+) -> Unusable | None:
+    """Why the checkpoint at `path` is unusable, or None. `further` checks its manifest, and may raise Unusable.
+
+    of_any_run: also the checkpoint of another run than the folder's it lies in can be used.
+    """
     try:
         manifest = read_manifest(path)
+        _check_name(path, manifest)
+        if not of_any_run:
+            _check_run(path, manifest)
         check_sizes(path, manifest)
         further(manifest)
     except Unusable as problem:
@@ -133,29 +179,21 @@ def find_problem(path: Path, further: Callable[[dict[str, Any]], None] = lambda 
     return None
 
 
-def by_step(folder: Path) -> list[Path]:
-    """Every published checkpoint in a checkpoints folder, whole or not, the highest step first."""
-    found = [(int(p.name[5:]), p) for p in folder.glob("step-*") if p.name[5:].isdecimal()]
-    return [p for _, p in sorted(found, reverse=True)]
+def _check_name(path: Path, manifest: dict[str, Any]) -> None:
+    """Raises Unusable when the folder is named after another step than the one that the manifest seals."""
+    named = NAME.fullmatch(path.name)
+    if named and int(named[1]) != manifest["step"]:
+        right = f"step-{manifest['step']}"
+        raise Unusable(f"{MANIFEST} is of step {manifest['step']}; rename the folder to {right} where that is right")
 
 
-def candidates(folder: Path) -> list[Path]:
-    """What to resume from, best first: the checkpoint that LATEST names, then the others from the highest step down."""
-    found, latest = by_step(folder), folder / "LATEST"
-    if latest.is_file():
-        named = folder / latest.read_text().strip()
-        found.sort(key=lambda path: path != named)  # stable: the others keep their order
-    return found
-
-
-def newest(folder: Path) -> Path | None:
-    """The first of `candidates` that is whole; None if there is none."""
-    return next((path for path in candidates(folder) if is_whole(path)), None)
-
-
-def newest_before(folder: Path, step: int) -> Path | None:
-    """The whole checkpoint of the highest step below `step`; None if there is none."""
-    return next((path for path in by_step(folder) if int(path.name[5:]) < step and is_whole(path)), None)
+def _check_run(path: Path, manifest: dict[str, Any]) -> None:
+    """Raises Unusable when the manifest seals another run than the one whose folder it lies in."""
+    own, run = read_record(path.parent), run_in(manifest)
+    if own and run and own.id != run[0]:
+        raise Unusable(
+            f"{MANIFEST} is of another run, {run[1]} ({run[0]}); run.resume={path} starts from it all the same"
+        )
 
 
 def file_sha256(path: Path) -> str:
@@ -167,12 +205,8 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _seal(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def _without_manifest(path: Path) -> Unusable:
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        if read_state(path).get("format") == 1:
+        if json_text.parse((path / STATE).read_bytes()).get("format") == 1:
             return Unusable(f"{STATE} has format 1, which has no hashes; this version reads format {FORMAT}")
     return Damaged(f"{MANIFEST} is missing")

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint.manifest import MANIFEST, Unusable, by_step, read_manifest
+from training.checkpoint.choice import by_step, step_of
+from training.checkpoint.manifest import MANIFEST, Unusable, read_manifest
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,6 @@ class Retention:
             losses = {step: loss for step in steps_until if (loss := loss_of(step)) is not None}
             kept |= set(sorted(losses, key=lambda step: (losses[step], step))[: self.best])
         return [step for step in steps_until if step not in kept]
-
-
-def step_of(path: Path) -> int:
-    """The step in the name of a published checkpoint."""
-    return int(path.name[5:])
 
 
 def validation_loss(path: Path) -> float | None:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training.checkpoint import commit
-from training.checkpoint.manifest import Written, file_sha256, newest
+from training.checkpoint.choice import newest
+from training.checkpoint.manifest import Written, file_sha256
 from training.checkpoint.outcome import Saved, SaveFailed, on_main
 from training.checkpoint.retention import Retention
 

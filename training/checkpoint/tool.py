@@ -4,7 +4,7 @@ verify PATH            hash every file, then compare its tensors with the manife
                        The tensors of an encrypted one are compared with --key env:NAME or file:PATH
 list RUN               what is in a run's checkpoints folder
 inspect PATH           what a checkpoint holds: dtype by dtype, rank by rank
-prune RUN --keep N     delete all but the newest N whole ones, and what was set aside as damaged
+prune RUN --keep N     delete all but the newest N whole ones, and what is damaged or was set aside as such
 
 PATH is a checkpoint, or a run or checkpoints folder for all of them (verify) or the newest (inspect). Nothing of a
 checkpoint is unpickled. Exit codes: 0, 2 when the command line is wrong, 3 when a checkpoint is not what was written.
@@ -16,21 +16,21 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
+from training.checkpoint.choice import by_step, candidates, latest_name, newest
 from training.checkpoint.commit import drop, name_latest
 from training.checkpoint.inventory import item_bytes, tensors_in
 from training.checkpoint.manifest import (
     MANIFEST,
     STATE,
     Damaged,
-    by_step,
     check_hashes,
     find_problem,
-    newest,
     read_manifest,
     read_state,
 )
@@ -65,11 +65,12 @@ def main(arguments: Sequence[str], say: Say = print) -> int:
 
 def verify(given: argparse.Namespace, say: Say) -> int:
     """Hash every file and compare its tensors with the manifest."""
-    paths, worst = _checkpoints(given.path), WHOLE
+    paths, worst, alone = _checkpoints(given.path), WHOLE, _is_checkpoint(given.path)
     open_file = _opener(given.key)
     for path in paths:
+        check = partial(_check_everything, path, open_file=open_file)
         with read_lock(path):
-            found = find_problem(path, lambda manifest, path=path: _check_everything(path, manifest, open_file))  # type: ignore[misc]
+            found = find_problem(path, check, of_any_run=alone)
         if found is None:
             manifest = read_manifest(path)
             needed = _encryption(manifest)
@@ -86,7 +87,7 @@ def verify(given: argparse.Namespace, say: Say) -> int:
 def list_run(given: argparse.Namespace, say: Say) -> int:
     """What is in a run's checkpoints folder; sizes are checked, hashes are not."""
     folder = _folder(given.path)
-    named = (folder / "LATEST").read_text().strip() if (folder / "LATEST").is_file() else None
+    named = latest_name(folder)
     for path in by_step(folder):
         found, mark = find_problem(path), "  LATEST" if path.name == named else ""
         if found is not None:
@@ -108,7 +109,7 @@ def inspect(given: argparse.Namespace, say: Say) -> int:
     path = given.path if _is_checkpoint(given.path) else newest(_folder(given.path))
     if path is None:
         raise UserError(f"{given.path}: no whole checkpoint there; `verify` says what is wrong with those there are")
-    found = find_problem(path)
+    found = find_problem(path, lambda manifest: check_hashes(path, manifest, [STATE]), of_any_run=True)
     if found is not None:
         say(f"{path}: {found}")
         return DAMAGED
@@ -150,19 +151,20 @@ def prune(given: argparse.Namespace, say: Say) -> int:
     if given.keep < 1:
         raise UserError(f"--keep {given.keep}: at least 1 checkpoint has to stay")
     folder = _folder(given.path)
-    whole = [path for path in by_step(folder) if find_problem(path) is None]
+    problems = {path: find_problem(path) for path in candidates(folder)}
+    whole = [path for path, problem in problems.items() if problem is None]
     if not whole:
         raise UserError(f"{folder}: no whole checkpoint there, so nothing is deleted; `verify` says what is wrong")
     stay = whole[: given.keep]
-    latest = newest(folder)
-    if latest is not None and latest not in stay:
-        stay.append(latest)
     for path in [*by_step(folder), *sorted(folder.glob("step-*.damaged*"))]:
-        if path not in stay:
+        problem = problems.get(path)
+        if problem is not None and not isinstance(problem, Damaged):
+            say(f"{path}: left as it is: {problem}")
+        elif path not in stay:
             drop(path)
             say(f"{path}: {'could not be deleted' if path.exists() else 'deleted'}")
-    name_latest(latest or stay[0])
-    say(f"{len(stay)} stay, the newest is {(latest or stay[0]).name}")
+    name_latest(stay[0])
+    say(f"{len(stay)} stay, the newest is {stay[0].name}")
     return WHOLE
 
 

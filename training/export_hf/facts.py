@@ -17,7 +17,7 @@ from config.redact import redact
 from config.schema import Config
 from config.version import VERSION
 from tracking.events import Event
-from tracking.jsonl import read_events, surviving
+from tracking.jsonl import read_run_events, surviving
 from tracking.run_dir import RunDir
 from training.checkpoint.manifest import read_state
 from training.parity.report import verdict_lines
@@ -135,4 +135,4 @@ def parity_facts(path: Path, config: Config, environment: dict[str, Any]) -> dic
 
 
 def _history(run: RunDir) -> list[Event]:
-    return surviving(read_events(run.events)) if run.events.is_file() else []
+    return surviving(read_run_events(run.events)) if run.events.is_file() else []

@@ -129,8 +129,8 @@ def test_a_restart_goes_on_once_there_is_a_checkpoint(tmp_path, capsys):
     words = ["--", "--config", str(REPOSITORY / "config/recipes/demo.yaml"), f"run.dir={tmp_path}", "run.name=a"]
     assert main(["begin", "--restarts", "1", *words]) == 0
     assert capsys.readouterr().out == "0:0\n"
-    (tmp_path / "a/checkpoints").mkdir(parents=True)
-    (tmp_path / "a/checkpoints/LATEST").write_text("step-2")
+    (tmp_path / "a/checkpoints/step-2").mkdir(parents=True)
+    (tmp_path / "a/checkpoints/step-2/manifest.json").write_text("{}")
     events = tmp_path / "a/events.jsonl"
     events.write_text('{"event":"run_end","step":2,"time":1.0,"exit_code":3}\n')
     assert main(["begin", "--restarts", "0", *words]) == 0

@@ -86,7 +86,9 @@ def clipping_after_load(world: World, *, stage: int, compute: str, folder: str) 
 def save_steps(world: World, *, folder: str, stage: int, compute: str, steps: int, keep: int = 9) -> None:
     """A run of so many steps, a checkpoint after each."""
     with engine_of(world, resolve(world, stage=stage, compute=compute)) as engine:
-        checkpoints = Checkpoints(Path(folder), keep=Retention(keep), identity={"stage": stage}, world=world)
+        checkpoints = Checkpoints(
+            Path(folder), keep=Retention(keep), identity={"stage": stage}, world=world, run_name="tried"
+        )
         progress = Progress()
         for step in range(1, steps + 1):
             health = engine.health(engine.forward_backward(batch_of(world, 4, seed=step), step=step))
@@ -102,6 +104,33 @@ def find(world: World, *, folder: str, resume: str, identity: dict[str, Any] | N
     except UserError as error:
         return f"error: {error}", checkpoints.take_notes()
     return found.name if found else "", checkpoints.take_notes()
+
+
+def go_back_and_save(world: World, *, folder: str, to: str) -> None:
+    """Resume from a checkpoint by its path, and save the step after it."""
+    with engine_of(world, resolve(world, stage=2, compute="bf16")) as engine:
+        checkpoints = Checkpoints(Path(folder), keep=Retention(9), identity={}, world=world)
+        progress = restored(checkpoints, checkpoints.find(f"{folder}/{to}"), engine)
+        checkpoints.save(engine, state_of(engine, progress.after(tokens=128, applied=True)))
+
+
+def save_without_descriptors(world: World, *, folder: str) -> list[str]:
+    """The outcomes of three saves; during the second no further file can be opened."""
+    outcomes = []
+    with engine_of(world, resolve(world, stage=1, compute="fp32")) as engine:
+        checkpoints = Checkpoints(Path(folder), keep=Retention(9), identity={}, world=world)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        for step in (1, 2, 3):
+            with contextlib.ExitStack() as held:
+                if step == 2:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+                    with contextlib.suppress(OSError):
+                        while True:
+                            held.enter_context(Path(os.devnull).open())
+                checkpoints.start_save(engine, state_of(engine, Progress(step=step)))
+                outcomes += [str(outcome) for outcome in checkpoints.outcomes()]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return outcomes
 
 
 def load_into_another_model(world: World, *, path: str) -> str:

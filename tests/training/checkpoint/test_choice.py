@@ -10,8 +10,10 @@ import pytest
 from tests.training.checkpoint import checkpoint_cases
 from tests.training.checkpoint.checkpoint_cases import flip
 from training.checkpoint import commit
-from training.checkpoint.manifest import MANIFEST, is_whole, newest, newest_before, read_manifest, sealed
+from training.checkpoint.choice import candidates, newest, newest_before
+from training.checkpoint.manifest import MANIFEST, is_whole, read_manifest
 from training.checkpoint.retention import Retention
+from training.checkpoint.seal import sealed
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +53,6 @@ def test_only_whole_checkpoints_are_chosen(saved):
     assert newest_before(saved, 3).name == "step-2"
     (saved / "step-3" / MANIFEST).write_text("{")
     assert newest(saved).name == "step-2"
-    (saved / "LATEST").write_text("step-1\n")
-    assert newest(saved).name == "step-1"
 
 
 def test_what_resume_asks_for_is_what_is_loaded(pair, saved, tmp_path):
@@ -76,8 +76,9 @@ def test_a_damaged_checkpoint_is_passed_over_by_name_and_set_aside(pair, saved):
     )
     assert lines[1] == f"passed over checkpoint {saved}/step-2: rng-rank-1.pt is missing"
     names = {path.name for path in saved.iterdir()}
-    assert names == {"LATEST", "step-1", "step-2.damaged", "step-3.damaged"}
-    assert found(pair, saved) == ("step-1", [])
+    assert names == {"LATEST", "RUN", "step-1", "step-2.damaged", "step-3.damaged"}
+    name, lines = found(pair, saved)
+    assert name == "step-1" and lines[0].endswith("LATEST names step-3, which is not there") and len(lines) == 1
 
 
 def test_where_nothing_can_be_used_the_run_does_not_start_anew(pair, saved):
@@ -130,13 +131,137 @@ def test_an_older_format_is_named_and_not_touched(pair, saved):
     assert (saved / "step-3").is_dir()
 
 
-def reseal(path, name):
-    """Write the manifest again for one changed file."""
+def reseal(path, name=None, without=(), **fields):
+    """Write the manifest again: for one changed file, without some fields, with others."""
     from training.checkpoint.manifest import file_sha256
 
     manifest = read_manifest(path)
-    manifest["files"][name] |= {"sha256": file_sha256(path / name), "bytes": (path / name).stat().st_size}
+    if name is not None:
+        manifest["files"][name] |= {"sha256": file_sha256(path / name), "bytes": (path / name).stat().st_size}
+    manifest = {key: value for key, value in {**manifest, **fields}.items() if key not in without}
     (path / MANIFEST).write_text(sealed(manifest))
+
+
+def write(content):
+    """Put these bytes where LATEST is."""
+    return lambda latest: latest.write_bytes(content)
+
+
+def link_to(target):
+    """Put a link where LATEST is."""
+
+    def act(latest):
+        latest.unlink()
+        latest.symlink_to(target)
+
+    return act
+
+
+def make_folder(latest):
+    """Put a folder where LATEST is."""
+    latest.unlink()
+    latest.mkdir()
+
+
+LATEST = {
+    "a flipped bit": (write(b"s\xf4ep-3\n"), "LATEST names no checkpoint"),
+    "empty": (write(b""), "LATEST names no checkpoint"),
+    "zeros": (write(bytes(4096)), "LATEST names no checkpoint"),
+    "another run": (write(b"../../other/checkpoints/step-5\n"), "LATEST names no checkpoint"),
+    "an absolute path": (write(b"/etc/passwd\n"), "LATEST names no checkpoint"),
+    "a hidden folder": (write(b".step-9.partial\n"), "LATEST names no checkpoint"),
+    "a link": (link_to("step-1/state.json"), "LATEST names no checkpoint"),
+    "a link to nothing": (link_to("step-9"), "LATEST names no checkpoint"),
+    "a folder": (make_folder, "LATEST names no checkpoint"),
+    "one that is not there": (write(b"step-9\n"), "LATEST names step-9, which is not there"),
+    "an older one": (write(b"step-1\n"), "LATEST names step-1, an older one (run.resume="),
+}
+
+
+@pytest.mark.parametrize("what", LATEST)
+def test_latest_is_a_hint_and_one_line_says_where_it_is_not_followed(pair, saved, what):
+    mutate, reason = LATEST[what]
+    mutate(saved / "LATEST")
+    name, lines = found(pair, saved)
+    assert name == "step-3" and len(lines) == 1
+    assert lines[0].startswith(f"took {saved}/step-3, the newest whole checkpoint: {reason}")
+
+
+def test_a_run_that_went_back_stays_there_before_and_after_its_next_save(pair, saved):
+    """Recorded at once in RUN, and sealed into what is saved later: neither LATEST nor RUN need survive."""
+    assert found(pair, saved, f"{saved}/step-1")[0] == "step-1"
+    name, lines = found(pair, saved)
+    assert name == "step-1" and lines[0].endswith("step-3, step-2: from before the run went back")
+    pair.run(checkpoint_cases.go_back_and_save, folder=str(saved), to="step-1")
+    assert read_manifest(saved / "step-2")["went_back"] == 1
+    for name in ("LATEST", "RUN"):
+        (saved / name).unlink()
+        assert [path.name for path in candidates(saved)] == ["step-2", "step-3", "step-1"]
+    name, lines = found(pair, saved)
+    assert name == "step-2" and lines == []
+
+
+@pytest.mark.parametrize("last", ["step-2", "step-3"])
+def test_a_run_that_went_back_before_that_was_sealed_is_still_followed(pair, saved, last):
+    """Without the field LATEST counts, where it names what was written last."""
+    for step, second in ((1, 1), (2, 9 if last == "step-2" else 2), (3, 3)):
+        written = f"2026-01-01T00:00:0{second}.000+00:00"
+        reseal(saved / f"step-{step}", without=("run", "went_back"), written=written)
+    (saved / "RUN").unlink()
+    (saved / "LATEST").write_text("step-2\n")
+    name, lines = found(pair, saved)
+    assert name == last and len(lines) == 1
+    assert ("step-3: from before the run went back" in lines[0]) is (last == "step-2")
+
+
+def test_a_checkpoint_under_another_name_is_passed_over(pair, saved):
+    (saved / "step-3").rename(saved / "step-40")
+    name, lines = found(pair, saved)
+    assert name == "step-2"
+    assert lines[0].startswith(f"passed over checkpoint {saved}/step-40: manifest.json is of step 3; rename the folder")
+    (saved / "step-40").rename(saved / "step-3")
+    assert found(pair, saved)[0] == "step-3"
+
+
+def test_a_checkpoint_of_another_run_with_the_same_identity_is_passed_over_unless_it_is_asked_for(
+    pair, saved, tmp_path
+):
+    other = tmp_path / "other"
+    pair.run(checkpoint_cases.save_steps, folder=str(other), stage=2, compute="bf16", steps=4)
+    shutil.copytree(other / "step-4", saved / "step-4")
+    name, lines = found(pair, saved)
+    assert name == "step-3" and len(lines) == 1
+    assert f"{saved}/step-4: manifest.json is of another run, tried " in lines[0] and "run.resume=" in lines[0]
+    assert found(pair, saved, f"{saved}/step-4")[0] == "step-4"
+    assert found(pair, saved, f"{other}/step-4")[0] == "step-4"
+    assert found(pair, tmp_path / "branch", str(other))[0] == "step-4"
+
+
+def test_a_checkpoint_without_a_run_is_of_any_run(pair, saved):
+    reseal(saved / "step-3", without=("run", "went_back"))
+    assert found(pair, saved) == ("step-3", [])
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000, b"{" + b'"a":[' * 900 + b"]" * 900 + b"}"])
+def test_a_deeply_nested_manifest_is_damage(pair, saved, content):
+    (saved / "step-3" / MANIFEST).write_bytes(content)
+    name, lines = found(pair, saved)
+    assert name == "step-2" and lines[0].endswith("step-3: manifest.json is not a whole manifest")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"files": {"../LATEST": {"sha256": "0" * 64, "bytes": 7, "rank": 0}}}, "an entry '../LATEST' that is no file"),
+        ({"files": {"state.json": {"bytes": 7}}}, "an entry 'state.json' that is no file"),
+        ({"files": {}}, "does not list state.json"),
+        ({"step": "3"}, "has no step as docs/checkpoints.md describes it"),
+    ],
+)
+def test_a_sealed_manifest_that_is_none_of_ours_is_damage(pair, saved, fields, reason):
+    reseal(saved / "step-3", **fields)
+    name, lines = found(pair, saved)
+    assert name == "step-2" and reason in lines[0]
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["new one sealed", "new one not sealed"])
@@ -146,7 +271,7 @@ def test_a_kill_between_the_two_renames_of_a_save_loses_neither(saved, whole):
     if not whole:
         (saved / ".step-3.partial" / MANIFEST).unlink()
     commit.recover(saved)
-    assert {path.name for path in saved.iterdir()} == {"LATEST", "step-1", "step-2", "step-3"}
+    assert {path.name for path in saved.iterdir()} == {"LATEST", "RUN", "step-1", "step-2", "step-3"}
     assert read_manifest(saved / "step-3")["step"] == (2 if whole else 3)
 
 
@@ -154,9 +279,10 @@ def test_leftovers_of_a_kill_are_cleaned_away(saved):
     for name in (".step-4.partial", ".step-1.dropped", ".step-3.replaced"):
         (saved / name).mkdir()
         (saved / name / "file").write_text("x")
-    (saved / ".LATEST.partial").write_text("ste")
+    for name in (".LATEST.partial", ".RUN.123.partial"):
+        (saved / name).write_text("ste")
     commit.recover(saved)
-    assert {path.name for path in saved.iterdir()} == {"LATEST", "step-1", "step-2", "step-3"}
+    assert {path.name for path in saved.iterdir()} == {"LATEST", "RUN", "step-1", "step-2", "step-3"}
 
 
 def test_the_newest_are_kept_and_the_rest_dropped(saved):
@@ -164,4 +290,4 @@ def test_the_newest_are_kept_and_the_rest_dropped(saved):
     # went back behind step 3, which is of another past
     assert Retention(1).to_delete(saved, saved / "step-2") == [saved / "step-1"]
     commit.drop(saved / "step-1")
-    assert {path.name for path in saved.iterdir()} == {"LATEST", "step-2", "step-3"}
+    assert {path.name for path in saved.iterdir()} == {"LATEST", "RUN", "step-2", "step-3"}

@@ -9,7 +9,7 @@ import pytest
 from tests.support.launches import command, finish
 from tests.training.checkpoint import checkpoint_cases
 from tracking.jsonl import read_events
-from training.checkpoint.manifest import newest
+from training.checkpoint.choice import newest
 
 
 @pytest.fixture
@@ -47,6 +47,13 @@ def test_a_folder_that_became_read_only_is_named(pair, small_disk):
         assert error.startswith(f"checkpoint {folder}/step-2 was not saved: ")
         assert "Read-only file system" in error
     assert pair.run(checkpoint_cases.find, folder=str(folder), resume="auto") == [("step-1", [])] * 2
+
+
+def test_a_process_that_may_open_no_further_file_saves_again_when_it_may(solo, tmp_path):
+    first, second, third = solo.run(checkpoint_cases.save_without_descriptors, folder=str(tmp_path))[0]
+    assert "Too many open files" in second and "\n" not in second
+    assert first.startswith("Saved(") and third.startswith("Saved(")
+    assert newest(tmp_path).name == "step-3"
 
 
 def test_everything_is_on_disk_before_a_name_points_at_it(solo, tmp_path):
@@ -110,7 +117,7 @@ def check(results, folder):
         assert result["error"] == results[0]["error"]
         assert result["error"].startswith(f"checkpoint {folder}/")
         assert "\n" not in result["error"]
-        assert result["names"] == ["LATEST", "step-1"]
+        assert result["names"] == ["LATEST", "RUN", "step-1"]
         assert result["failures"] == (1, 0)
         assert result["found"] == "step-1"
         assert result["step"] == 3 and result["same"]
@@ -127,5 +134,5 @@ def test_a_save_that_does_not_read_back_is_set_aside(pair, tmp_path):
         assert f"step-2 is not what was written and is set aside: {shard} was written with" in result["last"]
         assert (result["verified"], result["found"]) == ([True, False], "step-1")
         assert (result["any"], result["failures"]) == (True, 1)
-    assert {path.name for path in tmp_path.iterdir()} == {"LATEST", "step-1", "step-2.damaged"}
+    assert {path.name for path in tmp_path.iterdir()} == {"LATEST", "RUN", "step-1", "step-2.damaged"}
     assert (tmp_path / "LATEST").read_text() == "step-1\n"

@@ -163,7 +163,7 @@ def test_prune_keeps_the_newest_whole_ones(copy):
     (folder / "step-7.damaged").mkdir()
     code, lines = tool("prune", copy, "--keep", "1")
     assert code == 0 and lines[-1] == "1 stay, the newest is step-2"
-    assert {path.name for path in folder.iterdir()} == {"LATEST", "step-2"}
+    assert {path.name for path in folder.iterdir()} == {"LATEST", "RUN", "step-2"}
     assert (folder / "LATEST").read_text() == "step-2\n"
     assert tool("prune", copy, "--keep", "0")[0] == 2
     flip(folder / "step-2" / MANIFEST)

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from config.errors import UserError
 from training.checkpoint import commit
-from training.checkpoint.manifest import MANIFEST, Unusable, Written, files_of_rank, newest, read_manifest
+from training.checkpoint.choice import newest
+from training.checkpoint.manifest import MANIFEST, Unusable, Written, files_of_rank, read_manifest
 from training.checkpoint.outcome import SaveFailed, on_main
 from training.checkpoint.retention import Retention, loss_in
+from training.checkpoint.run_record import Order, Record, order_in, read_record, run_in
 from training.checkpoint.store.errors import StoreError
 from training.checkpoint.store.store import Store
 
@@ -75,6 +77,19 @@ class Remote:
                 return
             log(f"passed over checkpoint {self.url_of(step)}: {problem}")
 
+    def orders(self, world: World) -> list[Order]:
+        """Of all checkpoints in the store. Raises UserError, on every rank, when the store cannot be reached."""
+        found: list[Order] | str = []
+        if world.is_main:
+            try:
+                found = [order_in(manifest) for _, manifest in self.store.candidates() if isinstance(manifest, dict)]
+            except StoreError as error:
+                found = str(error)
+        found = world.from_main(found)
+        if isinstance(found, str):
+            raise UserError(f"checkpoint.dir = {found}")
+        return found
+
     def require_empty(self, world: World) -> None:
         """Raises UserError, on every rank, where there are checkpoints of another run: they would be mixed up."""
         error = None
@@ -109,20 +124,21 @@ class Remote:
                 self.store.delete(old)
 
     def _find_newer(self, folder: Path) -> _Newer:
-        newer, local = _Newer(), newest(folder)
+        newer, local, record = _Newer(), newest(folder), read_record(folder)
         mine = read_manifest(local) if local is not None else None
         try:
-            for step in self.store.candidates():
-                try:
-                    manifest = self.store.manifest(step)
-                except Unusable as problem:
-                    newer.passed_over.append(f"passed over checkpoint {self.url_of(step)}: {problem}")
-                    continue
-                if mine is not None and (manifest["written"], step) <= (mine["written"], mine["step"]):
-                    break
-                newer.checkpoints.append((step, manifest))
+            found = self.store.candidates(record)
         except StoreError as error:
             newer.error = str(error)
+            return newer
+        for step, manifest in found:
+            problem = manifest if isinstance(manifest, Unusable) else _of_another_run(manifest, step, record)
+            if problem is not None:
+                newer.passed_over.append(f"passed over checkpoint {self.url_of(step)}: {problem}")
+                continue
+            if mine is not None and not _is_newer(manifest, mine, record):
+                break
+            newer.checkpoints.append((step, manifest))
         return newer
 
     def _fetch(self, world: World, folder: Path, step: int, manifest: dict[str, Any]) -> str | None:
@@ -148,3 +164,24 @@ class Remote:
     def _publish_fetched(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
         commit.seal_folder(partial, manifest)
         commit.publish(partial, final)
+
+
+def _of_another_run(manifest: dict[str, Any], step: int, record: Record | None) -> Unusable | None:
+    """Why a checkpoint in the store is not what it lies there as, or None."""
+    if manifest["step"] != step:
+        return Unusable(f"{MANIFEST} is of step {manifest['step']}")
+    run = run_in(manifest)
+    if record is not None and run is not None and run[0] != record.id:
+        return Unusable(f"{MANIFEST} is of another run, {run[1]} ({run[0]})")
+    return None
+
+
+def _is_newer(there: dict[str, Any], here: dict[str, Any], record: Record | None) -> bool:
+    """Whether a manifest in the store is newer than the newest one in the run folder."""
+    if "went_back" not in there and "went_back" not in here:
+        return bool((there["written"], there["step"]) > (here["written"], here["step"]))
+
+    def place(manifest: dict[str, Any]) -> tuple[bool, Order, str]:
+        return record is None or not record.left(order_in(manifest)), order_in(manifest), manifest["written"]
+
+    return place(there) > place(here)

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import os
 import random
-import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from config.errors import UserError
-from training.checkpoint.manifest import MANIFEST, Damaged, parse_manifest
+from training.checkpoint.choice import LATEST, newest_first
+from training.checkpoint.manifest import MANIFEST, NAME, Damaged, Unusable, parse_manifest
+from training.checkpoint.run_record import Record
 from training.checkpoint.store.errors import StoreError
-from training.checkpoint.store.files import StoreFiles
-
-LATEST = "LATEST"
-_STEP = re.compile(r"step-(0|[1-9]\d*)")
+from training.checkpoint.store.files import AT_ONCE, StoreFiles
 
 
 class Store(StoreFiles):
@@ -36,10 +35,17 @@ class Store(StoreFiles):
         """The steps of which there are files but no manifest: half uploaded, or half deleted."""
         return sorted(step for step, names in self._listing().items() if MANIFEST not in names)
 
-    def candidates(self) -> list[int]:
-        """What to resume from, best first: the step that LATEST names, then the others from the highest down."""
-        latest = (self.read_text(LATEST) or "").strip()
-        return sorted(self.steps(), key=lambda step: (f"step-{step}" != latest, -step))
+    def candidates(self, record: Record | None = None) -> list[tuple[int, dict[str, Any] | Unusable]]:
+        """Steps with their manifests, the newest first as in `newest_first`; for a damaged one what is wrong with it.
+
+        record: of the run that asks.
+        """
+        with ThreadPoolExecutor(max_workers=AT_ONCE) as readers:
+            steps = self.steps()
+            found = dict(zip(steps, readers.map(self._manifest_or_problem, steps), strict=True))
+        named = NAME.fullmatch((self.read_text(LATEST) or "").strip())
+        known = {step: manifest if isinstance(manifest, dict) else None for step, manifest in found.items()}
+        return [(step, found[step]) for step in newest_first(known, named and int(named[1]), record)]
 
     def manifest(self, step: int) -> dict[str, Any]:
         """The manifest of a checkpoint, with its seal checked. Raises Damaged or Unusable like `parse_manifest`."""
@@ -47,6 +53,12 @@ class Store(StoreFiles):
         if text is None:
             raise Damaged(f"{MANIFEST} is missing")
         return parse_manifest(text.encode())
+
+    def _manifest_or_problem(self, step: int) -> dict[str, Any] | Unusable:
+        try:
+            return self.manifest(step)
+        except Unusable as problem:
+            return problem
 
     def begin(self, step: int) -> None:
         """Before any file of `step` is uploaded: deletes an older checkpoint of that step."""
@@ -85,7 +97,7 @@ class Store(StoreFiles):
         found: dict[int, set[str]] = {}
         for path in self.find():
             folder, _, name = path.partition("/")
-            match = _STEP.fullmatch(folder)
+            match = NAME.fullmatch(folder)
             if match and name:
                 found.setdefault(int(match[1]), set()).add(name)
         return found

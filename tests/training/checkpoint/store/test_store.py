@@ -19,7 +19,8 @@ import pytest
 from config.errors import UserError
 from config.secrets import refuse_secrets
 from tests.support.store_server import CREDENTIALS, SMALLEST_PART, S3Server, s3_server
-from training.checkpoint.manifest import FORMAT, Damaged, Unusable, sealed
+from training.checkpoint.manifest import FORMAT, Damaged, Unusable
+from training.checkpoint.seal import sealed
 from training.checkpoint.store.errors import StoreError, without_secrets
 from training.checkpoint.store.store import Store
 
@@ -78,7 +79,13 @@ def checkpoint(folder: Path, step: int, sizes: dict[str, int]) -> dict[str, Any]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(random.Random(f"{step} {name}").randbytes(size))
         files[name] = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": size, "rank": 0}
-    return {"format": FORMAT, "step": step, "files": files}
+    further = {"world_size": 1, "zero_stage": 0, "precision": {}, "data": {}, "versions": {}, "went_back": 0}
+    return {"format": FORMAT, "step": step, "written": "2026-01-01", "files": files, **further}
+
+
+def steps_of(store: Store) -> list[int]:
+    """The candidates' steps, the newest first."""
+    return [step for step, _ in store.candidates()]
 
 
 def put(store: Store, folder: Path, manifest: dict[str, Any]) -> None:
@@ -92,7 +99,7 @@ def put(store: Store, folder: Path, manifest: dict[str, Any]) -> None:
 
 def usable(store: Store, folder: Path) -> list[int]:
     """The candidates, in order, each of which is downloaded whole."""
-    found = store.candidates()
+    found = steps_of(store)
     for step in found:
         for name, file in store.manifest(step)["files"].items():
             store.download(
@@ -109,22 +116,22 @@ def test_a_checkpoint_goes_there_and_back(s3: S3Server, tmp_path: Path, kind: st
     url = {"s3": "s3://runs/demo", "memory": "memory://demo", "file": f"file://{tmp_path}/far/demo"}[kind]
     options = {"endpoint_url": s3.proxy.url} if kind == "s3" else {}
     store, other = Store(url, options), store_of(s3, url) if kind == "s3" else Store(url)
-    assert (store.candidates(), store.unfinished(), store.read_text("LATEST")) == ([], [], None)
+    assert (steps_of(store), store.unfinished(), store.read_text("LATEST")) == ([], [], None)
     with pytest.raises(Damaged, match=r"manifest.json is missing"):
         store.manifest(7)
     manifests = {step: checkpoint(tmp_path, step, SIZES) for step in (9, 10, 20)}
     for manifest in manifests.values():
         put(store, tmp_path, manifest)
-        assert other.candidates()[0] == manifest["step"], "a listing was kept from before"
+        assert steps_of(other)[0] == manifest["step"], "a listing was kept from before"
     assert store.steps() == [9, 10, 20]
     assert store.manifest(9) == manifests[9]
     store.name_latest(10)
-    assert usable(other, tmp_path) == [10, 20, 9]
+    assert usable(other, tmp_path) == [20, 10, 9], "LATEST is a hint"
     for name in SIZES:
         assert (tmp_path / "back-9" / name).read_bytes() == (tmp_path / "step-9" / name).read_bytes()
     store.delete(20)
     store.delete(20)
-    assert other.candidates() == [10, 9]
+    assert steps_of(other) == [10, 9]
     assert not [name for name in other.find() if "step-20" in name]
 
 
@@ -164,7 +171,7 @@ def test_a_part_that_fails_is_sent_again_alone(s3: S3Server, tmp_path: Path) -> 
 FAULTS = ["cut before", "cut inside", "done, then cut", 500, 503]
 REQUESTS = {
     "list": r"GET /runs\?list",
-    "read": r"GET /runs/.*LATEST",
+    "read": r"GET /runs/.*manifest.json",
     "read a part": r"GET /runs/.*/large",
     "size": "HEAD .*/large",
     "begin an upload": r"POST .*\?uploads",
@@ -283,7 +290,7 @@ def test_permanent_errors_are_reported_at_once(s3: S3Server, tmp_path: Path) -> 
     store, nowhere = store_of(s3), store_of(s3, "s3://no-such-bucket/demo")
     no_bucket = r"s3://no-such-bucket/demo/.*NoSuchBucket: .*make the bucket, or correct checkpoint.dir"
     problem(lambda: nowhere.upload(path, "one", sha256=sha256, size=10), no_bucket, 1)
-    problem(nowhere.candidates, no_bucket, 2)
+    problem(nowhere.candidates, no_bucket, 1)
     problem(nowhere.steps, no_bucket, 1)
     problem(lambda: nowhere.delete(3), no_bucket, 1)
     problem(nowhere.require_usable, "^checkpoint.dir = " + no_bucket, 1)
@@ -332,7 +339,7 @@ def cut_off(s3: S3Server, after: int) -> None:
 
 def whole(s3: S3Server, store: Store) -> list[int]:
     """The candidates, in order, after seeing that each one's files are there as its manifest has them."""
-    found = store.candidates()
+    found = steps_of(store)
     for step in found:
         for name, file in store.manifest(step)["files"].items():
             content = s3.content("runs", f"demo/checkpoints/step-{step}/{name}")
@@ -362,11 +369,13 @@ def test_wherever_an_upload_ends_the_checkpoint_before_stays_the_chosen_one(
             published = True
         except StoreError:
             published = False
-        named = s3.proxy.count("PUT .*LATEST") == 1 and after > 0 and not s3.proxy.requests[-1].startswith("PUT")
+        sealing = "PUT .*step-2/manifest.json"
+        sealed_there = s3.proxy.count(sealing) == 1 and not re.match(sealing, s3.proxy.requests[-1])
         s3.proxy.clear()
         found = whole(s3, store)
-        assert found[0] == (2 if named else 1), after
-        assert published <= named
+        untouched = saved_before and after == 0
+        assert found[0] == (2 if sealed_there or untouched else 1), after
+        assert published <= sealed_there
         if published or (saved_before and after == 6):
             break
     assert after >= 6

@@ -1,0 +1,115 @@
+"""Ways to damage the files of a run: each takes the path of one file, which is whole before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from training.checkpoint.manifest import MANIFEST, file_sha256
+from training.checkpoint.seal import sealed, unsealed
+
+Act = Callable[[Path], None]
+
+NESTED = b'{"event":' + b"[" * 100_000
+"""JSON that no parser follows to its end."""
+NESTED_AND_CLOSED = b'{"event":' + b"[" * 700 + b"]" * 700 + b"}\n"
+"""JSON that a parser reads, and that is too deep for what walks through it."""
+BINARY = bytes(range(256)) * 8
+
+
+def removed(path: Path) -> None:
+    """The file, or the folder, is gone."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def folder(path: Path) -> None:
+    """A folder of that name instead."""
+    removed(path)
+    path.mkdir()
+
+
+def looped(path: Path) -> None:
+    """A link to itself instead."""
+    removed(path)
+    path.symlink_to(path.name)
+
+
+def flipped(path: Path) -> None:
+    """One bit of a byte in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def halved(path: Path) -> None:
+    """Cut off in the middle, as by a copy that broke off."""
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def zeroed(path: Path) -> None:
+    """Zeros of the same size, as after a power cut."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def holding(content: bytes) -> Act:
+    """Another content."""
+    return lambda path: _write(path, content)
+
+
+def after(content: bytes) -> Act:
+    """Something appended."""
+    return lambda path: _write(path, path.read_bytes() + content)
+
+
+def line(number: int, content: bytes) -> Act:
+    """Another content in place of one line, counted from 0."""
+
+    def act(path: Path) -> None:
+        lines = path.read_bytes().splitlines(keepends=True)
+        lines[number] = content + b"\n"
+        path.write_bytes(b"".join(lines))
+
+    return act
+
+
+def lines(change: Callable[[list[bytes]], list[bytes]]) -> Act:
+    """Lines in another order or number."""
+    return lambda path: _write(path, b"".join(change(path.read_bytes().splitlines(keepends=True))))
+
+
+def edited(change: Callable[[Any], Any]) -> Act:
+    """JSON with another value."""
+    return lambda path: _write(path, json.dumps(change(json.loads(path.read_bytes()))).encode())
+
+
+def sealed_again(change: Callable[[dict[str, Any]], Any]) -> Act:
+    """A sealed file with another content, whose seal is right."""
+
+    def act(path: Path) -> None:
+        content, _ = unsealed(path.read_bytes())
+        path.write_text(sealed({**content, **change(content)}))
+
+    return act
+
+
+def in_its_manifest(act: Act) -> Act:
+    """Damage to a file of a checkpoint that its manifest knows as it then is: made by a program, not by a disk."""
+
+    def whole(path: Path) -> None:
+        act(path)
+        entry = {"sha256": file_sha256(path), "bytes": path.stat().st_size}
+        sealed_again(lambda content: {"files": _with(content["files"], path.name, entry)})(path.parent / MANIFEST)
+
+    return whole
+
+
+def _with(files: dict[str, Any], name: str, entry: dict[str, Any]) -> dict[str, Any]:
+    return {**files, name: {**files[name], **entry}}
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)

@@ -1,0 +1,122 @@
+"""Which checkpoint of a folder is the newest: what `run.resume: auto` takes.
+
+Manifests decide, which are sealed. LATEST is a hint for people and other tools: where it disagrees, one line says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from config.errors import UserError
+from training.checkpoint.manifest import NAME, Unusable, is_whole, read_manifest
+from training.checkpoint.run_record import Order, Record, order_in, read_record
+
+LATEST = "LATEST"
+_LONGEST = 64  # [bytes] of a LATEST that names a checkpoint
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a published checkpoint."""
+    return int(path.name[5:])
+
+
+def by_step(folder: Path) -> list[Path]:
+    """Every published checkpoint in a checkpoints folder, whole or not, the highest step first.
+
+    Raises UserError when the folder is there and cannot be read: a run must not start from scratch because of that.
+    """
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror}); change its permissions") from error
+    steps = sorted((int(match[1]) for match in map(NAME.fullmatch, names) if match), reverse=True)
+    return [folder / f"step-{step}" for step in steps]
+
+
+def candidates(folder: Path) -> list[Path]:
+    """What to resume from, the newest first; see `newest_first`."""
+    found = {step_of(path): _manifest(path) for path in by_step(folder)}
+    named = NAME.fullmatch(latest_name(folder) or "")
+    return [folder / f"step-{step}" for step in newest_first(found, named and int(named[1]), read_record(folder))]
+
+
+def newest_first(found: Mapping[int, dict[str, Any] | None], named: int | None, record: Record | None) -> list[int]:
+    """The steps in the order in which they are tried: by how often the run had gone back, then by step.
+
+    Those that the run left when it went back come last. Where no manifest tells (they are from before manifests did),
+    the checkpoint that LATEST names comes first if it was also written last.
+
+    found: manifests by step; None for one that cannot be read. named: by LATEST. record: from RUN.
+    """
+    known = [manifest for manifest in found.values() if manifest is not None]
+    hint = found.get(named) if named is not None else None
+    old = hint is not None and all("went_back" not in m and m["written"] <= hint["written"] for m in known)
+
+    def place(step: int) -> tuple[bool, bool, Order]:
+        order = _order(step, found[step])
+        return old and step == named, record is None or not record.left(order), order
+
+    return sorted(found, key=place, reverse=True)
+
+
+def newest(folder: Path) -> Path | None:
+    """The first of `candidates` that is whole; None if there is none."""
+    return next((path for path in candidates(folder) if is_whole(path)), None)
+
+
+def newest_before(folder: Path, step: int) -> Path | None:
+    """The whole checkpoint of the highest step below `step`; None if there is none."""
+    return next((path for path in by_step(folder) if step_of(path) < step and is_whole(path)), None)
+
+
+def orders_in(folder: Path) -> list[Order]:
+    """Of the checkpoints in a folder, whole or not."""
+    return [_order(step_of(path), _manifest(path)) for path in by_step(folder)]
+
+
+def latest_name(folder: Path) -> str | None:
+    """The name in LATEST; None where there is no such file, or what it holds is no checkpoint's name."""
+    try:
+        handle = os.open(folder / LATEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(handle, "rb") as file:
+            name = file.read(_LONGEST).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return name if NAME.fullmatch(name) else None
+
+
+def choice_remark(chosen: Path, passed_over: Collection[Path]) -> str | None:
+    """In one line, what of LATEST and of higher steps is not followed by taking `chosen`; None where they agree.
+
+    passed_over: those that cannot be used, which was said already.
+    """
+    folder, name, why = chosen.parent, latest_name(chosen.parent), []
+    there = {step_of(path): path for path in by_step(folder)}
+    step = step_of(chosen)
+    if name is None and os.path.lexists(folder / LATEST):
+        why.append("LATEST names no checkpoint")
+    elif name is not None and folder / name not in (*there.values(), *passed_over):
+        why.append(f"LATEST names {name}, which is not there")
+    elif name is not None and int(name[5:]) < step and folder / name not in passed_over:
+        why.append(f"LATEST names {name}, an older one (run.resume={folder / name} goes back to it)")
+    later = [path.name for other, path in there.items() if other > step and path not in passed_over]
+    if later:
+        why.append(f"{', '.join(later)}: from before the run went back")
+    return f"took {chosen}, the newest whole checkpoint: {'; '.join(why)}" if why else None
+
+
+def _order(step: int, manifest: dict[str, Any] | None) -> Order:
+    """By the folder's name, not the manifest's step: one under another name is passed over when it is its turn."""
+    return (order_in(manifest)[0] if manifest is not None else 0, step)
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(Unusable, OSError):
+        return read_manifest(path)
+    return None

@@ -1,0 +1,67 @@
+"""Which run a checkpoints folder is of, and how often that run went back to an older checkpoint.
+
+    checkpoints/RUN      id and name of the run, and the last time it went back; sealed like a manifest
+
+Every manifest seals the id, the name, the step and that number too. A step that was saved after the run went back is
+newer than a higher step from before, whatever the clocks and LATEST say; and a checkpoint of another run that lies in
+the folder is not taken for one of this run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from config.files import write_atomically
+from training.checkpoint.seal import sealed, unsealed
+
+RUN = "RUN"
+_ID = re.compile(r"[0-9a-f]{16}")
+
+Order = tuple[int, int]
+"""How often the run had gone back, and the step: the larger, the newer."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The content of RUN."""
+
+    id: str
+    name: str
+    went_back: int = 0
+    """How often the run went back."""
+    back_to: int = 0
+    """Step that it went back to the last time."""
+
+    def left(self, order: Order) -> bool:
+        """Whether a checkpoint is of the steps that the run left when it went back."""
+        return order[0] < self.went_back and order[1] > self.back_to
+
+    def write(self, folder: Path) -> None:
+        """Put it into a checkpoints folder. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"id": self.id, "name": self.name, "went_back": self.went_back, "back_to": self.back_to}
+        write_atomically(folder / RUN, sealed(content).encode())
+
+
+def read_record(folder: Path) -> Record | None:
+    """The RUN of a checkpoints folder; None where there is none, or it is damaged."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        content, intact = unsealed((folder / RUN).read_bytes())
+        if intact and _ID.fullmatch(content["id"]):
+            return Record(**content)
+    return None
+
+
+def run_in(manifest: dict[str, Any]) -> tuple[str, str] | None:
+    """Id and name of the run that a manifest seals; None in one from before manifests did."""
+    run = manifest.get("run")
+    return (run["id"], run["name"]) if isinstance(run, dict) and {"id", "name"} <= run.keys() else None
+
+
+def order_in(manifest: dict[str, Any]) -> Order:
+    """The place of a checkpoint among those of its run, from its manifest."""
+    return int(manifest.get("went_back", 0)), int(manifest["step"])

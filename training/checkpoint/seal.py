@@ -1,0 +1,28 @@
+"""JSON that is sealed with a hash of its own, so that it is known whether it is as it was written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from config import json_text
+
+
+def sealed(content: dict[str, Any]) -> str:
+    """The text of a sealed file: `content` and, last, the SHA-256 of its canonical JSON."""
+    return json.dumps({**content, "sha256": _seal(content)}, indent=1) + "\n"
+
+
+def unsealed(text: bytes) -> tuple[dict[str, Any], bool]:
+    """The content of a sealed file, and whether it is as it was sealed. Raises ValueError when it is no such file."""
+    try:
+        content = json_text.parse(text)
+        seal = content.pop("sha256")
+        return content, bool(seal == _seal(content))
+    except (KeyError, AttributeError, TypeError, RecursionError):
+        raise ValueError("is no sealed JSON object") from None
+
+
+def _seal(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
