@@ -166,7 +166,7 @@ def _descendants(pid: int) -> list[int]:
         parent = queue.pop(0)
         for path in Path(f"/proc/{parent}/task").glob("*/children"):
             with suppress(OSError):
-                queue += [int(child) for child in path.read_text().split()]
+                queue += [int(child) for child in path.read_text(encoding="utf-8").split()]
         found.append(parent)
     return found[1:]
 

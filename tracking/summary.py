@@ -129,7 +129,7 @@ def _load(path: Path, parse: Any) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = parse(path.read_text())
+        content = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); restore or remove it"

@@ -56,7 +56,7 @@ def launch(program: Sequence[str], *, processes: int, log: Path, launcher: Seque
     environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", "")])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
+    with log.open("w", encoding="utf-8") as output:
         output.write(f"$ {' '.join(command)}\n")
         output.flush()
         try:
@@ -89,7 +89,7 @@ def in_turn(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
 
 def error_line_of(log: Path) -> str:
     """The line of a failed job's log that says why: our own error line, else the last that names one, else the last."""
-    return error_line(log.read_text(errors="replace"))[:400]
+    return error_line(log.read_text(errors="replace", encoding="utf-8"))[:400]
 
 
 def _torchrun(program: Sequence[str], processes: int) -> list[str]:

@@ -158,7 +158,7 @@ def _compilers() -> list[str | None]:
     found: list[str | None] = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if (process / "comm").read_text().strip() in ("ninja", "cc1plus", "nvcc", "cicc", "ptxas"):
+            if (process / "comm").read_bytes().strip() in (b"ninja", b"cc1plus", b"nvcc", b"cicc", b"ptxas"):
                 found.append(str((process / "cwd").readlink()))
         except PermissionError:
             found.append(None)
@@ -170,7 +170,7 @@ def _compilers() -> list[str | None]:
 def mount_of(path: Path) -> dict[str, str]:
     """The file system that holds `path`, as /proc/self/mounts names it."""
     best = ("", "?")
-    for line in Path("/proc/self/mounts").read_text().splitlines():
+    for line in os.fsdecode(Path("/proc/self/mounts").read_bytes()).splitlines():
         _, point, kind, *_ = line.split()
         point = point.replace("\\040", " ")
         if (path.resolve() == Path(point) or Path(point) in path.resolve().parents) and len(point) >= len(best[0]):

@@ -43,7 +43,7 @@ def write_report(
     config, deepspeed, environment = read_inputs(run_dir)
     if sample is not None:
         write_atomically(run_dir.sample, sample.encode())
-    text = run_dir.sample.read_text() if run_dir.sample.exists() else None
+    text = run_dir.sample.read_text(encoding="utf-8") if run_dir.sample.exists() else None
     parts = [f"# {summary.name}\n"]
     hypothesis = setting(config, "run.hypothesis")
     if hypothesis:

@@ -62,7 +62,7 @@ class Delivered:
         self._path = path
         self._saved_at = -SAVE_EVERY_S
         try:
-            self.lines = int(path.read_text())
+            self.lines = int(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
             self.lines = 0
 

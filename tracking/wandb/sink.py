@@ -164,7 +164,7 @@ def _manifest(config: dict[str, Any]) -> Any:
     """The content of the precision manifest that the run config names; None when there is none or it cannot be read."""
     path = ((config.get("run") or {}).get("precision") or {}).get("manifest")
     try:
-        return json.loads((REPOSITORY / path).read_text()) if path else None
+        return json.loads((REPOSITORY / path).read_text(encoding="utf-8")) if path else None
     except (OSError, ValueError):
         return None
 
@@ -176,4 +176,4 @@ def run_id(run_dir: RunDir) -> str:
         # Under `wandb agent` wandb accepts only the agent's id.
         named = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
         write_atomically(path, (named or uuid.uuid4().hex[:12]).encode())
-    return path.read_text().strip()
+    return path.read_text(encoding="utf-8").strip()

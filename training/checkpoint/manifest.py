@@ -82,7 +82,7 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
 
 def read_state(path: Path) -> dict[str, Any]:
     """`state.json` of a checkpoint."""
-    return json.loads((path / STATE).read_text())
+    return json.loads((path / STATE).read_text(encoding="utf-8"))
 
 
 def check_sizes(path: Path, manifest: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ def candidates(folder: Path) -> list[Path]:
     """What to resume from, best first: the checkpoint that LATEST names, then the others from the highest step down."""
     found, latest = by_step(folder), folder / "LATEST"
     if latest.is_file():
-        named = folder / latest.read_text().strip()
+        named = folder / latest.read_text(encoding="utf-8").strip()
         found.sort(key=lambda path: path != named)  # stable: the others keep their order
     return found
 

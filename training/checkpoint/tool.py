@@ -86,7 +86,7 @@ def verify(given: argparse.Namespace, say: Say) -> int:
 def list_run(given: argparse.Namespace, say: Say) -> int:
     """What is in a run's checkpoints folder; sizes are checked, hashes are not."""
     folder = _folder(given.path)
-    named = (folder / "LATEST").read_text().strip() if (folder / "LATEST").is_file() else None
+    named = (folder / "LATEST").read_text(encoding="utf-8").strip() if (folder / "LATEST").is_file() else None
     for path in by_step(folder):
         found, mark = find_problem(path), "  LATEST" if path.name == named else ""
         if found is not None:

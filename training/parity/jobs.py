@@ -98,7 +98,7 @@ def train_twin(chosen: Plan, seed: int, log: Log, *, control: int | None = None)
     document = in_fp32(read_document(chosen.resolved.deepspeed_path))
     twin = chosen.folder / "fp32_twin.json"
     chosen.folder.mkdir(parents=True, exist_ok=True)
-    twin.write_text(json.dumps(document, indent=2) + "\n")
+    twin.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     overrides = [
         *(f"deepspeed.config={twin.resolve()}", "model.kernels=torch"),
         *("precision.path=cast", "precision.manifest=null", "precision.compute=fp32"),
@@ -160,7 +160,7 @@ def walk_steps(chosen: Plan, run: Run) -> list[Walk]:
     losses = {event["step"]: event["loss"] for event in read_events(run.folder.events) if event["event"] == "step"}
     walks = [
         Walk(found["point"], found["restored"], found["steps"], losses.get(found["point"] + 1), found.get("why", ""))
-        for found in json.loads(out.read_text())
+        for found in json.loads(out.read_text(encoding="utf-8"))
     ]
     out.unlink()
     shutil.rmtree(run.folder.checkpoints, ignore_errors=True)

@@ -155,7 +155,7 @@ def _counter(path: str, name: str) -> int | None:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
