@@ -9,7 +9,7 @@ PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup another-torch architecture demo test test-fast test-cluster test-long test-kernels check benchmark benchmark-gpu benchmark-titan titan test-titan parity parity-defects analyze matrix envelope chaos clean
+.PHONY: help setup another-torch architecture demo test test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu benchmark-titan titan test-titan parity parity-defects analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -49,9 +49,12 @@ test-cluster: setup  ## Test on machines made of network namespaces, and on a Sl
 test-long: setup  ## Long tests: the planner on real ranks, killed sweeps, benchmark contestants, compiled blocks
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+test-machines: setup  ## The demo on strange machines: paths, users, full disks, variables (some need root; skips with the reason)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m machines $(ARGS)
+
 test-kernels: setup  ## Liger's kernels in Triton's interpreter, beside torch's code (no GPU needed)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/kernels triton==3.7.1 liger-kernel==0.8.5
-	PYTHONPATH=$(CURDIR)/$(VENV)/kernels TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/modeling/test_kernels.py -m '' $(ARGS)
+	PYTHONPATH="$(CURDIR)/$(VENV)/kernels" TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/modeling/test_kernels.py -m '' $(ARGS)
 
 # torchtitan wants an older `datasets` than requirements.txt: it goes into a folder of its own, without what it names. triton
 # comes with torch for CUDA, and must stay that one.
@@ -59,7 +62,7 @@ TITAN := $(VENV)/titan
 TITAN_STAMP := $(TITAN)/.torchtitan-0.3.0
 TITAN_ONLY := torchtitan==0.3.0 torchdata==0.11.0 torch_checkpointing==0.1.1 spmd_types==0.2.3 tyro==1.0.17 \
 	docstring_parser==0.18.0 tensorboard==2.21.0 absl-py==2.5.1
-WITH_TITAN := PYTHONPATH=$(CURDIR)/$(TITAN)
+WITH_TITAN := PYTHONPATH="$(CURDIR)/$(TITAN)"
 
 $(TITAN_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TITAN) $(TITAN_ONLY)
@@ -85,7 +88,7 @@ $(LIGER_STAMP): $(STAMP)
 	@touch $@
 
 # Every line, whether or not the one before it held its bounds. --no-split and small micro-batches: FP32 has to fit, too.
-WITH_LIGER := PYTHONPATH=$(CURDIR)/$(VENV)/liger
+WITH_LIGER := PYTHONPATH="$(CURDIR)/$(VENV)/liger"
 BENCHMARK_1B := $(BIN)/python -m training.benchmark --config config/recipes/benchmark_1b.yaml --rounds 3 --steps 20
 benchmark-gpu: setup $(LIGER_STAMP)  ## The goals for one GPU of 80 GB, in docs/performance.md: runs/benchmark-gpu
 	-$(WITH_LIGER) $(BENCHMARK_1B) --out runs/benchmark-gpu/2048 \
@@ -103,7 +106,7 @@ benchmark-gpu: setup $(LIGER_STAMP)  ## The goals for one GPU of 80 GB, in docs/
 		--processes 1 --out runs/benchmark-gpu/largest deepspeed.config=ds_configs/zero3_bf16_offload.json \
 		model.activation_checkpointing=full batch.micro_size=1 batch.global_size=4
 ifneq ($(wildcard $(TITAN_STAMP)),)
-	-PYTHONPATH=$(CURDIR)/$(VENV)/liger:$(CURDIR)/$(TITAN) $(BENCHMARK_1B) --contestants mantissa,torchtitan,torchtitan-compile \
+	-PYTHONPATH="$(CURDIR)/$(VENV)/liger:$(CURDIR)/$(TITAN)" $(BENCHMARK_1B) --contestants mantissa,torchtitan,torchtitan-compile \
 		--out runs/benchmark-gpu/titan --no-split --at-least mantissa/torchtitan=1.0 \
 		--at-least mantissa/torchtitan-compile=1.0 $(ARGS)
 else

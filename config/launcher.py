@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from config.child_jobs import deepspeed_program
 from config.errors import UserError
 
 
@@ -95,7 +96,7 @@ def launch_command(env: RankEnv, environment: Mapping[str, str], arguments: Sequ
         parts += ["--nproc_per_node", str(local)]
     elif world > 1 or "LOCAL_SIZE" in environment:
         hosts = ["--hostfile", "launch/deepspeed/hostfile", "--num_nodes", str(nodes)] if nodes > 1 else []
-        parts = ["deepspeed", *hosts, "--num_gpus", str(local)]
+        parts = [*deepspeed_program(), *hosts, "--num_gpus", str(local)]
     else:
         parts = ["python"]
     return shlex.join([*parts, "train.py", *arguments])

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from config.child_jobs import describe_exit
+from config.child_jobs import by_interpreter, describe_exit
 from config.errors import UserError
 from launch.hosts import Hosts
 
@@ -48,7 +48,7 @@ class Job:
         self._lost_at: float | None = None
         try:
             self._launcher = subprocess.Popen(
-                self._command,
+                by_interpreter(self._command),
                 env=hosts.environment() if hosts else None,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

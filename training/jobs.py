@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from config.child_jobs import LAUNCHER_VARIABLES, error_line
+from config.child_jobs import LAUNCHER_VARIABLES, by_interpreter, error_line
 from config.cli import REPOSITORY, positive_int
 from config.errors import UserError
 from config.schema import Config
@@ -59,6 +59,7 @@ def launch(program: Sequence[str], *, processes: int, log: Path, launcher: Seque
     with log.open("w", encoding="utf-8") as output:
         output.write(f"$ {' '.join(command)}\n")
         output.flush()
+        command = by_interpreter(command, environment["PATH"])
         try:
             job = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
         except FileNotFoundError as error:
