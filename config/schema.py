@@ -120,7 +120,8 @@ class DataSection:
     validation_fraction: float = limit(0.01, at_least=0.0, below=1.0)
     """[fraction] Share of documents held out for evaluation, drawn by a hash of their text."""
     cache_dir: str = "~/.cache/mantissa"
-    """[path] Folder of prepared tokens; reused by fingerprint of source, tokenizer and split."""
+    """[path] Folder of prepared tokens; reused by fingerprint of source, tokenizer and split. Where the default may not
+    be written, mantissa-<user id> in the folder of temporary files takes its place."""
     workers: int = limit(2, at_least=1)
     """[processes] Processes that tokenize. The tokens do not depend on their number."""
     wait_minutes: float = limit(60.0, above=0.0)

@@ -32,6 +32,7 @@ from filelock import FileLock, Timeout
 
 from config.errors import UserError
 from config.schema import DataSection
+from data.cache_folder import cache_folder
 from data.corpus import SPLITS, TOKENIZER, Corpus, is_prepared, open_corpus, tokenizer_sha256, write_index
 from data.encode import Encoded, encode_batch, start_worker
 from data.preparation_progress import Display, Progress, ProgressFile, read_progress
@@ -56,12 +57,10 @@ def prepare(data: DataSection, *, progress: bool) -> Corpus:
     data.wait_minutes for another process, damaged prepared data, and a cache folder that cannot be written.
     """
     source = open_source(data)
-    fingerprint = corpus_fingerprint(data, source)
-    cache = Path(data.cache_dir).expanduser()
-    folder = cache / fingerprint
+    folder = cache_folder(data, corpus_fingerprint(data, source), say=progress)
     if not is_prepared(folder):
         try:
-            cache.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
             with Display(source.label, shown=progress) as display, _lock(folder, data.wait_minutes, display):
                 if not is_prepared(folder):
                     _prepare_locked(data, source, folder, display)

@@ -24,7 +24,11 @@ _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs")
 
 
 def extensions_folder() -> Path:
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions"))
+    try:
+        return folder.expanduser()
+    except RuntimeError:  # there is no HOME, and this user has no name; torch takes the words as they are
+        return folder
 
 
 def locks(folder: Path, op: str = "*") -> list[dict[str, Any]]:

@@ -208,7 +208,10 @@ def as_plain_user(*needed_too: Path) -> tuple[str, ...]:
         script += ["mount -t tmpfs none /mnt"]
         script += [f"mkdir {there}; mount --bind '{path}' {there}" for path, there in zip(inner, hold, strict=True)]
         script += [f"mount -t tmpfs -o mode=755 none '{closed}'"]
-        script += [f"(umask 022; mkdir -p '{path}'); mount --move {there} '{path}'" for path, there in zip(inner, hold, strict=True)]
+        script += [
+            f"(umask 022; mkdir -p '{path}'); mount --move {there} '{path}'"
+            for path, there in zip(inner, hold, strict=True)
+        ]
     drop = ("setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--inh-caps=-all", "--no-new-privs")
     return (*(mounted(*script) if script else ()), *drop)
 

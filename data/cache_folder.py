@@ -1,0 +1,47 @@
+"""Where prepared data is kept: data.cache_dir, or beside the temporary files where HOME cannot be written."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from config.errors import UserError, one_line
+from config.schema import DataSection
+from data.corpus import is_prepared
+
+
+def cache_folder(data: DataSection, fingerprint: str, *, say: bool) -> Path:
+    """The folder of a corpus that is there or will be prepared.
+
+    Services and containers often have no HOME that they may write. Where data.cache_dir is the default, in HOME, a run
+    starts all the same: its data goes to a folder of this user beside the temporary files. say: print so. Raises
+    UserError when that cannot be written either, or data.cache_dir has a ~ for which there is no folder.
+    """
+    default = data.cache_dir == DataSection.cache_dir
+    key = f"data.cache_dir={data.cache_dir}"
+    try:
+        cache = Path(data.cache_dir).expanduser()
+        if not default or is_prepared(cache / fingerprint):
+            return cache / fingerprint
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK | os.X_OK):
+            return cache / fingerprint
+        problem = f"{cache} may not be written"
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no HOME, and this user has no name
+        problem = one_line(error)
+        if not default:
+            raise UserError(f"{key}: {problem}. Set HOME or another folder.") from error
+    try:
+        cache = Path(tempfile.gettempdir()) / f"mantissa-{os.getuid()}"
+        cache.mkdir(mode=0o700, exist_ok=True)
+        found = cache.lstat()
+    except OSError as error:
+        problem += f", nor is there room beside temporary files ({one_line(error)})"
+        raise UserError(f"{key}: {problem}. Set another folder.") from error
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        raise UserError(f"{key}: {problem}, and {cache} is not a folder of this user's. Set another folder.")
+    if say:
+        print(f"data: {problem}; prepared data is kept in {cache}, or where data.cache_dir says", flush=True)
+    return cache / fingerprint
