@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from config.cli import CONFIG_ERROR, LOST
+from config.cli import CONFIG_ERROR, LOST, print_any_text
 from config.command_line import read_command_line
 from config.errors import UserError, report_error
 from config.resolved import Resolved
@@ -18,6 +18,7 @@ from config.resolved import Resolved
 
 def main(arguments: Sequence[str]) -> int:
     """Run one training job; returns the process's exit code."""
+    print_any_text()
     resolved = read_command_line(arguments)  # --help, --show-config and every mistake in the config end here
     try:
         return run(resolved)

@@ -89,6 +89,7 @@ class WandbSink:
         variables.setdefault("WANDB_ERROR_REPORTING", "false")  # no error reports to wandb from this machine
         # Files staged for upload stay in the run folder, so that `wandb sync` works from a copy of it elsewhere.
         variables.setdefault("WANDB_DATA_DIR", str(self._run_dir.wandb.resolve()))
+        variables["PYTHONUTF8"] = "1"  # its lines are read as UTF-8, whatever the locale
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_CODE_FOLDER), variables.get("PYTHONPATH")]))
         with (self._run_dir.path / _LOG).open("ab") as stderr:
             process = subprocess.Popen(
