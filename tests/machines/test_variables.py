@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -173,3 +174,14 @@ def test_a_clean_start_prints_nothing_of_the_libraries(ground: Path) -> None:
 def holds(run: Path, text: str) -> bool:
     """Whether a file of the run folder holds it."""
     return any(text.encode() in path.read_bytes() for path in run.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13", "3.14"])
+def test_another_python(ground: Path, losses, version: str) -> None:
+    """One that is installed here with what Mantissa needs; none is made."""
+    python = shutil.which(f"python{version}")
+    check = [str(python), "-c", "import torch, deepspeed, transformers, wandb"]
+    if python is None or subprocess.run(check, check=False, capture_output=True).returncode:
+        pytest.skip(f"no python{version} on the PATH has torch, deepspeed, transformers and wandb")
+    place = Place(ground / f"python {version}", python=python)
+    look_at(place.run, demo(place, f"run.steps={STEPS}"), losses[:STEPS])

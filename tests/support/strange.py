@@ -58,6 +58,10 @@ class Place:
     """Overrides of the config."""
     cache: Path | None = None
     """Prepared data, if not a cache in `folder`."""
+    port: str | None = None
+    """The launcher's; None: a free one."""
+    python: str = sys.executable
+    """The interpreter."""
     plain_user: bool = False
     """Started as USER, whose `folder` then is."""
 
@@ -79,7 +83,8 @@ class Place:
         return [
             *self.inside,
             *(as_plain_user(self.code, self.folder) if self.plain_user else ()),
-            *(sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())),
+            *(self.python, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"),
+            *("--master_port", self.port or str(free_port())),
             *(str(self.code / "train.py"), "--config", str(self.code / "config/recipes/demo.yaml")),
             *TINY,
             f"data.path={self.code / 'data'}",
