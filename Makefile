@@ -33,9 +33,11 @@ endif
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	@touch $@
 
-# The deepspeed program itself cannot start where the path to .venv has a space in it.
+# The deepspeed program itself cannot start where the path to .venv has a space in it. Where no device could be a GPU,
+# DeepSpeed need not warn that it found none.
+ON_CPU := $(if $(wildcard /dev/nvidia* /dev/kfd /dev/dri /dev/dxg /dev/accel*),,DS_ACCELERATOR=cpu)
 demo: setup  ## Train a small Llama on real text and leave runs/demo
-	$(BIN)/python -m deepspeed.launcher.runner --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
+	$(ON_CPU) $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
 
 test: setup  ## Run all tests, two files at a time (ARGS="-n 0" for one)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

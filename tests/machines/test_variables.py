@@ -164,11 +164,17 @@ def test_secrets_that_are_ordinary_words(ground: Path, losses) -> None:
     assert environment["working_folder"] == str(place.code)
 
 
-def test_a_clean_start_prints_nothing_of_the_libraries(ground: Path) -> None:
-    """What is printed before training's first line is the launcher's own, and one line about each thing of ours."""
-    output = demo(Place(ground / "clean"), f"run.steps={STEPS}")
-    noise = [line for line in output.splitlines() if "warn" in line.lower() or "deprecat" in line.lower()]
-    assert noise == [], output
+@pytest.mark.parametrize(
+    ("variables", "notices"), [({"DS_ACCELERATOR": "cpu"}, 0), ({}, 2)], ids=["make demo", "by hand"]
+)
+def test_a_clean_start_prints_no_warning_of_the_libraries(ground: Path, variables, notices: int) -> None:
+    """By hand, without a GPU, each of the launcher's two processes prints one before any code of ours."""
+    output = demo(Place(ground / f"clean {notices}", variables=variables), f"run.steps={STEPS}")
+    words = ("warn", "deprecat", "[info]", "setting accelerator")
+    noise = [line for line in output.splitlines() if any(word in line.lower() for word in words)]
+    own = [line for line in noise if "Setting accelerator to CPU" in line]
+    assert noise == own and (len(own) == notices or Path("/dev/nvidia0").exists()), output
+    assert output.splitlines()[len(own)].startswith(("data: ", "cores: ", "  parameters")), output
 
 
 def holds(run: Path, text: str) -> bool:

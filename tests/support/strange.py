@@ -83,7 +83,7 @@ class Place:
         return [
             *self.inside,
             *(as_plain_user(self.code, self.folder) if self.plain_user else ()),
-            *(self.python, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"),
+            *(self.python, "-m", "deepspeed.launcher.runner", "--quiet", "--num_gpus", "2"),
             *("--master_port", self.port or str(free_port())),
             *(str(self.code / "train.py"), "--config", str(self.code / "config/recipes/demo.yaml")),
             *TINY,
