@@ -23,25 +23,37 @@ def cache_folder(data: DataSection, fingerprint: str, *, say: bool) -> Path:
     key = f"data.cache_dir={data.cache_dir}"
     try:
         cache = Path(data.cache_dir).expanduser()
-        if not default or is_prepared(cache / fingerprint):
-            return cache / fingerprint
-        cache.mkdir(parents=True, exist_ok=True)
-        if os.access(cache, os.W_OK | os.X_OK):
-            return cache / fingerprint
-        problem = f"{cache} may not be written"
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no HOME, and this user has no name
+    except RuntimeError as error:  # there is no HOME, and this user has no name
         problem = one_line(error)
         if not default:
             raise UserError(f"{key}: {problem}. Set HOME or another folder.") from error
+    else:
+        problem = "" if not default or is_prepared(cache / fingerprint) else why_not_writable(cache)
+        if not problem:
+            return cache / fingerprint
     try:
-        cache = Path(tempfile.gettempdir()) / f"mantissa-{os.getuid()}"
-        cache.mkdir(mode=0o700, exist_ok=True)
-        found = cache.lstat()
+        cache = temporary_folder()
     except OSError as error:
-        problem += f", nor is there room beside temporary files ({one_line(error)})"
-        raise UserError(f"{key}: {problem}. Set another folder.") from error
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-        raise UserError(f"{key}: {problem}, and {cache} is not a folder of this user's. Set another folder.")
+        raise UserError(f"{key}: {problem}, and {one_line(error)}. Set another folder.") from error
     if say:
         print(f"data: {problem}; prepared data is kept in {cache}, or where data.cache_dir says", flush=True)
     return cache / fingerprint
+
+
+def why_not_writable(folder: Path) -> str:
+    """Why nothing can be written into a folder, which is made where it is missing; empty when it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return one_line(error)
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} may not be written"
+
+
+def temporary_folder() -> Path:
+    """A folder of this user beside the temporary files, the same one for every process. Raises OSError."""
+    folder = Path(tempfile.gettempdir()) / f"mantissa-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(f"{folder} is not a folder of this user's")
+    return folder

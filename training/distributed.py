@@ -186,7 +186,7 @@ def _join_under_new_prefix(rank: int, world_size: int, timeout: timedelta) -> No
 def _use_own_cores(world: World, bind_cores: str) -> None:
     """Use this rank's share of its machine's cores, and bind it to them where configured. A collective.
 
-    The deepspeed launcher gives every rank all cores. The number of threads is set unless OMP_NUM_THREADS is.
+    The deepspeed launcher gives every rank all cores. The number of threads is set unless OMP_NUM_THREADS is to one.
     """
     gpu = None
     if world.device.type == "cuda":
@@ -194,7 +194,8 @@ def _use_own_cores(world: World, bind_cores: str) -> None:
         gpu = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     claims = world.gather_objects(RankCpus.here(gpu))
     binding = choose_binding(bind_cores, claims, world.rank)
-    from_environment = ", as OMP_NUM_THREADS says" if "OMP_NUM_THREADS" in os.environ else ""
+    wished = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    from_environment = ", as OMP_NUM_THREADS says" if wished.isdecimal() and int(wished) else ""
     if not from_environment:
         torch.set_num_threads(binding.threads)
     threads = torch.get_num_threads()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from config.cli import REPOSITORY
 from config.errors import UserError
 from config.schema import DataSection
 from data.cache_folder import cache_folder
@@ -64,5 +67,18 @@ def test_nobody_elses_folder_is_taken(temporary: Path, tmp_path: Path, monkeypat
 def test_nothing_that_can_be_written(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", "/proc/none")
     monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
-    with pytest.raises(UserError, match="nor is there room beside temporary files"):
+    with pytest.raises(UserError, match="No such file or directory: '/proc/none/mantissa-"):
         cache_folder(DataSection(), "f", say=True)
+
+
+def test_a_stream_of_local_files_opens_without_a_home(tmp_path: Path) -> None:
+    """`datasets` makes a folder in HOME for any stream."""
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    program = f"from data.streams import texts; print(*texts([{str(tmp_path / 'a.txt')!r}]))"
+    variables = os.environ | {"HOME": "/proc/none", "TMPDIR": str(tmp_path)}
+    for name in ("HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME"):
+        variables.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "{'text': 'text'}\n"), done.stderr
