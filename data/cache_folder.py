@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import stat
-import tempfile
 from pathlib import Path
 
 from config.errors import UserError, one_line
+from config.files import temporary_folder, why_not_writable
 from config.schema import DataSection
 from data.corpus import is_prepared
 
@@ -38,22 +36,3 @@ def cache_folder(data: DataSection, fingerprint: str, *, say: bool) -> Path:
     if say:
         print(f"data: {problem}; prepared data is kept in {cache}, or where data.cache_dir says", flush=True)
     return cache / fingerprint
-
-
-def why_not_writable(folder: Path) -> str:
-    """Why nothing can be written into a folder, which is made where it is missing; empty when it can."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return one_line(error)
-    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} may not be written"
-
-
-def temporary_folder() -> Path:
-    """A folder of this user beside the temporary files, the same one for every process. Raises OSError."""
-    folder = Path(tempfile.gettempdir()) / f"mantissa-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-        raise PermissionError(f"{folder} is not a folder of this user's")
-    return folder

@@ -14,7 +14,7 @@ import datasets
 import httpx
 import pyarrow
 
-from data.cache_folder import temporary_folder, why_not_writable
+from config.files import temporary_folder, why_not_writable
 
 if why_not_writable(Path(datasets.config.HF_DATASETS_CACHE)):
     # Nothing is kept there of a stream, but even one of local files makes the folder, for a lock.

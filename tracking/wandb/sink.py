@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from config.cli import REPOSITORY
-from config.files import write_atomically
+from config.files import why_not_writable, write_atomically
 from config.machine.binding import unbind
 from tracking.environment import hide, known_secrets, redact
 from tracking.events import Event
@@ -31,6 +31,8 @@ FINISH_TIMEOUT_S = 30.0
 
 _CODE_FOLDER = Path(__file__).resolve().parents[2]
 _LOG = "wandb.log"  # in the run folder: standard error of the worker and wandb
+_DECIDED = ("WANDB_MODE", "WANDB_DISABLED", "WANDB_CONSOLE", "WANDB_SILENT", "WANDB_DIR", "WANDB_RESUME")
+"""Variables of what is decided here; wandb checks them even so, and refuses all of a run for one that is wrong."""
 _MARGIN_S = 5.0  # to import wandb and read the file a last time
 
 
@@ -85,7 +87,11 @@ class WandbSink:
 
     def _start(self, job: dict[str, Any]) -> subprocess.Popen[bytes]:
         # tracking.wandb in the run config decides, so that the mode is on record; WANDB_MODE does not.
-        variables = {name: value for name, value in os.environ.items() if name != "WANDB_MODE"}
+        variables = {name: value for name, value in os.environ.items() if name not in _DECIDED}
+        cache = Path(variables.get("XDG_CACHE_HOME") or Path(variables.get("HOME", "/")) / ".cache") / "wandb"
+        for name, usual in (("WANDB_CACHE_DIR", cache), ("WANDB_DATA_DIR", self._run_dir.wandb)):
+            if why_not_writable(Path(variables.get(name) or usual)):
+                variables[name] = str(self._run_dir.wandb.resolve() / "cache")
         variables.setdefault("WANDB_ERROR_REPORTING", "false")  # no error reports to wandb from this machine
         # Files staged for upload stay in the run folder, so that `wandb sync` works from a copy of it elsewhere.
         variables.setdefault("WANDB_DATA_DIR", str(self._run_dir.wandb.resolve()))
