@@ -40,6 +40,8 @@ def flush(path: Path) -> None:
 
 def why_not_writable(folder: Path) -> str:
     """Why nothing can be written into a folder, which is made where it is missing; empty when it can."""
+    if folder.parts[:1] == ("~",):  # as libraries leave it
+        return "there is no HOME"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

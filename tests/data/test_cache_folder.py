@@ -71,14 +71,16 @@ def test_nothing_that_can_be_written(tmp_path: Path, monkeypatch) -> None:
         cache_folder(DataSection(), "f", say=True)
 
 
-def test_a_stream_of_local_files_opens_without_a_home(tmp_path: Path) -> None:
+@pytest.mark.parametrize("home", ["/proc/none", "~"])
+def test_a_stream_of_local_files_opens_without_a_home(tmp_path: Path, home: str) -> None:
     """`datasets` makes a folder in HOME for any stream."""
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     program = f"from data.streams import texts; print(*texts([{str(tmp_path / 'a.txt')!r}]))"
-    variables = os.environ | {"HOME": "/proc/none", "TMPDIR": str(tmp_path)}
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY), "HOME": home, "TMPDIR": str(tmp_path)}
     for name in ("HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME"):
         variables.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "{'text': 'text'}\n"), done.stderr
+    assert not (tmp_path / "~").exists()
