@@ -9,9 +9,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from config.child_jobs import deepspeed_program
+from config.cli import REPOSITORY
 from config.errors import UserError
 
 
@@ -99,7 +101,8 @@ def launch_command(env: RankEnv, environment: Mapping[str, str], arguments: Sequ
         parts = [*deepspeed_program(), *hosts, "--num_gpus", str(local)]
     else:
         parts = ["python"]
-    return shlex.join([*parts, "train.py", *arguments])
+    program = "train.py" if Path.cwd() == REPOSITORY else str(REPOSITORY / "train.py")
+    return shlex.join([*parts, program, *arguments])
 
 
 def _number(name: str, text: str) -> int:

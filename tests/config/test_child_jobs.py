@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from config.child_jobs import by_interpreter
+from config.cli import REPOSITORY
 from config.launcher import RankEnv, launch_command
 
 OWN = str(Path(sys.executable).parent)
@@ -40,6 +41,11 @@ def test_the_modules_are_there_to_be_started() -> None:
     for launcher in (["deepspeed"], ["torchrun"], ["accelerate", "launch"]):
         done = subprocess.run([*by_interpreter(launcher, OWN), "--help"], capture_output=True, text=True, check=False)
         assert done.returncode == 0 and "usage:" in done.stdout.lower(), done.stderr
+
+
+def test_the_command_that_resumes_names_train_py_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert launch_command(RANK_0, {}, ["a=1"]) == f"deepspeed --num_gpus 2 {REPOSITORY}/train.py a=1"
 
 
 def test_the_command_that_resumes_can_be_pasted_where_the_path_has_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
