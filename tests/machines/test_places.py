@@ -29,7 +29,7 @@ PATHS = {
     "spaces": "my trained  models",
     "letters": "größe-模型-модель",
     "long": "/".join(["a" * 49] * 4),
-    "signs": "it's [a] {b} $HOME & c=d; #1 *",
+    "signs": "it's (a) $HOME & c=d; %s ~",
 }
 
 
