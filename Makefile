@@ -33,9 +33,11 @@ endif
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	@touch $@
 
-# The deepspeed program itself cannot start where the path to .venv has a space in it.
+# The deepspeed program itself cannot start where the path to .venv has a space in it. Where no device could be a GPU,
+# DeepSpeed need not warn that it found none.
+ON_CPU := $(if $(wildcard /dev/nvidia* /dev/kfd /dev/dri /dev/dxg /dev/accel*),,DS_ACCELERATOR=cpu)
 demo: setup  ## Train a small Llama on real text and leave runs/demo
-	$(BIN)/python -m deepspeed.launcher.runner --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
+	$(ON_CPU) $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
 
 test: setup  ## Run all tests, two files at a time (ARGS="-n 0" for one)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
@@ -54,7 +56,7 @@ test-machines: setup  ## The demo on strange machines: paths, users, full disks,
 
 test-kernels: setup  ## Liger's kernels in Triton's interpreter, beside torch's code (no GPU needed)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/kernels triton==3.7.1 liger-kernel==0.8.5
-	PYTHONPATH=$(CURDIR)/$(VENV)/kernels TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/modeling/test_kernels.py -m '' $(ARGS)
+	PYTHONPATH="$(CURDIR)/$(VENV)/kernels" TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/modeling/test_kernels.py -m '' $(ARGS)
 
 # torchtitan wants an older `datasets` than requirements.txt: it goes into a folder of its own, without what it names. triton
 # comes with torch for CUDA, and must stay that one.
@@ -62,7 +64,7 @@ TITAN := $(VENV)/titan
 TITAN_STAMP := $(TITAN)/.torchtitan-0.3.0
 TITAN_ONLY := torchtitan==0.3.0 torchdata==0.11.0 torch_checkpointing==0.1.1 spmd_types==0.2.3 tyro==1.0.17 \
 	docstring_parser==0.18.0 tensorboard==2.21.0 absl-py==2.5.1
-WITH_TITAN := PYTHONPATH=$(CURDIR)/$(TITAN)
+WITH_TITAN := PYTHONPATH="$(CURDIR)/$(TITAN)"
 
 $(TITAN_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TITAN) $(TITAN_ONLY)
@@ -88,7 +90,7 @@ $(LIGER_STAMP): $(STAMP)
 	@touch $@
 
 # Every line, whether or not the one before it held its bounds. --no-split and small micro-batches: FP32 has to fit, too.
-WITH_LIGER := PYTHONPATH=$(CURDIR)/$(VENV)/liger
+WITH_LIGER := PYTHONPATH="$(CURDIR)/$(VENV)/liger"
 BENCHMARK_1B := $(BIN)/python -m training.benchmark --config config/recipes/benchmark_1b.yaml --rounds 3 --steps 20
 benchmark-gpu: setup $(LIGER_STAMP)  ## The goals for one GPU of 80 GB, in docs/performance.md: runs/benchmark-gpu
 	-$(WITH_LIGER) $(BENCHMARK_1B) --out runs/benchmark-gpu/2048 \
@@ -106,7 +108,7 @@ benchmark-gpu: setup $(LIGER_STAMP)  ## The goals for one GPU of 80 GB, in docs/
 		--processes 1 --out runs/benchmark-gpu/largest deepspeed.config=ds_configs/zero3_bf16_offload.json \
 		model.activation_checkpointing=full batch.micro_size=1 batch.global_size=4
 ifneq ($(wildcard $(TITAN_STAMP)),)
-	-PYTHONPATH=$(CURDIR)/$(VENV)/liger:$(CURDIR)/$(TITAN) $(BENCHMARK_1B) --contestants mantissa,torchtitan,torchtitan-compile \
+	-PYTHONPATH="$(CURDIR)/$(VENV)/liger:$(CURDIR)/$(TITAN)" $(BENCHMARK_1B) --contestants mantissa,torchtitan,torchtitan-compile \
 		--out runs/benchmark-gpu/titan --no-split --at-least mantissa/torchtitan=1.0 \
 		--at-least mantissa/torchtitan-compile=1.0 $(ARGS)
 else

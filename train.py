@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from config.cli import CONFIG_ERROR, LOST
+from config.cli import CONFIG_ERROR, LOST, print_any_text
 from config.command_line import read_command_line
 from config.errors import UserError, report_error
 from config.lossy_output import outlive_full_disk
@@ -21,6 +21,7 @@ from config.resolved import Resolved
 
 def main(arguments: Sequence[str]) -> int:
     """Run one training job; returns the process's exit code."""
+    print_any_text()
     end_with(launchers())
     try:
         moved_caches = use_writable_caches()

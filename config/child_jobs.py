@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_MODULES = {
+    ("deepspeed",): "deepspeed.launcher.runner",
+    ("torchrun",): "torch.distributed.run",
+    ("accelerate", "launch"): "accelerate.commands.launch",
+}
 
 LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
 """What a launcher tells its processes; a job started from inside another one must not inherit it."""
+
+
+def by_interpreter(command: Sequence[str], path: str | None = None) -> list[str]:
+    """A command line whose launcher, where it is this environment's, is started by this interpreter.
+
+    pip writes the program `deepspeed` so that it cannot start where the environment's path has a space in it.
+    path: the command's PATH, if it is not this process's.
+    """
+    for words, module in _MODULES.items():
+        if tuple(command[: len(words)]) == words:
+            found = shutil.which(words[0], path=path)
+            if found is None or Path(found).parent == Path(sys.executable).parent:
+                return [sys.executable, "-m", module, *command[len(words) :]]
+    return list(command)
+
+
+def deepspeed_program() -> list[str]:
+    """The words that start the deepspeed launcher in a shell, whatever the environment's path."""
+    starts = " " not in sys.executable
+    return ["deepspeed"] if starts else [sys.executable, "-m", _MODULES["deepspeed",]]
 
 
 def free_port() -> int:

@@ -4,6 +4,7 @@ UserError ends a tool."""
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
 import select
@@ -43,6 +44,13 @@ def is_rank_0(environment: Mapping[str, str] = os.environ) -> bool:
     return not rank.isdecimal() or int(rank) == 0
 
 
+def print_any_text() -> None:
+    """Print what the terminal's encoding lacks as `?`, where it would end the run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def entry_point(*, launched: bool = False, closed_pipe: int = 1) -> Callable[[Callable[P, int]], Callable[P, int]]:
     """For the `main` of a `python -m` tool: a UserError becomes one line on stderr and exit code 2.
 
@@ -58,6 +66,7 @@ def entry_point(*, launched: bool = False, closed_pipe: int = 1) -> Callable[[Ca
         @wraps(main)
         def run(*args: P.args, **kwargs: P.kwargs) -> int:
             code = closed_pipe
+            print_any_text()
             try:
                 code = main(*args, **kwargs)
                 sys.stdout.flush()

@@ -11,9 +11,10 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from config import help_text
-from config.cli import CONFIG_ERROR, Arguments, is_rank_0
+from config.cli import CONFIG_ERROR, REPOSITORY, Arguments, is_rank_0
 from config.errors import UserError
 from config.load import to_yaml
 from config.printable import shown
@@ -41,6 +42,7 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
             if prints:
                 sys.stdout.write(f"mantissa {VERSION}\n")
             raise SystemExit(0)
+        _require_text([*argv, str(REPOSITORY), str(Path.cwd())])
         options = _parse(argv)
         resolved = resolve_run(options, environment)
     except (UserError, PermissionError) as error:
@@ -52,6 +54,19 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
             sys.stdout.write(render_config(resolved))
         raise SystemExit(0)
     return resolved
+
+
+def _require_text(given: Sequence[str]) -> None:
+    """Refuse words and paths that could be opened, but neither printed nor recorded. Raises UserError."""
+    for word in given:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            shown = word.encode(errors="backslashreplace").decode()
+            raise UserError(
+                f"command line: {shown} cannot be read in this locale's encoding, {sys.getfilesystemencoding()}; "
+                "set LC_ALL=C.UTF-8 or PYTHONUTF8=1, or use a path that it can write"
+            ) from None
 
 
 def render_config(resolved: Resolved) -> str:

@@ -1,9 +1,13 @@
-"""Write files so that neither a reader nor a crash ever sees half of one."""
+"""Write files so that neither a reader nor a crash ever sees half of one; find folders that can be written."""
 
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from pathlib import Path
+
+from config.errors import one_line
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -32,3 +36,24 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def why_not_writable(folder: Path) -> str:
+    """Why nothing can be written into a folder, which is made where it is missing; empty when it can."""
+    if folder.parts[:1] == ("~",):  # as libraries leave it
+        return "there is no HOME"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return one_line(error)
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} may not be written"
+
+
+def temporary_folder() -> Path:
+    """A folder of this user beside the temporary files, the same one for every process. Raises OSError."""
+    folder = Path(tempfile.gettempdir()) / f"mantissa-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(f"{folder} is not a folder of this user's")
+    return folder

@@ -9,8 +9,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from config.child_jobs import deepspeed_program
+from config.cli import REPOSITORY
 from config.errors import UserError
 from config.machine.processes import DEEPSPEED_NODE, Launcher
 
@@ -112,10 +115,11 @@ def launch_command(
     elif world > 1 or "LOCAL_SIZE" in environment:
         hosts = ["--hostfile", "launch/deepspeed/hostfile", "--num_nodes", str(nodes)] if nodes > 1 else []
         own_port = ["--master_port", port] if port not in ("", DEFAULT_PORT) else []
-        parts = ["deepspeed", *hosts, "--num_gpus", str(local), *own_port]
+        parts = [*deepspeed_program(), *hosts, "--num_gpus", str(local), *own_port]
     else:
         parts = ["python"]
-    return shlex.join([*parts, "train.py", *arguments])
+    program = "train.py" if Path.cwd() == REPOSITORY else str(REPOSITORY / "train.py")
+    return shlex.join([*parts, program, *arguments])
 
 
 def another_port(environment: Mapping[str, str], free: int) -> str:

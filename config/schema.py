@@ -124,7 +124,8 @@ class DataSection:
     """[choice] documents: whole documents only. auto: the same, and where none is drawn or none is left, as of a single
     file, that share of the text from the end of the longest document."""
     cache_dir: str = "~/.cache/mantissa"
-    """[path] Folder of prepared tokens; reused by fingerprint of source, tokenizer and split."""
+    """[path] Folder of prepared tokens; reused by fingerprint of source, tokenizer and split. Where the default may not
+    be written, mantissa-<user id> in the folder of temporary files takes its place."""
     workers: int = limit(2, at_least=1)
     """[processes] Processes that tokenize. The tokens do not depend on their number."""
     wait_minutes: float = limit(60.0, above=0.0)

@@ -140,7 +140,7 @@ class _WorkerMemory:
 def peak_bytes(process: str) -> int:
     """Peak resident set of a process by id, or of this one as "self"; 0 when it has ended."""
     try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = benchmark(options, lambda row: print(format_row(row), flush=True))
     if options.json:
         found = [{**asdict(row), "megabytes_per_second": row.rate} for row in rows]
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -30,9 +30,8 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from config.errors import UserError
-from config.machine.caches import expand
-from config.machine.shared_memory import own_semaphores
 from config.schema import DataSection
+from data.cache_folder import cache_folder
 from data.corpus import SPLITS, TOKENIZER, Corpus, is_prepared, open_corpus, tokenizer_sha256, write_index
 from data.encode import Encoded, encode_batch, start_worker
 from data.holdout import hold_out_tail
@@ -65,11 +64,10 @@ def prepare(data: DataSection, *, progress: bool) -> Corpus:
         key = "data.path" if data.path else "data.source"
         reason = f"{error.filename or 'its files'} cannot be read ({error.strerror or error})"
         raise UserError(f"{key}={data.path or data.source}: {reason}. Change the permissions, or {key}.") from error
-    cache = expand(data.cache_dir)
-    folder = cache / fingerprint
+    folder = cache_folder(data, fingerprint, say=progress)
     if not is_prepared(folder):
         try:
-            cache.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
             with Display(source.label, shown=progress) as display, _lock(folder, data.wait_minutes, display):
                 if not is_prepared(folder):
                     _prepare_locked(data, source, folder, display)
@@ -134,7 +132,7 @@ def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Di
     partial = folder.parent / f"{folder.name}.partial-{os.getpid()}"
     partial.mkdir()
     try:
-        with ProgressFile(partial, display) as report, own_semaphores():
+        with ProgressFile(partial, display) as report:
             try:
                 _fill(data, source, folder.name, partial, report)
             except _AllHeldOut:

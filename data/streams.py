@@ -14,6 +14,12 @@ import datasets
 import httpx
 import pyarrow
 
+from config.files import temporary_folder, why_not_writable
+
+if why_not_writable(Path(datasets.config.HF_DATASETS_CACHE)):
+    # Nothing is kept there of a stream, but even one of local files makes the folder, for a lock.
+    datasets.config.HF_DATASETS_CACHE = temporary_folder() / "datasets"
+
 READ_ERRORS = (datasets.exceptions.DatasetsError, pyarrow.ArrowException, httpx.HTTPError, ValueError, OSError)
 """What opening and reading a stream raises when its files, its format or the network are at fault."""
 

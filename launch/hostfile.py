@@ -11,7 +11,7 @@ from config.errors import UserError
 def read_hostfile(path: Path) -> dict[str, int]:
     """Name to slots (processes) of each machine, in the file's order. Raises UserError where it is none."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hostfile {path}: cannot be read: {getattr(error, 'strerror', error)}") from error
     slots: dict[str, int] = {}

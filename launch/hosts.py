@@ -90,7 +90,7 @@ class Hosts:
         if list(names) == list(self.slots):
             return [*self.launcher, *self.rest]
         file = folder / "hostfile"
-        file.write_text("".join(f"{name} slots={self.slots[name]}\n" for name in names))
+        file.write_text("".join(f"{name} slots={self.slots[name]}\n" for name in names), encoding="utf-8")
         words = _without(self.launcher, (*_HOSTFILE_OPTIONS, "--force_multi"))
         # Without --force_multi deepspeed starts a single machine's job locally, whatever that machine's name.
         multi = ["--force_multi"] if len(names) == 1 else []

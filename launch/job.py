@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from config.child_jobs import describe_exit
+from config.child_jobs import by_interpreter, describe_exit
 from config.errors import UserError
 from config.printable import shown
 from launch.hosts import Hosts
@@ -49,7 +49,7 @@ class Job:
         self._lost_at: float | None = None
         try:
             self._launcher = subprocess.Popen(
-                self._command,
+                by_interpreter(self._command),
                 env=hosts.environment() if hosts else None,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,12 @@ from tracking.jsonl import read_run_events, surviving
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+# What matplotlib says of a HOME that it may not write and of its fonts is no news about the run.
+logging.getLogger("matplotlib").addFilter(
+    lambda record: not record.getMessage().startswith(("mkdir -p failed", "Matplotlib created a temporary"))
+)
+logging.getLogger("matplotlib.font_manager").addFilter(lambda record: record.levelno > logging.WARNING)
 
 _INK, _FAINT, _ACCENT, _ALARM = "#1f4e79", "#a9c1d9", "#d1660f", "#c00000"
 _SMOOTH_FROM = 100  # steps from which a running median is drawn over the raw curve
@@ -69,7 +77,9 @@ def save_png(figure: Figure, path: Path) -> None:
     """Write a figure whole or not at all, and the folders above it where they are missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = io.BytesIO()
-    figure.savefig(drawn, format="png")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run's name may be Chinese
+        figure.savefig(drawn, format="png")
     write_atomically(path, drawn.getvalue())
 
 

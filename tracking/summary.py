@@ -138,7 +138,7 @@ def setting(config: dict[str, Any], dotted: str) -> Any:
 def _load(path: Path, parse: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
     """kinds: of which type values are that others rely on."""
     try:
-        content = parse(path.read_text())
+        content = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

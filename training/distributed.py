@@ -6,14 +6,13 @@ state is not used: under `accelerate launch` on a machine without a GPU it is pr
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -22,7 +21,6 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
-from config.machine import op_builds, shared_memory
 from config.machine.binding import RankCpus, apply_binding, choose_binding
 from config.resolved import Resolved
 from training.rendezvous import forget_port, open_store
@@ -128,11 +126,9 @@ def start(
     logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*deprecated.*", module="torch.distributed.c10d_logger")
     accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        _prefer_own_ninja()
-        op_builds.use_own_folder()
-        shared_memory.remove_left_segments()
-        _load_shared_memory_op(rank)
+    # DeepSpeed's own all-reduce would be built at the first start on a machine, with g++ in about a minute, and leave
+    # 66 MiB of /dev/shm for each rank; only tensor-parallel inference uses it.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     accelerator.set_device(local_rank)
     timeout = timedelta(minutes=timeout_minutes)
     # DeepSpeed binds the group to a GPU, too, unless this is the only rank.
@@ -151,8 +147,6 @@ def start(
             f"the launcher set rank {rank} of {world_size}, the process group has rank {dist.get_rank()} of "
             f"{dist.get_world_size()}; check RANK and WORLD_SIZE in the launcher's environment"
         )
-    if accelerator.device_name() == "cpu":
-        _unlink_shared_memory(rank)
     world = World(rank, world_size, local_rank, device)
     _use_own_cores(world, bind_cores)
     if world.is_main:
@@ -183,7 +177,7 @@ def stop() -> None:
 def _use_own_cores(world: World, bind_cores: str) -> None:
     """Use this rank's share of its machine's cores, and bind it to them where configured. A collective.
 
-    The deepspeed launcher gives every rank all cores. The number of threads is set unless OMP_NUM_THREADS is.
+    The deepspeed launcher gives every rank all cores. The number of threads is set unless OMP_NUM_THREADS is to one.
     """
     gpu = None
     if world.device.type == "cuda":
@@ -191,43 +185,11 @@ def _use_own_cores(world: World, bind_cores: str) -> None:
         gpu = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     claims = world.gather_objects(RankCpus.here(gpu))
     binding = choose_binding(bind_cores, claims, world.rank)
-    from_environment = ", as OMP_NUM_THREADS says" if "OMP_NUM_THREADS" in os.environ else ""
+    wished = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    from_environment = ", as OMP_NUM_THREADS says" if wished.isdecimal() and int(wished) else ""
     if not from_environment:
         torch.set_num_threads(binding.threads)
     threads = torch.get_num_threads()
     line = apply_binding(binding)
     if line is not None and world.is_main:
         print(f"{line}; {threads} thread{'s' * (threads > 1)}{from_environment}", flush=True)
-
-
-def _prefer_own_ninja() -> None:
-    """Put this environment's programs first in PATH: another ninja would consider every op outdated and rebuild it."""
-    programs = str(Path(sys.executable).parent)
-    path = os.environ.get("PATH", "").split(os.pathsep)
-    if path[0] != programs:
-        os.environ["PATH"] = os.pathsep.join([programs, *path])
-
-
-def _load_shared_memory_op(rank: int) -> None:
-    """Build or load it before DeepSpeed does, which waits for ever for the lock of a killed build."""
-
-    def log(line: str) -> None:
-        print(line, flush=True)
-
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
-        return
-    with op_builds.exclusive_build("deepspeed_shm_comm", log):
-        if rank == 0 and not any(op_builds.extensions_folder().glob("**/deepspeed_shm_comm.so")):
-            log("building DeepSpeed's shared-memory op, once on a machine, about a minute")
-        builder.load()
-
-
-def _unlink_shared_memory(rank: int) -> None:
-    """Unlink this rank's 66 MiB of shared memory, so that it is freed when the processes that map it end.
-
-    DeepSpeed 0.19.8 never removes it: it would stay, once for every port that a run used, until the machine restarts.
-    """
-    dist.barrier()  # every rank has mapped it
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from config.child_jobs import LAUNCHER_VARIABLES, error_line
+from config.child_jobs import LAUNCHER_VARIABLES, by_interpreter, error_line
 from config.cli import REPOSITORY, positive_int
 from config.errors import UserError
 from config.redact import redact_arguments
@@ -57,9 +57,10 @@ def launch(program: Sequence[str], *, processes: int, log: Path, launcher: Seque
     environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", "")])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
+    with log.open("w", encoding="utf-8") as output:
         output.write(f"$ {' '.join(redact_arguments(command))}\n")
         output.flush()
+        command = by_interpreter(command, environment["PATH"])
         try:
             job = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
         except FileNotFoundError as error:
@@ -90,7 +91,7 @@ def in_turn(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
 
 def error_line_of(log: Path) -> str:
     """The line of a failed job's log that says why: our own error line, else the last that names one, else the last."""
-    return error_line(log.read_text(errors="replace"))[:400]
+    return error_line(log.read_text(errors="replace", encoding="utf-8"))[:400]
 
 
 def _torchrun(program: Sequence[str], processes: int) -> list[str]:

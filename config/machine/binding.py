@@ -40,7 +40,7 @@ class RankCpus:
     def here(cls, gpu: str | None = None) -> RankCpus:
         """Those of this process. gpu: PCI address of its GPU, as in `0000:dc:00.0`."""
         try:
-            machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         except OSError:
             machine = socket.gethostname()
         return cls(machine, usable_cpus(), None if gpu is None else gpu_node(gpu))

@@ -65,7 +65,7 @@ def read_cores(allowed: Set[int], root: Path = _SYS) -> dict[int, list[Core]]:
     nodes: dict[int, frozenset[int]] = {}
     for folder in (root / "devices/system/node").glob("node[0-9]*"):
         with suppress(OSError, ValueError):
-            nodes[int(folder.name.removeprefix("node"))] = parse_cpus((folder / "cpulist").read_text())
+            nodes[int(folder.name.removeprefix("node"))] = parse_cpus((folder / "cpulist").read_text(encoding="utf-8"))
     if not allowed <= frozenset[int]().union(*nodes.values()):
         nodes = {0: frozenset(allowed)}
     cores: dict[int, list[Core]] = {}
@@ -81,7 +81,7 @@ def read_cores(allowed: Set[int], root: Path = _SYS) -> dict[int, list[Core]]:
 def gpu_node(address: str, root: Path = _SYS) -> int:
     """The NUMA node of the device at a PCI address such as `0000:dc:00.0`, or UNKNOWN."""
     try:
-        return int((root / "bus/pci/devices" / address / "numa_node").read_text())
+        return int((root / "bus/pci/devices" / address / "numa_node").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return UNKNOWN
 
@@ -130,8 +130,10 @@ def _homes(nodes: dict[int, list[Core]], ranks: int) -> list[tuple[int, ...]]:
 def _socket(node: int, root: Path) -> str:
     """Id of its socket; the node itself where that is unknown."""
     with suppress(OSError, ValueError):
-        first = min(parse_cpus((root / f"devices/system/node/node{node}/cpulist").read_text()))
-        return (root / f"devices/system/cpu/cpu{first}/topology/physical_package_id").read_text().strip()
+        first = min(parse_cpus((root / f"devices/system/node/node{node}/cpulist").read_text(encoding="utf-8")))
+        return (
+            (root / f"devices/system/cpu/cpu{first}/topology/physical_package_id").read_text(encoding="utf-8").strip()
+        )
     return f"node {node}"
 
 
@@ -145,7 +147,7 @@ def _split(items: Sequence[T], parts: int) -> list[Sequence[T]]:
 def _threads_of_core(cpu: int, root: Path) -> frozenset[int]:
     for name in ("core_cpus_list", "thread_siblings_list"):  # the second until Linux 5.3
         with suppress(OSError, ValueError):
-            found = parse_cpus((root / f"devices/system/cpu/cpu{cpu}/topology/{name}").read_text())
+            found = parse_cpus((root / f"devices/system/cpu/cpu{cpu}/topology/{name}").read_text(encoding="utf-8"))
             if cpu in found:
                 return found
     return frozenset((cpu,))

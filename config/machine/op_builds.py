@@ -40,7 +40,8 @@ def extensions_folder() -> Path:
         with suppress(metadata.PackageNotFoundError):
             versions.append(f"{package}-{metadata.version(package)}")
     prefix = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
-    return Path("~/.cache/torch_extensions").expanduser() / "_".join([*versions, prefix])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/nonexistent") / ".cache")
+    return cache / "torch_extensions" / "_".join([*versions, prefix])
 
 
 def use_own_folder() -> None:
@@ -179,7 +180,7 @@ def _compilers() -> list[str | None]:
     found: list[str | None] = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if (process / "comm").read_text().strip() in ("ninja", "cc1plus", "nvcc", "cicc", "ptxas"):
+            if (process / "comm").read_bytes().strip() in (b"ninja", b"cc1plus", b"nvcc", b"cicc", b"ptxas"):
                 found.append(str((process / "cwd").readlink()))
         except PermissionError:
             found.append(None)
@@ -196,7 +197,7 @@ def is_local(path: Path) -> bool:
 def mount_of(path: Path) -> dict[str, str]:
     """The file system that holds `path`, as /proc/self/mounts names it."""
     best = ("", "?")
-    for line in Path("/proc/self/mounts").read_text().splitlines():
+    for line in os.fsdecode(Path("/proc/self/mounts").read_bytes()).splitlines():
         _, point, kind, *_ = line.split()
         point = point.replace("\\040", " ")
         if (path.resolve() == Path(point) or Path(point) in path.resolve().parents) and len(point) >= len(best[0]):

@@ -80,7 +80,7 @@ def run(request: dict[str, Any], requests: IO[bytes]) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         script = Path(folder) / "program.py"
-        script.write_text(request["program"])
+        script.write_text(request["program"], encoding="utf-8")
         own = str(Path(sys.executable).parent)
         environment = {**os.environ, "PATH": os.pathsep.join([own, os.environ.get("PATH", "")])}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [request["cwd"], environment.get("PYTHONPATH")]))
@@ -93,7 +93,8 @@ def run(request: dict[str, Any], requests: IO[bytes]) -> dict[str, Any]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
         output, late = _wait(process, request["limit"], requests)
     lines = [line for line in output.splitlines() if line.strip()]

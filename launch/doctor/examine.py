@@ -74,6 +74,7 @@ def _examine(scope: Scope) -> Iterator[Finding]:
     if not hosts:
         return
     for host in hosts:
+        facts[host.name]["builds"] = bool(_ops(scope) and facts[host.name]["gpus"]["list"])
         facts[host.name]["processes"] = _processes(scope, host, facts[host.name])
         yield from check_host(host.name, facts[host.name])
     yield from check_cluster(facts, port=scope.port)
@@ -157,12 +158,13 @@ def _reach(hosts: list[Host]) -> Iterator[Finding]:
             yield from check_reach(name, answer)
 
 
+def _ops(scope: Scope) -> list[str]:
+    """DeepSpeed's ops that a run with GPUs builds."""
+    return [op for op in [scope.optimizer.offload_op] if op and scope.offload != "none"]
+
+
 def _with_torch(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -> Iterator[Finding]:
-    ops = [op for op in [scope.optimizer.offload_op] if op and scope.offload != "none"]
-    first = hosts[0].name
-    if not facts[first]["gpus"]["list"]:
-        ops.append("deepspeed_shm_comm")
-    for name, answer in _programs(hosts, DEVICE, {"ops": ops}).items():
+    for name, answer in _programs(hosts, DEVICE, {"ops": _ops(scope)}).items():
         if isinstance(answer, str):
             fix = "run `python -m deepspeed.env_report` there"
             yield red("device", f"torch or deepspeed does not work: {answer}", fix, name)

@@ -88,7 +88,7 @@ def _torch_cuda() -> str | None:
     folder = Path(spec.origin).parent if spec is not None and spec.origin else None
     if folder is None or not (folder / "version.py").is_file():
         return None
-    match = re.search(r"^cuda[^=]*= *'([\d.]+)'", (folder / "version.py").read_text(), re.MULTILINE)
+    match = re.search(r"^cuda[^=]*= *'([\d.]+)'", (folder / "version.py").read_text(encoding="utf-8"), re.MULTILINE)
     return match[1] if match else None
 
 
@@ -107,7 +107,13 @@ def run_program(command: list[str], seconds: float = 10.0) -> tuple[int, str]:
     """Exit code and output of a program; -1 when it cannot be started or does not end."""
     try:
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, check=False, text=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=seconds,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return -1, str(error)
@@ -155,10 +161,10 @@ def _limits() -> dict[str, int | None]:
 
 
 def _memory() -> dict[str, int | None]:
-    text = Path("/proc/meminfo").read_text()
+    text = Path("/proc/meminfo").read_text(encoding="utf-8")
     of = {name: int(value) * 1024 for name, value in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
     limit = None
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         root, name = ("/sys/fs/cgroup", "memory.max") if not controllers else ("/sys/fs/cgroup/memory", "")
         if controllers and "memory" not in controllers.split(","):
@@ -166,7 +172,11 @@ def _memory() -> dict[str, int | None]:
         folder = Path(root + path)
         for one in (folder, *folder.parents):
             file = one / (name or "memory.limit_in_bytes")
-            if file.is_file() and (value := file.read_text().strip()).isdigit() and int(value) < of["MemTotal"]:
+            if (
+                file.is_file()
+                and (value := file.read_text(encoding="utf-8").strip()).isdigit()
+                and int(value) < of["MemTotal"]
+            ):
                 limit = min(limit or int(value), int(value))
     return {"total": of["MemTotal"], "available": of["MemAvailable"], "cgroup_limit": limit}
 

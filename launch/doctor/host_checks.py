@@ -17,6 +17,7 @@ GOOD_SPEED = 50e6
 """Bytes per second below which a save takes long."""
 SMALL_SHM, GOOD_SHM = 64 * 2**20, 512 * 2**20
 """Bytes of /dev/shm: a container's default, and the size below which DeepSpeed's own report warns."""
+_NEEDED_FOR = "offload from a GPU and model.compile need one"
 
 
 def check_host(host: str, facts: Facts) -> Iterator[Finding]:
@@ -36,12 +37,14 @@ def check_host(host: str, facts: Facts) -> Iterator[Finding]:
 def _compilers(host: str, facts: Facts) -> Iterator[Finding]:
     built = facts["built"]
     if not facts["programs"]["c++"]:
-        what = "there is none on the PATH, and DeepSpeed builds its ops with it"
+        what = "there is none on the PATH"
         fix = "apt-get install g++, or set CXX; over ssh set PATH in .deepspeed_env"
-        if built:
+        if not facts["builds"]:
+            yield amber("c++ compiler", f"{what}; {_NEEDED_FOR}", fix, host)
+        elif built:
             yield amber("c++ compiler", f"{what}; {', '.join(built)} are built already", fix, host)
         else:
-            yield red("c++ compiler", what, fix, host)
+            yield red("c++ compiler", f"{what}, and DeepSpeed builds its op for offload with it", fix, host)
         return
     first = facts["programs"]["c++"][0]
     if first["version"] is None:
@@ -54,7 +57,10 @@ def _ninjas(host: str, facts: Facts) -> Iterator[Finding]:
     ninjas = [item for item in facts["programs"]["ninja"] if item["version"]]
     if not ninjas:
         fix = "pip install ninja into this environment, and put its bin folder on the PATH"
-        yield red("ninja", "none runs, and DeepSpeed builds its ops with it", fix, host)
+        if facts["builds"]:
+            yield red("ninja", "none runs, and DeepSpeed builds its op for offload with it", fix, host)
+        else:
+            yield amber("ninja", "none runs; offload from a GPU needs one", fix, host)
         return
     first = ninjas[0]
     own = next((item for item in ninjas if item["own"]), first)
@@ -95,7 +101,7 @@ def _locks(host: str, facts: Facts) -> Iterator[Finding]:
             what = f"{lock['path']}, {minutes}, was left by a build that was killed: every start waits for it for ever"
             yield red("op build", what, f"rm {lock['path']}", host)
     if not facts["locks"]:
-        built = ", ".join(facts["built"]) or "none yet; the first start on a machine builds what it needs"
+        built = ", ".join(facts["built"]) or "none yet; the first run that offloads from a GPU builds one"
         yield green("op build", f"no lock; built: {built}", host)
 
 

@@ -64,7 +64,7 @@ class Host:
         threading.Thread(target=self._read_stderr, args=(self._process,), daemon=True).start()
         top = Path(__file__).parents[2]
         files = {name: top / f"{name.replace('.', '/')}.py" for name in _SENT_MODULES}
-        sources = [[name, file.read_text() if file.is_file() else ""] for name, file in files.items()]
+        sources = [[name, file.read_text(encoding="utf-8") if file.is_file() else ""] for name, file in files.items()]
         self._write(json.dumps([{} if self.local else _environment(), sources]))
         self.ask("time", 30.0)
 
@@ -169,7 +169,7 @@ def _environment() -> dict[str, str]:
     for folder in (Path.home(), Path()):
         file = folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
         if file.is_file():
-            lines = file.read_text().splitlines()
+            lines = file.read_text(encoding="utf-8").splitlines()
             exports |= {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines) if _}
     return exports
 

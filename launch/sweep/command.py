@@ -116,7 +116,7 @@ def report(plan: Plan) -> None:
         return
     command = [sys.executable, "-m", "tracking.compare", *runs, "--html", str(plan.folder / "compare.html")]
     command += [] if plan.price is None else ["--price", f"{plan.price:g}"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode:
         log(f"no page: {' '.join(command[1:])} ended with exit code {done.returncode}: {done.stderr.strip()[-200:]}")
     else:

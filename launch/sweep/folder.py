@@ -81,7 +81,9 @@ class Plan(Settings):
     def outcome(self, entry: Entry) -> Outcome:
         """The recorded outcome of a trial."""
         try:
-            return Outcome(**json.loads((self.folder / "trials" / f"{entry.index:03d}.json").read_text()))
+            return Outcome(
+                **json.loads((self.folder / "trials" / f"{entry.index:03d}.json").read_text(encoding="utf-8"))
+            )
         except FileNotFoundError:
             return Outcome()
 
@@ -136,7 +138,7 @@ def prepare(sweep: Sweep) -> tuple[Plan, list[str]]:
 def read_plan(folder: Path) -> Plan:
     """The plan in a sweep's folder. Raises UserError when there is none."""
     try:
-        tree = json.loads((folder / "sweep.json").read_text())
+        tree = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
         rule = tree["hopeless"]
         trials = tuple(Entry(**{**entry, "settings": tuple(entry["settings"])}) for entry in tree["trials"])
         restored = {"folder": folder.absolute(), "launcher": tuple(tree["launcher"]), "trials": trials}
@@ -155,7 +157,7 @@ def write_json_atomically(path: Path, value: Any) -> None:
 @contextmanager
 def lock_file(path: Path, *, wait: bool) -> Iterator[bool]:
     """Hold a lock file inside; yields whether it was acquired. The end of the process releases it too."""
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             acquired = True

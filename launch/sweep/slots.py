@@ -28,7 +28,9 @@ def visible_gpus() -> list[str]:
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [str(n) for n in range(sum(line.startswith("GPU ") for line in done.stdout.splitlines()))]

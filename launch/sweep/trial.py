@@ -104,7 +104,7 @@ class _Running:
         path = self._plan.log_path(self._entry)
         size_before = path.stat().st_size if path.is_file() else 0
         stdout = sys.stdout
-        with path.open("a", buffering=1, errors="replace") as output:
+        with path.open("a", buffering=1, errors="replace", encoding="utf-8") as output:
             sys.stdout = output  # where Job writes the job's output
             try:
                 began = time.monotonic()

@@ -224,3 +224,26 @@ def test_a_json_outside_the_repository_is_remembered_absolutely(run_config: Path
     assert resolved.config.deepspeed.config == str(run_config.parent / "mine.json")
     assert resolved.compute == "fp32"
     assert load_config(run_config, [], None).precision.compute == "auto"
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def test_a_word_that_the_locale_cannot_write_is_refused_in_a_line() -> None:
+    """Its file could be opened; the record of the run could not be written."""
+    done = in_a_process("--config", "config/recipes/demo.yaml", "run.dir=größe", **ASCII)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: command line: run.dir=gr\\udcc3\\udcb6") and "ascii" in line
+    assert "set LC_ALL=C.UTF-8 or PYTHONUTF8=1" in line
+
+
+def test_what_the_terminal_cannot_show_is_printed_as_a_question_mark(tmp_path: Path) -> None:
+    text = (REPOSITORY / "config/recipes/demo.yaml").read_text(encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(text.replace("name: demo", "name: größer"), encoding="utf-8")
+    command = [sys.executable, str(REPOSITORY / "train.py"), "--config", str(tmp_path / "run.yaml"), "--show-config"]
+    for encoding, shown in (("ascii", b"  name: gr??er\n"), ("utf-8", "  name: größer\n".encode())):
+        variables = os.environ | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run(command, env=variables, capture_output=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert shown in done.stdout

@@ -35,7 +35,7 @@ PUBLISHED_AFTER = ("named", "dropping", "done")
 """Phases of which a kill leaves the new checkpoint as the newest; of the others, the one before it."""
 KEEP = 2
 START_SECONDS = 300.0
-"""A job that is killed while it builds DeepSpeed's op would leave the build locked for all."""
+"""On a machine that other tests keep busy."""
 
 
 @dataclass(frozen=True)

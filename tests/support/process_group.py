@@ -18,7 +18,7 @@ from config.child_jobs import free_port
 from tests.support import forked
 
 START_SECONDS = 240.0
-"""The first start on a machine builds DeepSpeed's shared-memory op, which takes about a minute."""
+"""On a machine that other tests keep busy."""
 
 
 class ProcessGroup:

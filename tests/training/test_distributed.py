@@ -1,10 +1,9 @@
-"""What a process finds at its start from those that were killed before it, and what it leaves; which cores it takes."""
+"""What a process builds and leaves at its start, and which cores it takes."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from config.child_jobs import free_port
-from config.machine import op_builds
 from config.machine.cores import cpus_text, divide_cores, read_cores
 
 PROGRAM = """
@@ -46,17 +44,12 @@ def begin(rank: int, port: int, name: str, **environment: str) -> subprocess.Pop
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory) -> list[str]:
-    """What two ranks print that start beside an old lock; they are killed then."""
-    extensions = tmp_path_factory.mktemp("extensions")
-    build = extensions / "deepspeed_shm_comm"  # torch puts none of its own folders between when it is told where
-    for built in op_builds.extensions_folder().glob("**/deepspeed_shm_comm"):
-        shutil.copytree(built, build, dirs_exist_ok=True)
-    build.mkdir(exist_ok=True)
-    (build / "lock").touch()
-    (extensions / ".deepspeed_shm_comm.mantissa").write_text("builds\n")
+    """What two ranks print where nothing can be built; they are killed then."""
+    folder = tmp_path_factory.mktemp("nothing")
     port = free_port()
     name = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_"
-    ranks = [begin(rank, port, f"{name}{rank}", TORCH_EXTENSIONS_DIR=str(extensions)) for rank in (0, 1)]
+    variables = {"TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "PATH": str(folder)}
+    ranks = [begin(rank, port, f"{name}{rank}", **variables) for rank in (0, 1)]
     texts = []
     try:
         for rank in ranks:
@@ -69,14 +62,12 @@ def outputs(tmp_path_factory) -> list[str]:
         for rank in ranks:
             rank.send_signal(signal.SIGKILL)
             rank.communicate()
-    return [*texts, " ".join(str(path) for path in Path("/dev/shm").glob(Path(name).name + "*"))]
+    left = [*folder.iterdir(), *Path("/dev/shm").glob(Path(name).name + "*")]
+    return [*texts, " ".join(map(str, left))]
 
 
-def test_a_start_is_not_held_up_by_the_lock_of_a_killed_build(outputs):
-    assert "deepspeed_shm_comm/lock: the build of deepspeed_shm_comm that left it was killed" in outputs[0] + outputs[1]
-
-
-def test_killed_ranks_leave_no_shared_memory(outputs):
+def test_ranks_on_a_cpu_build_nothing_and_leave_no_shared_memory(outputs):
+    """DeepSpeed would build an op that training does not use, and leave 66 MiB of shared memory for each rank."""
     assert "sum 2 False" in outputs[0]
     assert "sum 2 False" in outputs[1]
     assert outputs[2] == ""

@@ -29,7 +29,7 @@ def page(comparison: Comparison) -> str:
     few = len(comparison.runs) <= SIDE_BY_SIDE
     parts = {
         "@TITLE@": text(" / ".join(run.label for run in comparison.runs[:3]) + (" / ..." * (len(comparison.runs) > 3))),
-        "@STYLE@": _STYLE.read_text(),
+        "@STYLE@": _STYLE.read_text(encoding="utf-8"),
         "@LEGEND@": "".join(_chip(index, run) for index, run in enumerate(comparison.runs)),
         "@CAVEATS@": _caveats(comparison) if comparison.pairs else "",
         "@ANSWERS@": _answers(comparison, few),
@@ -37,10 +37,11 @@ def page(comparison: Comparison) -> str:
         "@MEASURES@": _measures(comparison),
         "@DIFFERENCES@": _section("What differs", _differences(comparison) if comparison.pairs else ""),
         "@DATA@": data(comparison),
-        "@SCRIPT@": _SCRIPT.read_text(),
+        "@SCRIPT@": _SCRIPT.read_text(encoding="utf-8"),
         "@PLOTLY@": get_plotlyjs(),
     }
-    pieces: list[str] = re.split(r"(@[A-Z]+@)", _PAGE.read_text())  # once: an inserted part may hold such a word too
+    template = _PAGE.read_text(encoding="utf-8")
+    pieces: list[str] = re.split(r"(@[A-Z]+@)", template)  # once: an inserted part may hold such a word too
     return "".join(parts.get(piece, piece) for piece in pieces)
 
 

@@ -60,7 +60,7 @@ def _checkpoint(path: str, step: int, config: dict[str, Any]) -> dict[str, Any]:
 def export_facts(folder: Path) -> dict[str, Any]:
     """What to record of a folder that training.export_hf wrote. Raises UserError when it is none."""
     try:
-        known = json.loads((folder / "mantissa.json").read_text())
+        known = json.loads((folder / "mantissa.json").read_text(encoding="utf-8"))
         return {
             "kind": "export",
             "run": known["run"],
@@ -81,7 +81,7 @@ def export_facts(folder: Path) -> dict[str, Any]:
 def parity_facts(path: Path) -> dict[str, Any]:
     """The verdict of a parity.json and the report's hash. Raises UserError when it is none."""
     try:
-        return _verdict(json.loads(path.read_text())) | {"report_sha256": _sha256(path)}
+        return _verdict(json.loads(path.read_text(encoding="utf-8"))) | {"report_sha256": _sha256(path)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = type(error).__name__
         raise UserError(f"--parity {path}: not a parity.json ({why}); give the one of training.parity") from None

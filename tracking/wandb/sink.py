@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from config.cli import REPOSITORY
-from config.files import write_atomically
+from config.files import why_not_writable, write_atomically
 from config.machine.binding import unbind
 from config.printable import printable, shown
 from config.redact import redact
@@ -34,6 +34,8 @@ FINISH_TIMEOUT_S = 30.0
 _CODE_FOLDER = Path(__file__).resolve().parents[2]
 _LOG = "wandb.log"  # in the run folder: standard error of the worker and wandb
 _ID = re.compile(rb"[\w.-]{1,128}\s*")
+_DECIDED = ("WANDB_MODE", "WANDB_DISABLED", "WANDB_CONSOLE", "WANDB_SILENT", "WANDB_DIR", "WANDB_RESUME")
+"""Variables of what is decided here; wandb checks them even so, and refuses all of a run for one that is wrong."""
 _MARGIN_S = 5.0  # to import wandb and read the file a last time
 
 
@@ -89,10 +91,15 @@ class WandbSink:
 
     def _start(self, job: dict[str, Any]) -> subprocess.Popen[bytes]:
         # tracking.wandb in the run config decides, so that the mode is on record; WANDB_MODE does not.
-        variables = {name: value for name, value in os.environ.items() if name != "WANDB_MODE"}
+        variables = {name: value for name, value in os.environ.items() if name not in _DECIDED}
+        cache = Path(variables.get("XDG_CACHE_HOME") or Path(variables.get("HOME", "/")) / ".cache") / "wandb"
+        for name, usual in (("WANDB_CACHE_DIR", cache), ("WANDB_DATA_DIR", self._run_dir.wandb)):
+            if why_not_writable(Path(variables.get(name) or usual)):
+                variables[name] = str(self._run_dir.wandb.resolve() / "cache")
         variables.setdefault("WANDB_ERROR_REPORTING", "false")  # no error reports to wandb from this machine
         # Files staged for upload stay in the run folder, so that `wandb sync` works from a copy of it elsewhere.
         variables.setdefault("WANDB_DATA_DIR", str(self._run_dir.wandb.resolve()))
+        variables["PYTHONUTF8"] = "1"  # its lines are read as UTF-8, whatever the locale
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_CODE_FOLDER), variables.get("PYTHONPATH")]))
         with (self._run_dir.path / _LOG).open("ab") as stderr:
             process = subprocess.Popen(
@@ -168,7 +175,7 @@ def _manifest(config: dict[str, Any]) -> Any:
     """The content of the precision manifest that the run config names; None when there is none or it cannot be read."""
     path = ((config.get("run") or {}).get("precision") or {}).get("manifest")
     try:
-        return json.loads((REPOSITORY / path).read_text()) if path else None
+        return json.loads((REPOSITORY / path).read_text(encoding="utf-8")) if path else None
     except (OSError, ValueError):
         return None
 
@@ -184,4 +191,4 @@ def run_id(run_dir: RunDir) -> str:
         # Under `wandb agent` wandb accepts only the agent's id.
         named = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
         write_atomically(path, (named or uuid.uuid4().hex[:12]).encode())
-    return path.read_text().strip()
+    return path.read_text(encoding="utf-8").strip()

@@ -133,4 +133,4 @@ def report(kind: str, text: str) -> None:
     try:
         print(f"{kind}: {text}", flush=True)
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - keeps the interpreter from failing at exit
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - the interpreter fails at exit

@@ -79,7 +79,7 @@ def _create_view(path: str, definition: Path, *, show: bool) -> str:
     if not entity or not project or "/" in project:
         raise UserError(f"{path}: is not ENTITY/PROJECT; give a wandb user or team and a project")
     try:
-        parsed = yaml_text.parse(definition.read_text())
+        parsed = yaml_text.parse(definition.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--definition {definition}: cannot be read ({' '.join(str(error).split())[:200]})") from None
     view = build(entity, project, parsed)

@@ -66,7 +66,7 @@ def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if not found.is_file():
             print(f"the survey's job ended without a result: {error_line_of(log)} (see {log})", file=sys.stderr)
             return CRASHED
-        result = json.loads(found.read_text())
+        result = json.loads(found.read_text(encoding="utf-8"))
     if "error" in result:
         raise UserError(result["error"])
     if "failed" in result:
@@ -82,7 +82,7 @@ def _parity(options: argparse.Namespace, overrides: Sequence[str], proposal: dic
     """The verdict of `training.parity` on the manifest over the job's first steps, from the proposed loss scale."""
     folder, steps = options.out.with_suffix(".parity").resolve(), options.parity_steps
     folder.mkdir(exist_ok=True)
-    (folder / "manifest.json").write_text(json.dumps(proposal["manifest"], indent=2) + "\n")
+    (folder / "manifest.json").write_text(json.dumps(proposal["manifest"], indent=2) + "\n", encoding="utf-8")
     given = _resolve(["--config", str(options.config), *overrides], options.processes)
     write_in_fp32(given.deepspeed_path, folder / "deepspeed.json")
     arguments = [
@@ -164,11 +164,13 @@ def verdict(result: dict[str, Any]) -> list[str]:
 def _publish(out: Path, result: dict[str, Any]) -> int:
     """Write the files, print the table and return the exit code."""
     reason = rejection_reason(result)
-    out.with_suffix(".analysis.json").write_text(json.dumps(plain(result | {"objection": reason}), indent=1) + "\n")
+    out.with_suffix(".analysis.json").write_text(
+        json.dumps(plain(result | {"objection": reason}), indent=1) + "\n", encoding="utf-8"
+    )
     plot_ranges(result, out.with_suffix(".png"))
     target = out if reason is None else out.with_suffix(".rejected.json")
     manifest = result["proposal"]["manifest"]
-    target.write_text(json.dumps(manifest, indent=2) + "\n")
+    target.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     load_manifest(target)
     rules = [f"{rule['match']}: {rule['reason']}" for rule in manifest["rules"]]
     print("\n".join(map(line, [*table(result), "", *rules, "", *verdict(result)])))
@@ -183,7 +185,7 @@ def _fp32_arguments(options: argparse.Namespace, overrides: Sequence[str], work:
     """The command line of the same run on the manifest path with every region in FP32; its files go into `work`."""
     given = ["--config", str(options.config), *overrides]
     write_in_fp32(_resolve(given, options.processes).deepspeed_path, work / "deepspeed.json")
-    (work / "fp32.json").write_text(json.dumps(_NO_MANIFEST))
+    (work / "fp32.json").write_text(json.dumps(_NO_MANIFEST), encoding="utf-8")
     arguments = [*given, *_on_the_manifest_path(work / "fp32.json", work / "deepspeed.json")]
     _resolve(arguments, options.processes)
     return arguments

@@ -120,7 +120,7 @@ def under_manifest(engine: Engine, manifest: Mapping[str, Any]) -> Iterator[None
     assert before is not None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "manifest.json"
-        path.write_text(json.dumps(manifest))
+        path.write_text(json.dumps(manifest), encoding="utf-8")
         loaded = load_manifest(path)
     before.close()
     engine.regions = Regions(engine.model, loaded)

@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NotFinite as error:
         result = {"failed": str(error)}
     if resolved.rank == 0:
-        options.result.write_text(json.dumps(result))
+        options.result.write_text(json.dumps(result), encoding="utf-8")
     return CONFIG_ERROR if "error" in result else 0
 
 

@@ -120,8 +120,8 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
             },
         }
     )
-    (folder / "activations.json").write_text(json.dumps(result, indent=1) + "\n")
-    (folder / "activations.md").write_text(page(result))
+    (folder / "activations.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (folder / "activations.md").write_text(page(result), encoding="utf-8")
     return result
 
 

@@ -169,8 +169,8 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     found["bounds"] = [bound(found, *each) for each in bounds]
     found["conditions"] = _conditions(options, resolved, work, processes)
     found = plain(found)
-    (folder / "benchmark.json").write_text(json.dumps(found, indent=1) + "\n")
-    (folder / "benchmark.md").write_text(page(found))
+    (folder / "benchmark.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (folder / "benchmark.md").write_text(page(found), encoding="utf-8")
     return found
 
 

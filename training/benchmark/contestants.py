@@ -146,13 +146,13 @@ class Runner:
         program = ["-m", "training.benchmark.split", str(target), *counts]
         self._start([*program, *self._train_arguments(contestant, label)], label)
         shutil.rmtree(self.folder / "runs" / label / "checkpoints", ignore_errors=True)
-        return json.loads(target.read_text())
+        return json.loads(target.read_text(encoding="utf-8"))
 
     def peak(self) -> dict[str, Any]:
         """The rate of matmuls in the work's dtype, in all processes at once; see `training.benchmark.peak`."""
         target = self.folder / "results" / "peak.json"
         self._start(["-m", "training.benchmark.peak", self.spec.compute, str(target)], "peak")
-        return json.loads(target.read_text())
+        return json.loads(target.read_text(encoding="utf-8"))
 
     def _start(self, program: Sequence[str], label: str) -> None:
         log = self.folder / "logs" / f"{label}.log"

@@ -178,8 +178,8 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
         }
     )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "largest.json").write_text(json.dumps(result, indent=1) + "\n")
-    (folder / "largest.md").write_text(page(result))
+    (folder / "largest.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (folder / "largest.md").write_text(page(result), encoding="utf-8")
     return result
 
 

@@ -126,14 +126,14 @@ def _reset_peak(device: str) -> int:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # proc(5): resets the peak resident set
     return _peak(device)
 
 
 def _peak(device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> None:
         dist.all_reduce(total)
     if is_rank_0():
         how = f"measured: {compute} matmuls of {size} x {size} in all processes at once"
-        Path(target).write_text(json.dumps({"flops": float(total), "how": how}) + "\n")
+        Path(target).write_text(json.dumps({"flops": float(total), "how": how}) + "\n", encoding="utf-8")
     if dist.is_initialized():
         dist.destroy_process_group()
 

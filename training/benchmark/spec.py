@@ -66,11 +66,11 @@ class Spec:
     @classmethod
     def read(cls, path: Path) -> Spec:
         """From the file that `write` made."""
-        return cls(**json.loads(path.read_text()))
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def write(self, path: Path) -> None:
         """As JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class Result:
     @classmethod
     def read(cls, path: Path) -> Result:
         """From the file that `write` made."""
-        return cls(**json.loads(path.read_text()))
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def write(self, path: Path) -> None:
         """As JSON."""
-        path.write_text(json.dumps(asdict(self)) + "\n")
+        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

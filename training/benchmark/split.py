@@ -186,7 +186,7 @@ def main(arguments: Sequence[str]) -> None:
         runpy.run_path(TRAIN[0], run_name="__main__")
     finally:
         if is_rank_0():
-            Path(target).write_text(json.dumps(stages.result()) + "\n")
+            Path(target).write_text(json.dumps(stages.result()) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -190,10 +190,12 @@ def _seal(folder: Path, facts: dict[str, Any]) -> None:
     """Hash the files, write facts and card, hash these too, and flush all to disk."""
     facts["export"]["files"] = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
     plain = redact(json.loads(encode(facts)))
-    (folder / FACTS).write_text(json.dumps(plain, indent=1) + "\n")
-    (folder / CARD).write_text(model_card(plain))
+    (folder / FACTS).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    (folder / CARD).write_text(model_card(plain), encoding="utf-8")
     sums = facts["export"]["files"] | {name: file_sha256(folder / name) for name in (FACTS, CARD)}
-    (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+    (folder / SUMS).write_text(
+        "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())), encoding="utf-8"
+    )
     mode = (folder / CARD).stat().st_mode
     for path in folder.iterdir():
         path.chmod(mode)  # safetensors gives its files to their owner alone

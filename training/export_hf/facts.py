@@ -52,7 +52,7 @@ def precision_facts(config: Config, run: RunDir) -> dict[str, Any]:
     precision, manifest = config.precision, None
     if precision.path == "manifest" and precision.manifest:
         try:
-            manifest = json.loads((REPOSITORY / precision.manifest).read_text())
+            manifest = json.loads((REPOSITORY / precision.manifest).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             manifest = "deleted: " + Path(precision.manifest).name
     start = next((event for event in reversed(_history(run)) if event["event"] == "run_start"), {})
@@ -107,7 +107,7 @@ def parity_facts(path: Path, config: Config, environment: dict[str, Any]) -> dic
     Raises UserError when the file is not the report of a parity run.
     """
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         conditions = found["conditions"]
         facts = {
             "verdict": found["verdict"],

@@ -116,7 +116,7 @@ def write_shards(tensors: Tensors, folder: Path, shard_size: str) -> list[Path]:
         written.append(path)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for filename, keys in plan.filename_to_tensors.items():
         _read_back(tensors, folder / filename, keys)
     return written

@@ -117,13 +117,13 @@ class Cell:
         if combination.path == "manifest":
             manifest = _MANIFESTS[combination.compute]
             if isinstance(manifest, dict):
-                (folder / "manifest.json").write_text(json.dumps(manifest))
+                (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
                 manifest = folder / "manifest.json"
             overrides += ["precision.path=manifest", f"precision.manifest={manifest}"]
         if self.setting:
             overrides += self._apply_setting(document)
-        (folder / "deepspeed.json").write_text(json.dumps(document))
-        (folder / "run.yaml").write_text(_RUN)
+        (folder / "deepspeed.json").write_text(json.dumps(document), encoding="utf-8")
+        (folder / "run.yaml").write_text(_RUN, encoding="utf-8")
         return overrides, folder / "run.yaml"
 
     def resolve(self, folder: Path) -> Resolved:

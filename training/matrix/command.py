@@ -55,7 +55,7 @@ def conditions(processes: int, steps: int) -> dict[str, Any]:
 def results(path: Path, wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Newest results measured under the `wanted` conditions, by the cell's name."""
     found = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         result = json.loads(line)
         if result["conditions"] == wanted:
             found[result["cell"]] = result
@@ -98,7 +98,7 @@ def lead(options: argparse.Namespace) -> int:
         code = launch(program, processes=options.processes, log=log)
         left = _missing(options, now)
         if left and code != 0:
-            if f"cell: {left[0]}" not in log.read_text(errors="replace"):
+            if f"cell: {left[0]}" not in log.read_text(errors="replace", encoding="utf-8"):
                 raise UserError(f"the processes did not start: {error_line_of(log)}; see {log}")
             crashed = {"verdict": "raised", "reason": error_line_of(log), "errors": {}}
             _append(options.folder, {"cell": left[0], **crashed, "seconds": 0.0, "conditions": now})
@@ -121,7 +121,7 @@ def _missing(options: argparse.Namespace, now: dict[str, Any]) -> list[str]:
 
 
 def _append(folder: Path, result: dict[str, Any]) -> None:
-    with (folder / "results.jsonl").open("a") as file:
+    with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(result) + "\n")
 
 

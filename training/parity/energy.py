@@ -22,7 +22,8 @@ def of_processors(folder: Path) -> float | None:
     """[J] Sum over the packages in `folder`; None where there is none or it cannot be read."""
     packages = [path for path in folder.glob("intel-rapl:*") if path.name.count(":") == 1]
     try:
-        return sum(int((path / "energy_uj").read_text()) for path in packages) / 1e6 if packages else None
+        counters = [int((path / "energy_uj").read_text(encoding="utf-8")) for path in packages]
+        return sum(counters) / 1e6 if counters else None
     except (OSError, ValueError):
         return None
 

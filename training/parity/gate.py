@@ -63,7 +63,7 @@ def gate(chosen: Plan, log: Log = print, *, twins: Sequence[Run] | None = None) 
         "walks": [dataclasses.asdict(walk) for walk in walks],
     }
     found = json.loads(encode(found))
-    (chosen.folder / "parity.json").write_text(json.dumps(found, indent=1) + "\n")
+    (chosen.folder / "parity.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     write_report(chosen.folder, found)
     return found
 

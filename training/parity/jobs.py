@@ -158,7 +158,7 @@ def walk_steps(chosen: Plan, run: Run) -> list[Walk]:
     losses = {event["step"]: event["loss"] for event in read_events(run.folder.events) if event["event"] == "step"}
     walks = [
         Walk(found["point"], found["restored"], found["steps"], losses.get(found["point"] + 1), found.get("why", ""))
-        for found in json.loads(out.read_text())
+        for found in json.loads(out.read_text(encoding="utf-8"))
     ]
     out.unlink()
     shutil.rmtree(run.folder.checkpoints, ignore_errors=True)

@@ -199,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     points = [int(point) for point in options.points.split(",")]
     found = measure(RunDir(options.run), resolved, points, length=options.walk)
     if resolved.rank == 0:
-        options.out.write_text(json.dumps(found))
+        options.out.write_text(json.dumps(found), encoding="utf-8")
     return 0
 
 

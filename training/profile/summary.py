@@ -55,8 +55,8 @@ def write_summary(trace: Path, facts: dict[str, Any]) -> str:
     """Write the .json and .md next to the trace. Returns the headline. Raises ValueError: no step in the trace."""
     summary = summarise(build_timeline(read_trace(trace)), facts)
     stem = trace.parent / trace.name.partition(".")[0]
-    stem.with_suffix(".json").write_text(json.dumps(summary, indent=1))
-    stem.with_suffix(".md").write_text(page(summary, trace.name))
+    stem.with_suffix(".json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    stem.with_suffix(".md").write_text(page(summary, trace.name), encoding="utf-8")
     return headline(summary)
 
 
@@ -204,9 +204,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not trace.is_file():
             raise UserError(f"{trace}: no such trace")
-        facts = json.loads(known.read_text()) if known.is_file() else {"steps": [0], "rank": 0, "compute": "fp32"}
+        facts: dict[str, Any] = {"steps": [0], "rank": 0, "compute": "fp32"}
+        if known.is_file():
+            facts = json.loads(known.read_text(encoding="utf-8"))
         write_summary(trace, facts)
     except ValueError as error:
         raise UserError(str(error)) from error
-    print(known.with_suffix(".md").read_text())
+    print(known.with_suffix(".md").read_text(encoding="utf-8"))
     return 0

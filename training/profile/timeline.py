@@ -78,7 +78,7 @@ class Timeline:
 
 def read_trace(path: Path) -> dict[str, Any]:
     """The JSON of a trace, compressed or not."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         return json.load(file)
 
 

@@ -27,7 +27,7 @@ def collected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("facts")
     root = str(REPOSITORY)
     request = {"folders": {"run": str(folder)}, "hosts": [], "port": 0, "cwd": root, "marks": []}
-    return {**doctor_facts.collect(request), "processes": 2}
+    return {**doctor_facts.collect(request), "processes": 2, "builds": False}
 
 
 @pytest.fixture
@@ -59,6 +59,15 @@ def test_what_is_nowhere_is_missed(facts):
     del facts["packages"]["deepspeed"]
     found = [item for item in check_cluster({"a": facts}, port=1) if item.level == "red"]
     assert [item.what for item in found] == ["there is no deepspeed"]
+
+
+def test_a_compiler_is_missed_by_a_run_that_builds_with_it(facts):
+    facts["programs"] |= {"c++": [], "ninja": []}
+    facts["built"] = []
+    for check in ("c++ compiler", "ninja"):
+        assert levels(check_host("a", facts), check) == ["amber"]
+        assert levels(check_host("a", {**facts, "builds": True}), check) == ["red"]
+    assert levels(check_host("a", {**facts, "builds": True, "built": ["cpu_adam"]}), "c++ compiler") == ["amber"]
 
 
 def test_another_cuda_toolkit_is_refused_as_deepspeed_refuses_it(facts):

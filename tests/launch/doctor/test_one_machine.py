@@ -87,7 +87,7 @@ def lock_of_a_build(bench: Bench) -> object:
     return lock.open("w")
 
 
-LOCK = "extensions/py311_cpu/deepspeed_shm_comm/lock"
+LOCK = "extensions/py311_cpu/cpu_adam/lock"
 MOUNT = "mount -t tmpfs none -o"
 FULL_DISK = f"mkdir runs; {MOUNT} size=1m runs; head -c 2000000 /dev/zero >runs/it 2>&-"
 NO_DRIVER = "program nvidia-smi 'echo NVIDIA-SMI has failed because it could not talk to the driver.; exit 9'"
@@ -96,7 +96,7 @@ TOO_MANY_THREADS = f"export OMP_NUM_THREADS={os.cpu_count()}"
 # A fault's name: a function of the bench, or what Bench.before says; the level, the check and the words of its finding.
 FAULTS = {
     "taken_port": (taken_port, "red", "port", "Address already in use"),
-    "no_compiler": (f"PATH={BIN}", "red", "c++ compiler", "there is none on the PATH"),
+    "no_compiler": (f"PATH={BIN}", "amber", "c++ compiler", "offload from a GPU and model.compile need one"),
     "stale_lock": (f"mkdir -p $(dirname {LOCK}); touch {LOCK}", "red", "op build", LOCK),
     "lock_of_a_build": (lock_of_a_build, "amber", "op build", f"process {os.getpid()} builds at"),
     "other_ninja": ("program ninja 'echo 1.10.0'", "amber", "ninja", f"bin/ninja 1.10.0 comes before {BIN}/ninja"),

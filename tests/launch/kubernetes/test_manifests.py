@@ -238,7 +238,6 @@ SMALL = [
 def train_and_ask_to_stop(machine: Path, both: list[Pod]) -> list[int]:
     """Run pods beside each other, a CPU rank each, ask the last one to stop once they train; their exit codes."""
     (machine / "etc/run.yaml").write_text(manifests()["config.yaml"][0]["data"]["run.yaml"])
-    carry_over_the_built_op(machine / "cache/torch_extensions")
     metrics, master = str(free_port()), str(free_port())
     replace = {"--nproc-per-node=8": "--nproc-per-node=1", "mantissa-leader-0-0.mantissa": "127.0.0.1", "29500": master}
     overrides = [*SMALL, f"data.path={machine}/image/config", f"run.dir={machine}/runs", "run.steps=100000"]
@@ -282,14 +281,6 @@ def test_the_pod_of_the_job_trains_as_the_images_user_and_saves_when_asked_to_st
     job = next(pod for pod in pods(manifests()) if pod.name == "job")
     assert train_and_ask_to_stop(machine, [job]) == [cli.PREEMPTED]
     assert saved(machine)
-
-
-def carry_over_the_built_op(folder: Path) -> None:
-    """DeepSpeed's op for CPU ranks takes a minute to build: take it from where this machine's other runs have it."""
-    for built in Path("~/.cache/torch_extensions").expanduser().glob("*/deepspeed_shm_comm"):
-        shutil.copytree(built, folder / built.name, ignore=shutil.ignore_patterns("lock"))
-    for path in (folder, *folder.rglob("*")) if os.geteuid() == 0 and folder.is_dir() else ():
-        os.chown(path, image.uid(), image.uid())
 
 
 def wait_for(url: str, line: str, jobs: list[Any]) -> None:

@@ -116,7 +116,7 @@ class Remote:
         return None
 
     def _publish(self, folder: Path, step: int) -> None:
-        self.store.publish(step, (folder / MANIFEST).read_text())
+        self.store.publish(step, (folder / MANIFEST).read_text(encoding="utf-8"))
         for old in self.keep.expired(self.store.steps(), step, lambda old: loss_in(self.store.manifest(old))):
             self.store.delete(old)
         for old in self.store.unfinished():

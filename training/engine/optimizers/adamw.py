@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from config.schema import OptimizerSection
+from training.engine.ops import load_op
 
 
 def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
@@ -18,6 +19,7 @@ def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_h
     if offload_to_host:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+        load_op("CPUAdamBuilder", "zero_optimization.offload_optimizer")
         return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
 

@@ -1,0 +1,86 @@
+"""Prepared data goes beside the temporary files where HOME cannot be written, and only then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from config.cli import REPOSITORY
+from config.errors import UserError
+from config.schema import DataSection
+from data.cache_folder import cache_folder
+from data.corpus import INDEX
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of temporary files."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("home", ["/proc/none", "/etc/hostname"])
+def test_a_home_that_cannot_be_written(temporary: Path, monkeypatch, capsys, home: str) -> None:
+    monkeypatch.setenv("HOME", home)
+    own = temporary / f"mantissa-{os.getuid()}"
+    assert cache_folder(DataSection(), "f", say=True) == own / "f"
+    assert own.stat().st_mode & 0o777 == 0o700
+    (line,) = capsys.readouterr().out.splitlines()
+    assert home in line and f"prepared data is kept in {own}" in line and "data.cache_dir" in line
+    assert cache_folder(DataSection(), "f", say=False) == own / "f", "again, as another rank or a later run"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_home_that_can_be_written_or_holds_the_data(temporary: Path, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = tmp_path / "home/.cache/mantissa/f"
+    assert cache_folder(DataSection(), "f", say=True) == folder
+    folder.mkdir()
+    (folder / INDEX).touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert cache_folder(DataSection(), "f", say=True) == folder
+    assert cache_folder(DataSection(), "g", say=True).is_relative_to(temporary)
+    assert capsys.readouterr().out.count("prepared data is kept in") == 1
+
+
+def test_a_folder_that_was_asked_for_stays_that_folder(temporary: Path) -> None:
+    assert cache_folder(DataSection(cache_dir="/proc/none"), "f", say=True) == Path("/proc/none/f")
+    with pytest.raises(UserError, match="data.cache_dir=~nobody-of-this-name/c: "):
+        cache_folder(DataSection(cache_dir="~nobody-of-this-name/c"), "f", say=True)
+
+
+def test_nobody_elses_folder_is_taken(temporary: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/proc/none")
+    (tmp_path / "theirs").mkdir()
+    (temporary / f"mantissa-{os.getuid()}").symlink_to(tmp_path / "theirs")
+    with pytest.raises(UserError, match="not a folder of this user's"):
+        cache_folder(DataSection(), "f", say=True)
+
+
+def test_nothing_that_can_be_written(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/proc/none")
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+    with pytest.raises(UserError, match="No such file or directory: '/proc/none/mantissa-"):
+        cache_folder(DataSection(), "f", say=True)
+
+
+@pytest.mark.parametrize("home", ["/proc/none", "~"])
+def test_a_stream_of_local_files_opens_without_a_home(tmp_path: Path, home: str) -> None:
+    """`datasets` makes a folder in HOME for any stream."""
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    program = f"from data.streams import texts; print(*texts([{str(tmp_path / 'a.txt')!r}]))"
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY), "HOME": home, "TMPDIR": str(tmp_path)}
+    for name in ("HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME"):
+        variables.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "{'text': 'text'}\n"), done.stderr
+    assert not (tmp_path / "~").exists()

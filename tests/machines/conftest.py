@@ -1,0 +1,36 @@
+"""Ground that any user may walk on, and the run of an ordinary machine to compare with."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.strange import MORE, Place, demo, look_at, losses_of
+
+
+@pytest.fixture(scope="session")
+def ground() -> Iterator[Path]:
+    """A folder that every user may enter, unlike pytest's own; removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="mantissa-machines-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ordinary(ground: Path) -> Place:
+    """Where the demo was run in one go on this machine as it is."""
+    place = Place(ground / "ordinary")
+    output = demo(place, f"run.steps={MORE}")
+    look_at(place.run, output, losses_of(place.run))
+    return place
+
+
+@pytest.fixture(scope="session")
+def losses(ordinary: Place) -> list[float]:
+    """Of the run there."""
+    return losses_of(ordinary.run)

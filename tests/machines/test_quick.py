@@ -1,0 +1,47 @@
+"""A few machines on which many things are strange at once, so that every run of the tests has been on one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.strange import (
+    STEPS,
+    USER,
+    Place,
+    copy_of_code,
+    demo,
+    lives,
+    look_at,
+    programs,
+    same_names,
+    umask,
+    why_no_mounts,
+)
+
+NO_MOUNTS = why_no_mounts()
+
+
+@pytest.mark.skipif(bool(NO_MOUNTS), reason=NO_MOUNTS)
+def test_a_plain_user_behind_a_link_to_a_strange_path_with_nothing_in_the_environment(ground: Path, losses) -> None:
+    """Spaces, letters beyond ASCII, 200 characters, a link, no user name, umask 077, LANG=C, no git, g++ or ninja."""
+    folder = ground / "für  Müller's" / ("a long name " * 16).strip()
+    code = copy_of_code(folder / "Mantissa (copy)")
+    link = ground / "link"
+    link.symlink_to(folder)
+    home = ground / "home of nobody"
+    home.mkdir()
+    os.chown(home, USER, USER)
+    variables = {"PATH": str(programs(ground / "bin")), "HOME": str(home), "LANG": "C"}
+    place = Place(link / "läuft", code=link / code.name, variables=variables, bare=True, inside=umask("077"))
+    lives(dataclasses.replace(place, plain_user=True), losses)
+
+
+def test_a_read_only_home_in_another_folder_beside_modules_of_the_same_names(ground: Path, losses) -> None:
+    """HOME and the working folder belong to others, PYTHONPATH holds a `config`, a `data` ...; asserts are left out."""
+    variables = {"HOME": "/proc/no-home", "PYTHONPATH": str(same_names(ground / "others")), "PYTHONOPTIMIZE": "1"}
+    place = Place(ground / "optimized", cwd=Path("/proc"), variables=variables)
+    look_at(place.run, demo(place, f"run.steps={STEPS}"), losses[:STEPS])
