@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.files import flush
 from config.load import load_config
 from config.schema import Config, ModelSection
@@ -60,7 +60,11 @@ def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: boo
     _require_free(source.checkpoint, out, force=force)
     _require_whole(source.checkpoint)
     saved = open_saved_model(source.checkpoint / DEEPSPEED, source.opener)
-    tokenizer = load_tokenizer(source.tokenizer)
+    try:
+        tokenizer = load_tokenizer(source.tokenizer)
+    except Exception as error:  # the Rust tokenizers raise plain Exception for a file that they cannot parse
+        reason = f"cannot be loaded ({one_line(error)})"
+        raise UserError(f"{source.tokenizer}: {reason}; give another tokenizer's folder with --tokenizer") from error
     skeleton, shape = build_skeleton(source.config, vocab_size=vocabulary_size(tokenizer), dtype=DTYPES[dtype])
     tensors = Tensors(saved, skeleton, DTYPES[dtype])
     parity = export_facts.parity_facts(source.parity, source.config, source.environment) if source.parity else None
@@ -92,7 +96,10 @@ def find_source(checkpoint: Path, *, run: Path | None, tokenizer: Path | None, p
 
     Raises UserError when the run's config or the tokenizer is missing.
     """
-    run_dir = RunDir(run or checkpoint.resolve().parent.parent)
+    try:
+        run_dir = RunDir(run or checkpoint.resolve().parent.parent)
+    except (OSError, RuntimeError) as error:  # pathlib has a RuntimeError for links that go round
+        raise UserError(f"{checkpoint}: cannot be read ({error}); give a checkpoints/step-N folder") from error
     if not run_dir.config.is_file():
         raise UserError(f"{checkpoint}: {run_dir.config} is not there; give the run folder with --run")
     config = load_config(run_dir.config, [], None)
