@@ -25,7 +25,7 @@ from precision.dtypes import DTYPES
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
-from training.checkpoint.manifest import check_hashes, file_sha256, find_problem
+from training.checkpoint.manifest import check_hashes, file_sha256, find_problem, read_state
 from training.checkpoint.partitions import SavedModel, open_saved_model
 from training.checkpoint.reader import Opener
 from training.export_hf import facts as export_facts
@@ -229,6 +229,10 @@ def _require_free(checkpoint: Path, out: Path, *, force: bool) -> None:
 
 
 def _require_whole(checkpoint: Path) -> None:
-    wrong = find_problem(checkpoint, lambda manifest: check_hashes(checkpoint, manifest, manifest["files"]))
+    def check(manifest: dict[str, Any]) -> None:
+        check_hashes(checkpoint, manifest, manifest["files"])
+        read_state(checkpoint)
+
+    wrong = find_problem(checkpoint, check)
     if wrong:
         raise UserError(f"{checkpoint}: {wrong}; give a whole checkpoints/step-N folder")
