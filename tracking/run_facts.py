@@ -272,7 +272,7 @@ def _add_line(collector: Collector, line: bytes, offset: int, where: str) -> Non
         event = orjson.loads(line)
         if event["event"] != "step":
             event = decode(line)
-            fault = fault_in(event)
+            fault = fault_in(event) if event is not None else "is no object"
             if fault is not None:
                 raise ValueError(fault)
         collector.add(event, offset)

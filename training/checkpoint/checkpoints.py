@@ -311,8 +311,14 @@ class Checkpoints:
                 self._verified.add(outcome.path)
             return
         self.failures, self.last_failure = self.failures + 1, str(outcome)
-        self.any_saved = bool(self.world.from_main(newest(self.folder) is not None if self.world.is_main else None))
+        self.any_saved = bool(self.world.from_main(self._is_any_there() if self.world.is_main else None))
         self._log(f"{outcome}; the checkpoints before it are as they were")
+
+    def _is_any_there(self) -> bool:
+        try:
+            return newest(self.folder) is not None
+        except UserError:  # the folder cannot be read at the moment
+            return self.any_saved
 
     def _log(self, text: str) -> str:
         if self.world.is_main:

@@ -21,6 +21,7 @@ class Lineage:
         self._folder = folder
         self._run = Record(uuid.uuid4().hex[:16], name)
         self._went_back = 0
+        self._in_folder = False
 
     def continue_from(self, path: Path, in_store: Sequence[Order], *, record: bool) -> None:
         """The run continues from `path`: what counts as newer than it does no more.
@@ -44,10 +45,13 @@ class Lineage:
 
     def begin_save(self) -> None:
         """Before a checkpoint is written, so that none is published in a folder without RUN. Raises OSError."""
+        if self._in_folder:
+            return
         found = read_record(self._folder)
         self._run = found or self._run
         if found is None:
             self._run.write(self._folder)
+        self._in_folder = True
 
     def fields(self) -> dict[str, Any]:
         """For the manifest."""

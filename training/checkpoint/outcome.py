@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from config.errors import UserError
+
 if TYPE_CHECKING:
     from training.distributed import World
 
@@ -34,12 +36,12 @@ class Saved:
 
 
 def on_main(world: World, act: Callable[[], Any], path: Path | str) -> Any:
-    """The result of `act` on the main process, on every rank; raises SaveFailed on all when it raises OSError."""
+    """The result of `act` on the main process, on every rank; SaveFailed on all when it raises OSError or UserError."""
     value, error = None, None
     if world.is_main:
         try:
             value = act()
-        except OSError as problem:
+        except (OSError, UserError) as problem:
             error = f"checkpoint {path} was not saved: {problem}"
     value, error = world.from_main((value, error))
     if error is not None:

@@ -109,7 +109,7 @@ def inspect(given: argparse.Namespace, say: Say) -> int:
     path = given.path if _is_checkpoint(given.path) else newest(_folder(given.path))
     if path is None:
         raise UserError(f"{given.path}: no whole checkpoint there; `verify` says what is wrong with those there are")
-    found = find_problem(path, lambda manifest: check_hashes(path, manifest, [STATE]), of_any_run=True)
+    found = find_problem(path, partial(_check_state, path), of_any_run=True)
     if found is not None:
         say(f"{path}: {found}")
         return DAMAGED
@@ -182,9 +182,16 @@ def _encryption(manifest: dict[str, Any]) -> str | None:
     return (manifest.get("encryption") or {}).get("key")
 
 
+def _check_state(path: Path, manifest: dict[str, Any]) -> None:
+    """Raises Damaged where the state is not what was written, or cannot be used."""
+    check_hashes(path, manifest, [STATE])
+    read_state(path)
+
+
 def _check_everything(path: Path, manifest: dict[str, Any], open_file: Callable[[Path], BinaryIO] | None) -> None:
     """Raises Damaged for a file whose hash or tensors differ from the manifest's."""
     check_hashes(path, manifest, manifest["files"])
+    read_state(path)
     if _encryption(manifest) and open_file is None:
         return
     for name, file in manifest["files"].items():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.files import flush
 from config.load import load_config
 from config.redact import redact
@@ -26,7 +26,7 @@ from precision.dtypes import DTYPES
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
-from training.checkpoint.manifest import check_hashes, file_sha256, find_problem
+from training.checkpoint.manifest import check_hashes, file_sha256, find_problem, read_state
 from training.checkpoint.partitions import SavedModel, open_saved_model
 from training.checkpoint.reader import Opener
 from training.export_hf import facts as export_facts
@@ -61,7 +61,11 @@ def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: boo
     _require_free(source.checkpoint, out, force=force)
     _require_whole(source.checkpoint)
     saved = open_saved_model(source.checkpoint / DEEPSPEED, source.opener)
-    tokenizer = load_tokenizer(source.tokenizer)
+    try:
+        tokenizer = load_tokenizer(source.tokenizer)
+    except Exception as error:  # the Rust tokenizers raise plain Exception for a file that they cannot parse
+        reason = f"cannot be loaded ({one_line(error)})"
+        raise UserError(f"{source.tokenizer}: {reason}; give another tokenizer's folder with --tokenizer") from error
     skeleton, shape = build_skeleton(source.config, vocab_size=vocabulary_size(tokenizer), dtype=DTYPES[dtype])
     tensors = Tensors(saved, skeleton, DTYPES[dtype])
     parity = export_facts.parity_facts(source.parity, source.config, source.environment) if source.parity else None
@@ -93,7 +97,10 @@ def find_source(checkpoint: Path, *, run: Path | None, tokenizer: Path | None, p
 
     Raises UserError when the run's config or the tokenizer is missing.
     """
-    run_dir = RunDir(run or checkpoint.resolve().parent.parent)
+    try:
+        run_dir = RunDir(run or checkpoint.resolve().parent.parent)
+    except (OSError, RuntimeError) as error:  # pathlib has a RuntimeError for links that go round
+        raise UserError(f"{checkpoint}: cannot be read ({error}); give a checkpoints/step-N folder") from error
     if not run_dir.config.is_file():
         raise UserError(f"{checkpoint}: {run_dir.config} is not there; give the run folder with --run")
     config = load_config(run_dir.config, [], None)
@@ -225,6 +232,10 @@ def _require_free(checkpoint: Path, out: Path, *, force: bool) -> None:
 
 
 def _require_whole(checkpoint: Path) -> None:
-    wrong = find_problem(checkpoint, lambda manifest: check_hashes(checkpoint, manifest, manifest["files"]))
+    def check(manifest: dict[str, Any]) -> None:
+        check_hashes(checkpoint, manifest, manifest["files"])
+        read_state(checkpoint)
+
+    wrong = find_problem(checkpoint, check)
     if wrong:
         raise UserError(f"{checkpoint}: {wrong}; give a whole checkpoints/step-N folder")

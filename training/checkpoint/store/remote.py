@@ -132,13 +132,14 @@ class Remote:
             newer.error = str(error)
             return newer
         for step, manifest in found:
-            problem = manifest if isinstance(manifest, Unusable) else _of_another_run(manifest, step, record)
+            if isinstance(manifest, Unusable):
+                problem: Unusable | None = manifest
+            elif (problem := _of_another_run(manifest, step, record)) is None:
+                if mine is not None and not _is_newer(manifest, mine, record):
+                    break
+                newer.checkpoints.append((step, manifest))
             if problem is not None:
                 newer.passed_over.append(f"passed over checkpoint {self.url_of(step)}: {problem}")
-                continue
-            if mine is not None and not _is_newer(manifest, mine, record):
-                break
-            newer.checkpoints.append((step, manifest))
         return newer
 
     def _fetch(self, world: World, folder: Path, step: int, manifest: dict[str, Any]) -> str | None:
