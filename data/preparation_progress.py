@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from rich.progress import Progress as RichProgress
 
+from config import printable
+
 _FILE = "progress.json"
 _SECONDS_BETWEEN_WRITES = 0.25
 _SECONDS_BETWEEN_LINES = 5.0
@@ -37,15 +39,20 @@ class Display:
     """A progress bar on a terminal, a plain line every five seconds elsewhere, nothing unless `shown`."""
 
     def __init__(self, label: str, *, shown: bool) -> None:
-        self._label, self._shown = label, shown
-        self._console = Console(stderr=True)
+        self._label, self._shown = printable.shown(label), shown
+        self._console = Console(stderr=True, markup=False, emoji=False)
         self._bar: RichProgress | None = None
         self._start = time.monotonic()
         self._next_line = 0.0
 
     def __enter__(self) -> Display:
         if self._shown and self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+            )
             self._bar = RichProgress(*columns, TimeElapsedColumn(), console=self._console)
             self._bar.add_task(f"preparing {self._label}", total=None)
             self._bar.start()

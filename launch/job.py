@@ -21,6 +21,7 @@ from pathlib import Path
 
 from config.child_jobs import describe_exit
 from config.errors import UserError
+from config.printable import shown
 from launch.hosts import Hosts
 
 KILL_AFTER_SECONDS = 15.0
@@ -156,7 +157,7 @@ class Job:
 
 def log(line: str) -> None:
     """Write one line of the supervisor's own to stderr."""
-    os.write(2, f"supervise: {line}\n".encode())  # a signal handler may be in the middle of another line
+    os.write(2, f"supervise: {shown(line)}\n".encode())  # a signal handler may be in the middle of another line
 
 
 def _descendants(pid: int) -> list[int]:

@@ -12,11 +12,12 @@ import sys
 from collections import deque
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
+from config.printable import line
 from tracking.events import Event, describe_event
+from tracking.terminal import console
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 12
@@ -33,7 +34,7 @@ class ConsoleSink:
         self._total = total_steps
         self._every = log_every_steps
         self._stream = sys.stdout if stream is None else stream
-        self._console = Console(file=self._stream, highlight=False, soft_wrap=True)
+        self._console = console(file=self._stream, soft_wrap=True)
         self._losses: list[float] = []  # one entry a step, thinned out so that it stays short
         self._thin = 1
         self._first_loss: float | None = None
@@ -56,8 +57,8 @@ class ConsoleSink:
                 self.print_line(f"step {event['step']}: {describe_event(event)}")
 
     def print_line(self, text: str) -> None:
-        """Print `text` above the live line."""
-        self._console.print(Text(text))
+        """Print `text` on one line above the live line."""
+        self._console.print(Text(line(text)))
         self._stream.flush()
 
     def close(self) -> None:
@@ -84,7 +85,7 @@ class ConsoleSink:
             SpinnerColumn(finished_text=" "),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=_BAR_WIDTH),
-            TextColumn("{task.fields[status]}"),
+            TextColumn("{task.fields[status]}", markup=False),
             console=self._console,
             refresh_per_second=4,
         )

@@ -17,6 +17,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
+from config.printable import line
+
 Event = dict[str, Any]
 
 COMMON_FIELDS = ("event", "step", "time", "tokens")
@@ -68,7 +70,11 @@ def check(event: str, fields: dict[str, Any]) -> None:
 
 
 def describe_event(event: Event) -> str:
-    """One event in one line of text, without its step."""
+    """One event in one line of printable text, without its step."""
+    return line(_describe(event))
+
+
+def _describe(event: Event) -> str:
     match event["event"]:
         case "scale":
             old, new, in_a_row = event["from"], event["to"], event.get("consecutive_overflows")

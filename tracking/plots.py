@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from config.errors import UserError
 from config.files import write_atomically
+from config.printable import shown
 from tracking.events import Event
 from tracking.jsonl import read_events, surviving
 
@@ -50,7 +51,7 @@ def plot_run(events: Path, png: Path) -> Path:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12, 7.5), dpi=130, layout="constrained")
         axes = figure.subplots(2, 2, sharex=True)
-        figure.suptitle(_title(events.resolve().parent.name, starts[-1], steps), fontsize=14)
+        figure.suptitle(plain(_title(events.resolve().parent.name, starts[-1], steps)), fontsize=14)
         _draw_loss(axes[0][0], steps, [event for event in timeline if event["event"] == "eval"])
         _draw_grad_norm(axes[0][1], steps)
         _draw_lr(axes[1][0], steps)
@@ -70,6 +71,11 @@ def save_png(figure: Figure, path: Path) -> None:
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png")
     write_atomically(path, drawn.getvalue())
+
+
+def plain(value: object) -> str:
+    """Any value as text of one line in a figure, where a pair of `$` would otherwise enclose mathematics."""
+    return shown(value).replace("$", r"\$")
 
 
 def _title(name: str, start: Event, steps: list[Event]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 
-from rich.console import Console
-
 from config.cli import DIVERGED, DONE, PREEMPTED, UNSAVED
+from config.printable import printable
+from config.redact import redact
 from data.prepare import Corpus
 from data.tokenizer import load_tokenizer
 from modeling.generate import sample_text
 from tracking.report.page import summary_table, write_report
+from tracking.terminal import console, words
 from training.loop import Ending
 from training.parts import Parts
 from training.session import run_dir_of
@@ -51,11 +52,12 @@ def _report(parts: Parts, sample: str | None, ending: Ending) -> None:
     run_dir = run_dir_of(parts.resolved)
     command = parts.resolved.resume_command
     report = write_report(run_dir, sample=sample, resume_command=command)
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(summary_table(run_dir))
+    screen = console(soft_wrap=True)
+    screen.print(summary_table(run_dir))
     if sample:
-        console.print(sample.strip(), style="dim", markup=False)
-    console.print(f"report   {os.path.relpath(report)}\nplot     {os.path.relpath(run_dir.plots / 'run.png')}")
-    console.print(f"resume   {command}", markup=False)
+        screen.print(printable(redact(sample.strip())), style="dim")
+    screen.print(words(f"report   {os.path.relpath(report)}"))
+    screen.print(words(f"plot     {os.path.relpath(run_dir.plots / 'run.png')}"))
+    screen.print(words(f"resume   {command}"))
     if ending.reason:
-        console.print(f"stopped  after step {ending.progress.step}: {ending.reason}", markup=False)
+        screen.print(words(f"stopped  after step {ending.progress.step}: {ending.reason}"))

@@ -21,6 +21,7 @@ from config.cli import Arguments, entry_point, is_rank_0
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import without_accelerate
+from config.printable import line
 from config.resolved import Resolved
 from tracking.jsonl import read_events
 from tracking.record import Record
@@ -128,7 +129,7 @@ def _compare(now: dict[str, Any], then: dict[str, Any], log: Any) -> bool:
 
 def _describe(cause: dict[str, Any]) -> str:
     largest = f", largest finite value {cause['largest_finite']:.4g}" if cause["largest_finite"] is not None else ""
-    return (
+    return line(
         f"cause: rank {cause['rank']}, {cause['module']}: {cause['count']} {cause['kind']} in its {cause['tensor']}"
         f"{largest} (micro-batch {cause['micro_batch']}; {cause['seen']})"
     )

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, TextIO
 
+from config.printable import shown
+
 GREEN, AMBER, RED = "green", "amber", "red"
 _COLOURS = {GREEN: "32", AMBER: "33", RED: "31"}
 _RANK = {RED: 0, AMBER: 1, GREEN: 2}
@@ -66,9 +68,9 @@ def print_findings(findings: Sequence[Finding], hosts: Sequence[str], seconds: f
     for (level, check, what, fix), where in sorted(merged.items(), key=lambda item: _RANK[item[0][0]]):
         label = f"\033[{_COLOURS[level]}m{level:5}\033[0m" if coloured else f"{level:5}"
         suffix = "" if len(hosts) == 1 or where == [""] else f" [{_names(where, hosts)}]"
-        out.write(f"{label}  {check}{suffix}: {what}\n")
+        out.write(f"{label}  {check}{suffix}: {shown(what)}\n")
         if fix:
-            out.write(f"       fix: {fix}\n")
+            out.write(f"       fix: {shown(fix)}\n")
     count = {level: sum(item.level == level for item in findings) for level in (RED, AMBER, GREEN)}
     total = ", ".join(f"{number} {level}" for level, number in count.items())
     out.write(f"{total}; {len(hosts)} host{'s' * (len(hosts) != 1)}, {seconds:.0f} s\n")
@@ -77,8 +79,8 @@ def print_findings(findings: Sequence[Finding], hosts: Sequence[str], seconds: f
 def _names(where: Sequence[str], hosts: Sequence[str]) -> str:
     if len(where) == len(hosts):
         return f"all {len(hosts)} hosts"
-    shown = ", ".join(where[:8])
-    return f"{shown} and {len(where) - 8} more" if len(where) > 8 else shown
+    some = ", ".join(where[:8])
+    return f"{some} and {len(where) - 8} more" if len(where) > 8 else some
 
 
 def format_bytes(number: float) -> str:

@@ -32,7 +32,7 @@ _ITEM_NOTES = {
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print the plan."""
-    console = console or Console()
+    console = console or Console(markup=False, emoji=False)
     if not console.is_terminal:
         console.width = max(console.width, 120)
     shape, layout, device = plan.shape, plan.configured.layout, plan.device

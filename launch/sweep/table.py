@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
+from config.markdown import text
+from config.redact import redact
 from launch.sweep.events import LAST_STEPS, History, read_history
 from launch.sweep.file import as_setting
 from launch.sweep.folder import ENDED, Entry, Outcome, Plan
@@ -60,9 +62,9 @@ class Results:
                 "rank": number,
                 "trial": row.entry.index,
                 "name": row.entry.name,
-                "overrides": row.entry.overrides,
+                "overrides": redact(row.entry.overrides),
                 "status": row.outcome.status,
-                "reason": row.outcome.reason,
+                "reason": redact(row.outcome.reason),
                 "exit_code": row.outcome.exit_code,
                 "starts": row.outcome.starts,
                 "steps": row.history.steps,
@@ -113,7 +115,12 @@ def _rank(row: Row) -> tuple[int, float, int]:
 def as_markdown(results: Results) -> str:
     """The ranked table and the cost, for sweep.md and the terminal."""
     plan, whole = results.plan, results.as_dict()
-    lines = [f"# {plan.name}: {len(results.rows)} trials, ranked by {results.ranked_by}", "", *_table(results), ""]
+    lines = [
+        f"# {text(plan.name)}: {len(results.rows)} trials, ranked by {results.ranked_by}",
+        "",
+        *_table(results),
+        "",
+    ]
     seeds = _over_seeds(results)
     lines += [*seeds, ""] if seeds else []
     line = f"{results.ended} of {len(results.rows)} trials ended in {results.device_hours:.3g} device hours"
@@ -123,7 +130,9 @@ def as_markdown(results: Results) -> str:
         line += f", cost {whole['cost']:.3g}, {whole['trials_per_money']:.3g} trials per dollar"
     lines += [line + ".", ""]
     reasons = [
-        f"- {row.entry.name} {row.outcome.status}: {row.outcome.reason}" for row in results.rows if row.outcome.reason
+        f"- {text(row.entry.name)} {row.outcome.status}: {text(row.outcome.reason)}"
+        for row in results.rows
+        if row.outcome.reason
     ]
     return "\n".join([*lines, *reasons, *([""] if reasons else [])])
 
@@ -163,7 +172,7 @@ def _over_seeds(results: Results) -> list[str]:
 
 def markdown_table(cells: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table, first row the head, whose columns also line up as plain text."""
-    escaped = [[cell.replace("|", "\\|") for cell in line] for line in cells]
+    escaped = [[text(cell) for cell in line] for line in cells]
     widths = [max(map(len, column)) for column in zip(*escaped, strict=True)]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"

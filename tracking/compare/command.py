@@ -11,8 +11,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from config.cli import Arguments, entry_point
 from config.errors import UserError
 from tracking.compare.divergence import Tolerance
@@ -21,6 +19,7 @@ from tracking.compare.sources import read_runs
 from tracking.compare.text import show
 from tracking.jsonl import encode
 from tracking.run_dir import write_page
+from tracking.terminal import console
 
 DIVERGED = 3
 _WIDTH = 120  # columns of tables that go to a file or a pipe
@@ -46,9 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         sys.stdout.write(encode(comparison.as_dict()).decode())
     else:
-        console = Console(highlight=False)
-        console.width = console.width if console.is_terminal else max(console.width, _WIDTH)
-        show(comparison, console)
+        screen = console()
+        screen.width = screen.width if screen.is_terminal else max(screen.width, _WIDTH)
+        show(comparison, screen)
     if options.html is not None:
         print(options.html, file=sys.stderr if options.json else sys.stdout)
     return DIVERGED if gated and not comparison.within_tolerance else 0

@@ -6,10 +6,8 @@ The page needs no network and no server. plotly.js comes with the `plotly` packa
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from html import escape
 from pathlib import Path
 
 from tracking.compare.curves import curve, gap, marks, means, validation
@@ -17,7 +15,7 @@ from tracking.compare.differences import Difference, format_value
 from tracking.compare.measures import Measure
 from tracking.compare.result import Comparison, Pair
 from tracking.compare.text import COMPARABLE, SIDE_BY_SIDE, event_line, format_measure
-from tracking.environment import redact
+from tracking.html_text import script_json, text
 from tracking.run_facts import RunFacts
 
 _PAGE, _SCRIPT, _STYLE = (Path(__file__).with_name(f"page.{suffix}") for suffix in ("html", "js", "css"))
@@ -30,9 +28,7 @@ def page(comparison: Comparison) -> str:
 
     few = len(comparison.runs) <= SIDE_BY_SIDE
     parts = {
-        "@TITLE@": escape(
-            " / ".join(run.label for run in comparison.runs[:3]) + (" / ..." * (len(comparison.runs) > 3))
-        ),
+        "@TITLE@": text(" / ".join(run.label for run in comparison.runs[:3]) + (" / ..." * (len(comparison.runs) > 3))),
         "@STYLE@": _STYLE.read_text(),
         "@LEGEND@": "".join(_chip(index, run) for index, run in enumerate(comparison.runs)),
         "@CAVEATS@": _caveats(comparison) if comparison.pairs else "",
@@ -60,23 +56,22 @@ def data(comparison: Comparison) -> str:
         {"run": index, "step": pair.divergence.step, "beyond": pair.divergence.beyond_tolerance}
         for index, pair in enumerate(comparison.pairs, start=1)
     ]
-    content = redact("", {"runs": runs, "gaps": gaps, "divergences": divergences})
-    return json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return script_json({"runs": runs, "gaps": gaps, "divergences": divergences})
 
 
 def _chip(index: int, run: RunFacts) -> str:
     role = "baseline, " if index == 0 else ""
-    title = escape(f"{role}{run.status}: {run.source}", quote=True)
+    title = text(f"{role}{run.status}: {run.source}")
     return (
         f'<button class="chip" data-run="{index}" title="{title}" aria-pressed="true">'
-        f'<svg width="26" height="8"><line x1="0" y1="4" x2="26" y2="4"/></svg>{escape(run.label)}</button>'
+        f'<svg width="26" height="8"><line x1="0" y1="4" x2="26" y2="4"/></svg>{text(run.label)}</button>'
     )
 
 
 def _caveats(comparison: Comparison) -> str:
     if not comparison.caveats:
         return f'<div class="note good"><b>{COMPARABLE}</b></div>'
-    lines = "".join(f"<li>{escape(line)}</li>" for line in comparison.caveats)
+    lines = "".join(f"<li>{text(line)}</li>" for line in comparison.caveats)
     return f'<div class="note warn"><b>Not directly comparable</b><ul>{lines}</ul></div>'
 
 
@@ -86,7 +81,7 @@ def _section(title: str, content: str) -> str:
 
 def _answers(comparison: Comparison, few: bool) -> str:
     divergences = "".join(_brief(pair, few) for pair in comparison.pairs)
-    verdicts = "".join(f"<li>{escape(line)}</li>" for line in comparison.verdicts) or "<li>no difference</li>"
+    verdicts = "".join(f"<li>{text(line)}</li>" for line in comparison.verdicts) or "<li>no difference</li>"
     if not divergences:
         return ""
     where = _section("Where they diverge", f"<ul>{divergences}</ul>")
@@ -95,8 +90,8 @@ def _answers(comparison: Comparison, few: bool) -> str:
 
 def _brief(pair: Pair, few: bool) -> str:
     step = pair.divergence.step
-    headline = f"{escape(pair.headline)}<br>" if few or step is None else f"diverge at step {step}: "
-    return f"<li><b>{escape(pair.run.label)}</b>: {headline}{escape(pair.cause)}</li>"
+    headline = f"{text(pair.headline)}<br>" if few or step is None else f"diverge at step {step}: "
+    return f"<li><b>{text(pair.run.label)}</b>: {headline}{text(pair.cause)}</li>"
 
 
 def _pair(pair: Pair, few: bool) -> str:
@@ -106,11 +101,11 @@ def _pair(pair: Pair, few: bool) -> str:
         for step in dict.fromkeys((divergence.step, divergence.beyond_tolerance))
         if step is not None
     )
-    beyond = f"<p>Beyond the tolerance {escape(pair.tolerance_cause)}.</p>" if pair.tolerance_cause else ""
+    beyond = f"<p>Beyond the tolerance {text(pair.tolerance_cause)}.</p>" if pair.tolerance_cause else ""
     unfolded = " open" if few and divergence.step is not None else ""
     return (
-        f"<details{unfolded} class='pair'><summary><b>{escape(pair.run.label)}</b> "
-        f"{escape(pair.headline)}</summary><p><b>Cause:</b> {escape(pair.cause)}.</p>{beyond}{buttons}"
+        f"<details{unfolded} class='pair'><summary><b>{text(pair.run.label)}</b> "
+        f"{text(pair.headline)}</summary><p><b>Cause:</b> {text(pair.cause)}.</p>{beyond}{buttons}"
         f"{_rows_table(pair)}{_events(pair)}</details>"
     )
 
@@ -123,13 +118,13 @@ def _rows_table(pair: Pair) -> str:
     for row in sorted(pair.divergence.rows, key=lambda row: row["step"]):
         cells = [
             str(row["step"]),
-            escape(row["run"]),
+            text(row["run"]),
             f"{row['loss']:.10g}",
             f"{row['grad_norm']:.8g}",
             f"{row['lr']:.6g}",
             f"{row['loss_scale']:.6g}",
             "yes" if row["applied"] else "skipped",
-            f"<code>{row['sample_ids_sha256']}</code>",
+            f"<code>{text(row['sample_ids_sha256'])}</code>",
         ]
         hit = ' class="hit"' if row["step"] in places else ""
         rows.append(f"<tr{hit}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
@@ -139,14 +134,14 @@ def _rows_table(pair: Pair) -> str:
 
 def _events(pair: Pair) -> str:
     lines = [
-        f"<li>step {event['step']}, {escape(label)}: {escape(str(redact('', event_line(event))))}</li>"
+        f"<li>step {event['step']}, {text(label)}: {text(event_line(event))}</li>"
         for label, event in pair.divergence.events[:_MAX_EVENTS]
     ]
     return f"<ul class='events'>{''.join(lines)}</ul>" if lines else ""
 
 
 def _measures(comparison: Comparison) -> str:
-    head = ["<th></th>", *(f"<th>{escape(run.label)}</th>" for run in comparison.runs)]
+    head = ["<th></th>", *(f"<th>{text(run.label)}</th>" for run in comparison.runs)]
     return _table(head, [_measure(row) for row in comparison.measures], sticky=True)
 
 
@@ -155,9 +150,9 @@ def _measure(row: Measure) -> str:
     for index, value in enumerate(row.values):
         look = "best" * (index in row.best) or "text" * (row.kind == "text")
         cells.append(
-            f"<td class='{look}'>{escape(format_measure(row.kind, value))}{_change(row, value) if index else ''}</td>"
+            f"<td class='{look}'>{text(format_measure(row.kind, value))}{_change(row, value) if index else ''}</td>"
         )
-    return f"<tr><th>{escape(row.title)}</th>{''.join(cells)}</tr>"
+    return f"<tr><th>{text(row.title)}</th>{''.join(cells)}</tr>"
 
 
 def _change(row: Measure, value: float | str) -> str:
@@ -173,17 +168,17 @@ def _change(row: Measure, value: float | str) -> str:
 
 
 def _differences(comparison: Comparison) -> str:
-    head = ["<th></th>", "<th></th>", *(f"<th>{escape(run.label)}</th>" for run in comparison.runs)]
+    head = ["<th></th>", "<th></th>", *(f"<th>{text(run.label)}</th>" for run in comparison.runs)]
     rows = [_difference(item) for item in comparison.differences]
     return _table(head, rows, sticky=True) if rows else "<p>Nothing recorded.</p>"
 
 
 def _difference(item: Difference) -> str:
     cells = "".join(
-        f"<td{'' if value == item.values[0] else ' class=other'}>{escape(format_value(value))}</td>"
+        f"<td{'' if value == item.values[0] else ' class=other'}>{text(format_value(value))}</td>"
         for value in item.values
     )
-    return f"<tr><td class='dim'>{item.group}</td><th><code>{escape(item.key)}</code></th>{cells}</tr>"
+    return f"<tr><td class='dim'>{item.group}</td><th><code>{text(item.key)}</code></th>{cells}</tr>"
 
 
 def _table(head: list[str], rows: list[str], *, sticky: bool = False) -> str:

@@ -54,7 +54,7 @@ function column(chart, values) {
 function line(chart, run, x, y, options) {
   const faded = state.focus !== null && state.focus !== run;
   return {
-    x, y, name: data.runs[run].label, type: "scatter", mode: "lines", showlegend: false,
+    x, y, name: plotText(data.runs[run].label), type: "scatter", mode: "lines", showlegend: false,
     opacity: (faded ? 0.12 : 1) * (options.faint ? 0.3 : 1),
     line: { color: colour(run), width: options.width, dash: options.faint ? "solid" : dash(run), shape: chart.step ? "hv" : "linear" },
     hovertemplate: "%{y:.5~g}<extra>%{fullData.name}</extra>",
@@ -99,16 +99,20 @@ function markers(chart, item, run) {
     return {
       x: found.map((mark) => mark[state.axis]), y: found.map((mark) => mark[chart.name]),
       text: found.map((mark) => `${KINDS[kind]}, step ${mark.step}<br>${wrapped(mark.text)}`),
-      type: "scatter", mode: "markers", showlegend: false, name: item.label, opacity: faded ? 0.12 : 0.95,
+      type: "scatter", mode: "markers", showlegend: false, name: plotText(item.label), opacity: faded ? 0.12 : 0.95,
       marker: { symbol: SYMBOLS[kind], size: kind === "incident" ? 12 : 8, color: colour(run), line: { width: 1.2, color: ink } },
       hovertemplate: "%{text}<extra>%{fullData.name}</extra>",
     };
   }).filter((trace) => trace.x.length);
 }
 
+// plotly reads a few tags and entities in what it draws.
+function plotText(text) {
+  return text.replace(/&/g, "&amp;").replace(/</g, "&lt;");
+}
+
 function wrapped(text) {
-  const safe = text.replace(/&/g, "&amp;").replace(/</g, "&lt;");
-  return (safe.match(/.{1,70}(\s|$)|\S+/g) || []).join("<br>");
+  return (plotText(text).match(/.{1,70}(\s|$)|\S+/g) || []).join("<br>");
 }
 
 // The steps at which runs diverge, on the current axis; only for few runs, a dozen lines would hide the curves.

@@ -10,11 +10,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from config.printable import line, shown
 from tracking.compare.differences import Difference, format_value
 from tracking.compare.measures import Measure, format_seconds
 from tracking.compare.result import Comparison, Pair
 from tracking.console import human
 from tracking.events import Event, describe_event
+from tracking.terminal import words
 
 SIDE_BY_SIDE = 4
 """Up to this many runs are columns; more are rows, and each differing value is followed by the runs that have it."""
@@ -36,8 +38,8 @@ def show(comparison: Comparison, console: Console) -> None:
         console.print(Text("\nWhat differs", style="bold"))
         _show_differences(comparison, console)
         console.print(Text("\nWhich is better", style="bold"))
-        for line in comparison.verdicts:
-            console.print(Padding(Text(line), (0, 0, 0, 2)))
+        for verdict in comparison.verdicts:
+            console.print(Padding(words(verdict), (0, 0, 0, 2)))
     console.print(_measures_table(comparison))
 
 
@@ -46,29 +48,29 @@ def _show_caveats(comparison: Comparison, console: Console) -> None:
         console.print(Text(f"\n{COMPARABLE}", style="bold green"))
         return
     console.print(Text("\nNot directly comparable", style="bold yellow"))
-    for line in comparison.caveats:
-        console.print(Padding(Text(f"! {line}"), (0, 0, 0, 2)))
+    for caveat in comparison.caveats:
+        console.print(Padding(words(f"! {caveat}"), (0, 0, 0, 2)))
 
 
 def _show_runs(comparison: Comparison, console: Console) -> None:
     for index, run in enumerate(comparison.runs):
-        text = Text(run.label, style="bold")
-        text.append(f"  {'baseline, ' if index == 0 else ''}{run.status}, {run.source}", style="dim")
+        text = words(run.label, "bold")
+        text.append(shown(f"  {'baseline, ' if index == 0 else ''}{run.status}, {run.source}"), style="dim")
         console.print(text, soft_wrap=True)
 
 
 def _show_pair(pair: Pair, console: Console, *, detailed: bool) -> None:
-    headline = Text(f"  {pair.run.label}: ", style="bold")
-    headline.append(pair.headline, style="green" if pair.divergence.step is None else "")
+    headline = words(f"  {pair.run.label}: ", "bold")
+    headline.append(shown(pair.headline), style="green" if pair.divergence.step is None else "")
     console.print(headline)
-    console.print(Padding(Text(f"cause: {pair.cause}"), (0, 0, 0, 4)))
+    console.print(Padding(words(f"cause: {pair.cause}"), (0, 0, 0, 4)))
     if pair.tolerance_cause:
-        console.print(Padding(Text(f"beyond tolerance {pair.tolerance_cause}"), (0, 0, 0, 4)))
+        console.print(Padding(words(f"beyond tolerance {pair.tolerance_cause}"), (0, 0, 0, 4)))
     if not detailed or pair.divergence.step is None:
         return
     console.print(Padding(_rows_table(pair), (0, 0, 0, 4)))
     for label, event in pair.divergence.events[:_MAX_EVENTS]:
-        console.print(Padding(Text(f"{label}, step {event['step']}: {event_line(event)}", style="dim"), (0, 0, 0, 4)))
+        console.print(Padding(words(f"{label}, step {event['step']}: {event_line(event)}", "dim"), (0, 0, 0, 4)))
     more = len(pair.divergence.events) - _MAX_EVENTS
     if more > 0:
         console.print(Padding(Text(f"and {more} more events; --json has them all", style="dim"), (0, 0, 0, 4)))
@@ -82,13 +84,13 @@ def _rows_table(pair: Pair) -> Table:
     for row in sorted(pair.divergence.rows, key=lambda row: row["step"]):
         table.add_row(
             str(row["step"]),
-            Text(_short(row["run"], 24)),
+            words(_short(row["run"], 24)),
             f"{row['loss']:.9g}",
             f"{row['grad_norm']:.9g}",
             f"{row['lr']:.4g}",
             f"{row['loss_scale']:g}",
             "yes" if row["applied"] else "skipped",
-            row["sample_ids_sha256"],
+            words(row["sample_ids_sha256"]),
             style="yellow" if row["step"] in places else "",
         )
     return table
@@ -113,7 +115,7 @@ def _differences_table(comparison: Comparison, items: Sequence[Difference]) -> T
     table.add_column("", overflow="fold")
     few = len(comparison.runs) <= SIDE_BY_SIDE
     for run in comparison.runs if few else ():
-        table.add_column(_short(run.label, 24), overflow="fold")
+        table.add_column(words(_short(run.label, 24)), overflow="fold")
     if not few:
         table.add_column("values (runs)", overflow="fold")
     group = ""
@@ -121,10 +123,10 @@ def _differences_table(comparison: Comparison, items: Sequence[Difference]) -> T
         name, group = ("" if item.group == group else item.group), item.group
         if few:
             table.add_row(
-                name, Text(item.key), *(Text(_short(format_value(value), _MAX_VALUE)) for value in item.values)
+                name, words(item.key), *(words(_short(format_value(value), _MAX_VALUE)) for value in item.values)
             )
         else:
-            table.add_row(name, Text(item.key), Text(runs_by_value(item, [run.label for run in comparison.runs])))
+            table.add_row(name, words(item.key), words(runs_by_value(item, [run.label for run in comparison.runs])))
     return table
 
 
@@ -142,7 +144,7 @@ def _measures_table(comparison: Comparison) -> Table:
     if len(comparison.runs) <= SIDE_BY_SIDE:
         table.add_column("")
         for run in comparison.runs:
-            table.add_column(_short(run.label, 24), justify="right", overflow="fold")
+            table.add_column(words(_short(run.label, 24)), justify="right", overflow="fold")
         for row in comparison.measures:
             cells = [_cell(row, index) for index in range(len(row.values))]
             table.add_row(Text(row.title, style="dim"), *cells)
@@ -152,7 +154,7 @@ def _measures_table(comparison: Comparison) -> Table:
     for row in rows:
         table.add_column(_COLUMN_TITLES[row.key], justify="right", header_style="dim", no_wrap=True)
     for index, run in enumerate(comparison.runs):
-        table.add_row(Text(run.label), *(_cell(row, index) for row in rows))
+        table.add_row(words(run.label), *(_cell(row, index) for row in rows))
     return table
 
 
@@ -170,7 +172,7 @@ _COLUMN_TITLES = {
 
 
 def _cell(row: Measure, index: int) -> Text:
-    text = Text(format_measure(row.kind, row.values[index]))
+    text = words(format_measure(row.kind, row.values[index]))
     if index in row.best:
         text.append(" *")
         text.stylize("bold green")
@@ -201,7 +203,7 @@ def format_measure(kind: str, value: float | str) -> str:
 
 def event_line(event: Event) -> str:
     """One event in one line, with the command that replays an incident."""
-    return "; ".join(filter(None, (describe_event(event), event.get("replay"))))
+    return "; ".join(filter(None, (describe_event(event), line(event.get("replay") or ""))))
 
 
 def _short(text: str, most: int) -> str:

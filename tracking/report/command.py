@@ -20,7 +20,9 @@ from rich.console import Console
 
 from config.cli import Arguments, entry_point, positive_number
 from config.errors import UserError
-from tracking.environment import redact
+from config.printable import shown
+from config.redact import redact
+from tracking import terminal
 from tracking.jsonl import encode
 from tracking.report.context import MeasureContext, limits_from
 from tracking.report.html import levels_page, run_page
@@ -66,7 +68,7 @@ def _one(options: argparse.Namespace) -> bool:
             run_dir, sample=None, resume_command=command, findings=findings, remarks=remarks, summary=summary
         )
     except OSError as error:  # a run folder that may only be read
-        print(f"report.md was not written: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(shown(f"report.md was not written: {error.filename}: {error.strerror}"), file=sys.stderr)
     if options.html is not None:
         write_page(options.html, run_page(run_dir, summary, findings, remarks))
     if options.json:
@@ -79,7 +81,7 @@ def _one(options: argparse.Namespace) -> bool:
     show_findings(findings, remarks, console)
     console.print(count_verdicts(findings))
     for path in filter(None, (report, options.html)):
-        print(path)
+        print(shown(path))
     return failed
 
 
@@ -101,13 +103,13 @@ def _many(options: argparse.Namespace) -> bool:
 
 
 def _console() -> Console:
-    console = Console(highlight=False, emoji=False, markup=False)
+    console = terminal.console()
     console.width = console.width if console.is_terminal else max(console.width, _WIDTH)
     return console
 
 
 def _print_json(content: dict[str, Any]) -> None:
-    sys.stdout.write(encode(redact("", content)).decode())
+    sys.stdout.write(encode(redact(content)).decode())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Sequence
-from html import escape
 
-from tracking.environment import redact
+from tracking.html_text import text
 from tracking.report.context import Finding, percent
 from tracking.report.measures import count_verdicts
 from tracking.report.page import results
@@ -49,14 +48,14 @@ _MARKS = {"pass": "&#10003; pass", "fail": "&#10007; fail", "not measured": "not
 
 def run_page(run_dir: RunDir, summary: Summary, findings: Sequence[Finding], remarks: Sequence[str]) -> str:
     """The whole page about one run, UTF-8 text. Its plot is the one that `write_report` drew."""
-    rows = "".join(f"<tr><th>{_text(what)}</th><td>{_text(value)}</td></tr>" for what, value in results(summary))
+    rows = "".join(f"<tr><th>{text(what)}</th><td>{text(value)}</td></tr>" for what, value in results(summary))
     plot = run_dir.plots / "run.png"
     picture = ""
     if summary.steps and plot.is_file():
         source = b64encode(plot.read_bytes()).decode()
         picture = f'<h2>Curves</h2><img alt="loss, gradient norm, learning rate" src="data:image/png;base64,{source}">'
-    head = f"<h1>{_text(summary.name)}</h1><p>{_text(summary.status)}</p>"
-    verdicts = f"<h2>Measures</h2><p>{_text(count_verdicts(findings))}</p>{_remarks(remarks)}{_findings(findings)}"
+    head = f"<h1>{text(summary.name)}</h1><p>{text(summary.status)}</p>"
+    verdicts = f"<h2>Measures</h2><p>{text(count_verdicts(findings))}</p>{_remarks(remarks)}{_findings(findings)}"
     return _page(summary.name, f"{head}{verdicts}{picture}<h2>Results</h2>{_table((), rows)}")
 
 
@@ -70,7 +69,7 @@ def levels_page(found: ServiceLevels) -> str:
         for week in weeks
     )
     failures = "".join(
-        f"<tr><td class=dim>{item.when}</td><th>{_text(item.run)}</th><td>{_text(item.what)}</td></tr>"
+        f"<tr><td class=dim>{item.when}</td><th>{text(item.run)}</th><td>{text(item.what)}</td></tr>"
         for item in found.failures
     )
     parts = [
@@ -85,7 +84,7 @@ def levels_page(found: ServiceLevels) -> str:
 
 def _page(title: str, body: str) -> str:
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{text(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n'
         f"<body>{body}</body></html>\n"
     )
@@ -94,10 +93,10 @@ def _page(title: str, body: str) -> str:
 def _findings(findings: Sequence[Finding]) -> str:
     rows = []
     for item in findings:
-        reason = f"<br>{_text(item.reason)}" if item.reason else ""
+        reason = f"<br>{text(item.reason)}" if item.reason else ""
         rows.append(
-            f"<tr><th>{_text(item.title)}</th><td>{_text(item.shown or '-')}<div class=how>{_text(item.how)}</div></td>"
-            f"<td>{_text(item.limit)}</td><td>{_mark(item.verdict)}{reason}</td></tr>"
+            f"<tr><th>{text(item.title)}</th><td>{text(item.shown or '-')}<div class=how>{text(item.how)}</div></td>"
+            f"<td>{text(item.limit)}</td><td>{_mark(item.verdict)}{reason}</td></tr>"
         )
     return _table(("measure", "value, and how it was computed", "limit", "verdict"), "".join(rows), kind="stack")
 
@@ -109,10 +108,10 @@ def _level(level: Level) -> str:
         f"at least {percent(level.objective)}",
         f"{level.total.good:,} of {level.total.count:,}",
         format_level(level),
-        f"{bar}{_text(format_budget(level))}",
+        f"{bar}{text(format_budget(level))}",
         _mark(level.verdict),
     )
-    return f"<tr><th>{_text(level.title)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    return f"<tr><th>{text(level.title)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
 def _week(level: Level, tally: Tally | None) -> str:
@@ -129,13 +128,9 @@ def _mark(verdict: str) -> str:
 
 
 def _remarks(remarks: Sequence[str]) -> str:
-    return "".join(f"<p class=warn>{_text(remark)}</p>" for remark in remarks)
+    return "".join(f"<p class=warn>{text(remark)}</p>" for remark in remarks)
 
 
 def _table(head: Sequence[str], rows: str, *, kind: str = "plain") -> str:
-    top = f"<thead><tr>{''.join(f'<th>{_text(name)}</th>' for name in head)}</tr></thead>" if head else ""
+    top = f"<thead><tr>{''.join(f'<th>{text(name)}</th>' for name in head)}</tr></thead>" if head else ""
     return f"<div class=scroll><table class={kind}>{top}<tbody>{rows}</tbody></table></div>"
-
-
-def _text(value: str) -> str:
-    return escape(str(redact("", value)))

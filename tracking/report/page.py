@@ -10,15 +10,18 @@ from typing import Any
 
 from rich.table import Table
 
+from config import markdown
 from config.files import write_atomically
+from config.redact import redact
 from tracking.console import duration, human
 from tracking.events import describe_event
 from tracking.plots import plot_run
 from tracking.report.context import LIMITS, Finding, MeasureContext
 from tracking.report.measures import all_measures, count_verdicts, read_run
-from tracking.report.text import markdown
+from tracking.report.text import markdown as measures
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, read_inputs, setting, summarise
+from tracking.terminal import words
 
 
 def write_report(
@@ -42,27 +45,27 @@ def write_report(
         findings = all_measures(alone)
     config, deepspeed, environment = read_inputs(run_dir)
     if sample is not None:
-        write_atomically(run_dir.sample, sample.encode())
+        write_atomically(run_dir.sample, redact(sample).encode(errors="replace"))
     text = run_dir.sample.read_text() if run_dir.sample.exists() else None
-    parts = [f"# {summary.name}\n"]
+    parts = [f"# {markdown.text(summary.name)}\n"]
     hypothesis = setting(config, "run.hypothesis")
     if hypothesis:
-        parts.append(f"> {' '.join(str(hypothesis).split())}\n")
-    parts.append(f"**{summary.status}**" + _sessions(summary) + "\n")
-    parts.append("## What ran\n\n" + _markdown(_what_ran(summary, config, deepspeed, environment)))
-    parts.append("## Results\n\n" + _markdown(results(summary)))
+        parts.append(f"> {markdown.text(hypothesis)}\n")
+    parts.append(f"**{markdown.text(summary.status)}**" + _sessions(summary) + "\n")
+    parts.append("## What ran\n\n" + _rows(_what_ran(summary, config, deepspeed, environment)))
+    parts.append("## Results\n\n" + _rows(results(summary)))
     if summary.steps:
         plot_run(run_dir.events, run_dir.plots / "run.png")
         parts.append("![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)\n")
-    parts.append(f"## Measures\n\n{count_verdicts(findings)}.\n\n{markdown(findings, remarks)}")
+    parts.append(f"## Measures\n\n{count_verdicts(findings)}.\n\n{measures(findings, remarks)}")
     if environment.get("ledger"):
         parts.append("## Dtypes\n\n" + _ledger(environment["ledger"]))
     if summary.notes:
-        parts.append("## Notes\n\n" + "".join(f"- {note}\n" for note in summary.notes))
+        parts.append("## Notes\n\n" + "".join(f"- {markdown.text(note)}\n" for note in summary.notes))
     if text:
-        parts.append(f"## A sample from the trained model\n\n{_fenced(text)}\n")
-    checkpoint = f"Newest checkpoint: `{summary.checkpoint or 'none'}`"
-    parts.append(f"## Resume\n\n{checkpoint}\n\n" + _fenced(resume_command, "bash"))
+        parts.append(f"## A sample from the trained model\n\n{markdown.fenced(text)}\n")
+    checkpoint = f"Newest checkpoint: {markdown.code(summary.checkpoint or 'none')}"
+    parts.append(f"## Resume\n\n{checkpoint}\n\n" + markdown.fenced(resume_command, "bash"))
     write_atomically(run_dir.report, "\n".join(parts).encode())
     return run_dir.report
 
@@ -73,11 +76,11 @@ def summary_table(run_dir: RunDir, summary: Summary | None = None) -> Table:
     Raises UserError when nothing has been recorded.
     """
     summary = summary or summarise(run_dir)
-    table = Table(title=f"{summary.name}: {summary.status}", show_header=False, title_justify="left")
+    table = Table(title=words(f"{summary.name}: {summary.status}"), show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column()
     for what, value in results(summary):
-        table.add_row(what, value)
+        table.add_row(what, words(value))
     return table
 
 
@@ -182,25 +185,14 @@ def _join(*parts: Any) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
-def _markdown(rows: list[tuple[str, str]]) -> str:
-    escaped = [(what, value.replace("|", "\\|")) for what, value in rows]
-    return "| | |\n|---|---|\n" + "".join(f"| {what} | {value} |\n" for what, value in escaped)
+def _rows(rows: list[tuple[str, str]]) -> str:
+    return markdown.table(("", ""), [(what, markdown.text(value)) for what, value in rows])
 
 
 def _ledger(ledger: list[dict[str, Any]]) -> str:
-    lines = []
-    for row in ledger:
-        size = f"{row['bytes'] / 2**20:,.1f}" if row["bytes"] else ""
-        lines.append(f"| {row['what']} | {row['dtype']} | {size} |\n")
-    return "| what | dtype | MiB |\n|---|---|---:|\n" + "".join(lines)
-
-
-def _fenced(text: str, language: str = "text") -> str:
-    """`text` as a code block whose fence is longer than any fence within it."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{fence}{language}\n{text.rstrip()}\n{fence}\n"
+    sizes = (f"{row['bytes'] / 2**20:,.1f}" if row["bytes"] else "" for row in ledger)
+    rows = [(markdown.text(row["what"]), row["dtype"], size) for row, size in zip(ledger, sizes, strict=True)]
+    return markdown.table(("what", "dtype", "MiB"), rows)
 
 
 def _number(value: float | None) -> str:

@@ -20,6 +20,8 @@ from rich.live import Live
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
+from config.printable import shown
+from tracking import terminal
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
 from tracking.watch.screen import View, frame
@@ -85,7 +87,7 @@ def once(watch: Watch, console: Console, *, svg: Path | None = None) -> None:
         pass
     console.print(frame(watch.state, watch.view(console.width, _ONCE_HEIGHT, keys=False)))
     if svg is not None:
-        console.save_svg(str(svg), title=f"python -m tracking.watch {watch.folder}")
+        console.save_svg(str(svg), title=shown(f"python -m tracking.watch {watch.folder}"))
 
 
 def live(watch: Watch, console: Console) -> None:
@@ -146,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ascii", action="store_true", help="only ASCII characters")
     parser.add_argument("--svg", type=Path, help="with --once: also write the frame to this file")
     given = parser.parse_args(arguments)
-    console = Console(highlight=False, record=given.svg is not None)
+    console = terminal.console(record=given.svg is not None)
     ascii_only = given.ascii or console.is_dumb_terminal or not console.encoding.lower().startswith("utf")
     try:
         if not given.run.is_dir():

@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from config.printable import shown
 from tracking.console import duration, human
 from tracking.ranks import spread
 from tracking.watch.curves import Axes, Line, draw
@@ -130,14 +131,18 @@ def _number(value: float) -> str:
 def _head(state: WatchState, view: View) -> RenderableType:
     status, style = _status(state, view)
     first = Text.assemble(
-        (view.name, "bold"), "  ", (status, style), no_wrap=True, overflow="crop" if view.ascii else "ellipsis"
+        (shown(view.name), "bold"),
+        "  ",
+        (shown(status), style),
+        no_wrap=True,
+        overflow="crop" if view.ascii else "ellipsis",
     )
     if state.start is not None:
         start = state.start
         computes = sorted(set((start.get("regions") or {}).values())) or [start["compute"]]
         ranks = f"{start['world_size']} rank{'' if start['world_size'] == 1 else 's'}"
         what = f"{human(start['parameters'])} parameters, {'+'.join(computes)}, ZeRO-{start['zero_stage']}, {ranks}"
-        first.append(f"  {what}", style="dim")
+        first.append(shown(f"  {what}"), style="dim")
     return Group(first, _progress(state, view))
 
 
@@ -224,7 +229,8 @@ def _age(event: dict[str, Any], state: WatchState, view: View) -> str:
 
 def _rows(rows: Sequence[tuple[str, str, str]], width: int) -> Text:
     text = Text("\n").join(
-        Text.assemble((f"{what:<15} ", "dim"), (value[: max(8, width - 16)], style)) for what, value, style in rows
+        Text.assemble((f"{what:<15} ", "dim"), (shown(value)[: max(8, width - 16)], style))
+        for what, value, style in rows
     )
     text.no_wrap = True
     return text

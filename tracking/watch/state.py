@@ -7,6 +7,7 @@ from collections import Counter, deque
 from pathlib import Path
 from statistics import median
 
+from config.printable import line
 from tracking.events import Event, describe_event
 from tracking.watch.series import Series
 
@@ -85,7 +86,7 @@ class WatchState:
         self.step = step
 
     def _log(self, event: Event, level: str, text: str | None = None) -> None:
-        self.log.append((event["step"], level, " ".join((text or describe_event(event)).split())))
+        self.log.append((event["step"], level, " ".join(line(text or describe_event(event)).split())))
 
     def _on_run_start(self, event: Event) -> None:
         self.start, self.end = event, None
@@ -119,7 +120,7 @@ class WatchState:
             self._log(event, level)
 
     def _on_nonfinite(self, event: Event) -> None:
-        cause = "loss" if event["tensor"] == "loss" else event["module"]
+        cause = "loss" if event["tensor"] == "loss" else line(event["module"])
         if cause in self.causes or len(self.causes) < _MAX_LINES:
             self.causes[cause] += 1
         self._log(event, "bad")
@@ -146,7 +147,7 @@ class WatchState:
         self._log(event, "warn")
 
     def _on_precision(self, event: Event) -> None:
-        self.flop_share = dict(event["flop_share"] or {})
+        self.flop_share = {line(dtype): share for dtype, share in (event["flop_share"] or {}).items()}
 
     def _on_run_end(self, event: Event) -> None:
         self.end = event

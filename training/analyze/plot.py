@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tracking.plots import save_png
+from tracking.plots import plain, save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ def plot_ranges(result: dict[str, Any], png: Path) -> Path:
         for axis, (kind, title, scaled) in zip(axes, _PANELS, strict=True):
             _draw(axis, rows, kind, shift=math.log2(scale) if scaled else 0.0)
             axis.set_title(title)
-        axes[0].set_yticks(range(len(rows)), [name for name, _, _ in rows])
+        axes[0].set_yticks(range(len(rows)), [plain(name) for name, _, _ in rows])
         axes[0].set_ylim(len(rows) - 0.4, -0.6)
         handles = [Line2D([], [], color=colour, linewidth=5, label=name) for name, colour in _COLOURS.items()]
         figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False, title="proposed dtype")

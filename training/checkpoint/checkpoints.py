@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config.errors import UserError
+from config.printable import shown
 from training.checkpoint import commit
 from training.checkpoint.contents import (
     identity_difference,
@@ -265,5 +266,5 @@ class Checkpoints:
 
     def _log(self, text: str) -> str:
         if self.world.is_main:
-            print(f"mantissa: {text}", file=sys.stderr, flush=True)
+            print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
         return text

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tracking.plots import save_png
-from training.markdown import table
+from config.markdown import table, text
+from tracking.plots import plain, save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,10 +47,10 @@ def draw_envelope(rows: Sequence[Row], rates: Sequence[float], png: Path, *, tit
         for axis, label in zip(panels, labels, strict=True):
             mine = [row for row in rows if row["label"] == label]
             _draw_panel(axis, mine, depths, batches, lambda rate: colours(norm(rate)))
-            axis.set_title(label)
+            axis.set_title(plain(label))
             axis.set_xlabel("global batch (sequences)")
         panels[0].set_ylabel("depth (layers)")
-        figure.suptitle(title, fontsize=14)
+        figure.suptitle(plain(title), fontsize=14)
         figure.colorbar(ScalarMappable(norm, colours), ax=list(panels), label="largest learning rate", shrink=0.9)
         save_png(figure, png)
     return png
@@ -95,7 +95,7 @@ def envelope_page(
     ]
     failures = [
         (
-            *(row["label"], row["depth"], row["batch"], f"{item['rate']:g}", item["step"], item["why"]),
+            *(row["label"], row["depth"], row["batch"], f"{item['rate']:g}", item["step"], text(item["why"])),
             f"{item['skipped']} of {item['steps']}",
         )
         for row in rows
@@ -120,7 +120,7 @@ def envelope_page(
         else "None of the rates that were tried.",
         *(["Passed above a rate that failed, which is luck and not counted:\n\n" + "\n".join(lucky)] if lucky else []),
         "## Conditions",
-        table(("what", "value"), conditions.items()),
+        table(("what", "value"), [(text(what), text(value)) for what, value in conditions.items()]),
     ]
     return "\n\n".join(parts)
 

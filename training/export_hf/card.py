@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from training.markdown import table
+from config.markdown import code, fenced, table, text
 
 LONGEST_MANIFEST = 60
 """[lines] A longer precision manifest is only in mantissa.json."""
@@ -20,11 +20,11 @@ def model_card(facts: Mapping[str, Any]) -> str:
     model, sections = facts["model"], []
     sections.append(_front_matter(facts))
     sections.append(
-        f"# {facts['run']}\n\n{model['class']} with {model['parameters']:,} parameters, "
-        f"{facts['export']['dtype']}, from step {facts['training']['step']} of the run `{facts['run']}`."
+        f"# {text(facts['run'])}\n\n{text(model['class'])} with {model['parameters']:,} parameters, "
+        f"{facts['export']['dtype']}, from step {facts['training']['step']} of the run {code(facts['run'])}."
     )
     if model["base"]:
-        sections.append(f"The run started from the weights of `{model['base']}`.")
+        sections.append(f"The run started from the weights of {code(model['base'])}.")
     sections.append(f"```python\n{_EXAMPLE}```")
     sections.append(_section("Training", facts["training"]))
     sections.append(_section("Data", facts["data"]))
@@ -46,7 +46,7 @@ def _front_matter(facts: Mapping[str, Any]) -> str:
     lines = [
         "library_name: transformers",
         "pipeline_tag: text-generation",
-        f"tags: [mantissa, {facts['model']['type']}]",
+        f"tags: [mantissa, {json.dumps(facts['model']['type'])}]",
     ]
     if facts["model"]["base"]:
         lines.append(f"base_model: {json.dumps(facts['model']['base'])}")
@@ -55,20 +55,20 @@ def _front_matter(facts: Mapping[str, Any]) -> str:
 
 def _precision(precision: Mapping[str, Any]) -> str:
     manifest = precision.get("manifest")
-    text = _section("Precision", {key: value for key, value in precision.items() if key != "manifest"})
+    section = _section("Precision", {key: value for key, value in precision.items() if key != "manifest"})
     if manifest is None:
-        return text
+        return section
     written = json.dumps(manifest, indent=1)
     if len(written.splitlines()) > LONGEST_MANIFEST:
-        return text + "\n\nThe precision manifest is in `mantissa.json`."
-    return f"{text}\n\nThe precision manifest:\n\n```json\n{written}\n```"
+        return section + "\n\nThe precision manifest is in `mantissa.json`."
+    return f"{section}\n\nThe precision manifest:\n\n{fenced(written, 'json').rstrip()}"
 
 
 def _parity(parity: Mapping[str, Any] | None) -> str:
     if parity is None:
         return "## Agreement with FP32\n\nNo parity report was given to this export."
     lines = [*parity["lines"], "", "Measured by `python -m training.parity`."]
-    lines += [f"Not the same conditions as this run: {difference}." for difference in parity["differences"]]
+    lines += [f"Not the same conditions as this run: {text(difference)}." for difference in parity["differences"]]
     rows = [
         (check["name"], _text(check["measured"]), _text(check["bound"]), "yes" if check["passed"] else "**no**")
         for check in parity["checks"]
@@ -78,7 +78,7 @@ def _parity(parity: Mapping[str, Any] | None) -> str:
 
 
 def _export(export: Mapping[str, Any]) -> str:
-    rows = [(f"`{name}`", f"`{digest}`") for name, digest in export["files"].items()]
+    rows = [(code(name), code(digest)) for name, digest in export["files"].items()]
     return (
         f"## Files\n\n{export['compared']}\n\n`sha256sum -c SHA256SUMS` checks all files.\n\n"
         + table(("file", "sha256"), rows).rstrip()
@@ -86,7 +86,7 @@ def _export(export: Mapping[str, Any]) -> str:
 
 
 def _section(title: str, facts: Mapping[str, Any]) -> str:
-    rows = [(name, _text(value)) for name, value in facts.items() if value is not None]
+    rows = [(text(name), _text(value)) for name, value in facts.items() if value is not None]
     return f"## {title}\n\n{table(('', ''), rows).rstrip()}"
 
 
@@ -97,4 +97,4 @@ def _text(value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.6g}"
-    return " ".join(str(value).split())
+    return text(value)

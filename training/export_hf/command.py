@@ -21,6 +21,7 @@ from typing import get_args
 from config.cli import Arguments, entry_point
 from config.deepspeed.resolve import Dtype
 from config.errors import UserError
+from config.printable import shown
 from config.version import VERSION
 
 TENSORS_DIFFER = 3
@@ -64,6 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             what = f"Export step {facts['training']['step']} of {facts['run']} in {options.dtype} (Mantissa {VERSION})"
             print(f"uploaded to {hub.upload(repo, options.out, message=what)}")
     except TensorsDiffer as error:
-        print(f"error: {error}; nothing was exported", file=sys.stderr)
+        print(f"error: {shown(error)}; nothing was exported", file=sys.stderr)
         return TENSORS_DIFFER
     return 0

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from config.deepspeed.combinations import COMPUTES, SETTINGS, STAGES, UPSTREAM, Combination, combinations, refusal
+from config.markdown import table
 from precision.tolerance import tolerance
-from training.markdown import table
 from training.matrix.cells import COARSEST, ROUNDINGS, Cell
 
 Results = dict[str, dict[str, Any]]

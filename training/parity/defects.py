@@ -14,8 +14,8 @@ from pathlib import Path
 
 from config.cli import REPOSITORY, Arguments, entry_point, positive_int
 from config.files import write_atomically
+from config.markdown import table
 from training.jobs import add_processes_option
-from training.markdown import table
 from training.parity.gate import NO_PARITY, PARITY, gate
 from training.parity.jobs import plan, train_twin
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config.files import write_atomically
-from tracking.plots import STYLE, save_png
-from training.markdown import table
+from config.markdown import code, table, text
+from tracking.plots import STYLE, plain, save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +54,7 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
         _draw(folder / "steps.png", lambda axes: _draw_steps(axes, found))
         pictures += "\n![error of each module in its output and its gradients](steps.png)\n"
     parts = [
-        f"# Parity of {found['conditions']['compute']} with FP32: {found['verdict']}\n",
+        f"# Parity of {text(found['conditions']['compute'])} with FP32: {found['verdict']}\n",
         "\n".join(verdict_lines(found)) + "\n",
         "## Checks\n\n" + _checks(found["checks"]),
         pictures,
@@ -70,14 +70,14 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
 def verdict_lines(found: dict[str, Any]) -> list[str]:
     """The verdict as text: whether the hypothesis held, and each failed check with the modules it names."""
     held = "held" if not found["failed"] else "did not hold"
-    lines = [f'**{found["verdict"]}**: "{found["conditions"]["hypothesis"]}" {held}.']
+    lines = [f'**{found["verdict"]}**: "{text(found["conditions"]["hypothesis"])}" {held}.']
     for check in found["checks"]:
         if not check["passed"]:
-            names = ", ".join(check["modules"]) or check["where"]
+            names = text(", ".join(check["modules"]) or check["where"])
             lines.append(
                 f"- {check['name']}: {_value(check, 'measured')}, bound {_value(check, 'bound')}"
                 + (f"; {names}" if names else "")
-                + (f" ({check['note']})" if check["note"] else "")
+                + (f" ({text(check['note'])})" if check["note"] else "")
             )
     return lines
 
@@ -89,7 +89,7 @@ def _checks(checks: Sequence[dict[str, Any]]) -> str:
             _value(check, "measured"),
             ("at least " if check["at_least"] else "at most ") + _value(check, "bound"),
             "yes" if check["passed"] else "**no**",
-            check["where"] + (f"; {check['note']}" if check["note"] and check["passed"] else ""),
+            text(check["where"] + (f"; {check['note']}" if check["note"] and check["passed"] else "")),
         )
         for check in checks
     ]
@@ -105,8 +105,8 @@ def _divergence(found: dict[str, Any]) -> str:
     ]
     if module is not None:
         lines.append(
-            f"In a single step `{module['module']}` is the first module, in the order of execution, whose own output "
-            f"is off by more than the bound: {_number(module['own_error'])} at step {module['step']}."
+            f"In a single step {code(module['module'])} is the first module, in the order of execution, whose own "
+            f"output is off by more than the bound: {_number(module['own_error'])} at step {module['step']}."
         )
     else:
         lines.append("No module's own output is off by more than the bound in any step compared.")
@@ -137,13 +137,13 @@ def _conditions(conditions: dict[str, Any]) -> str:
         device = f"{cpu.get('model')}, {cpu.get('usable_cores')} cores"
     batch = f"{conditions['global_batch']} sequences of {conditions['sequence_length']} tokens"
     rows = [
-        ("model", f"{conditions['model']}, {conditions['parameters']:,} parameters"),
-        ("data fingerprint", f"`{conditions['data']}`"),
+        ("model", f"{text(conditions['model'])}, {conditions['parameters']:,} parameters"),
+        ("data fingerprint", code(conditions["data"])),
         ("global batch", f"{batch}, accumulation {conditions['accumulation']}"),
         ("steps, seeds", f"{conditions['steps']}, {conditions['seeds']}"),
         ("ZeRO stage, offload", f"{conditions['zero_stage']}, {conditions['offload']}"),
         ("processes", str(conditions["processes"])),
-        ("hardware", str(device)),
+        ("hardware", text(device)),
         (
             "versions",
             ", ".join(
@@ -152,7 +152,7 @@ def _conditions(conditions: dict[str, Any]) -> str:
                 if name in versions
             ),
         ),
-        ("command", f"`{conditions['command']}`"),
+        ("command", code(conditions["command"])),
     ]
     return table(("", ""), rows)
 
@@ -216,7 +216,7 @@ def _mark_worst(axis: Axes, order: Sequence[str], errors: dict[str, Any]) -> Non
     name = max(order, key=lambda item: float(errors[item]))
     value = float(errors[name])
     if math.isfinite(value) and value > 0:
-        axis.annotate(name, (order.index(name), value), textcoords="offset points", xytext=(4, 6), fontsize=9)
+        axis.annotate(plain(name), (order.index(name), value), textcoords="offset points", xytext=(4, 6), fontsize=9)
 
 
 def _value(check: dict[str, Any], which: str) -> str:

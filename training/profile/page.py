@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from training.markdown import table
+from config.markdown import code, table
 from training.profile.matmul import BEST, GOOD
 
 _ROWS = 15
@@ -34,7 +34,7 @@ def _opening(summary: dict[str, Any], trace: str) -> str:
     compute = f"{summary.get('compute', '?')}{', TF32 allowed' if summary.get('tf32') else ''}"
     return (
         f"# Profile of {which_steps(summary['steps'])}\n\n{where}, torch {summary.get('torch', '?')}, compute "
-        f"{compute}. {timing}. Trace: `{trace}`, for https://ui.perfetto.dev or TensorBoard.\n"
+        f"{compute}. {timing}. Trace: {code(trace)}, for https://ui.perfetto.dev or TensorBoard.\n"
     )
 
 
@@ -176,7 +176,7 @@ def merge_blocks(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]
     for (pattern, *_), group in groups.items():
         first, modules = group[0], {row["module"] for row in group}
         counted = [name for name, value in first.items() if name not in keys and isinstance(value, int | float)]
-        text = f"`{pattern}` ({len(modules)})" if len(modules) > 1 else f"`{first['module']}`"
+        text = f"{code(pattern)} ({len(modules)})" if len(modules) > 1 else code(first["module"])
         sums = {name: sum(row[name] for row in group) for name in counted}
         found.append({**first, **sums, "modules": text if first["module"] else "(outside of modules)"})
     return sorted(found, key=lambda row: -row["seconds"])

@@ -25,6 +25,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from config.printable import shown
 from training.profile.summary import write_summary
 from training.profile.timeline import MODULE, STAGE, STEP
 from training.tracing.follow import follow
@@ -136,7 +137,7 @@ class Profiling:
         self._report(f"{headline}; {trace.parent} ({time.perf_counter() - started:.1f} s to write)")
 
     def _report(self, text: str) -> None:
-        print(f"mantissa: {text}", file=sys.stderr, flush=True)
+        print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
         self._note(text)
 
     def _facts(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from config.printable import shown
 from training.tracing.follow import follow
 
 if TYPE_CHECKING:
@@ -217,5 +218,5 @@ class Tracing:
         if self._endpoint.rstrip("/").endswith(":4317"):
             text += "; 4317 is gRPC's port, give that of HTTP, 4318"
         if self._rank == 0:  # all ranks have the same collector
-            print(f"mantissa: {text}", file=sys.stderr, flush=True)
+            print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
         self._note(text)

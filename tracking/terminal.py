@@ -1,0 +1,20 @@
+"""A terminal on which what comes from a run is text: no markup, no emoji codes, no escape sequences, no secrets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from config.printable import shown
+
+
+def console(**options: Any) -> Console:
+    """A console that prints text as it is. options: as for rich's Console."""
+    return Console(**{"highlight": False, "markup": False, "emoji": False, **options})
+
+
+def words(value: object, style: str = "") -> Text:
+    """Any value as text of one line."""
+    return Text(shown(value), style=style)
