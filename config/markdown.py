@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from config.printable import line, printable, shown
 from config.redact import redact
 
-_MARKUP = re.compile(r"[\\`*\[\]<>|~]|&(?=[#\w]+;)|(?<![^\W_])_|_(?![^\W_])")
-_OPENS_A_BLOCK = re.compile(r"^(\s*)(#(?=#*(?:\s|$))|[+-](?=\s|$|-)|=(?==*$)|\d+(?=[.)](?:\s|$)))")
+_MARKUP = re.compile(r"[\\`*\[\]<|~]|&(?=[#\w]+;)|(?<![^\W_])_|_(?![^\W_])")
+_OPENS_A_BLOCK = re.compile(r"^(\s*)(>|#(?=#*(?:\s|$))|[+-](?=\s|$|-)|=(?==*$)|\d+(?=[.)](?:\s|$)))")
 _FENCES = re.compile(r"`+")
 
 
