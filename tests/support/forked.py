@@ -80,6 +80,11 @@ class Job:
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        """Kill every rank that still runs."""
+        for process in self._processes:
+            process.kill()
+
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """Wait for the end; what it printed. Raises TimeoutExpired."""
         for process in self._processes:

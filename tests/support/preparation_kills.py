@@ -24,7 +24,10 @@ def check(folder: Path, who: str, phase: str, *, grace: float) -> float:
     started = time.monotonic()
     job = start(given, ranks=2)
     assert isinstance(job, Job)
-    output, _ = job.communicate(timeout=WITHIN_SECONDS)
+    try:
+        output, _ = job.communicate(timeout=WITHIN_SECONDS)
+    finally:
+        job.kill()
     seconds = time.monotonic() - started
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in output, output
