@@ -128,7 +128,8 @@ def start(
     accelerator = get_accelerator()
     # DeepSpeed's own all-reduce would be built at the first start on a machine, with g++ in about a minute, and leave
     # 66 MiB of /dev/shm for each rank; only tensor-parallel inference uses it.
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    communication: Any = importlib.import_module("deepspeed.comm.torch")
+    communication.build_shm_op = lambda: None
     accelerator.set_device(local_rank)
     timeout = timedelta(minutes=timeout_minutes)
     # DeepSpeed binds the group to a GPU, too, unless this is the only rank.

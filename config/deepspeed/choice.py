@@ -59,12 +59,11 @@ def _with_json(config: Config, path: Path, place: Callable[[str], Place]) -> Con
     offload = section.offload if place("deepspeed.offload") >= chosen else None
     name, own = section.config, _own_json(section.config, path)
     if own is not None:
-        later = (
-            compute if decides > chosen else None,
-            stage if place("deepspeed.stage") > chosen else None,
-            offload if place("deepspeed.offload") > chosen else None,
+        asked = (
+            compute if compute is not None and decides > chosen else own[0],
+            stage if stage is not None and place("deepspeed.stage") > chosen else own[1],
+            offload if offload is not None and place("deepspeed.offload") > chosen else own[2],
         )
-        asked = tuple(had if said is None else said for had, said in zip(own, later, strict=True))
         name = name if asked == own else _name(asked[1], asked[0], asked[2])
     return replace(config, deepspeed=replace(section, config=name, stage=stage, offload=offload))
 
