@@ -16,6 +16,7 @@ from config.errors import UserError
 from tests.support.compare_runs import RunWriter
 from tests.support.synthetic_events import step_fields
 from tracking import run_facts
+from tracking.events import REQUIRED_FIELDS
 from tracking.jsonl import encode, read_events, surviving
 from tracking.run_facts import read_facts
 
@@ -37,7 +38,10 @@ def _history(sessions: list[Any]) -> list[dict[str, Any]]:
             mark += 1
             reached += kind == "step"
             events.append({"event": kind, "step": reached, "loss": float(mark), "reason": "growth"})
-    return [{"time": 10.0 + 3 * n, "tokens": event["step"] * 7, **event} for n, event in enumerate(events)]
+    return [
+        {**dict.fromkeys(REQUIRED_FIELDS[event["event"]]), "time": 10.0 + 3 * n, "tokens": event["step"] * 7, **event}
+        for n, event in enumerate(events)
+    ]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

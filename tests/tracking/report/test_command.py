@@ -146,7 +146,7 @@ def test_a_folder_that_may_only_be_read_still_gets_its_tables(run, monkeypatch, 
     (run / "plots").write_text("")
     assert main([str(run), "--json"]) == 0
     printed = capsys.readouterr()
-    assert "report.md was not written" in printed.err and len(json.loads(printed.out)["measures"]) == 12
+    assert "plots/run.png was not written" in printed.err and len(json.loads(printed.out)["measures"]) == 12
 
 
 def test_neither_torch_nor_a_server_is_needed(run: Path) -> None:
