@@ -258,7 +258,7 @@ def test_nothing_to_train_on(tmp_path: Path) -> None:
         prepare(section, progress=False)
     (tmp_path / "a.txt").write_text("one document")
     with pytest.raises(UserError, match=r"data.validation_fraction=0.999999: all 1 documents"):
-        prepare(replace(section, validation_fraction=0.999999), progress=False)
+        prepare(replace(section, validation_fraction=0.999999, hold_out="documents"), progress=False)
     assert not list((tmp_path / "cache").glob("*.partial-*"))
 
 
