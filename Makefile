@@ -6,6 +6,8 @@ STAMP := $(VENV)/.requirements
 # One process a GPU; two processes on a machine without.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
+# Jobs start in 7.3 s of CPU time with the compiled code of the job before, in 8.4 s without.
+unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 

@@ -182,7 +182,7 @@ def _children(pid: int) -> list[int]:
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
-            found += map(int, path.read_text().split())
+            found += map(int, path.read_text(encoding="utf-8").split())
     return found
 
 

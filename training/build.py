@@ -9,6 +9,7 @@ from typing import Any
 
 from config.errors import UserError
 from config.load import to_dict
+from config.printable import printable
 from config.resolved import Resolved
 from data.corpus import Corpus
 from data.loader import Batches
@@ -43,12 +44,13 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     found = checkpoints.find(config.run.resume)
     state = checkpoints.load(found, engine) if found else None
     record = open_record(resolved, opened.corpus, engine, run_dir, world)
-    record.note(f"DeepSpeed JSON: {config.deepspeed.config}")
+    said = [f"DeepSpeed JSON: {config.deepspeed.config}; attention: {config.model.attention}"]
     if opened.corpus.tail_tokens:
-        record.note(
-            f"no document was drawn for validation: the last {opened.corpus.tail_tokens:,} tokens of the longest one "
-            "are held out"
-        )
+        tail = f"the last {opened.corpus.tail_tokens:,} tokens of the longest one are held out"
+        said.append(f"data: no document was drawn for validation: {tail}")
+        record.note(said[-1])
+    if world.is_main:
+        print(printable("\n".join(said)), flush=True)
     for line in engine.notes:
         record.note(line)
     watched: dict[str, Any] = {"engine": engine, "batches": batches, "note": record.note}

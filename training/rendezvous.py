@@ -119,7 +119,7 @@ def _wait_for(file: Path, timeout: timedelta) -> int:
     while time.monotonic() < ends:
         with suppress(FileNotFoundError):
             if file.lstat().st_uid == os.getuid():
-                return int(file.read_text())
+                return int(file.read_text(encoding="utf-8"))
         time.sleep(0.05)
     raise RuntimeError(f"rank 0 did not open its port within {timeout.total_seconds():.0f} s ({file})")
 

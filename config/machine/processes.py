@@ -83,7 +83,7 @@ def pid_namespace() -> str:
 def read(path: str) -> str:
     """A file's text; empty when it cannot be read."""
     try:
-        return Path(path).read_text(errors="replace")
+        return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 

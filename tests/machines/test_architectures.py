@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machines.architectures import CASES, TABLE, Case, run_case, stage_of
+from tests.support.architectures import CASES, TABLE, Case, run_case, stage_of
 
 
 @pytest.fixture(scope="module")

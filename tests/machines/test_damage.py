@@ -147,5 +147,5 @@ def test_a_home_that_cannot_be_written_is_said_in_one_line_and_the_run_goes_on(t
     home.chmod(0o500)
     words = [word for word in command("python", tmp_path, "it") if not word.startswith("data.cache_dir")]
     output = restricted(words, exit_code=0, HOME=str(home), TMPDIR=str(temporary))
-    assert f"mantissa: {home}/.cache cannot be written: caches and prepared data go to {temporary}/" in output
-    assert list(temporary.glob("mantissa-cache-*/mantissa/*/index.json")) and not list(home.iterdir())
+    assert f"Permission denied: '{home}/.cache': libraries keep their caches in {temporary}/mantissa-" in output
+    assert list(temporary.glob("mantissa-*/*/index.json")) and not list(home.iterdir())

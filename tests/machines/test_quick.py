@@ -1,4 +1,4 @@
-"""A few machines on which many things are strange at once, so that every run of the tests has been on one."""
+"""Machines on which many things are strange at once; every run of the tests has been on the first."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def test_a_plain_user_behind_a_link_to_a_strange_path_with_nothing_in_the_enviro
     lives(dataclasses.replace(place, plain_user=True), losses)
 
 
+@pytest.mark.machines
 def test_a_read_only_home_in_another_folder_beside_modules_of_the_same_names(ground: Path, losses) -> None:
     """HOME and the working folder belong to others, PYTHONPATH holds a `config`, a `data` ...; asserts are left out."""
     variables = {"HOME": "/proc/no-home", "PYTHONPATH": str(same_names(ground / "others")), "PYTHONOPTIMIZE": "1"}

@@ -31,7 +31,7 @@ from training.progress import Progress
 
 ON_EVERY_RANK = ("begin", "write", "flush", "written")
 ON_MAIN = ("manifest", "sealed", "replacing", "renamed", "latest", "named", "dropping", "done")
-PUBLISHED_AFTER = ("named", "dropping", "done")
+PUBLISHED_AFTER = ("renamed", "latest", "named", "dropping", "done")
 """Phases of which a kill leaves the new checkpoint as the newest; of the others, the one before it."""
 KEEP = 2
 START_SECONDS = 300.0

@@ -9,6 +9,6 @@ import pytest
 from tests.support import preparation_kills
 
 
-@pytest.mark.parametrize(("who", "phase"), [("holder", "tokenizing"), ("worker", "tokenizing")])
+@pytest.mark.parametrize(("who", "phase"), [("holder", "tokenizing")])
 def test_a_kill_while_the_data_are_prepared_ends_the_job(tmp_path: Path, who: str, phase: str) -> None:
     preparation_kills.check(tmp_path, who, phase, grace=2.0)

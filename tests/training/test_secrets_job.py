@@ -37,7 +37,7 @@ def test_a_run_is_whole_beside_variables_named_like_secrets_and_shows_no_real_on
     assert config["run"]["name"] == "demo-run" and config["run"]["dir"] == str(folder / "runs")
     assert config["data"]["tokenizer"] == "bytes" and config["data"]["cache_dir"] == str(folder / "cache")
     said = config["run"]["hypothesis"]
-    assert said == "***, see https://***@host/x and ***; training on gpt2 bytes"
+    assert said == "falls with ***, see https://***@host/x and ***; training on gpt2 bytes"
     environment = json.loads((run / "environment.json").read_text())
     assert environment["data"]["folder"].startswith(str(folder / "cache"))
     assert f"run.dir={folder}/runs" in shlex.split(environment["resume_command"])

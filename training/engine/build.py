@@ -15,7 +15,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from config.resolved import Resolved
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.activation_checkpointing_budget import recompute_within_budget
-from modeling.build import Gather, attention_of, build_model
+from modeling.build import Gather, build_model
 from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
 from modeling.kernels import require_liger
@@ -36,8 +36,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
     gather = _gather_partitioned(world) if zero3 else _no_gather
     model = build_model(config.model, model_config, seed=config.run.seed, gather=gather)
-    notes = [f"model.attention = auto: {attention_of(model)}"] if config.model.attention == "auto" else []
-    notes += choose_kernels(model, resolved, world)
+    notes = choose_kernels(model, resolved, world)
     apply_activation_checkpointing(
         model,
         config.model.activation_checkpointing,

@@ -51,7 +51,7 @@ def explored(pair, folder, cache, *further: str):
     check_data_and_model(study, 2)
     study.write(folder / "study.json")
     said = pair.run(cases.explore_study, study=folder / "study.json")[0]
-    rows = write_results(study, 2, command=["envelope", "--hf-token=secret"])
+    rows = write_results(study, 2, command=["envelope", "--hf-token=hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345"])
     return {row["label"]: row for row in rows}, said
 
 
@@ -75,7 +75,7 @@ def test_a_setting_that_bears_less_gets_a_smaller_rate_and_nothing_runs_twice(pa
     assert len(said) == len(lines(tmp_path)) == 6
     assert all(len(line["losses"]) == 12 and line["validation_loss"] > 0 for line in lines(tmp_path))
     page = (tmp_path / "envelope.md").read_text()
-    assert "| fp16/deepspeed | 1 | 8 | 0.0002 | 0.02 |" in page and "secret" not in page
+    assert "| fp16/deepspeed | 1 | 8 | 0.0002 | 0.02 |" in page and "hf_AbCd" not in page
     assert (tmp_path / "envelope.png").read_bytes().startswith(b"\x89PNG")
 
     with (tmp_path / TRIALS).open("a") as file:

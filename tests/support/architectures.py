@@ -1,6 +1,6 @@
 """The architectures that docs/models.md has a table of: each is trained, resumed, exported and loaded by transformers.
 
-python -m tests.machines.architectures     # runs all and writes the table
+python -m tests.support.architectures     # runs all and writes the table
 """
 
 from __future__ import annotations
