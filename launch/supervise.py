@@ -179,7 +179,7 @@ class Supervisor:
             job = self._start(saved)
             if job is None:
                 return PREEMPTED if self._stop_requested else 1
-            if self._stop_requested:  # while it was being started
+            if self._stop_requested and not job.request_stop():  # while it was being started
                 job.kill()
             code = job.wait()
             session = self._run.session_since(position)

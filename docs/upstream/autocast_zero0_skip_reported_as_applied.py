@@ -23,6 +23,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 logger.setLevel("ERROR")
+# Else the first run compiles an op for a minute that has nothing to do with this.
+deepspeed.comm.torch.build_shm_op = lambda: None
 # torch's FP16 kernels are right, only slow, on a CPU without FP16 instructions, which DeepSpeed refuses.
 get_accelerator().is_fp16_supported = lambda: True
 CONFIG = {
