@@ -16,6 +16,13 @@ from tests.support.launches import wait_until
 _value = 0
 
 
+@pytest.fixture(autouse=True)
+def _with_processes(request: pytest.FixtureRequest) -> None:
+    """They are started by a thread, where a skip would be an error."""
+    if request.config.getoption("--no-processes"):
+        pytest.skip("starts a process")
+
+
 def set_up(value: int, *_: object) -> None:
     global _value
     _value = value
