@@ -23,6 +23,7 @@ from deepspeed.utils import logger
 
 from config.machine.binding import RankCpus, apply_binding, choose_binding
 from config.resolved import Resolved
+from precision.half_on_cpu import multiply_through_fp32
 from training.rendezvous import forget_port, open_store
 
 
@@ -149,24 +150,19 @@ def start(
             f"{dist.get_world_size()}; check RANK and WORLD_SIZE in the launcher's environment"
         )
     world = World(rank, world_size, local_rank, device)
+    if device.type == "cpu":
+        multiply_through_fp32()
     _use_own_cores(world, bind_cores)
     if world.is_main:
         forget_port()
     return world
 
 
-def allow_slow_fp16() -> bool:
-    """Let DeepSpeed run FP16 on a CPU without FP16 instructions; returns whether that was needed.
-
-    DeepSpeed refuses such a CPU, but torch has correct FP16 kernels for all, about fifty times slower than FP32 (a
-    512 x 512 matmul took 124 ms against 2.2 ms on an AMD EPYC without avx512_fp16). Useful only to try FP16's range and
-    loss scaling on a small model.
-    """
+def allow_fp16_on_cpu() -> None:
+    """Let DeepSpeed run FP16 on a CPU without FP16 instructions, which it refuses."""
     accelerator = get_accelerator()
-    if accelerator.is_fp16_supported() or accelerator.device_name() != "cpu":
-        return False
-    accelerator.is_fp16_supported = lambda: True
-    return True
+    if accelerator.device_name() == "cpu":
+        accelerator.is_fp16_supported = lambda: True
 
 
 def stop() -> None:

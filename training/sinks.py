@@ -11,6 +11,8 @@ from config.resolved import Resolved
 from config.schema import Config
 from data.prepare import Corpus
 from modeling.build import count_parameters
+from precision.dtypes import DTYPES
+from precision.half_on_cpu import multiply_through_fp32
 from tracking.console import ConsoleSink
 from tracking.environment import environment
 from tracking.jsonl import JsonlSink
@@ -48,9 +50,11 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
     run_dir.write_inputs(to_dict(config), resolved.deepspeed, facts)
     every = config.tracking.log_every_steps
     console = ConsoleSink(config.run.steps, log_every_steps=every)
-    if engine.slow_fp16:
+    if engine.world.device.type == "cpu" and DTYPES[engine.compute] in multiply_through_fp32():
+        name = engine.compute.upper()
         console.print_line(
-            "this CPU has no FP16 instructions: FP16 runs on torch's slow kernels, good only for trying it out"
+            f"this CPU has no {name} instructions: products are computed in FP32 and rounded to {name}, "
+            "which shows its numerics and not its speed"
         )
     for entry in ledger:
         console.print_line(

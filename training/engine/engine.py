@@ -30,7 +30,7 @@ from data.loader import Batch
 from precision.manifest import load_manifest
 from precision.regions import Regions
 from precision.step_health import Health
-from training.distributed import World, allow_slow_fp16
+from training.distributed import World, allow_fp16_on_cpu
 from training.engine.defects import Defects
 from training.engine.faults import Faults
 from training.engine.gradients import ReducedGradients
@@ -55,7 +55,7 @@ class Engine:
         self.optimizer_spec = OPTIMIZERS[optimizer_section.name]
         """The optimizer's state tensors and settings."""
         self.clipping = optimizer_section.gradient_clipping
-        self.slow_fp16 = self.compute == "fp16" and allow_slow_fp16()
+        allow_fp16_on_cpu()
         self.faults = Faults(resolved.config.faults, rank=world.rank, model=model)
         self._defects = Defects(resolved.config.defects, rank=world.rank, model=model)
         import_muon_uncompiled()

@@ -30,7 +30,7 @@ from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config
 from modeling.linear_cross_entropy import IGNORED, label_loss_sum
 from modeling.parameter_groups import parameter_groups
-from training.distributed import World, allow_slow_fp16
+from training.distributed import World, allow_fp16_on_cpu
 from training.engine import Engine, build_engine
 from training.engine.tensors import whole_master
 from training.matrix.cells import CLIPPING, DTYPES, SEQUENCE, VOCABULARY, Cell, global_size
@@ -188,7 +188,7 @@ def mantissa(world: World, resolved: Resolved, *, steps: int) -> Trajectory:
 
 def bare(world: World, config: Config, document: dict[str, Any], *, steps: int) -> Trajectory:
     """DeepSpeed used as in its documentation: initialize, backward, step, its own loss scaler. A collective."""
-    allow_slow_fp16()
+    allow_fp16_on_cpu()
     section, stage = config.optimizer, document["zero_optimization"]["stage"]
     model = fp32_model(config.model, seed=config.run.seed)
     apply_activation_checkpointing(model, config.model.activation_checkpointing, reentrant=False)
