@@ -32,7 +32,7 @@ def _find(rows: list[dict], module: str) -> dict:
 
 
 def test_the_time_adds_up_and_training_is_the_same(pair, tmp_path):
-    results = pair.run(profiling_cases.profiled, folder=str(tmp_path), wait=0.1)
+    results = pair.run(profiling_cases.profiled, folder=str(tmp_path), wait=0.5)
     plain = pair.run(profiling_cases.profiled, folder=str(tmp_path / "plain"), start=99)
     for rank, result in enumerate(results):
         summary, total = result["summary"], sum(result["summary"]["steps_seconds"])
@@ -47,7 +47,7 @@ def test_the_time_adds_up_and_training_is_the_same(pair, tmp_path):
         assert result["left"] == [] and result["masters"] == plain[rank]["masters"]
         assert result["notes"][0].startswith(f"profiled steps 3 to 4 of rank {rank}: ")
     slow, fast = results[1]["waited"], results[0]["summary"]["host"]["communication"]
-    assert slow >= 0.2 and fast >= slow / 2  # waiting for the other rank is communication
+    assert slow >= 1.0 and fast >= slow / 2  # waiting for the other rank is communication
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "reentrant"])
