@@ -106,20 +106,23 @@ def _launchers_above(pid: int) -> Iterator[Launcher]:
 def _launcher(pid: int) -> Launcher | None:
     started, line = start_ticks(pid), read(f"/proc/{pid}/cmdline")
     words = as_written(line.split("\0")[:-1])
-    program = words[2] if words[:2] == ["python", "-m"] and len(words) > 2 else "".join(words[:1])
+    program = words[2] if words[1:2] == ["-m"] and len(words) > 2 else "".join(words[:1])
     name = _NAME_OF.get(program)
     return Launcher(name, program, pid, started, tuple(words)) if name else None
 
 
 def as_written(command: Sequence[str]) -> list[str]:
-    """A command line without folders, and without the interpreter before a script: `torchrun ...`, `python -m ...`."""
+    """A command line without folders, and without the interpreter before a script: `torchrun ...`, `python -m ...`.
+
+    An interpreter that was started by its path keeps it: `.venv/bin/python -m ...`.
+    """
     words = list(command)
     if words and Path(words[0]).name.startswith("python"):
         del words[0]
         while words and words[0].startswith("-") and words[0] != "-m":
             del words[: 2 if words[0] in ("-X", "-W") else 1]
         if words and words[0] == "-m":
-            return ["python", *words]
+            return [command[0] if "/" in command[0] else "python", *words]
     return [Path(words[0]).name, *words[1:]] if words else []
 
 

@@ -30,7 +30,8 @@ time.sleep(60)
     ("command", "written"),
     [
         (["/a/bin/python3.11", "/a/bin/deepspeed", "--num_gpus", "2"], ["deepspeed", "--num_gpus", "2"]),
-        (["/a/bin/python", "-u", "-m", "launch.supervise", "--"], ["python", "-m", "launch.supervise", "--"]),
+        (["/a/bin/python", "-u", "-m", "launch.supervise", "--"], ["/a/bin/python", "-m", "launch.supervise", "--"]),
+        (["python3.11", "-m", "launch.supervise", "--"], ["python", "-m", "launch.supervise", "--"]),
         (["python", "-X", "dev", "/a/torchrun", "x.py"], ["torchrun", "x.py"]),
         (["/usr/bin/mpirun", "-n", "2"], ["mpirun", "-n", "2"]),
         (["python"], []),
