@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 import pty
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ STARTS = (
 )
 """What every new process comes from."""
 
+_STARTS_JOBS = re.compile(r"launches|strange|subprocess|preparation_kills")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-processes", action="store_true", help="skip each test as soon as it would start a process")
@@ -38,6 +41,16 @@ def pytest_sessionstart() -> None:
     """
     op_builds.use_own_folder()
     op_builds.clear_abandoned("*", print)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start jobs first, then those that use the process groups, then the rest.
+
+    Files are handed out one by one: a long one at the end would leave the other worker without work.
+    """
+    users = {item.path for item in items if {"pair", "solo"} & set(getattr(item, "fixturenames", ()))}
+    starters = {path for path in {item.path for item in items} if _STARTS_JOBS.search(path.read_text(encoding="utf-8"))}
+    items.sort(key=lambda item: 0 if item.path in starters else 1 if item.path in users else 2)
 
 
 @pytest.fixture(scope="session", autouse=True)
