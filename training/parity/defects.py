@@ -17,7 +17,7 @@ from config.files import write_atomically
 from config.markdown import table
 from training.jobs import add_processes_option
 from training.parity.gate import NO_PARITY, PARITY, gate
-from training.parity.jobs import plan, train_twin
+from training.parity.jobs import plan, train_references
 
 PLANTED = (
     ("{{kind: fp16_norm, module: {norm}, factor: 30000}}", "module_error"),
@@ -57,15 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_all(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], bool]:
     """A row for the sound run and for each defect, and whether every result is as expected."""
     rows: list[tuple[str, ...]] = []
-    twins, as_expected = None, True
+    references, as_expected = None, True
     for defect, caught_by in (("", ""), *PLANTED):
         text = defect.format(norm=options.norm, linear=options.linear)
         kind = text.removeprefix("{kind: ").rstrip("}").partition(",")[0] or "nothing"
         overrides = [*options.overrides, f"defects=[{text}]"]
         folder, size = options.report / kind, {"steps": options.steps, "processes": options.processes}
         chosen = plan(options.config, overrides, folder=folder, **size)
-        twins = twins or [train_twin(chosen, chosen.resolved.config.run.seed, print)]
-        found = gate(chosen, twins=twins)
+        references = references or train_references(chosen, print)
+        found = gate(chosen, references=references)
         checks = {check["name"]: check for check in found["checks"]}
         named = sorted({name for check in checks.values() for name in check["modules"] if not check["passed"]})
         module = options.norm if "norm" in kind else options.linear if options.linear in text else None

@@ -25,21 +25,30 @@ from precision.trajectories import Trajectory, first_departure, judge_trajectori
 from tracking.jsonl import encode
 from tracking.summary import read_inputs
 from training.jobs import add_processes_option
-from training.parity.jobs import Log, Plan, Run, plan, train_candidate, train_twin, trajectory, walk_steps
+from training.parity.jobs import (
+    Log,
+    Plan,
+    References,
+    Run,
+    plan,
+    seeds,
+    train_candidate,
+    train_references,
+    trajectory,
+    walk_steps,
+)
 from training.parity.report import verdict_lines, write_report
 
 PARITY, NO_PARITY = 0, 3
 MAX_CURVE_POINTS = 2000
 
 
-def gate(chosen: Plan, log: Log = print, *, twins: Sequence[Run] | None = None) -> dict[str, Any]:
-    """Run, compare, judge, and write the report; the content of parity.json. twins: finished ones to compare with."""
+def gate(chosen: Plan, log: Log = print, *, references: References | None = None) -> dict[str, Any]:
+    """Run, compare, judge, and write the report; the content of parity.json. references: finished runs to share."""
     bounds = chosen.resolved.config.parity
-    seeds = [chosen.resolved.config.run.seed + index for index in range(bounds.seeds)]
-    if twins is None:
-        twins = [train_twin(chosen, seed, log) for seed in seeds]
-    controls = [train_twin(chosen, seeds[0], log, control=index) for index in range(bounds.controls)]
-    candidates = [train_candidate(chosen, seed, log) for seed in seeds]
+    references = references or train_references(chosen, log)
+    twins, controls = references.twins, references.controls
+    candidates = [train_candidate(chosen, seed, log) for seed in seeds(chosen)]
     log(f"single steps after steps {', '.join(map(str, chosen.points))}")
     walks = walk_steps(chosen, candidates[0])
     half, fp32 = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]

@@ -70,6 +70,16 @@ class Run:
         return summarise(self.folder)
 
 
+@dataclass(frozen=True)
+class References:
+    """Finished FP32 runs to compare with; any number of half-precision runs of the same job may share them."""
+
+    twins: tuple[Run, ...]
+    """One a seed."""
+    controls: tuple[Run, ...]
+    """The first seed with slightly larger learning rates: how far apart two sound runs end."""
+
+
 def plan(
     config: str,
     overrides: Sequence[str],
@@ -88,6 +98,18 @@ def plan(
         arguments += shorten(resolved.config, steps)
         resolved = read_command_line(arguments, launched)
     return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher))
+
+
+def seeds(chosen: Plan) -> list[int]:
+    """The seeds of the runs that are compared."""
+    return [chosen.resolved.config.run.seed + index for index in range(chosen.resolved.config.parity.seeds)]
+
+
+def train_references(chosen: Plan, log: Log) -> References:
+    """Train the FP32 runs. Raises UserError when one fails."""
+    twins = tuple(train_twin(chosen, seed, log) for seed in seeds(chosen))
+    first, count = seeds(chosen)[0], chosen.resolved.config.parity.controls
+    return References(twins, tuple(train_twin(chosen, first, log, control=index) for index in range(count)))
 
 
 def train_twin(chosen: Plan, seed: int, log: Log, *, control: int | None = None) -> Run:

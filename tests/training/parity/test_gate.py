@@ -32,12 +32,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judged(folder):
-    """A gate that passes, and its FP32 twin."""
+    """A gate that passes, and its FP32 runs."""
     chosen = parity.plan(
         DEMO, [*SMALL, f"data.cache_dir={folder}/cache"], folder=folder / "good", steps=12, processes=2
     )
-    twin = parity.train_twin(chosen, 0, print)
-    return parity.gate(chosen, twins=[twin]), twin
+    references = parity.train_references(chosen, print)
+    return parity.gate(chosen, references=references), references
 
 
 def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
@@ -73,11 +73,11 @@ def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
 
 
 def test_a_sabotaged_norm_fails_by_name(folder, judged):
-    """The same job with a norm that squares in FP16, compared with the same twin."""
+    """The same job with a norm that squares in FP16, on one process, compared with the same FP32 runs."""
     defect = f"defects=[{{kind: fp16_norm, module: {NORM}, factor: 30000}}]"
     overrides = [*SMALL, f"data.cache_dir={folder}/cache", defect]
-    chosen = parity.plan(DEMO, overrides, folder=folder / "bad", steps=12, processes=2)
-    found = parity.gate(chosen, twins=[judged[1]])
+    chosen = parity.plan(DEMO, overrides, folder=folder / "bad", steps=12, processes=1)
+    found = parity.gate(chosen, references=judged[1])
     assert found["verdict"] == "no parity"
     assert "module_error" in found["failed"]
     assert found["first_parting"]["module"] == NORM
