@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import time
@@ -83,15 +82,15 @@ def test_every_launcher_trains_the_same_and_one_process_writes(folder, unbroken,
 
 
 def test_a_job_killed_in_the_middle_goes_on_as_if_nothing_had_happened(folder, unbroken):
-    job = start(command("torchrun", folder, "killed"))
+    job = start(command("python", folder, "killed"), ranks=2)
     path = folder / "runs" / "killed" / "events.jsonl"
     deadline = time.monotonic() + 120
     while not (path.is_file() and events(folder, "killed", "checkpoint")):
         assert time.monotonic() < deadline and job.poll() is None
         time.sleep(0.02)
-    os.killpg(job.pid, signal.SIGKILL)
+    job.kill()
     job.communicate()
-    finish(command("torchrun", folder, "killed"))
+    finish(command("python", folder, "killed"), ranks=2)
     resumed = events(folder, "killed", "run_start")[-1]["resumed_from"]
     assert resumed is not None
     latest = {event["step"]: event for event in trace(folder, "killed")}
