@@ -62,7 +62,7 @@ class Status:
 def run_status(run_dir: Path, now: float | None = None) -> Status:
     """Status of the run in a folder. now: seconds since the epoch; None is the present. Raises nothing."""
     now = time.time() if now is None else now
-    end, newest = _newest(run_dir / "events.jsonl")
+    end, newest = newest_session(run_dir / "events.jsonl")
     writer = holder(run_dir)
     step = int(newest["step"]) if newest else 0
     if writer is not None and writer.alive and (end is None or (writer.since or 0.0) > end["time"]):
@@ -80,7 +80,7 @@ def run_status(run_dir: Path, now: float | None = None) -> Status:
     return Status("crashed", line(cause), None, step, newest["time"] if newest else None)
 
 
-def _newest(events: Path) -> tuple[Event | None, Event | None]:
+def newest_session(events: Path) -> tuple[Event | None, Event | None]:
     """The `run_end` of the newest session, and the newest event that has the run's step; None where there is none.
 
     Read backwards, until the newest step, start or end: of notes and checkpoints that follow there are few.

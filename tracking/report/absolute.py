@@ -53,8 +53,8 @@ def job_success(context: MeasureContext) -> Finding:
     """Whether the run ended as it should."""
     how = "how the newest session ended; no run_end event, and nothing recorded for an hour, is a crash"
     history = context.run.history
-    lost = sum(session.end is None for session in history.sessions[:-1])
-    earlier = f"; {lost} of {len(history.sessions) - 1} earlier sessions ended without a run_end event" if lost else ""
+    lost = sum(session.crashed for session in history.sessions[:-1])
+    earlier = f"; {lost} of {len(history.sessions) - 1} earlier sessions crashed" if lost else ""
     if history.end is not None:
         good = history.end["status"] in GOOD_ENDINGS
         shown = f"{history.end['status']} (exit code {history.end['exit_code']}){earlier}"
