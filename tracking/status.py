@@ -73,7 +73,7 @@ def run_status(run_dir: Path, now: float | None = None) -> Status:
     seen = "nothing was recorded" if newest is None else f"the newest event is {_age(newest, now)} old"
     if writer is not None:
         cause = f"its process ({writer.words}) is gone and recorded no end; {seen}"
-    elif not (run_dir / LOCK).exists() and newest is not None and _grows(run_dir / "events.jsonl", newest, now):
+    elif not (run_dir / LOCK).exists() and newest is not None and not _silence(newest, None, now):
         return Status("running", "", None, step, None)  # in a folder that could not be locked
     else:
         cause = f"no process has the run folder, and no end was recorded; {seen}"
@@ -125,15 +125,6 @@ def _silence(newest: Event | None, since: float | None, now: float) -> str:
         return ""  # preparing its data, building the model
     usual = max(SILENT_SECONDS, SILENT_STEPS * (newest.get("step_seconds") or 0.0))
     return f"no event for {_age(newest, now)}" if now - newest["time"] > usual else ""
-
-
-def _grows(events: Path, newest: Event, now: float) -> bool:
-    """Whether the events were written lately."""
-    try:
-        touched = events.stat().st_mtime
-    except OSError:
-        return False
-    return now - touched < max(SILENT_SECONDS, SILENT_STEPS * (newest.get("step_seconds") or 0.0))
 
 
 def _age(event: Event, now: float) -> str:
