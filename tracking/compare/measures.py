@@ -195,9 +195,10 @@ def _reached(run: RunFacts, goal: float) -> float:
     width = max(1, round(WINDOW * losses.size))
     if losses.size < width or not losses.size or not math.isfinite(goal):
         return math.nan
-    sums = np.concatenate([[0.0], np.cumsum(np.nan_to_num(losses, nan=math.inf, posinf=1e30))])
+    finite = np.isfinite(losses)
+    sums, broken = (np.concatenate([[0.0], np.cumsum(part)]) for part in (np.where(finite, losses, 0.0), ~finite))
     means = (sums[width:] - sums[:-width]) / width
-    there = np.flatnonzero(means <= goal * (1 + 1e-9))
+    there = np.flatnonzero((means <= goal * (1 + 1e-9)) & (broken[width:] == broken[:-width]))
     return float(seconds[width - 1 + there[0]]) if there.size else math.nan
 
 

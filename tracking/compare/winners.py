@@ -54,7 +54,8 @@ def find_winners(
 
 def _judge(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> tuple[str, str]:
     """(why no winner is named, or empty; the sentence, or empty where there is nothing to say)."""
-    sides, spread = _sides(runs, row, groups)
+    alone = [Group(run.label, (index,)) for index, run in enumerate(runs)]
+    sides, spread = _sides(runs, row, groups if row.kind in _EQUAL else alone)  # counts have no mean worth naming
     if len(sides) < 2:
         known = [float(value) for value in row.values if isinstance(value, float) and math.isfinite(value)]
         if not sides or row.kind not in _EQUAL or len(known) < 2 or len(set(known)) < 2:

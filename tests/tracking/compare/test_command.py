@@ -265,6 +265,18 @@ def test_losses_at_equal_tokens_and_at_equal_time(tmp_path: Path) -> None:
     assert (mean, noise) == pytest.approx((9.5, 2 * np.std(np.arange(20), ddof=1) / math.sqrt(20)))
 
 
+def test_a_loss_that_was_not_finite_neither_reaches_the_baseline_nor_hides_that_it_was_reached(tmp_path: Path) -> None:
+    """The means are over two of 40 steps: 100 - step reaches 60.5 at step 40, 100 - 2 step reaches 60 at 20 to 21."""
+    base = write_run(tmp_path, "base", steps=40, change=lambda step, _: {"loss": 100.0 - step})
+    broken = {5: math.inf, 8: math.nan}
+    other = write_run(tmp_path, "other", steps=40, change=lambda n, _: {"loss": broken.get(n, 100.0 - 2 * n)})
+    runs = read_runs([str(base.path), str(other.path)])
+    goal = loss_at(runs[0], runs[0].columns.tokens[-1], "tokens")[0]
+    first = next(n for n in range(9, 41) if 100 - 2 * n + 1 <= goal)
+    rows = {row.key: row for row in measures(runs, price=None)}
+    assert rows["seconds_to_baseline"].values[1] == pytest.approx(first * 0.5)
+
+
 def test_a_winner_needs_more_than_noise(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     noisy = [{int(step): {"loss": 3.0 + rng.normal(0, 0.1)} for step in range(1, 201)} for _ in range(2)]
