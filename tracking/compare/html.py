@@ -22,6 +22,7 @@ from tracking.compare.text import (
 )
 from tracking.events import format_scale
 from tracking.pages.render import render
+from tracking.run_facts import RunFacts
 
 _MAX_EVENTS = 60
 
@@ -60,11 +61,7 @@ def page(comparison: Comparison) -> str:
 def data(comparison: Comparison) -> dict[str, Any]:
     """What the script draws, for JSON."""
     return {
-        "runs": [
-            {"label": run.label, "status": run.status, "curve": curve(run), "means": means(run)}
-            | {"validation": validation(run), "marks": marks(run)}
-            for run in comparison.runs
-        ],
+        "runs": [_drawn(run) for run in comparison.runs],
         "gaps": [gap(pair.divergence) for pair in comparison.pairs],
         "gap_means": [gap_means(pair.divergence) for pair in comparison.pairs],
         "groups": [
@@ -76,6 +73,16 @@ def data(comparison: Comparison) -> dict[str, Any]:
             for index, pair in enumerate(comparison.pairs, start=1)
         ],
     }
+
+
+def run_data(run: RunFacts) -> dict[str, Any]:
+    """What the script draws of one run, for JSON."""
+    return {"runs": [_drawn(run)], "gaps": [], "gap_means": [], "groups": [], "divergences": []}
+
+
+def _drawn(run: RunFacts) -> dict[str, Any]:
+    curves = {"curve": curve(run), "means": means(run), "validation": validation(run), "marks": marks(run)}
+    return {"label": run.label, "status": run.status, **curves}
 
 
 def _places(pair: Pair) -> list[int]:

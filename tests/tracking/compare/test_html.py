@@ -22,7 +22,7 @@ from tracking.compare.divergence import Tolerance
 from tracking.compare.html import data, page
 from tracking.compare.result import Comparison, compare
 from tracking.compare.sources import read_runs
-from tracking.html_text import script_json
+from tracking.pages.render import script_json
 
 SECRET = "hf_" + "a" * 30
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
