@@ -15,7 +15,7 @@ from tracking.compare.differences import Difference, format_value
 from tracking.compare.measures import Measure, format_seconds
 from tracking.compare.result import Comparison, Pair
 from tracking.console import human
-from tracking.events import Event, describe_event
+from tracking.events import Event, describe_event, format_scale
 from tracking.terminal import words
 
 SIDE_BY_SIDE = 4
@@ -55,7 +55,7 @@ def _show_caveats(comparison: Comparison, console: Console) -> None:
 def _show_runs(comparison: Comparison, console: Console) -> None:
     for index, run in enumerate(comparison.runs):
         text = words(run.label, "bold")
-        text.append(shown(f"  {'baseline, ' if index == 0 else ''}{run.status}, {run.source}"), style="dim")
+        text.append(shown(f"  {'baseline, ' if index == 0 else ''}{run.status_and_cause}, {run.source}"), style="dim")
         console.print(text, soft_wrap=True)
 
 
@@ -88,7 +88,7 @@ def _rows_table(pair: Pair) -> Table:
             f"{row['loss']:.9g}",
             f"{row['grad_norm']:.9g}",
             f"{row['lr']:.4g}",
-            f"{row['loss_scale']:g}",
+            format_scale(row["loss_scale"]),
             "yes" if row["applied"] else "skipped",
             words(row["sample_ids_sha256"]),
             style="yellow" if row["step"] in places else "",
@@ -149,16 +149,16 @@ def _measures_table(comparison: Comparison) -> Table:
             cells = [_cell(row, index) for index in range(len(row.values))]
             table.add_row(Text(row.title, style="dim"), *cells)
         return table
-    rows = [row for row in comparison.measures if row.key in _COLUMN_TITLES]
+    rows = [row for row in comparison.measures if row.key in COLUMN_TITLES]
     table.add_column("run", overflow="fold")
     for row in rows:
-        table.add_column(_COLUMN_TITLES[row.key], justify="right", header_style="dim", no_wrap=True)
+        table.add_column(COLUMN_TITLES[row.key], justify="right", header_style="dim", no_wrap=True)
     for index, run in enumerate(comparison.runs):
         table.add_row(words(run.label), *(_cell(row, index) for row in rows))
     return table
 
 
-_COLUMN_TITLES = {
+COLUMN_TITLES = {
     "loss_at_equal_tokens": "loss, tokens",
     "loss_at_equal_time": "loss, time",
     "validation_at_equal_tokens": "validation",

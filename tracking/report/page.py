@@ -15,7 +15,7 @@ from config import markdown
 from config.files import write_atomically
 from config.redact import redact
 from tracking.console import duration, human
-from tracking.events import describe_event
+from tracking.events import describe_event, format_scale
 from tracking.plots import plot_run
 from tracking.report.context import LIMITS, Finding, MeasureContext
 from tracking.report.measures import all_measures, count_verdicts, read_run
@@ -54,7 +54,8 @@ def write_report(
     hypothesis = setting(config, "run.hypothesis")
     if hypothesis:
         parts.append(f"> {markdown.text(hypothesis)}\n")
-    parts.append(f"**{markdown.text(summary.status)}**" + _sessions(summary) + "\n")
+    cause = f": {markdown.text(summary.cause)}" if summary.cause else ""
+    parts.append(f"**{markdown.text(summary.status)}**{_sessions(summary)}{cause}\n")
     parts.append("## What ran\n\n" + _rows(_what_ran(summary, config, deepspeed, environment)))
     parts.append("## Results\n\n" + _rows(results(summary)))
     plot = run_dir.plots / "run.png"
@@ -89,7 +90,8 @@ def summary_table(run_dir: RunDir, summary: Summary | None = None) -> Table:
     Raises UserError when nothing has been recorded.
     """
     summary = summary or summarise(run_dir)
-    table = Table(title=words(f"{summary.name}: {summary.status}"), show_header=False, title_justify="left")
+    cause = f", {summary.cause}" if summary.cause else ""
+    table = Table(title=words(f"{summary.name}: {summary.status}{cause}"), show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column()
     for what, value in results(summary):
@@ -132,7 +134,7 @@ def _scale_summary(summary: Summary) -> str:
     if summary.start["compute"] != "fp16" or summary.first_scale is None:
         return ""
     reasons = ", ".join(f"{count} x {reason}" for reason, count in sorted(summary.scale_reasons.items()))
-    return f"{summary.first_scale:g} -> {summary.last_scale:g} ({reasons or 'never changed'})"
+    return f"{format_scale(summary.first_scale)} -> {format_scale(summary.last_scale)} ({reasons or 'never changed'})"
 
 
 def _norm_summary(summary: Summary) -> str:
