@@ -59,7 +59,7 @@ class Session:
     saved: int = -1
     """Step of its newest checkpoint; -1: none."""
     exit_code: int | None = None
-    """The one in the run_end event; None without such an event."""
+    """The one in the run_end event; None without such an event, and when it says that the run crashed."""
     reason: str = ""
     seconds: float = 0.0
     """From its first event to its last."""
@@ -117,7 +117,7 @@ class Run:
         return Session(
             furthest=max((event["step"] for event in events if event["event"] == "step"), default=-1),
             saved=max((event["step"] for event in events if event["event"] == "checkpoint"), default=-1),
-            exit_code=end.get("exit_code"),
+            exit_code=end.get("exit_code") if end.get("status") != "crashed" else None,
             reason=end.get("reason", ""),
             seconds=events[-1]["time"] - events[0]["time"] if events else 0.0,
         )

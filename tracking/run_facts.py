@@ -18,8 +18,10 @@ import numpy as np
 import orjson
 
 from config.errors import UserError
+from config.printable import line as one_line
 from tracking.events import Event, fault_in
 from tracking.jsonl import decode, open_events
+from tracking.status import Status
 
 MAX_RARE_EVENTS = 20_000
 """Events of one kind that are kept; of more, the first and the newest half."""
@@ -73,7 +75,8 @@ class RunFacts:
     counts: events of each kind over all sessions, including those no longer in `rare_events`. scale_reasons: the same
     for scale events, by reason.
     abandoned: step attempts that a later attempt replaced. wall_seconds: from the first to the last event of each
-    session, summed. running_seconds: the sum of step_seconds over every attempt.
+    session, summed. running_seconds: the sum of step_seconds over every attempt. checked: of a run folder, its
+    status with a look at its process.
     """
 
     label: str
@@ -89,6 +92,7 @@ class RunFacts:
     config: dict[str, Any] = field(default_factory=dict)
     deepspeed: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+    checked: Status | None = None
 
     @property
     def start(self) -> Event:
@@ -105,8 +109,20 @@ class RunFacts:
 
     @property
     def status(self) -> str:
-        """done, preempted or aborted; or that no end was recorded."""
+        """done, preempted, aborted, crashed or running; "running or crashed" where that could not be checked."""
+        if self.checked is not None and not (self.end and self.checked.over):
+            return self.checked.state
         return self.end["status"] if self.end else "running or crashed"
+
+    @property
+    def cause(self) -> str:
+        """Why it ended early, or for how long a running one has been silent; empty where there is nothing to say."""
+        return self.checked.cause if self.checked else one_line(self.end.get("reason") or "") if self.end else ""
+
+    @property
+    def status_and_cause(self) -> str:
+        """Both in one line."""
+        return f"{self.status}: {self.cause}" if self.cause else self.status
 
     @property
     def world_size(self) -> int:

@@ -14,8 +14,10 @@ import socket
 import sys
 import threading
 import time
+from calendar import timegm
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from config.machine.processes import machine, pid_namespace, runs, start_ticks
 from tracking.run_dir import RunDir
 
 LOCK = ".run_lock"
+_SINCE = "%Y-%m-%d %H:%M:%S UTC"
 BEAT_SECONDS = 10.0
 """How often the holder touches the file."""
 SILENT_SECONDS = 60.0
@@ -32,6 +35,44 @@ SILENT_SECONDS = 60.0
 times as long before it is refused: ranks that are cut off from the others write for up to 80 s more."""
 ENDING_SECONDS = 10.0
 """How long a job that starts waits for the holder to end: it may have been asked to."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that a run folder's lock names, as far as that can be seen from here."""
+
+    words: str
+    """Such as "pid 312 on node-7"."""
+    alive: bool
+    """Whether it still runs. Of another machine or container: whether it touched the lock lately."""
+    since: float | None
+    """[seconds since the epoch] When it took the lock."""
+
+
+def holder(folder: Path) -> Holder | None:
+    """Who writes the folder, by its lock, which is only read; None: there is no lock, or nobody has it any more."""
+    path = folder / LOCK
+    try:
+        with path.open("rb") as file:
+            owner, touched = _owner(file.fileno()), os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return None
+    pid, started, since = owner.get("pid"), owner.get("started"), owner.get("since")
+    if not isinstance(pid, int) or not isinstance(started, int):
+        return None
+    if (owner.get("machine"), owner.get("pid_namespace")) == (machine(), pid_namespace()):
+        alive = runs(pid, started)
+    else:
+        alive = time.time() - touched < SILENT_SECONDS
+    return Holder(f"pid {pid} on {owner.get('host')}", alive, _seconds(since))
+
+
+def _seconds(text: Any) -> float | None:
+    """What `_write` made of a time, in seconds since the epoch; None when it is something else."""
+    try:
+        return float(timegm(time.strptime(text, _SINCE)))
+    except (TypeError, ValueError):
+        return None
 
 
 class RunLock:
@@ -162,7 +203,7 @@ def _write(handle: int) -> None:
     owner = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "since": time.strftime(_SINCE, time.gmtime()),
         "started": start_ticks(os.getpid()),
         "machine": machine(),
         "pid_namespace": pid_namespace(),

@@ -14,6 +14,7 @@ from config.errors import UserError
 from tracking.events import Event
 from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts, read_facts
+from tracking.status import run_status
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class Summary:
 
     name: str
     status: str
+    """done, preempted, aborted, crashed or running."""
+    cause: str
+    """Why it ended early, or for how long a running one has been silent; empty where there is nothing to say."""
     exit_code: int | None
     sessions: int
     start: Event
@@ -60,7 +64,7 @@ class Summary:
 
 def summarise(run_dir: RunDir) -> Summary:
     """Summarise `run_dir/events.jsonl` in one pass. Raises UserError when nothing was recorded."""
-    facts = read_facts(run_dir.events, run_dir.name)
+    facts = replace(read_facts(run_dir.events, run_dir.name), checked=run_status(run_dir.path))
     if not facts.start:
         raise UserError(f"{run_dir.events}: no run_start event; nothing was recorded in this run folder")
     steps, rare = facts.columns, facts.rare_events
@@ -71,7 +75,8 @@ def summarise(run_dir: RunDir) -> Summary:
     evals, checkpoints = rare.get("eval", []), rare.get("checkpoint", [])
     return Summary(
         name=run_dir.name,
-        status=facts.end["status"] if facts.end else "running or crashed (no run_end event)",
+        status=facts.status,
+        cause=facts.cause,
         exit_code=facts.end["exit_code"] if facts.end else None,
         sessions=facts.counts["run_start"],
         start=facts.start,
@@ -108,7 +113,8 @@ def read_run_folder(run_dir: RunDir, label: str) -> RunFacts:
     """The facts of a run folder with its config, DeepSpeed JSON and environment. Raises UserError as `read_facts`."""
     config, deepspeed, environment = read_inputs(run_dir)
     facts = read_facts(run_dir.events, label)
-    return replace(facts, config=config, deepspeed=deepspeed, environment=environment)
+    checked = run_status(run_dir.path)
+    return replace(facts, config=config, deepspeed=deepspeed, environment=environment, checked=checked)
 
 
 _SECTIONS = dict.fromkeys(("run", "model", "data", "batch", "precision", "tracking", "checkpoint"), dict)

@@ -20,6 +20,7 @@ from data.documents import Documents
 from data.loader import Batch, Batches, validation_batches
 from data.prepare import prepare
 from modeling.build import attention_of, count_parameters, model_config
+from tracking.crash import Crash
 from tracking.run_dir import RunDir
 from tracking.run_lock import created_and_locked
 from training import distributed
@@ -93,7 +94,7 @@ def session(
             world = distributed.join(resolved)
             ends.callback(distributed.stop)
         if trains:
-            ends.enter_context(watch.watched(world))
+            ends.enter_context(watch.watched(world, Crash(run_dir_of(resolved).events, world.rank).write))
         corpus = corpus or prepare(config.data, progress=resolved.rank == 0)
         shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
         if trains:

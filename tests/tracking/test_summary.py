@@ -108,7 +108,7 @@ def test_a_crashed_and_resumed_run_is_summarised_as_one(run_dir: RunDir) -> None
     assert summary.wall_seconds == pytest.approx(8 + 8)
     assert summary.last_loss == pytest.approx(10.0 - 12 + 0.005)
     text = write_report(run_dir, sample=None, resume_command="python train.py").read_text()
-    assert "running or crashed" in text and "in 2 sessions" in text and "python train.py" in text
+    assert "**crashed** in 2 sessions: no process has the run folder" in text in text and "python train.py" in text
 
 
 def test_the_command_line_runs_and_names_a_folder_without_a_run(told_run: RunDir, tmp_path: Path) -> None:

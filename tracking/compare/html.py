@@ -62,7 +62,7 @@ def data(comparison: Comparison) -> str:
 
 def _chip(index: int, run: RunFacts) -> str:
     role = "baseline, " if index == 0 else ""
-    title = text(f"{role}{run.status}: {run.source}")
+    title = text(f"{role}{run.status_and_cause}; {run.source}")
     return (
         f'<button class="chip" data-run="{index}" title="{title}" aria-pressed="true">'
         f'<svg width="26" height="8"><line x1="0" y1="4" x2="26" y2="4"/></svg>{text(run.label)}</button>'

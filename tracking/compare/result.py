@@ -119,6 +119,7 @@ def _run(run: RunFacts) -> dict[str, Any]:
         "label": run.label,
         "source": run.source,
         "status": run.status,
+        "cause": run.cause,
         "world_size": run.world_size,
         "steps": len(run.columns),
         "events": dict(run.counts),

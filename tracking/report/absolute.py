@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from tracking.console import duration
 from tracking.report.context import WIDE, Finding, MeasureContext, measured, not_measured
-
-SILENT_SECONDS = 3600.0
-"""A run without `run_end` whose newest event is older than this has crashed; otherwise it may still be running."""
 
 GOOD_ENDINGS = frozenset({"done", "preempted"})
 """Statuses of a run that ended as it should: all steps done, or stopped on request with its state saved."""
@@ -51,20 +47,19 @@ def overflow_rate(context: MeasureContext) -> Finding:
 
 def job_success(context: MeasureContext) -> Finding:
     """Whether the run ended as it should."""
-    how = "how the newest session ended; no run_end event, and nothing recorded for an hour, is a crash"
+    how = "how the newest session ended; without a run_end event, whether its process is still there"
     history = context.run.history
-    lost = sum(session.end is None for session in history.sessions[:-1])
-    earlier = f"; {lost} of {len(history.sessions) - 1} earlier sessions ended without a run_end event" if lost else ""
+    lost = sum(session.crashed for session in history.sessions[:-1])
+    earlier = f"; {lost} of {len(history.sessions) - 1} earlier sessions crashed" if lost else ""
     if history.end is not None:
         good = history.end["status"] in GOOD_ENDINGS
         shown = f"{history.end['status']} (exit code {history.end['exit_code']}){earlier}"
         return measured(context, "job_success", float(good), shown, how, history.end.get("reason", ""))
-    silence = context.now - history.sessions[-1].last
-    if silence < SILENT_SECONDS:
-        reason = f"it has not ended: its newest event is {duration(max(0.0, silence))} old"
-        return not_measured(context, "job_success", reason, how)
-    why = f"no run_end event; the newest event is {duration(silence)} old"
-    return measured(context, "job_success", 0.0, f"crashed{earlier}", how, why)
+    status = context.run.status(context.now)
+    if not status.over:
+        silent = f", {status.cause}" if status.cause else ""
+        return not_measured(context, "job_success", f"it has not ended: it is running{silent}", how)
+    return measured(context, "job_success", 0.0, f"crashed{earlier}", how, status.cause)
 
 
 def low_precision(context: MeasureContext) -> Finding:

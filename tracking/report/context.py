@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from config.errors import UserError
 from tracking.compare.measures import median
 from tracking.report.sessions import RunHistory
 from tracking.run_facts import RunFacts
+from tracking.status import Status, run_status
 from tracking.summary import setting
 
 WIDE = frozenset({"fp32", "fp64"})
@@ -111,6 +113,10 @@ class Run:
     def name(self) -> str:
         """Name of the run folder."""
         return self.facts.label
+
+    def status(self, now: float) -> Status:
+        """Whether it runs, and how it ended, checked. now: seconds since the epoch."""
+        return run_status(Path(self.facts.source), now)
 
     @cached_property
     def tokens_per_second(self) -> float:

@@ -54,7 +54,8 @@ def run_page(run_dir: RunDir, summary: Summary, findings: Sequence[Finding], rem
     if summary.steps and plot.is_file():
         source = b64encode(plot.read_bytes()).decode()
         picture = f'<h2>Curves</h2><img alt="loss, gradient norm, learning rate" src="data:image/png;base64,{source}">'
-    head = f"<h1>{text(summary.name)}</h1><p>{text(summary.status)}</p>"
+    cause = f": {summary.cause}" if summary.cause else ""
+    head = f"<h1>{text(summary.name)}</h1><p>{text(summary.status + cause)}</p>"
     verdicts = f"<h2>Measures</h2><p>{text(count_verdicts(findings))}</p>{_remarks(remarks)}{_findings(findings)}"
     return _page(summary.name, f"{head}{verdicts}{picture}<h2>Results</h2>{_table((), rows)}")
 

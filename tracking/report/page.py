@@ -54,7 +54,8 @@ def write_report(
     hypothesis = setting(config, "run.hypothesis")
     if hypothesis:
         parts.append(f"> {markdown.text(hypothesis)}\n")
-    parts.append(f"**{markdown.text(summary.status)}**" + _sessions(summary) + "\n")
+    cause = f": {markdown.text(summary.cause)}" if summary.cause else ""
+    parts.append(f"**{markdown.text(summary.status)}**{_sessions(summary)}{cause}\n")
     parts.append("## What ran\n\n" + _rows(_what_ran(summary, config, deepspeed, environment)))
     parts.append("## Results\n\n" + _rows(results(summary)))
     plot = run_dir.plots / "run.png"
@@ -89,7 +90,8 @@ def summary_table(run_dir: RunDir, summary: Summary | None = None) -> Table:
     Raises UserError when nothing has been recorded.
     """
     summary = summary or summarise(run_dir)
-    table = Table(title=words(f"{summary.name}: {summary.status}"), show_header=False, title_justify="left")
+    cause = f", {summary.cause}" if summary.cause else ""
+    table = Table(title=words(f"{summary.name}: {summary.status}{cause}"), show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column()
     for what, value in results(summary):

@@ -19,10 +19,11 @@ from typing import Any
 
 from config.cli import DIVERGED
 from config.errors import UserError
-from tracking.report.absolute import GOOD_ENDINGS, SILENT_SECONDS
+from tracking.report.absolute import GOOD_ENDINGS
 from tracking.report.context import Verdict, percent
 from tracking.report.sessions import RunHistory, read_history
 from tracking.run_dir import RunDir, matching
+from tracking.status import Status, run_status
 
 OBJECTIVES = {"job_success": 0.99, "no_divergence": 0.99, "restore_success": 1.0}
 """Least share of good events by level. That of job success and of restores is the field's, the other was chosen."""
@@ -186,14 +187,15 @@ def service_levels(
             found.unreadable.append(f"{folder}: no run_start event; nothing was recorded")
             continue
         ended = history.sessions[-1].last
-        if history.end is None and now - ended < SILENT_SECONDS:
+        status = run_status(folder, now)
+        if not status.over:
             found.running += 1
         elif ended < since:
             found.left_out += 1
         else:
             found.ended += 1
             _count(found.levels, history, _utc(ended))
-            for what in _failures(history):
+            for what in _failures(history, status):
                 heapq.heappush(newest, Failure(ended, str(folder), what))
                 if len(newest) > _MAX_FAILURES:
                     heapq.heappop(newest)
@@ -228,12 +230,12 @@ def _diverged(history: RunHistory) -> bool:
     )
 
 
-def _failures(history: RunHistory) -> list[str]:
+def _failures(history: RunHistory, status: Status) -> list[str]:
     """What went wrong, one line each; a run that diverged gets one line."""
     restored, due = history.restores
     lines = []
     if history.end is None:
-        lines.append("crashed: no run_end event")
+        lines.append(f"crashed: {status.cause}")
     elif history.end["status"] not in GOOD_ENDINGS:
         why = f": {history.end['reason']}" if history.end.get("reason") else ""
         lines.append(f"{history.end['status']}, exit code {history.end['exit_code']}{why}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config.errors import UserError
+from tracking.crash import CRASHED
 from tracking.events import Event, describe_event, fault_in
 from tracking.jsonl import decode, open_events
 
@@ -38,6 +39,11 @@ class Session:
     end: Event | None = None
     aborted: str | None = None
     """Reason of its first ABORT incident."""
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it ended without a word, or with one of who was left. Not for one that may still run."""
+        return self.end is None or self.end["status"] == CRASHED
 
     @property
     def should_restore(self) -> bool:

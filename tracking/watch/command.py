@@ -23,6 +23,7 @@ from config.errors import UserError
 from config.printable import shown
 from tracking import terminal
 from tracking.run_dir import RunDir
+from tracking.status import run_status
 from tracking.summary import read_inputs
 from tracking.watch.screen import View, frame
 from tracking.watch.state import WatchState
@@ -70,6 +71,7 @@ class Watch:
             read=min(1.0, self._tail.read_bytes / size) if size else 1.0,
             damaged=self._tail.damaged,
             keys=keys,
+            status=run_status(self.folder),
         )
 
 
@@ -110,7 +112,7 @@ def print_repeatedly(watch: Watch, console: Console) -> None:
         while watch.read(_DUMB_REFRESH_S):
             pass
         console.print(frame(watch.state, watch.view(console.width, _ONCE_HEIGHT, keys=False)))
-        if watch.state.end is not None:
+        if run_status(watch.folder).over:
             return
         time.sleep(_DUMB_REFRESH_S)
 

@@ -16,13 +16,20 @@ from rich.text import Text
 from config.printable import shown
 from tracking.console import duration, human
 from tracking.ranks import spread
+from tracking.status import Status
 from tracking.watch.curves import Axes, Line, draw
 from tracking.watch.state import WatchState
 
+_STYLES = {
+    "running": "bold green",
+    "finished": "bold green",
+    "stopped": "bold yellow",
+    "failed": "bold red",
+    "crashed": "bold red",
+}
 _LEVELS = {"good": "green", "plain": "", "warn": "yellow", "bad": "bold red"}
 _TWO_COLUMNS = 100  # characters from which curves stand side by side
 _FACTS = 42  # characters of the column of numbers
-_HEAD = 2  # lines above everything
 _LOSS = "loss, nats per token"
 _SLOW = 1.3  # times the median from which the slowest rank is highlighted
 
@@ -44,6 +51,12 @@ class View:
     damaged: int = 0
     keys: bool = False
     """Whether keys are read, so that the help for them is shown."""
+    status: Status = Status("running", "", None, 0, None)
+
+    @property
+    def room(self) -> int:
+        """Lines below the head, which has one more where there is a cause."""
+        return self.height - 2 - bool(self.status.cause)
 
 
 def frame(state: WatchState, view: View) -> RenderableType:
@@ -56,7 +69,7 @@ def frame(state: WatchState, view: View) -> RenderableType:
 
 def _wide(state: WatchState, view: View) -> list[RenderableType]:
     """Curves beside numbers, events below."""
-    room = view.height - _HEAD
+    room = view.room
     log_lines = min(10, max(1, room // 4 - 1))
     body = room - log_lines - 2
     facts = _facts(state, view)[: body - 2]
@@ -83,7 +96,7 @@ def _wide(state: WatchState, view: View) -> list[RenderableType]:
 
 def _narrow(state: WatchState, view: View) -> list[RenderableType]:
     """The loss above numbers in two columns."""
-    room = view.height - _HEAD
+    room = view.room
     half = (view.width - 6) // 2
     facts = _facts(state, view)[: 2 * max(1, min(6, (room - 7) // 2))]
     rows = (len(facts) + 1) // 2
@@ -143,7 +156,8 @@ def _head(state: WatchState, view: View) -> RenderableType:
         ranks = f"{start['world_size']} rank{'' if start['world_size'] == 1 else 's'}"
         what = f"{human(start['parameters'])} parameters, {'+'.join(computes)}, ZeRO-{start['zero_stage']}, {ranks}"
         first.append(shown(f"  {what}"), style="dim")
-    return Group(first, _progress(state, view))
+    cause = [Text(shown(view.status.cause), style=style, no_wrap=True, overflow="ellipsis")] * bool(view.status.cause)
+    return Group(first, *cause, _progress(state, view))
 
 
 def _status(state: WatchState, view: View) -> tuple[str, str]:
@@ -151,13 +165,12 @@ def _status(state: WatchState, view: View) -> tuple[str, str]:
         return f"reading {view.read:.0%}", "cyan"
     if state.start is None:
         return "nothing recorded yet", "yellow"
-    if state.end is not None:
-        good = state.end["exit_code"] == 0
-        return f"{state.end['status']} (exit {state.end['exit_code']})", "bold green" if good else "bold red"
-    silent = state.silent_seconds(view.now)
-    if silent is not None:
-        return f"no event for {duration(silent)}: stalled or killed", "bold red"
-    return "running", "bold green"
+    status = view.status
+    code = f" (exit {status.exit_code})" if status.exit_code is not None else ""
+    if status.state == "running" and status.cause:
+        return "running, but silent", "bold yellow"
+    word = state.end["status"] if state.end is not None and status.over else status.state  # as everywhere else
+    return f"{word}{code}", _STYLES[status.state]
 
 
 def _progress(state: WatchState, view: View) -> Text:
@@ -165,7 +178,7 @@ def _progress(state: WatchState, view: View) -> Text:
     done = min(1.0, state.step / planned) if planned else None
     eta = state.eta_seconds(planned)
     words = [f"step {state.step:,}" + (f" of {planned:,}" if planned else "")]
-    if eta is not None and state.silent_seconds(view.now) is None:
+    if eta is not None and not view.status.over and not view.status.cause:
         words.append(f"ETA {duration(eta)}")
     if state.session_time is not None and state.time is not None:
         words.append(f"session {state.sessions}: {duration(state.time - state.session_time)}")
@@ -207,7 +220,7 @@ def _facts(state: WatchState, view: View) -> list[tuple[str, str, str]]:
         ("loss not finite", f"{state.nonfinite_losses:,} x" if state.nonfinite_losses else "", "bold red"),
         ("incidents", incidents or "none", "bold red" if incidents else ""),
         ("inf or nan", "; ".join(_tail(what, 22) for what, _ in state.causes.most_common(1)), "bold red"),
-        ("checkpoint", f"step {saved['step']:,}{_age(saved, state, view)}" if saved else "none", ""),
+        ("checkpoint", f"step {saved['step']:,}{_age(saved, view)}" if saved else "none", ""),
         ("computed in", ", ".join(f"{k} {v:.0%}" for k, v in state.flop_share.items() if v), ""),
     ]
     return [row for row in rows if row[1]]
@@ -223,8 +236,8 @@ def _waiting(newest: dict[str, Any]) -> str:
     return f", {waited / newest['step_seconds']:.0%} data wait" if waited is not None else ""
 
 
-def _age(event: dict[str, Any], state: WatchState, view: View) -> str:
-    return "" if state.end is not None else f", {duration(max(0.0, view.now - event['time']))} ago"
+def _age(event: dict[str, Any], view: View) -> str:
+    return "" if view.status.over else f", {duration(max(0.0, view.now - event['time']))} ago"
 
 
 def _rows(rows: Sequence[tuple[str, str, str]], width: int) -> Text:

@@ -14,8 +14,6 @@ from tracking.watch.series import Series
 _RECENT_STEPS = 50  # the speed and the ETA are medians over these
 _MAX_LINES = 200
 _CURVES = ("loss", "grad_norm", "loss_scale", "tokens_per_second", "lr")
-SILENT_S, SILENT_STEPS = 60.0, 10.0
-"""A run that has recorded nothing for so many seconds and so many median steps is reported as silent."""
 
 
 class WatchState:
@@ -72,13 +70,6 @@ class WatchState:
         if planned is None or self.step_seconds is None or self.end is not None:
             return None
         return max(0, planned - self.step) * self.step_seconds
-
-    def silent_seconds(self, now: float) -> float | None:
-        """Seconds since the newest event, once that is unusually long; None for a running or ended run."""
-        if self.end is not None or self.time is None:
-            return None
-        silence = now - self.time
-        return silence if silence > max(SILENT_S, SILENT_STEPS * (self.step_seconds or 0.0)) else None
 
     def _cut(self, step: int) -> None:
         for series in (*self.curves.values(), self.validation, self.skips):

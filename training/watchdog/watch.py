@@ -14,15 +14,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from sysconfig import get_path
 from types import FrameType
 from typing import Any, cast
 
 import torch.distributed as dist
 
-from config.cli import CONFIG_ERROR, DIVERGED, DONE, LOST, PREEMPTED, REPOSITORY, UNSAVED
+from config.cli import CONFIG_ERROR, CRASH, DIVERGED, DONE, LOST, PREEMPTED, REPOSITORY, UNSAVED
+from config.errors import UserError
 from training.distributed import World
 from training.watchdog.links import Links
 from training.watchdog.process import Member, MemoryKills, describe_exit, exit_status
@@ -33,6 +36,7 @@ BEAT_SECONDS = 5.0
 """How often a rank writes a heartbeat to the store, and looks there whether a rank is lost."""
 SILENCE_SECONDS = 60.0
 """After how long a rank that hangs is reported. It may wake up, so no rank ends before a collective times out."""
+_PYTHON = get_path("stdlib")
 _LEFT = "left"  # in place of the number of a beat: this rank is done, and waits for the others
 
 # exit codes that may be about to be ours as well; None is not known
@@ -44,25 +48,38 @@ class LostRank(Exception):
     """The run cannot continue because of another rank. The line that names it has been printed."""
 
 
+OnFailure = Callable[[str, int], object]
+"""Gets the cause in words and this rank's exit code, before the rank ends. May be called more than once."""
+
+
 @contextmanager
-def watched(world: World) -> Iterator[None]:
+def watched(world: World, on_failure: OnFailure = lambda cause, exit_code: None) -> Iterator[None]:
     """Watch the other ranks while the body runs, and leave it together with them. A collective at both ends.
 
     Raises LostRank in place of a collective that failed because of another rank. Any other exception is this rank's own
     and passes with its traceback.
     """
-    watch = Watch(world)
+    watch = Watch(world, on_failure)
     try:
         yield
         watch.close()
         world.wait_for_all()  # no rank counts as lost that leaves while another one still writes its report
     except Exception as error:
-        line = watch.find_culprit() if _of_a_collective(error) else None
-        if line is None:
+        lost = watch.find_culprit() if _of_a_collective(error) else None
+        if lost is None:
+            on_failure(watch.describe_failure(error), CONFIG_ERROR if isinstance(error, UserError) else CRASH)
             watch.publish_failure(error)
             raise
-        watch.report(line)
-        raise LostRank(line) from error
+        watch.report(lost)
+        on_failure(lost, LOST)
+        raise LostRank(lost) from error
+    except KeyboardInterrupt:
+        on_failure(f"{watch.member} was interrupted from the keyboard (SIGINT)", 128 + signal.SIGINT)
+        raise
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else CRASH
+        on_failure(f"{watch.member} left by sys.exit {_raised_at(error)}", code)
+        raise
     finally:
         watch.close(agreed=False)
 
@@ -70,14 +87,15 @@ def watched(world: World) -> Iterator[None]:
 class Watch:
     """Watches the other ranks from two threads: their processes on this machine, and the store for those elsewhere."""
 
-    def __init__(self, world: World) -> None:
-        """A collective: the ranks exchange which processes they are."""
-        self._me = Member.here(world.rank)
+    def __init__(self, world: World, on_failure: OnFailure = lambda cause, exit_code: None) -> None:
+        """A collective: the ranks exchange which processes they are. on_failure: as in `watched`, from any thread."""
+        self.member = self._me = Member.here(world.rank)
+        self._on_failure = on_failure
         members: list[Member] = world.gather_objects(self._me)
         self._others = [member for member in members if member.rank != world.rank]
         self._local = [member for member in self._others if member.machine == self._me.machine]
         self._kills = MemoryKills.now()
-        self._line = ""
+        self._lost = ""  # which rank is lost, and how
         self._reported = False
         self._lock = threading.Lock()
         self._known = threading.Event()
@@ -109,35 +127,41 @@ class Watch:
         if self._links is not None:
             self._links.close(agreed=agreed)
 
-    def report(self, line: str) -> None:
+    def report(self, lost: str) -> None:
         """Print the line that names the lost rank, once; it is out when this returns, whichever thread printed it."""
         with self._lock:
             if not self._reported:
-                _print(f"error: {line}")
+                _print(
+                    f"error: {lost}; rank {self._me.rank} stops, exit code {LOST}; start the run again to resume from "
+                    "its newest checkpoint"
+                )
             self._reported = True
 
     def find_culprit(self) -> str | None:
-        """The line that names the rank for which a collective failed; None when the others look healthy.
+        """Which rank a collective failed for, in words; None when the others look healthy.
 
         Takes up to 15 seconds, in which reports of other ranks still arrive.
         """
         ends = time.monotonic() + 3 * BEAT_SECONDS * bool(self._others)
         self._known.wait(BEAT_SECONDS / 5 * bool(self._others))  # the watching thread may know the exit status
-        while not self._line and time.monotonic() < ends:
+        while not self._lost and time.monotonic() < ends:
             for member in self._local:
                 if not member.alive:
                     self._declare_lost(describe_exit(member, exit_status(member), self._kills))
             self._known.wait(0.1)
-        if self._line:
-            return self._line
-        found = self._silent_members() or self._at_other_lines()
-        return f"{'; '.join(found)}; {self._exit_notice}" if found else None
+        if self._lost:
+            return self._lost
+        return "; ".join(self._silent_members() or self._at_other_lines()) or None
+
+    def describe_failure(self, error: Exception) -> str:
+        """This rank's own exception in words, and which line raised it."""
+        return f"{self._me} stopped: {type(error).__name__}: {str(error)[:200]} {_raised_at(error)}"
 
     def publish_failure(self, error: Exception) -> None:
         """Let the others know of this rank's own exception, long before its process is gone."""
-        if self._store is not None and not self._line:
+        if self._store is not None and not self._lost:
             with suppress(RuntimeError):
-                self._store.set("lost", f"{self._me} stopped: {type(error).__name__}: {str(error)[:200]}")
+                self._store.set("lost", self.describe_failure(error))
 
     def _watch_processes(self) -> None:
         """Wait for the end of any process of this machine. The kernel wakes this thread in time to read its status."""
@@ -204,7 +228,7 @@ class Watch:
 
     def _report_silent(self, member: Member) -> None:
         """Report once that a rank of another machine is silent, though its connection is up."""
-        if member.rank not in self._reported_silent and not self._line:
+        if member.rank not in self._reported_silent and not self._lost:
             self._reported_silent.add(member.rank)
             _print(
                 f"{member} has been silent for {SILENCE_SECONDS:.0f} s, stopped or too busy to run Python; "
@@ -221,9 +245,9 @@ class Watch:
     def _declare_lost(self, text: str, *, certain: bool = True, publish: bool = True) -> None:
         """Name the first rank that is lost: those after it may have ended because of it."""
         with self._lock:
-            if self._line:
+            if self._lost:
                 return
-            self._line = f"{text}; {self._exit_notice}"
+            self._lost = text
         self._known.set()
         threading.Thread(target=self._exit, args=(certain,), daemon=True).start()
         if publish and self._store is not None:
@@ -235,13 +259,10 @@ class Watch:
         if not certain and self._over.wait(GRACE_SECONDS / 2):
             return
         signal.alarm(int(2 * GRACE_SECONDS))  # in case not even this thread runs
-        self.report(self._line)
+        self.report(self._lost)
+        self._on_failure(self._lost, LOST)
         time.sleep(GRACE_SECONDS)
         os._exit(LOST)
-
-    @property
-    def _exit_notice(self) -> str:
-        return f"rank {self._me.rank} stops, exit code {LOST}; start the run again to resume from its newest checkpoint"
 
     def _silent_members(self) -> list[str]:
         """A clause for each rank whose last heartbeat is more than three beats old."""
@@ -264,6 +285,21 @@ def _of_a_collective(error: Exception) -> bool:
     if not isinstance(error, RuntimeError):  # torch raises dist.DistError for some backends only
         return False
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS_OF_A_FAILED_COLLECTIVE)
+
+
+def _raised_at(error: BaseException) -> str:
+    """ "(in FILE:LINE function)": the innermost line of a traceback that is not an installed package's."""
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        if (
+            not {"site-packages", "dist-packages"} & {*path.parts}
+            and not path.is_relative_to(_PYTHON)
+            and path.is_file()
+        ):
+            shown = path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
+            found = f"(in {shown}:{frame.lineno} {frame.name})"
+    return found
 
 
 def _innermost(thread: int | None) -> str:

@@ -281,7 +281,8 @@ def test_a_run_that_is_being_written_or_crashed_is_compared(tmp_path: Path) -> N
     lines = live.events.read_bytes().splitlines(keepends=True)
     live.events.write_bytes(b"".join(lines[:-1]) + b'{"event":"step","st')
     comparison = _compared(base, live)
-    assert comparison.runs[1].status == "running or crashed"
+    assert comparison.runs[1].status == "crashed" and "no end was recorded" in comparison.runs[1].cause
+    assert _compared(base, live).as_dict()["runs"][1]["cause"] == comparison.runs[1].cause
     assert comparison.pairs[0].headline == "identical to step 25, the last that both have"
 
 

@@ -24,6 +24,7 @@ from tracking.report.service_levels import (
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC).timestamp()
 DAY = 86400.0
+NOBODY = "no process has the run folder, and no end was recorded; the newest event is"
 KINDS = ("done", "preempted", "aborted", "diverged", "rescued", "crashed", "running")
 
 
@@ -106,7 +107,7 @@ def test_troubles_say_what_went_wrong(tmp_path: Path) -> None:
         ("aborted", "aborted, exit code 74: why it ended", "2026-11-09"),
         ("diverged", "aborted, exit code 3: why it ended", "2026-11-08"),
         ("rescued", "stopped on numerics in an earlier session: the loss is nan", "2026-11-07"),
-        ("crashed", "crashed: no run_end event", "2026-11-06"),
+        ("crashed", f"crashed: {NOBODY} 15d00h old", "2026-11-06"),
     ]
     assert found.remarks == [
         "1 runs may still be running and are not counted",

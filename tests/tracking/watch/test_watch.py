@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import pty
@@ -26,12 +27,15 @@ from rich.console import Console
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from config.machine.processes import machine, pid_namespace
 from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.events import Event
 from tracking.jsonl import JsonlSink, encode, read_events, surviving
 from tracking.ranks import spread
 from tracking.record import Record
 from tracking.run_dir import RunDir
+from tracking.run_lock import LOCK
+from tracking.status import Status, run_status
 from tracking.summary import summarise
 from tracking.watch.command import Watch, main
 from tracking.watch.curves import Axes, Line, draw
@@ -115,7 +119,7 @@ def test_the_numbers_are_those_of_the_report(fp16_run: RunDir) -> None:
     assert state.validated["loss"] == summary.eval_loss and state.checkpoint["path"] == summary.checkpoint
     assert {what: n for (kind, what), n in state.counts.items() if kind == "scale"} == summary.scale_reasons
     assert state.memory_bytes == summary.memory_bytes
-    text = shown(state)
+    text = shown(state, status=run_status(fp16_run.path))
     for words in ("done (exit 0)", "step 60 of 100", "2 (3.3%)", "2 down, 1 up", "32768 -> 65536 (growth)", "at 60"):
         assert words in text, words
 
@@ -133,7 +137,7 @@ def test_trouble_is_named() -> None:
             {"event": "run_end", **where, "status": "aborted", "exit_code": 3, "reason": "nothing left"},
         ]
     )
-    text = shown(state)
+    text = shown(state, status=Status("failed", "nothing left", 3, 8, None))
     for words in (
         "aborted (exit 3)",
         "12 nan in the activation of model.layers.1 on rank 3",
@@ -147,17 +151,42 @@ def test_trouble_is_named() -> None:
         assert words in text, words
 
 
-def test_the_eta_is_the_median_of_recent_steps_and_silence_is_reported() -> None:
+def test_the_eta_is_the_median_of_recent_steps_and_is_of_a_run_that_runs() -> None:
     steps = [step_event(n, step_seconds=100.0 if n in (3, 60) else 2.0) for n in range(1, 61)]
     state = state_of([{"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields()}, *steps])
     assert state.eta_seconds(100) == 40 * 2.0
-    last = steps[-1]["time"]
-    assert state.silent_seconds(last + 59) is None, "a minute is nothing yet"
-    assert "running" in shown(state, now=last + 59) and "ETA 1m20s" in shown(state, now=last + 59)
-    assert "no event for 3m20s" in shown(state, now=last + 200) and "ETA" not in shown(state, now=last + 200)
-    slow = state_of([*steps, *(step_event(n, step_seconds=50.0) for n in range(61, 120))])
-    assert slow.silent_seconds(slow.time + 400) is None, "steps of 50 s may take 500 s"  # type: ignore[operator]
-    assert slow.silent_seconds(slow.time + 501) == 501  # type: ignore[operator]
+    assert "running" in shown(state) and "ETA 1m20s" in shown(state)
+    silent = shown(state, status=Status("running", "no event for 3m20s", None, 60, None))
+    assert "running, but silent" in silent and "no event for 3m20s" in silent and "ETA" not in silent
+    why = "rank 1 (pid 7 on node-2) was killed by SIGKILL"
+    for width in (130, 80):
+        crashed = shown(state, width=width, status=Status("crashed", why, 69, 60, None))
+        assert "crashed (exit 69)" in crashed and why in crashed
+        assert "ETA" not in crashed and "running" not in crashed
+        assert len(crashed.splitlines()) <= 36
+
+
+def test_a_killed_run_is_shown_as_crashed_by_its_process_alone(tmp_path: Path) -> None:
+    """Nobody was left to write anything: the lock names a process that is gone."""
+    run_dir = RunDir.create(tmp_path, "demo", fresh=False)
+    record = Record([JsonlSink(run_dir.events)])
+    record.event("run_start", step=0, tokens=0, **start_fields())
+    record.event("step", step=1, tokens=1, **step_fields(1))
+    record.close()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    owner = {"host": "here", "pid": dead.pid, "started": 1, "machine": machine(), "pid_namespace": pid_namespace()}
+    (run_dir.path / LOCK).write_text(json.dumps(owner))
+    done = subprocess.run(
+        [sys.executable, "-m", "tracking.watch", str(run_dir.path), "--once"],
+        cwd=REPOSITORY,
+        env=os.environ | {"COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "demo  crashed" in done.stdout and "ETA" not in done.stdout
+    assert f"its process (pid {dead.pid} on here) is gone and recorded no end" in done.stdout
 
 
 def test_ranks_are_shown_one_by_one_or_by_their_spread() -> None:

@@ -1,0 +1,131 @@
+"""Whether a run runs, and how it ended, checked: a run without an end in its events is looked for among the processes.
+
+`events.jsonl` alone cannot say that a run was killed: nobody was left to write it. The lock of the run folder names the
+process of rank 0; where that process is gone the run has crashed. Cheap enough to be asked for hundreds of runs: the
+events are read from their end, until the newest step.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from config.printable import line
+from tracking.console import duration
+from tracking.events import Event, fault_in
+from tracking.jsonl import decode
+from tracking.run_lock import LOCK, SILENT_SECONDS, holder
+
+State = Literal["running", "finished", "failed", "crashed", "stopped"]
+
+STATES: dict[str, State] = {"done": "finished", "preempted": "stopped", "aborted": "failed", "crashed": "crashed"}
+"""State by the `status` of a `run_end` event: all steps done; stopped on request, with its state saved; ended by itself
+with a diagnosis (numerics, checkpoints that cannot be written); lost a rank, or met an error of the code."""
+
+SILENT_STEPS = 10
+"""A running run is reported as silent once it recorded nothing for so many of its steps, and for SILENT_SECONDS."""
+
+_CHUNK = 1 << 16
+_PASSED_OVER = (b'{"event":"telemetry"', b'{"event": "telemetry"')
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands."""
+
+    state: State
+    cause: str
+    """In words, printable, one line: why it ended early; of a running one, for how long it has been silent, if it is.
+    Empty where there is nothing to say."""
+    exit_code: int | None
+    """None while it runs, and where nobody recorded it."""
+    step: int
+    """Steps attempted, by the newest event; 0 before the first."""
+    since: float | None
+    """[seconds since the epoch] Running: when its process took the run folder. Else: its `run_end`, or where nobody
+    wrote one, the newest event. None: not known."""
+
+    def __str__(self) -> str:
+        code = f" (exit code {self.exit_code})" if self.exit_code else ""
+        return f"{self.state}{code}{f': {self.cause}' if self.cause else ''}"
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, however."""
+        return self.state != "running"
+
+
+def run_status(run_dir: Path, now: float | None = None) -> Status:
+    """Status of the run in a folder. now: seconds since the epoch; None is the present. Raises nothing."""
+    now = time.time() if now is None else now
+    end, newest = newest_session(run_dir / "events.jsonl")
+    writer = holder(run_dir)
+    step = int(newest["step"]) if newest else 0
+    if writer is not None and writer.alive and (end is None or (writer.since or 0.0) > end["time"]):
+        return Status("running", _silence(newest, writer.since, now), None, step, writer.since)
+    if end is not None:
+        cause = line(end.get("reason") or "")
+        return Status(STATES.get(end["status"], "failed"), cause, end["exit_code"], step, end["time"])
+    seen = "nothing was recorded" if newest is None else f"the newest event is {_age(newest, now)} old"
+    if writer is not None:
+        cause = f"its process ({writer.words}) is gone and recorded no end; {seen}"
+    elif not (run_dir / LOCK).exists() and newest is not None and not _silence(newest, None, now):
+        return Status("running", "", None, step, None)  # in a folder that could not be locked
+    else:
+        cause = f"no process has the run folder, and no end was recorded; {seen}"
+    return Status("crashed", line(cause), None, step, newest["time"] if newest else None)
+
+
+def newest_session(events: Path) -> tuple[Event | None, Event | None]:
+    """The `run_end` of the newest session, and the newest event that has the run's step; None where there is none.
+
+    Read backwards, until the newest step, start or end: of notes and checkpoints that follow there are few.
+    """
+    newest: Event | None = None
+    try:
+        with events.open("rb") as file:
+            for text in _lines_backwards(file):
+                if text.startswith(_PASSED_OVER):
+                    continue
+                event = decode(text)
+                if event is None or fault_in(event) is not None:
+                    continue
+                kind = event["event"]
+                if kind == "run_end":
+                    return event, newest or event
+                if kind in ("step", "run_start"):
+                    # what came after it tells when the run was last seen; a checkpoint may be of an earlier step
+                    return None, {**event, "time": newest["time"] if newest else event["time"]}
+                newest = newest or event
+    except OSError:
+        return None, None
+    return None, newest
+
+
+def _lines_backwards(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file, the last one first; one that is still being written is cut off."""
+    start, tail = file.seek(0, os.SEEK_END), b""
+    while start > 0:
+        size = min(_CHUNK, start)
+        start -= size
+        file.seek(start)
+        lines = (file.read(size) + tail).split(b"\n")
+        tail = lines[0]  # may begin before this chunk
+        yield from reversed(lines[1:])
+    yield tail
+
+
+def _silence(newest: Event | None, since: float | None, now: float) -> str:
+    """That a run which is there has recorded nothing for long; empty while that is usual."""
+    if newest is None or (since is not None and newest["time"] < since):
+        return ""  # preparing its data, building the model
+    usual = max(SILENT_SECONDS, SILENT_STEPS * (newest.get("step_seconds") or 0.0))
+    return f"no event for {_age(newest, now)}" if now - newest["time"] > usual else ""
+
+
+def _age(event: Event, now: float) -> str:
+    return duration(max(0.0, now - event["time"]))
