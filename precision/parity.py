@@ -93,8 +93,8 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     attempted = [step for walk in walks for step in walk.steps]
     taken = [step for step in attempted if step["applied"]]
     checks = [
-        _over(attempted, "module_error", bounds.module_error, lambda step: step["own_error"].items()),
-        _over(taken, "gradient_error", bounds.gradient_error, _gradients("relative_error"), note=_scale_note(taken)),
+        _over(attempted, "module_error", bounds.module_error, module_errors),
+        _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_scale_note(taken)),
         _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine"), at_least=True),
         _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement"), at_least=True),
         _over(taken, "update_error", bounds.update_error, lambda step: _by_module(step["update_error"]).items()),
@@ -135,13 +135,34 @@ def _over(
     return worst.check(name, note)
 
 
+def module_errors(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """Each module's own error in a step."""
+    return [(name, float(value)) for name, value in step["own_error"].items()]
+
+
+def gradient_errors(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """The worst relative error of each module's gradients in a step, for those that are more than noise."""
+    return _gradients("relative_error")(step)
+
+
+def worst_of(
+    steps: Sequence[Mapping[str, Any]], values: Callable[[Mapping[str, Any]], Iterable[tuple[str, float]]]
+) -> dict[str, float]:
+    """By module the worst value over steps, which is what a check compares with its bound; a nan counts as inf."""
+    found: dict[str, float] = {}
+    for step in steps:
+        for name, value in values(step):
+            found[name] = max(found.get(name, 0.0), math.inf if math.isnan(value) else value)
+    return found
+
+
 def _gradients(what: str) -> Callable[[Mapping[str, Any]], Iterable[tuple[str, float]]]:
     """Worst agreement of a module's gradients, for those that are more than noise."""
 
     def values(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-        norms = step["reference_norms"]
+        norms = {name: float(norm) for name, norm in step["reference_norms"].items()}
         floor = NEGLIGIBLE * max(norms.values(), default=0.0)
-        agreement = {name: found[what] for name, found in step["parameters"].items() if norms[name] > floor}
+        agreement = {name: float(found[what]) for name, found in step["parameters"].items() if norms[name] > floor}
         return _by_module(agreement, worst=max if what == "relative_error" else min).items()
 
     return values

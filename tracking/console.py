@@ -1,7 +1,8 @@
-"""The console output of a run: one live progress line on a terminal, aligned plain lines anywhere else.
+"""The console output of a run: live progress on a terminal, aligned plain lines anywhere else.
 
-Besides progress, a line is printed for each skipped step, change of the loss scale, non-finite tensor, incident,
-evaluation and checkpoint, and for the end.
+Besides progress, a line is printed for each skipped step, with why, for each change of the loss scale, incident,
+evaluation and checkpoint, and for the end. Of a step that was not finite the first tensor is named; `events.jsonl` has
+all of them.
 """
 
 from __future__ import annotations
@@ -10,20 +11,34 @@ import atexit
 import math
 import sys
 from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from config.printable import line
-from tracking.events import Event, describe_event
+from tracking.events import Event, describe_event, format_scale
 from tracking.terminal import console
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 12
 _BAR_WIDTH = 12
-_FIXED = _BAR_WIDTH + 20  # characters of the live line for spinner, counter and bar
+_FIXED = _BAR_WIDTH + 20  # characters of the first live line for spinner, counter and bar
+_INDENT = "  "  # of the live lines below it
 _SPEED_WINDOW = 20  # steps over which the ETA averages
+
+
+class _Progress(Progress):
+    """The bar, and below it what does not fit beside it."""
+
+    below: Sequence[str] = ()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.below:
+            yield Text("\n".join(_INDENT + line for line in self.below), no_wrap=True, overflow="crop")
 
 
 class ConsoleSink:
@@ -41,12 +56,18 @@ class ConsoleSink:
         self._seconds: deque[float] = deque(maxlen=_SPEED_WINDOW)
         self._fp16 = False
         self._blocks = _BLOCKS if _can_print(_BLOCKS, self._stream) else ""
-        self._progress: Progress | None = None
+        self._skipped: list[Event] = []  # a skipped step and what followed from it, until all of it is known
+        self._progress: _Progress | None = None
         self._task: TaskID | None = None
 
     def write(self, event: Event) -> None:
         """Show one event."""
+        follows = event["event"] in ("scale", "nonfinite") and event["step"] in [it["step"] for it in self._skipped[:1]]
+        if not follows:
+            self._print_skipped()
         match event["event"]:
+            case _ if follows:
+                self._skipped.append(event)
             case "run_start":
                 self._on_run_start(event)
             case "step":
@@ -62,7 +83,8 @@ class ConsoleSink:
         self._stream.flush()
 
     def close(self) -> None:
-        """End the live line and restore the terminal's cursor."""
+        """End the live lines and restore the terminal's cursor."""
+        self._print_skipped()
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -81,7 +103,7 @@ class ConsoleSink:
 
     def _start_live(self, step: int) -> None:
         self.close()
-        self._progress = Progress(
+        self._progress = _Progress(
             SpinnerColumn(finished_text=" "),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=_BAR_WIDTH),
@@ -97,14 +119,30 @@ class ConsoleSink:
         self._remember(event)
         cells = self._cells(event)
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=event["step"], status=_fit(cells, self._console.width - _FIXED))
-        elif event["step"] % self._every == 0 or event["step"] == self._total or not event["applied"]:
+            width = self._console.width
+            first, *self._progress.below = _pack(cells, width - _FIXED, width - len(_INDENT))
+            self._progress.update(self._task, completed=event["step"], status=first)
+        elif event["step"] % self._every == 0 or event["step"] == self._total:
             width = len(str(self._total))
             self.print_line(f"step {event['step']:>{width}}/{self._total}  " + "  ".join(c for c in cells if c))
         if not event["applied"]:
-            self.print_line(
-                f"step {event['step']}: skipped, the weights are unchanged ({event['skipped_total']} skipped so far)"
-            )
+            self._skipped = [event]
+
+    def _print_skipped(self) -> None:
+        """One line about a skipped step: why, what became of the loss scale, and the first tensor that is to blame."""
+        if not self._skipped:
+            return
+        (step, *further), self._skipped = self._skipped, []
+        words = [describe_event(event) for event in further if event["event"] == "scale"]
+        if not words:
+            norm = "" if step["grad_norm"] is None else f", gradient norm {_short(step['grad_norm'])}"
+            words = [f"loss {step['loss']:.4g}{norm}"]
+        tensors = [describe_event(event) for event in further if event["event"] == "nonfinite"]
+        if tensors:
+            more = f" and {len(tensors) - 1} more tensors, see events.jsonl" if len(tensors) > 1 else ""
+            words.append(tensors[0] + more)
+        count = f"{step['skipped_total']} skipped so far"
+        self.print_line(f"step {step['step']}: skipped, the weights are unchanged ({count}); {'; '.join(words)}")
 
     def _remember(self, event: Event) -> None:
         self._seconds.append(event["step_seconds"])
@@ -123,15 +161,15 @@ class ConsoleSink:
         first = f" from {self._first_loss:.3f}" if self._first_loss is not None else ""
         memory = event["memory_bytes"]
         return [
+            f"{human(event['tokens_per_second']):>6} tok/s",
+            f"ETA {duration(self._eta(event['step'])):<6}",
+            f"{memory / 2**30:.2f} GiB" if memory else "",
             f"loss {event['loss']:7.4f}{first}",
             sparkline(self._losses, _SPARK_WIDTH, self._blocks),
             f"grad norm {_short(event['grad_norm']):>8}",
-            f"scale {event['loss_scale']:g}" if self._fp16 else "",
             f"lr {event['lr']:.2e}",
+            f"scale {format_scale(event['loss_scale'])}" if self._fp16 else "",
             f"skipped {event['skipped_total']}" if event["skipped_total"] else "",
-            f"{human(event['tokens_per_second']):>6} tok/s",
-            f"{memory / 2**30:.2f} GiB" if memory else "",
-            f"ETA {duration(self._eta(event['step']))}",
         ]
 
     def _eta(self, step: int) -> float:
@@ -154,13 +192,17 @@ def sparkline(values: list[float], width: int, blocks: str = _BLOCKS) -> str:
     return "".join(blocks[round((cell - low) / span * (len(blocks) - 1))] for cell in cells)
 
 
-def _fit(cells: list[str], width: int) -> str:
-    """The cells, in order, that fit into `width` characters: the live line has to stay on one line."""
-    line = ""
+def _pack(cells: Iterable[str], first: int, width: int) -> list[str]:
+    """The cells, in order, on as many lines as they need: the first has `first` characters, the others `width`."""
+    lines, room = [""], first
     for cell in filter(None, cells):
-        longer = f"{line}  {cell}" if line else cell
-        line = longer if len(longer) <= width else line
-    return line
+        longer = f"{lines[-1]}  {cell}" if lines[-1] else cell
+        if len(longer) <= room:
+            lines[-1] = longer
+        else:
+            lines.append(cell)
+            room = width
+    return lines
 
 
 def human(value: float) -> str:

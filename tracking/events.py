@@ -14,6 +14,7 @@ again except in the TEXT_FIELDS, where "nan" is text (`nonfinite.kind`).
 
 from __future__ import annotations
 
+import math
 from difflib import get_close_matches
 from typing import Any
 
@@ -101,6 +102,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
+def format_scale(value: float | None) -> str:
+    """A loss scale: 65536, 2^24, 1.5; - where none was recorded."""
+    if value is None or not math.isfinite(value):
+        return "-" if value is None else str(value)
+    mantissa, exponent = math.frexp(value)
+    if value >= 1e6 and mantissa == 0.5:
+        return f"2^{exponent - 1}"
+    return f"{value:.0f}" if value >= 1 and value == int(value) and value < 1e15 else f"{value:g}"
+
+
 def describe_event(event: Event) -> str:
     """One event in one line of printable text, without its step."""
     return line(_describe(event))
@@ -110,7 +121,8 @@ def _describe(event: Event) -> str:
     match event["event"]:
         case "scale":
             old, new, in_a_row = event["from"], event["to"], event.get("consecutive_overflows")
-            change = f"stays {new:g}" if old == new else f"{old:g} -> {new:g}"  # hysteresis keeps the scale for now
+            # hysteresis keeps the scale for now
+            change = f"stays {format_scale(new)}" if old == new else f"{format_scale(old)} -> {format_scale(new)}"
             times = f", {in_a_row} in a row" if in_a_row else ""
             return f"loss scale {change} ({event['reason']}{times})"
         case "nonfinite":

@@ -176,13 +176,19 @@ def _clip_threshold(steps: list[Event]) -> float | None:
 
 
 def _draw_lr(axis: Axes, steps: list[Event]) -> None:
-    from matplotlib.ticker import StrMethodFormatter
-
     axis.plot(_numbers(steps), _column(steps, "lr"), color=_INK, linewidth=1.8)
     _mark_skips(axis, steps)
     axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:.1e}"))
+    axis.yaxis.set_major_formatter(lambda rate, _: format_rate(rate))
     axis.set_title("Learning rate")
+
+
+def format_rate(rate: float) -> str:
+    """A learning rate with every digit it has, at most five: 1.25e-3, 3e-4, 0."""
+    if not rate:
+        return "0"
+    digits, exponent = f"{rate:.4e}".split("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def _draw_scale(axis: Axes, steps: list[Event]) -> None:

@@ -10,9 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from config.cli import REPOSITORY
 from tests.support.synthetic_events import start_fields, step_fields
-from tracking.console import ConsoleSink, duration, human, sparkline
+from tracking.console import ConsoleSink, _pack, duration, human, sparkline
+from tracking.events import format_scale
 from tracking.record import Record
 
 
@@ -38,7 +41,7 @@ def _steps(lines: list[str]) -> list[int]:
 
 def test_plain_lines_come_as_often_as_asked_and_for_every_skip() -> None:
     lines = _shown(40, 10, skip_at=17)
-    assert _steps(lines) == [10, 17, 20, 30, 40]
+    assert _steps(lines) == [10, 20, 30, 40]
     assert any("step 17: skipped" in line for line in lines)
     assert any("validation loss 2.0000, perplexity 7.39" in line for line in lines)
     assert lines[-1].startswith("done after 40 steps")
@@ -68,6 +71,62 @@ def test_a_scale_event_tells_a_change_from_mere_hysteresis() -> None:
     ]
 
 
+def test_an_overflow_is_one_line_however_many_tensors_it_hit() -> None:
+    """It says what was skipped, what the scale became and which tensor came first; the events hold the others."""
+    stream = io.StringIO()
+    record = Record([ConsoleSink(9, log_every_steps=4, stream=stream)])
+    record.event("run_start", step=0, tokens=0, **start_fields(compute="fp16"))
+    where = {"step": 3, "tokens": 3}
+    broken = {"applied": False, "skipped_total": 1, "grad_norm": math.inf, "clip_coefficient": None}
+    record.event("step", **where, **step_fields(3, loss_scale=2.0**25, **broken))
+    scales = {"previous": 2.0**25, "new": 2.0**24, "reason": "overflow"}
+    record.scale(**where, **scales, consecutive_overflows=1, lr=1e-3, momentum_norm=None)
+    for number in range(8):
+        what = {"rank": 0, "module": f"layers.{7 - number}.down_proj", "tensor": "gradient", "kind": "inf", "count": 4}
+        record.event("nonfinite", **where, **what)
+    record.event("step", step=4, tokens=4, **step_fields(4, loss_scale=2.0**24, skipped_total=1))
+    _, overflow, progress = stream.getvalue().splitlines()
+    assert overflow == (
+        "step 3: skipped, the weights are unchanged (1 skipped so far); "
+        "loss scale 2^25 -> 2^24 (overflow, 1 in a row); "
+        "4 inf in the gradient of layers.7.down_proj on rank 0 and 7 more tensors, see events.jsonl"
+    )
+    assert progress.startswith("step 4/9") and "scale 2^24" in progress
+
+
+def test_a_skip_that_is_no_overflow_says_what_was_not_finite() -> None:
+    stream = io.StringIO()
+    record = Record([ConsoleSink(9, log_every_steps=5, stream=stream)])
+    broken = {"loss": math.nan, "applied": False, "skipped_total": 2, "grad_norm": math.nan}
+    record.event("step", step=3, tokens=3, **step_fields(3) | broken)
+    record.event("incident", step=3, tokens=3, verdict="SKIP", reason="the loss is nan", modules=[], replay="")
+    record.close()
+    assert stream.getvalue().splitlines() == [
+        "step 3: skipped, the weights are unchanged (2 skipped so far); loss nan, gradient norm nan",
+        "step 3: SKIP: the loss is nan",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [(2.0**24, "2^24"), (65536.0, "65536"), (2.0**20, "2^20"), (524288.0, "524288"), (1.5, "1.5"), (0.25, "0.25")]
+    + [(3e6, "3000000"), (math.inf, "inf"), (None, "-"), (1.0, "1")],
+)
+def test_a_loss_scale_is_shown_exactly(scale: float | None, text: str) -> None:
+    assert format_scale(scale) == text
+
+
+@pytest.mark.parametrize("width", [60, 80, 110, 200])
+def test_the_live_lines_hold_everything_and_fit(width: int) -> None:
+    """Speed and ETA come first; what does not fit beside the bar is below it."""
+    cells = ["123.4k tok/s", "ETA 12h05m", "71.25 GiB", "loss  2.1234 from 10.123", "█" * 12, "grad norm  123.456"]
+    cells += ["lr 1.25e-03", "scale 2^24", "skipped 123"]
+    first, *below = _pack(cells, width - 32, width - 2)
+    assert "  ".join(filter(None, [first, *below])).split("  ") == "  ".join(cells).split("  ")
+    assert len(first) <= width - 32 and all(len(line) <= width - 2 for line in below)
+    assert first.startswith("123.4k tok/s  ETA 12h05m")
+
+
 def test_a_stream_without_unicode_is_no_trouble() -> None:
     assert len(_steps(_shown(20, 5, encoding="ascii"))) == 4
 
@@ -82,7 +141,7 @@ def test_losses_that_are_not_finite_are_shown_as_they_are() -> None:
     assert "nan" in shown[0] and "from 4.000" in shown[1] and "inf" in shown[2]
 
 
-def test_on_a_terminal_there_is_one_live_line_and_the_cursor_comes_back(tmp_path: Path) -> None:
+def test_on_a_terminal_the_lines_are_live_and_the_cursor_comes_back(tmp_path: Path) -> None:
     """A real pseudo-terminal; the process then dies of an exception, as a crash would make it."""
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"
@@ -94,7 +153,7 @@ def test_on_a_terminal_there_is_one_live_line_and_the_cursor_comes_back(tmp_path
         "console.print_line('a [bold]line[/bold] above'); raise SystemError('crash')"
     )
     master, slave = pty.openpty()
-    variables = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    variables = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
     command = [sys.executable, "-c", code, str(REPOSITORY)]
     child = subprocess.Popen(command, stdout=slave, stderr=subprocess.DEVNULL, env=variables, cwd=tmp_path)
     os.close(slave)
@@ -105,6 +164,8 @@ def test_on_a_terminal_there_is_one_live_line_and_the_cursor_comes_back(tmp_path
     assert child.wait() == 1
     text = output.decode()
     assert "3/3" in text and "loss" in text and "a [bold]line[/bold] above" in text
+    for cell in ("tok/s", "ETA", "GiB", "grad norm", "lr "):
+        assert cell in text, cell
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is hidden while live, and shown again"
 
 

@@ -11,7 +11,7 @@ import pytest
 from config.errors import UserError
 from tests.support.synthetic_events import start_fields, step_fields
 from tracking.jsonl import JsonlSink
-from tracking.plots import plot_run
+from tracking.plots import format_rate, plot_run
 from tracking.record import Record
 from tracking.run_dir import RunDir
 
@@ -47,6 +47,13 @@ def test_a_run_of_nothing_but_trouble_can_be_drawn(run_dir: RunDir) -> None:
         record.event("step", step=step, tokens=step, **step_fields(step) | broken)
     record.close()
     assert _size(plot_run(run_dir.events, run_dir.plots / "run.png")) == (1560, 975)
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(1.25e-3, "1.25e-3"), (3e-4, "3e-4"), (0.0, "0"), (1.5e-5, "1.5e-5"), (2.0, "2e0")]
+)
+def test_a_learning_rate_keeps_its_digits(rate: float, text: str) -> None:
+    assert format_rate(rate) == text
 
 
 def test_nothing_to_draw_is_a_user_error(run_dir: RunDir) -> None:

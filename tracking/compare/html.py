@@ -15,6 +15,7 @@ from tracking.compare.differences import Difference, format_value
 from tracking.compare.measures import Measure
 from tracking.compare.result import Comparison, Pair
 from tracking.compare.text import COMPARABLE, SIDE_BY_SIDE, event_line, format_measure
+from tracking.events import format_scale
 from tracking.html_text import script_json, text
 from tracking.run_facts import RunFacts
 
@@ -123,7 +124,7 @@ def _rows_table(pair: Pair) -> str:
             f"{row['loss']:.10g}",
             f"{row['grad_norm']:.8g}",
             f"{row['lr']:.6g}",
-            f"{row['loss_scale']:.6g}",
+            format_scale(row["loss_scale"]),
             "yes" if row["applied"] else "skipped",
             f"<code>{text(row['sample_ids_sha256'])}</code>",
         ]

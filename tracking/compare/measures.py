@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tracking.console import duration
+from tracking.events import format_scale
 from tracking.run_facts import RunFacts
 
 WINDOW = 0.05
@@ -160,12 +161,13 @@ def _scale(run: RunFacts) -> str:
     """First and last scale and why it changed; empty for a run that does not scale."""
     scales = run.columns.loss_scale[np.isfinite(run.columns.loss_scale)]
     if not scales.size or (np.all(scales == scales[0]) and not run.counts["scale"]):
-        return "" if not scales.size or scales[0] == 1.0 else f"{scales[0]:g}, never changed"
+        return "" if not scales.size or scales[0] == 1.0 else f"{format_scale(float(scales[0]))}, never changed"
     reasons: dict[str, int] = {}
     for event in run.rare_events.get("scale", ()):
         reasons[event["reason"]] = reasons.get(event["reason"], 0) + 1
     why = ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items()))
-    return f"{scales[0]:g} -> {scales[-1]:g} ({why or 'set by the config'})"
+    first, last = (format_scale(float(scales[index])) for index in (0, -1))
+    return f"{first} -> {last} ({why or 'set by the config'})"
 
 
 def _median(name: str, title: str, kind: str, better: str, runs: Sequence[RunFacts]) -> Measure:

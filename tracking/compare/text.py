@@ -15,7 +15,7 @@ from tracking.compare.differences import Difference, format_value
 from tracking.compare.measures import Measure, format_seconds
 from tracking.compare.result import Comparison, Pair
 from tracking.console import human
-from tracking.events import Event, describe_event
+from tracking.events import Event, describe_event, format_scale
 from tracking.terminal import words
 
 SIDE_BY_SIDE = 4
@@ -88,7 +88,7 @@ def _rows_table(pair: Pair) -> Table:
             f"{row['loss']:.9g}",
             f"{row['grad_norm']:.9g}",
             f"{row['lr']:.4g}",
-            f"{row['loss_scale']:g}",
+            format_scale(row["loss_scale"]),
             "yes" if row["applied"] else "skipped",
             words(row["sample_ids_sha256"]),
             style="yellow" if row["step"] in places else "",

@@ -15,7 +15,7 @@ from config import markdown
 from config.files import write_atomically
 from config.redact import redact
 from tracking.console import duration, human
-from tracking.events import describe_event
+from tracking.events import describe_event, format_scale
 from tracking.plots import plot_run
 from tracking.report.context import LIMITS, Finding, MeasureContext
 from tracking.report.measures import all_measures, count_verdicts, read_run
@@ -134,7 +134,7 @@ def _scale_summary(summary: Summary) -> str:
     if summary.start["compute"] != "fp16" or summary.first_scale is None:
         return ""
     reasons = ", ".join(f"{count} x {reason}" for reason, count in sorted(summary.scale_reasons.items()))
-    return f"{summary.first_scale:g} -> {summary.last_scale:g} ({reasons or 'never changed'})"
+    return f"{format_scale(summary.first_scale)} -> {format_scale(summary.last_scale)} ({reasons or 'never changed'})"
 
 
 def _norm_summary(summary: Summary) -> str:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from config.printable import shown
 from tracking.console import duration, human
+from tracking.events import format_scale
 from tracking.ranks import spread
 from tracking.status import Status
 from tracking.watch.curves import Axes, Line, draw
@@ -129,7 +130,8 @@ def _curve(
         lines.append(Line(state.validation, "bold yellow", points=True))
     axes = Axes(width - 4, height, max(1, state.step), log_steps=view.log_steps, log_values=log, ascii=view.ascii)
     newest = (state.newest or {}).get(name)
-    shown = f"{title} {_number(newest)}" if newest is not None else title
+    number = format_scale if name == "loss_scale" else _number
+    shown = f"{title} {number(newest)}" if newest is not None else title
     return _panel(draw(lines, state.skips, axes, _number), shown, view, width=width)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from config.files import write_atomically
 from config.markdown import code, table, text
+from precision.parity import gradient_errors, module_errors, worst_of
 from tracking.plots import STYLE, plain, save_png
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
     pictures = "![loss of both runs, and their difference](trajectories.png)\n"
     if any(walk["steps"] for walk in found["walks"]):
         _draw(folder / "steps.png", lambda axes: _draw_steps(axes, found))
-        pictures += "\n![error of each module in its output and its gradients](steps.png)\n"
+        pictures += "\n![error of each module in its output and its gradients, the worst of all steps](steps.png)\n"
     parts = [
         f"# Parity of {text(found['conditions']['compute'])} with FP32: {found['verdict']}\n",
         "\n".join(verdict_lines(found)) + "\n",
@@ -191,32 +192,69 @@ def _draw_trajectories(axes: Sequence[Axes], found: dict[str, Any]) -> None:
 
 def _draw_steps(axes: Sequence[Axes], found: dict[str, Any]) -> None:
     bounds = {check["name"]: check["bound"] for check in found["checks"]}
-    firsts = [(walk["point"], walk["steps"][-1]) for walk in found["walks"] if walk["steps"]]
-    order = firsts[0][1]["order"]
-    for index, (_, step) in enumerate(firsts):
-        colour, label = _COLOURS[index % len(_COLOURS)], f"step {step['step']}"
-        own = [float(step["own_error"][name]) for name in order]
-        axes[0].plot(range(len(order)), own, "o", color=colour, markersize=4, label=label)
-        names = list(step["parameters"])
-        errors = [float(step["parameters"][name]["relative_error"]) for name in names]
-        axes[1].plot(range(len(names)), errors, "o", color=colour, markersize=4, label=label)
-    _mark_worst(axes[0], order, firsts[-1][1]["own_error"])
-    axes[0].set_title("Own error of each module's output")
-    axes[0].set_xlabel("module, in the order of execution")
-    axes[1].set_title("Relative error of each weight's gradient")
-    axes[1].set_xlabel("parameter, first layer to last")
-    for axis, bound in ((axes[0], "module_error"), (axes[1], "gradient_error")):
+    walks = [walk for walk in found["walks"] if walk["steps"]]
+    order = _modules_in_order(walks)
+    panels = (
+        (axes[0], "module_error", module_errors, "Own error of each module's output"),
+        (axes[1], "gradient_error", gradient_errors, "Error of each module's weight gradients"),
+    )
+    for axis, bound, values, title in panels:
+        worst: dict[str, float] = {}
+        for index, walk in enumerate(walks):
+            steps = [step for step in walk["steps"] if step["applied"] or bound == "module_error"]
+            errors = worst_of(steps, values)
+            worst = {name: max(errors.get(name, 0.0), worst.get(name, 0.0)) for name in {*errors, *worst}}
+            numbers = [step["step"] for step in walk["steps"]]
+            label = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
+            _points(axis, order, errors, _COLOURS[index % len(_COLOURS)], label)
+        _mark_worst(axis, order, worst)
+        axis.set_title(f"{title}, worst of all steps")
+        axis.set_xlabel("module, in the order of execution")
         axis.axhline(bounds[bound], color=_BOUND, linestyle="--", linewidth=1.2, label="bound")
         axis.set_yscale("symlog", linthresh=1e-5)
         axis.set_ylim(bottom=0)
         axis.legend(loc="best")
 
 
-def _mark_worst(axis: Axes, order: Sequence[str], errors: dict[str, Any]) -> None:
-    name = max(order, key=lambda item: float(errors[item]))
-    value = float(errors[name])
-    if math.isfinite(value) and value > 0:
-        axis.annotate(plain(name), (order.index(name), value), textcoords="offset points", xytext=(4, 6), fontsize=9)
+def _modules_in_order(walks: Sequence[dict[str, Any]]) -> list[str]:
+    """Every module that was compared: those with an output in the order of execution, then those with weights only."""
+    names: dict[str, None] = {}
+    for walk in walks:
+        for step in walk["steps"]:
+            names |= dict.fromkeys(step["order"])
+    for walk in walks:
+        for step in walk["steps"]:
+            names |= dict.fromkeys(name.rpartition(".")[0] for name in step["parameters"])
+    return list(names)
+
+
+def _points(axis: Axes, order: Sequence[str], errors: dict[str, float], colour: str, label: str) -> None:
+    """A point for each module; one that is not finite is a cross at the upper edge."""
+    places = {name: place for place, name in enumerate(order)}
+    finite = {name: value for name, value in errors.items() if math.isfinite(value)}
+    axis.plot([places[name] for name in finite], list(finite.values()), "o", color=colour, markersize=4, label=label)
+    others = [places[name] for name in errors if name not in finite]
+    if others:
+        edge = axis.get_xaxis_transform()  # data along x, the height of the axes along y
+        axis.plot(others, [0.98] * len(others), "X", color=colour, markersize=8, transform=edge, clip_on=False)
+
+
+def _mark_worst(axis: Axes, order: Sequence[str], errors: dict[str, float]) -> None:
+    if not errors:
+        return
+    name = max(errors, key=lambda item: errors[item])
+    finite = math.isfinite(errors[name])
+    if finite and not errors[name]:
+        return
+    where: Any = (order.index(name), errors[name] if finite else 0.98)
+    axis.annotate(
+        plain(name),
+        where,
+        xycoords="data" if finite else axis.get_xaxis_transform(),
+        textcoords="offset points",
+        xytext=(6, 6 if finite else -10),
+        fontsize=9,
+    )
 
 
 def _value(check: dict[str, Any], which: str) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
-from training.parity.report import verdict_lines, write_report
+from training.parity.report import _draw_steps, verdict_lines, write_report
 
 
 def check(name: str, measured: Any, bound: float, **changes: Any) -> dict[str, Any]:
@@ -22,7 +23,9 @@ def found() -> dict[str, Any]:
     step = {
         "step": 1,
         "order": ["embed", "head"],
+        "applied": True,
         "own_error": {"embed": 0.001, "head": 0.002},
+        "reference_norms": {"embed.weight": 1.0, "head.weight": 1.0},
         "parameters": {"embed.weight": agreement, "head.weight": agreement},
     }
     curve = {"steps": [1, 2, 3], "losses": [3.0, 2.0, 1.5], "grad_norms": [1.0, 1.0, 1.0]}
@@ -97,3 +100,29 @@ def test_a_run_without_single_steps_has_no_picture_of_them(tmp_path: Path) -> No
     bare = copy.deepcopy(found())
     bare["walks"] = [{"point": 0, "steps": []}]
     assert "steps.png" not in write_report(tmp_path, bare).read_text()
+
+
+def test_the_picture_of_steps_shows_the_worst_of_all_of_them_by_module_as_the_verdict_does(tmp_path: Path) -> None:
+    """The worst value was in the middle: the last step, and another parameter of the same module, are better."""
+    many = copy.deepcopy(found())
+    first, middle, last = (copy.deepcopy(many["walks"][0]["steps"][0]) | {"step": step} for step in (1, 2, 3))
+    middle["own_error"]["head"] = 0.7
+    middle["parameters"]["head.weight"] = {"relative_error": 0.9, "cosine": 1.0, "sign_agreement": 1.0}
+    for step in (first, middle, last):
+        step["parameters"]["head.bias"] = {"relative_error": 0.05, "cosine": 1.0, "sign_agreement": 1.0}
+        step["reference_norms"]["head.bias"] = 1.0
+    last["own_error"]["embed"] = "nan"
+    many["walks"] = [{"point": 0, "steps": [first, middle, last]}]
+    figure = Figure()
+    axes = figure.subplots(1, 2)
+    _draw_steps(axes, many)
+    drawn = [{tuple(point) for curve in axis.lines for point in curve.get_xydata().tolist()} for axis in axes]
+    assert (1.0, 0.7) in drawn[0] and (1.0, 0.9) in drawn[1]
+    assert (0.0, 0.98) in drawn[0], "what is not finite is at the edge"
+    assert (0.0, 0.01) in drawn[1] and (1.0, 0.05) not in drawn[1]
+    assert [text.get_text() for axis in axes for text in axis.texts] == ["embed", "head"]
+    assert {axis.get_title() for axis in axes} == {
+        "Own error of each module's output, worst of all steps",
+        "Error of each module's weight gradients, worst of all steps",
+    }
+    assert "steps 1 to 3" in {line.get_label() for line in axes[0].lines}
