@@ -13,7 +13,7 @@ from tracking import plots
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import folded_name, short_name
 from tracking.heatmap.panels import DTYPES, PANELS
-from tracking.heatmap.scale import limits
+from tracking.heatmap.scale import drawn_panels, limits
 from tracking.heatmap.words import sentences
 
 if TYPE_CHECKING:
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 _MOST_LABELS = 20
 _MOST_COLUMNS = 300
 _WIDTH = 72  # characters of the line under a panel
-
-
-def drawn_panels(heat: Heat) -> list[str]:
-    """Panels worth a picture: those with a value, without one that is the same everywhere."""
-    return [
-        key
-        for key in PANELS
-        if heat.has(key)
-        and (key not in ("drift", "nonfinite", "dtype") or np.unique(np.nan_to_num(heat.panels[key])).size > 1)
-    ]
 
 
 def draw_heat(heat: Heat, png: Path, *, title: str) -> Path:

@@ -1,4 +1,4 @@
-"""The values at the ends of a panel's colours."""
+"""Which panels are worth a picture, and the values at the ends of their colours."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import numpy as np
 
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.panels import PANELS
+
+
+def drawn_panels(heat: Heat) -> list[str]:
+    """Panels worth a picture: those with a value, without one that is the same everywhere."""
+    return [
+        key
+        for key in PANELS
+        if heat.has(key)
+        and (key not in ("drift", "nonfinite", "dtype") or np.unique(np.nan_to_num(heat.panels[key])).size > 1)
+    ]
 
 
 def limits(heat: Heat, key: str) -> tuple[float, float]:

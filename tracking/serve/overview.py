@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from config.printable import shown
 from tracking.console import duration, human
 from tracking.report.context import percent
 from tracking.serve.library import Entry
@@ -215,7 +216,7 @@ def _line(group: Sequence[Entry], keys: Sequence[str], now: float) -> Line:
         changed=f"{duration(max(0.0, now - max(entry.changed for entry in group)))} ago",
         settings=tuple((key.rpartition(".")[2], value) for key, value in own[:_MOST_SETTINGS]),
         more_settings=max(0, len(own) - _MOST_SETTINGS),
-        all_settings="\n".join(f"{key} = {value}" for key, value in own),
+        all_settings="\n".join(shown(f"{key} = {value}") for key, value in own),
     )
 
 

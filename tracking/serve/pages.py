@@ -56,7 +56,7 @@ class Pages:
         self._templates = Environment(
             loader=FileSystemLoader(_HERE / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
         )
-        self._templates.filters |= {"shown": shown, "key": lambda text: quote(text, safe="")}
+        self._templates.filters |= {"shown": shown, "key": _quoted}
         self._addresses: dict[str, Callable[[Query], Reply]] = {
             "/": self._overview,
             "/runs": self._runs,
@@ -143,6 +143,11 @@ class Pages:
         require_inside(entry.folder, self._library.root)
         config, deepspeed, environment = read_inputs(RunDir(entry.folder))
         return replace(live.facts(), config=config, deepspeed=deepspeed, environment=environment)
+
+
+def _quoted(key: str) -> str:
+    """A run's key for a query, also of a folder whose name is no UTF-8."""
+    return quote(key, safe="", errors="surrogateescape")
 
 
 def one(query: Query, name: str) -> str:

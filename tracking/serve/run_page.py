@@ -17,7 +17,7 @@ from tracking.events import describe_event
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import FOLDS, Fold
 from tracking.heatmap.panels import DTYPES, PANELS
-from tracking.heatmap.scale import limits
+from tracking.heatmap.scale import drawn_panels, limits
 from tracking.heatmap.words import sentences
 from tracking.report.context import LIMITS, MeasureContext
 from tracking.report.measures import all_measures, caveats, read_run
@@ -112,7 +112,11 @@ def heat(found: Heat, panel: str, fold: str, opened: Iterable[str]) -> dict[str,
     """
     if not panel:
         lines = sentences(found)
-        panels = [{"key": key, "title": PANELS[key].title, "line": shown(lines[key])} for key in lines]
+        varying = drawn_panels(found) if lines else []
+        panels = [
+            {"key": key, "title": PANELS[key].title, "line": shown(line), "varies": key in varying}
+            for key, line in lines.items()
+        ]
         return {"panels": panels, "measured": found.measured, "rows": len(found.rows)}
     if panel not in PANELS or not found or not found.has(panel):
         raise ValueError("nothing was measured for this panel")

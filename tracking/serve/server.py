@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             asked = urlsplit(self.path)
-            query = parse_qs(asked.query, keep_blank_values=True, max_num_fields=_FIELDS)
+            query = parse_qs(asked.query, keep_blank_values=True, max_num_fields=_FIELDS, errors="surrogateescape")
             reply = self.server.pages.reply(asked.path, query)
         except NotFound as problem:
             self.send_error(HTTPStatus.NOT_FOUND, explain=shown(problem))

@@ -18,7 +18,7 @@ async function show() {
 
 function mark() {
   runs.querySelectorAll(".pick").forEach((box) => {
-    box.checked = JSON.parse(box.dataset.keys).every((key) => chosen.has(key));
+    box.checked = box.dataset.keys.split(" ").every((key) => chosen.has(key));
   });
   const button = document.getElementById("compare");
   button.disabled = chosen.size < 1 || chosen.size > MOST;
@@ -44,14 +44,12 @@ runs.addEventListener("click", (event) => {
 });
 runs.addEventListener("change", (event) => {
   if (!event.target.matches(".pick")) return;
-  JSON.parse(event.target.dataset.keys).forEach((key) => (event.target.checked ? chosen.add(key) : chosen.delete(key)));
+  event.target.dataset.keys.split(" ").forEach((key) => (event.target.checked ? chosen.add(key) : chosen.delete(key)));
   mark();
 });
 document.getElementById("clear").addEventListener("click", () => { chosen.clear(); mark(); });
 document.getElementById("compare").addEventListener("click", () => {
-  const address = new URLSearchParams();
-  chosen.forEach((key) => address.append("run", key));
-  location.href = `/compare?${address}`;
+  location.href = `/compare?${[...chosen].map((key) => `run=${key}`).join("&")}`; // keys are quoted already
 });
 mark();
 keepDoing(show, 3);

@@ -1,7 +1,7 @@
 "use strict";
 // Curves, heat maps and incidents of one run, drawn from JSON; texts are set as text, never as markup.
-const key = document.getElementById("run").dataset.key;
-const at = (path, more = {}) => `${path}?${new URLSearchParams([["key", key], ...Object.entries(more).flatMap(([name, value]) => [value].flat().map((one) => [name, one]))])}`;
+const key = document.getElementById("run").dataset.key; // quoted already
+const at = (path, more = {}) => `${path}?key=${key}&${new URLSearchParams(Object.entries(more).flatMap(([name, value]) => [value].flat().map((one) => [name, one])))}`;
 const view = { axis: "step", smoothing: 0, log: false, fold: "kinds", open: new Set(), range: null };
 const AXES = { step: "optimizer step", tokens: "tokens", seconds: "running time (s)" };
 const KINDS = { incident: ["diamond", "incident"], nonfinite: ["cross", "not finite"], fault: ["star", "injected fault"], scale: ["triangle-down", "loss scale"], skip: ["x", "skipped"], run_start: ["triangle-right", "resumed"] };
@@ -65,11 +65,12 @@ function smoothed(values, share) {
   });
 }
 
+const isDrawn = (item) => data.curve[item.name].some((value) => value !== null && (item.name !== "loss_scale" || value !== 1));
+
 function drawCurves() {
-  const scaled = data.curve.loss_scale.some((value) => value !== null && value !== 1);
-  for (const item of CHARTS) {
-    if (item.name === "loss_scale" && !scaled) continue;
-    if (!data.curve[item.name].some((value) => value !== null)) continue;
+  const items = CHARTS.filter(isDrawn);
+  items.forEach((item) => chart(document.getElementById("charts"), `chart-${item.name}`, item.wide)); // all first: a chart takes its width once
+  for (const item of items) {
     const box = chart(document.getElementById("charts"), `chart-${item.name}`, item.wide);
     const smooth = view.smoothing > 0 && !item.step;
     const accent = style("--accent");
@@ -92,7 +93,7 @@ function drawCurves() {
     const range = view.range ? { range: view.range, autorange: false } : { autorange: true };
     Plotly.react(box.firstChild, traces, layout(item.title, {
       hovermode: "closest", xaxis: { title: { text: AXES[view.axis], standoff: 6 }, ...range },
-      yaxis: { type: log ? "log" : "linear", exponentformat: "power", rangemode: item.zero ? "tozero" : "normal", ...heights(item, log) },
+      yaxis: { type: log ? "log" : "linear", exponentformat: "power", rangemode: item.zero ? "tozero" : "normal", ...heights(item, log), ...(item.name === "loss_scale" ? powers() : {}) },
     }), OPTIONS);
     if (!box.dataset.zooms) {
       box.dataset.zooms = "yes";
@@ -100,6 +101,16 @@ function drawCurves() {
     }
   }
   document.getElementById("key").textContent = Object.entries(KINDS).filter(([kind]) => data.marks.some((mark) => mark.kind === kind)).map(([kind, [, name]]) => `${name} ${data.marks.filter((mark) => mark.kind === kind).length}`).join(", ");
+}
+
+// Powers of two, at most eight of them: what a loss scale is.
+function powers() {
+  const values = data.curve.loss_scale.filter((value) => value > 0);
+  const low = Math.floor(Math.log2(values.reduce((a, b) => Math.min(a, b)))) - 1;
+  const high = Math.ceil(Math.log2(values.reduce((a, b) => Math.max(a, b)))) + 1;
+  const places = [];
+  for (let power = low; power <= high; power += Math.max(1, Math.ceil((high - low) / 8))) places.push(power);
+  return { tickvals: places.map((power) => 2 ** power), ticktext: places.map((power) => `2<sup>${power}</sup>`), range: [low * Math.log10(2), high * Math.log10(2)], autorange: false };
 }
 
 // The y range of what is seen: of the zoomed stretch, else of the run without its first steps, which dwarf the others.
@@ -156,9 +167,7 @@ async function drawPanel(panel) {
   const dtype = found.codes.length > 0;
   const number = (value) => (value === null ? "not measured" : dtype ? found.codes[value] : found.percent ? `${(100 * (found.log ? 10 ** value : value)).toPrecision(3)}%` : (found.log ? 10 ** value : value).toPrecision(3));
   const text = found.values.map((row, index) => row.map((value, column) => `${plain(found.rows[index])}<br>after step ${found.edges[column].toLocaleString("en")} to ${found.edges[column + 1].toLocaleString("en")}: ${number(value)}`));
-  const ticks = [];
-  for (let power = Math.ceil(found.low); found.log && power <= found.high; power += Math.max(1, Math.ceil((found.high - found.low) / 5))) ticks.push(power);
-  const bar = { thickness: 10, outlinewidth: 0, len: 0.95, ...(dtype ? { tickvals: [0.375, 1.125, 1.875, 2.625], ticktext: ["-", ...found.codes.slice(1)] } : found.log && ticks.length > 1 ? { tickvals: ticks, ticktext: ticks.map((power) => (found.percent ? `${10 ** (power + 2)}%` : `10<sup>${power}</sup>`)) } : found.percent && !found.log ? { tickformat: ".0%" } : {}) };
+  const bar = { thickness: 10, outlinewidth: 0, len: 0.95, ...(dtype ? { tickvals: [0.375, 1.125, 1.875, 2.625], ticktext: ["-", ...found.codes.slice(1)] } : scaleOf(found)) };
   const colours = dtype ? DTYPE_COLOURS.flatMap((colour, index) => [[index / 4, colour], [(index + 1) / 4, colour]]) : panel.key === "nonfinite" ? "Reds" : "Viridis";
   const trace = {
     type: "heatmap", x: found.edges, y: Array.from({ length: rows + 1 }, (_, index) => index), z: found.values, zmin: found.low, zmax: found.high > found.low ? found.high : found.low + 1, colorscale: colours,
@@ -178,6 +187,18 @@ async function drawPanel(panel) {
     box.dataset.opens = "yes";
     box.firstChild.on("plotly_click", (event) => unfold(box.names[Math.floor(event.points[0].pointNumber[0])]));
   }
+}
+
+// Ticks of a colour bar: powers of ten where there are two of them, else four even places.
+function scaleOf(found) {
+  if (!found.log) return found.percent ? { tickformat: ".2~%" } : {};
+  const span = found.high - found.low;
+  const every = Math.max(1, Math.ceil(span / 5));
+  const places = [];
+  for (let power = Math.ceil(found.low); power <= found.high; power += every) places.push(power);
+  if (places.length > 1) return { tickvals: places, ticktext: places.map((power) => (found.percent ? `${Number((10 ** (power + 2)).toPrecision(1))}%` : `10<sup>${power}</sup>`)) };
+  const even = [0, 1, 2, 3].map((part) => found.low + (span * part) / 3);
+  return { tickvals: even, ticktext: even.map((place) => (10 ** place).toPrecision(2)) };
 }
 
 // A click on a row of folded modules shows them one by one, and hides them again.
@@ -203,7 +224,9 @@ async function drawHeat() {
     item.append(element("b", "", `${panel.title}: `), panel.line);
     return item;
   }));
-  for (const panel of about.panels) await drawPanel(panel);
+  const drawnPanels = about.panels.filter((panel) => panel.varies);
+  drawnPanels.forEach((panel) => chart(document.getElementById("panels"), `heat-${panel.key}`, false)); // all first: a chart takes its width once
+  for (const panel of drawnPanels) await drawPanel(panel);
   document.body.dataset.heat = "drawn";
 }
 
