@@ -25,6 +25,7 @@ MOST_COMPARED = 24
 Query = dict[str, list[str]]
 _HERE = Path(__file__).parent
 _STATIC = {
+    "icon.svg": "image/svg+xml",
     "serve.css": "text/css; charset=utf-8",
     "page.js": "text/javascript; charset=utf-8",
     "overview.js": "text/javascript; charset=utf-8",
@@ -59,6 +60,7 @@ class Pages:
         self._templates.filters |= {"shown": shown, "key": _quoted}
         self._addresses: dict[str, Callable[[Query], Reply]] = {
             "/": self._overview,
+            "/favicon.ico": lambda query: _static("icon.svg"),
             "/runs": self._runs,
             "/run": self._run,
             "/run/state": self._state,

@@ -198,7 +198,7 @@ function scaleOf(found) {
   for (let power = Math.ceil(found.low); power <= found.high; power += every) places.push(power);
   if (places.length > 1) return { tickvals: places, ticktext: places.map((power) => (found.percent ? `${Number((10 ** (power + 2)).toPrecision(1))}%` : `10<sup>${power}</sup>`)) };
   const even = [0, 1, 2, 3].map((part) => found.low + (span * part) / 3);
-  return { tickvals: even, ticktext: even.map((place) => (10 ** place).toPrecision(2)) };
+  return { tickvals: even, ticktext: even.map((place) => (10 ** place).toExponential(1)) };
 }
 
 // A click on a row of folded modules shows them one by one, and hides them again.
