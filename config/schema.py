@@ -343,9 +343,9 @@ class ProfileSection:
 class TelemetrySection:
     """Statistics of each module's gradients and activations, measured now and then into events.jsonl and wandb."""
 
-    every_steps: int = limit(0, at_least=0)
-    """[steps] Gradient norm, maximum and underflow and largest activation of each module, distance of parameters from
-    their masters, size of the update; every so many steps. Reads gradients whole, module by module. 0: never."""
+    every_steps: int = limit(50, at_least=0)
+    """[steps] Gradient norm, maximum and underflow, largest activation, distance of the weights from their masters and
+    size of the update of each module, every so many steps: what the heat maps are drawn from. 0: never."""
     probe: bool = False
     """[true or false] On those steps also run the micro-batches in FP32 and compare gradients: cosine, sign agreement
     and relative error by parameter. One more pass, and an FP32 copy of the gradients in host memory on every rank."""
