@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError(f"--tolerance needs two runs or more, and only {runs[0].source} was given; give another one")
     comparison = compare(runs, tolerance=tolerance, price=options.price)
     if options.html is not None:
-        from tracking.compare.html import page  # brings plotly
+        from tracking.compare.html import page  # brings Jinja2
 
         write_page(options.html, page(comparison))
     if options.json:

@@ -97,25 +97,76 @@ def validation(run: RunFacts) -> dict[str, list[float | None]]:
     return {name: plain_list(values) for name, values in zip((*_AXES, "loss"), evaluations(run), strict=True)}
 
 
-def gap(divergence: Divergence) -> dict[str, list[float | None]]:
-    """Difference of the run's loss from the baseline's in percent of the latter, the largest of each segment."""
+def band(runs: Sequence[RunFacts]) -> dict[str, Any]:
+    """Repeats of one setting: axes, and of each drawn column mean, lowest and highest over the runs; {} for one run.
+
+    Over the steps that all of them have made, at the means of BUCKETS segments, interpolated between them.
+    """
+    known = [means(run) for run in runs if len(run.columns)]
+    if len(known) < 2:
+        return {}
+    columns = [{name: np.array(values, float) for name, values in run.items()} for run in known]
+    first = max(run["step"][0] for run in columns)
+    last = min(run["step"][-1] for run in columns)
+    if last < first:
+        return {}
+    steps = np.unique(np.linspace(first, last, min(BUCKETS, max(len(run["step"]) for run in columns))))
+    found: dict[str, Any] = {name: plain_list(_over(columns, name, steps).mean(axis=0)) for name in _AXES}
+    for name in _DRAWN:
+        values = _over(columns, name, steps)
+        parts = (("mean", values.mean(axis=0)), ("low", values.min(axis=0)), ("high", values.max(axis=0)))
+        found[name] = {part: plain_list(line) for part, line in parts}
+    return found
+
+
+def _over(columns: Sequence[dict[str, np.ndarray]], name: str, steps: np.ndarray) -> np.ndarray:
+    """(runs, steps): one column of each run at the same steps; nan where a run has no finite value around it."""
+    return np.array([np.interp(steps, run["step"], run[name]) for run in columns])
+
+
+def gap_means(divergence: Divergence) -> dict[str, list[float | None]]:
+    """As `gap`, the mean of each segment with its sign: what smoothing averages."""
+    steps, share = _gap(divergence)
+    edges = _edges(len(share))
+    finite = np.isfinite(share)
+    if not share.size:
+        return {**{name: [] for name in _AXES}, "gap": []}
+    sums = np.add.reduceat(np.where(finite, share, 0.0), edges[:-1])
+    counts = np.add.reduceat(finite.astype(float), edges[:-1])
+    middle = (edges[:-1] + edges[1:] - 1) // 2
+    columns = {
+        name: plain_list(np.asarray(getattr(divergence.run.columns, name), float)[steps[middle]]) for name in _AXES
+    }
+    return {**columns, "gap": plain_list(np.divide(sums, counts, out=np.full(len(sums), math.nan), where=counts > 0))}
+
+
+def _gap(divergence: Divergence) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the run's steps that the baseline has too; the difference of the losses there, in percent."""
     a, b = divergence.baseline.columns, divergence.run.columns
     _, left, right = np.intersect1d(a.step, b.step, assume_unique=True, return_indices=True)
     with np.errstate(invalid="ignore", divide="ignore"):
         share = 100 * (b.loss[right] - a.loss[left]) / np.abs(a.loss[left])
     share[~np.isfinite(share)] = math.nan
+    return right, share
+
+
+def gap(divergence: Divergence) -> dict[str, list[float | None]]:
+    """Difference of the run's loss from the baseline's in percent of the latter, the largest of each segment."""
+    steps, share = _gap(divergence)
     chosen = []
     edges = _edges(len(share))
     for low, high in zip(edges[:-1], edges[1:], strict=True):
         part = np.abs(share[low:high])
         chosen.append(low + (int(np.nanargmax(part)) if np.isfinite(part).any() else 0))
     at = np.array(chosen, int)
-    columns = {name: plain_list(np.asarray(getattr(b, name), float)[right[at]]) for name in _AXES}
+    run = divergence.run.columns
+    columns = {name: plain_list(np.asarray(getattr(run, name), float)[steps[at]]) for name in _AXES}
     return {**columns, "gap": plain_list(share[at])}
 
 
 def marks(run: RunFacts) -> list[dict[str, Any]]:
-    """Notable events, each with its position on every axis, the loss there, and a line of text."""
+    """Notable events, and steps without a finite loss, each with its position on every axis, the loss and loss scale
+    there (None where it is not finite), and a line of text."""
     columns = run.columns
     if not len(columns):
         return []
@@ -127,7 +178,9 @@ def marks(run: RunFacts) -> list[dict[str, Any]]:
         for mark in [_mark(run, kind, event["step"], event_line(event))]
     ]
     skipped = thin_out(np.flatnonzero(~columns.applied), MAX_MARKS)
-    return found + [_mark(run, "skip", int(columns.step[index]), "skipped") for index in skipped]
+    found += [_mark(run, "skip", int(columns.step[index]), "skipped") for index in skipped]
+    broken = thin_out(np.flatnonzero(~np.isfinite(columns.loss)), MAX_MARKS)
+    return found + [_mark(run, "nan", int(columns.step[at]), f"the loss is {columns.loss[at]}") for at in broken]
 
 
 def _thin_out_events(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from tracking.run_facts import RunFacts
 
 # Names and display, which change no number; of these, the first two always differ.
 _NAMES = ("run.name", "run.dir")
-_CHANGE_NO_NUMBER = (*_NAMES, "run.resume", "run.hypothesis", "tracking.", "data.cache_dir", "parity.")
+CHANGE_NO_NUMBER = (*_NAMES, "run.resume", "run.hypothesis", "tracking.", "data.cache_dir", "parity.")
 _DATA = ("data.", "batch.", "tokenizer")
 _DTYPE = "(dtype)"
 
@@ -45,7 +45,7 @@ def differences(runs: Sequence[RunFacts]) -> list[Difference]:
         unset = [not key.startswith("(") and _has_settings(table, group) for table in tables]
         known = [value for value, is_unset in zip(values, unset, strict=True) if value is not None or is_unset]
         if any(value != known[0] for value in known[1:]):
-            may_explain = group != "deepspeed" and not key.startswith(_CHANGE_NO_NUMBER)
+            may_explain = group != "deepspeed" and not key.startswith(CHANGE_NO_NUMBER)
             found.append(Difference(group, key, values, may_explain))
     return sorted(_merge_dtypes(found), key=lambda item: _GROUP_ORDER.index(item.group))
 
@@ -115,41 +115,71 @@ def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, tree
 
 
-def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[str]:
-    """Why these runs are not directly comparable, one sentence each; none when they are."""
+@dataclass(frozen=True)
+class Caveat:
+    """Why runs are not directly comparable. voids: keys of the measures by which none of them can be called better."""
+
+    text: str
+    voids: tuple[str, ...] = ()
+
+    @property
+    def head(self) -> str:
+        """The reason alone, such as "different tokenizer"."""
+        return self.text.partition(":")[0]
+
+
+def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[Caveat]:
+    """Why these runs are not directly comparable; none when they are."""
     by_key = {item.key: item for item in found}
-    lines = []
-    for keys, consequence in _CONSEQUENCES:
+    known = []
+    for keys, consequence, voids in _CONSEQUENCES:
         hit = [by_key[key] for key in keys if key in by_key]
         if hit:
-            lines.append(f"{consequence}: {'; '.join(f'{item.key} {side_by_side(item.values)}' for item in hit)}")
-    return lines + list(_event_caveats(runs))
+            values = "; ".join(f"{item.key} {side_by_side(item.values)}" for item in hit)
+            known.append(Caveat(f"{consequence}: {values}", voids))
+    return known + [Caveat(text) for text in _event_caveats(runs)]
 
 
-_CONSEQUENCES: tuple[tuple[tuple[str, ...], str], ...] = (
+_VALIDATION = ("validation_at_equal_tokens", "validation_at_equal_time", "best_validation")
+_LOSSES = ("loss_at_equal_tokens", "loss_at_equal_time", "seconds_to_baseline", *_VALIDATION)
+_TIMES = ("loss_at_equal_time", "validation_at_equal_time", "seconds_to_baseline")
+_CONSEQUENCES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (
         ("data.tokenizer", "(vocab_size)"),
         "different tokenizer: a loss is in nats per token, and the tokens are different pieces of text",
+        (*_LOSSES, "tokens_per_second", "cost_per_million_tokens"),
     ),
     (
         ("(fingerprint)", "data.source", "data.path", "data.name", "data.validation_fraction"),
         "different data: training and validation losses are not of the same text",
+        _LOSSES,
     ),
-    (("data.sequence_length",), "different sequence length: longer contexts have lower losses"),
-    (("batch.global_size",), "different batch: steps are not comparable, compare at equal tokens"),
-    (("(parameters)", "model.name_or_path", "model.architecture"), "different model: compare at equal time and cost"),
+    (("data.sequence_length",), "different sequence length: longer contexts have lower losses", _LOSSES),
+    (("batch.global_size",), "different batch: steps are not comparable, compare at equal tokens", ("skipped",)),
+    (
+        ("(parameters)", "model.name_or_path", "model.architecture"),
+        "different model: compare at equal time and cost",
+        ("loss_at_equal_tokens", "validation_at_equal_tokens", "tokens_per_second", "memory_bytes"),
+    ),
     (
         ("precision.compute", "(compute)", "precision.path", "precision.manifest", "precision.reduce"),
         "different precision: losses differ by rounding from the first step",
+        (),
     ),
     (
         ("run.steps", "schedule.name", "schedule.warmup_steps"),
         "different schedule: at equal tokens the learning rates differ",
+        (),
     ),
-    (("evaluate.batches",), "different share of the validation set: validation losses are not of the same text"),
+    (
+        ("evaluate.batches",),
+        "different share of the validation set: validation losses are not of the same text",
+        _VALIDATION,
+    ),
     (
         ("processes", "accelerator.device", "cpu.model", "cpu.usable_cores"),
         "different hardware: times are not comparable",
+        _TIMES,
     ),
 )
 

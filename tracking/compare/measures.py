@@ -1,4 +1,4 @@
-"""Which run is better: each measure of each run, among them losses at equal tokens and at equal time.
+"""Each measure of each run, among them losses at equal tokens and at equal time.
 
 Single steps are noisy, so a training loss "at" a point is the mean over the applied steps of the window that ends
 there. A validation loss is interpolated between the two evaluations around the point.
@@ -38,12 +38,14 @@ class Measure:
     better: str
     values: tuple[float | str, ...]
     noise: tuple[float, ...] = ()
+    withheld: str = ""
+    """Why no value is called the best, though one is lower or higher; see `tracking.compare.winners`."""
 
     @property
     def best(self) -> tuple[int, ...]:
-        """Indices of the best value; none when all are the same, or neither is better."""
+        """Indices of the best value; none when all are the same, neither is better, or that cannot be said."""
         known = [float(value) for value in self.values if _finite(value)]
-        if not self.better or len(set(known)) < 2:
+        if not self.better or self.withheld or len(set(known)) < 2:
             return ()
         best = (min if self.better == "lower" else max)(known)
         return tuple(index for index, value in enumerate(self.values) if value == best)
@@ -193,9 +195,10 @@ def _reached(run: RunFacts, goal: float) -> float:
     width = max(1, round(WINDOW * losses.size))
     if losses.size < width or not losses.size or not math.isfinite(goal):
         return math.nan
-    sums = np.concatenate([[0.0], np.cumsum(np.nan_to_num(losses, nan=math.inf, posinf=1e30))])
+    finite = np.isfinite(losses)
+    sums, broken = (np.concatenate([[0.0], np.cumsum(part)]) for part in (np.where(finite, losses, 0.0), ~finite))
     means = (sums[width:] - sums[:-width]) / width
-    there = np.flatnonzero(means <= goal * (1 + 1e-9))
+    there = np.flatnonzero((means <= goal * (1 + 1e-9)) & (broken[width:] == broken[:-width]))
     return float(seconds[width - 1 + there[0]]) if there.size else math.nan
 
 
@@ -214,58 +217,3 @@ def _costs(runs: Sequence[RunFacts], price: float | None) -> list[Measure]:
 
 def _finite(value: float | str) -> bool:
     return isinstance(value, float) and math.isfinite(value)
-
-
-def verdicts(runs: Sequence[RunFacts], rows: Sequence[Measure]) -> list[str]:
-    """One sentence for each main measure: which run is best, and its distance from the baseline or the next best.
-
-    Losses closer than their noise, and values closer than _EQUAL, have no winner.
-    """
-    lines = []
-    for row in rows:
-        if row.key not in _MAIN_MEASURES or not row.best:
-            continue
-        best, second = _first_two(row)
-        name, gap = runs[best].label, abs(_number(row, best) - _number(row, second))
-        chance = math.hypot(*(row.noise[index] if row.noise else 0.0 for index in (best, second)))
-        equal = _EQUAL.get(row.kind, 0.0) * abs(_number(row, best))
-        if gap <= equal and row.kind not in _EQUAL:
-            continue  # a tie of counts
-        if gap <= equal:
-            lines.append(
-                f"{row.title}: no winner, {name} and {runs[second].label} are within {100 * _EQUAL[row.kind]:g} %"
-            )
-        elif gap <= chance:
-            lines.append(f"{row.title}: no clear winner, {name} is lowest within the noise of {chance:.2g} nats")
-        else:
-            lines.append(f"{row.title}: {name} is best{_margin(row, best, second, runs)}")
-    return lines
-
-
-def _margin(row: Measure, best: int, second: int, runs: Sequence[RunFacts]) -> str:
-    other, who = (0, "the baseline") if best else (second, runs[second].label)
-    base = _number(row, other)
-    if not math.isfinite(base) or base == 0:
-        return ""
-    return f", {_number(row, best) / base - 1:+.1%} relative to {who}"
-
-
-def _first_two(row: Measure) -> tuple[int, int]:
-    known = [index for index, value in enumerate(row.values) if _finite(value)]
-    known.sort(key=lambda index: _number(row, index), reverse=row.better == "higher")
-    return known[0], known[1]
-
-
-def _number(row: Measure, index: int) -> float:
-    return float(row.values[index])
-
-
-_EQUAL = {"loss": 0.0005, "rate": 0.02, "bytes": 0.01, "money": 0.02}
-"""Relative distance below which two values count as the same; chosen, not measured."""
-
-_MAIN_MEASURES = frozenset(
-    {
-        *("loss_at_equal_tokens", "loss_at_equal_time", "validation_at_equal_tokens", "validation_at_equal_time"),
-        *("tokens_per_second", "memory_bytes", "skipped", "cost"),
-    }
-)

@@ -11,7 +11,9 @@ from config.redact import redact
 from tracking.compare.cause import cause, tolerance_cause
 from tracking.compare.differences import Difference, caveats, differences
 from tracking.compare.divergence import Divergence, Tolerance, find_divergence
-from tracking.compare.measures import Measure, measures, verdicts
+from tracking.compare.groups import Group, seed_groups
+from tracking.compare.measures import Measure, measures
+from tracking.compare.winners import find_winners
 from tracking.run_facts import RunFacts
 
 
@@ -28,7 +30,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """runs: the baseline first. caveats: why the runs are not directly comparable; none when they are."""
+    """runs: the baseline first. caveats: why the runs are not directly comparable; none when they are.
+
+    groups: which runs are repeats of one another.
+    """
 
     runs: Sequence[RunFacts]
     caveats: list[str]
@@ -36,6 +41,7 @@ class Comparison:
     pairs: list[Pair]
     measures: list[Measure]
     verdicts: list[str]
+    groups: list[Group]
 
     @property
     def within_tolerance(self) -> bool:
@@ -54,6 +60,7 @@ class Comparison:
             "partings": [_pair(pair) for pair in self.pairs],
             "measures": [asdict(row) | {"best": row.best} for row in self.measures],
             "verdicts": self.verdicts,
+            "groups": [{"label": group.label, "runs": group.runs} for group in self.groups],
         }
 
 
@@ -65,8 +72,10 @@ def compare(runs: Sequence[RunFacts], *, tolerance: Tolerance, price: float | No
         divergence = find_divergence(runs[0], run, tolerance)
         why = cause(divergence, differences([runs[0], run]))
         pairs.append(Pair(run, divergence, headline(divergence), why, tolerance_cause(divergence)))
-    rows = measures(runs, price=price)
-    return Comparison(runs, caveats(runs, found), found, pairs, rows, verdicts(runs, rows))
+    known, groups = caveats(runs, found), seed_groups(runs)
+    voided = {key: caveat.head for caveat in reversed(known) for key in caveat.voids}
+    rows, verdicts = find_winners(runs, measures(runs, price=price), groups, voided)
+    return Comparison(runs, [caveat.text for caveat in known], found, pairs, rows, verdicts, groups)
 
 
 def headline(divergence: Divergence) -> str:

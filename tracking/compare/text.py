@@ -149,16 +149,16 @@ def _measures_table(comparison: Comparison) -> Table:
             cells = [_cell(row, index) for index in range(len(row.values))]
             table.add_row(Text(row.title, style="dim"), *cells)
         return table
-    rows = [row for row in comparison.measures if row.key in _COLUMN_TITLES]
+    rows = [row for row in comparison.measures if row.key in COLUMN_TITLES]
     table.add_column("run", overflow="fold")
     for row in rows:
-        table.add_column(_COLUMN_TITLES[row.key], justify="right", header_style="dim", no_wrap=True)
+        table.add_column(COLUMN_TITLES[row.key], justify="right", header_style="dim", no_wrap=True)
     for index, run in enumerate(comparison.runs):
         table.add_row(words(run.label), *(_cell(row, index) for row in rows))
     return table
 
 
-_COLUMN_TITLES = {
+COLUMN_TITLES = {
     "loss_at_equal_tokens": "loss, tokens",
     "loss_at_equal_time": "loss, time",
     "validation_at_equal_tokens": "validation",

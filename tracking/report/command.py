@@ -25,7 +25,6 @@ from config.redact import redact
 from tracking import terminal
 from tracking.jsonl import encode
 from tracking.report.context import MeasureContext, limits_from
-from tracking.report.html import levels_page, run_page
 from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
 from tracking.report.page import resume_command_of, summary_table, write_report
 from tracking.report.service_levels import objectives_from, run_folders, service_levels
@@ -70,7 +69,9 @@ def _one(options: argparse.Namespace) -> bool:
     except OSError as error:  # a run folder that may only be read
         print(shown(f"report.md was not written: {error.filename}: {error.strerror}"), file=sys.stderr)
     if options.html is not None:
-        write_page(options.html, run_page(run_dir, summary, findings, remarks))
+        from tracking.report.html import run_page  # brings Jinja2
+
+        write_page(options.html, run_page(context.run.facts, summary, findings, remarks))
     if options.json:
         baseline = None if options.baseline is None else str(options.baseline)
         content = {"run": str(options.run), "baseline": baseline, "caveats": remarks, "failed": failed}
@@ -92,6 +93,8 @@ def _many(options: argparse.Namespace) -> bool:
     objectives = objectives_from(options.objective)
     found = service_levels(run_folders(options.runs), objectives=objectives, now=now, since=since)
     if options.html is not None:
+        from tracking.report.html import levels_page
+
         write_page(options.html, levels_page(found))
     if options.json:
         _print_json(found.as_dict())

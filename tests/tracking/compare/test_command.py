@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from tracking.compare.divergence import Tolerance, events_near, find_divergence
 from tracking.compare.measures import loss_at, measures
 from tracking.compare.result import Comparison, compare
 from tracking.compare.sources import labels, read_runs
+from tracking.run_dir import RunDir
 
 SECRET = "hunter2hunter2"
 
@@ -262,6 +265,18 @@ def test_losses_at_equal_tokens_and_at_equal_time(tmp_path: Path) -> None:
     assert (mean, noise) == pytest.approx((9.5, 2 * np.std(np.arange(20), ddof=1) / math.sqrt(20)))
 
 
+def test_a_loss_that_was_not_finite_neither_reaches_the_baseline_nor_hides_that_it_was_reached(tmp_path: Path) -> None:
+    """The means are over two of 40 steps: 100 - step reaches 60.5 at step 40, 100 - 2 step reaches 60 at 20 to 21."""
+    base = write_run(tmp_path, "base", steps=40, change=lambda step, _: {"loss": 100.0 - step})
+    broken = {5: math.inf, 8: math.nan}
+    other = write_run(tmp_path, "other", steps=40, change=lambda n, _: {"loss": broken.get(n, 100.0 - 2 * n)})
+    runs = read_runs([str(base.path), str(other.path)])
+    goal = loss_at(runs[0], runs[0].columns.tokens[-1], "tokens")[0]
+    first = next(n for n in range(9, 41) if 100 - 2 * n + 1 <= goal)
+    rows = {row.key: row for row in measures(runs, price=None)}
+    assert rows["seconds_to_baseline"].values[1] == pytest.approx(first * 0.5)
+
+
 def test_a_winner_needs_more_than_noise(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     noisy = [{int(step): {"loss": 3.0 + rng.normal(0, 0.1)} for step in range(1, 201)} for _ in range(2)]
@@ -369,3 +384,54 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
         [sys.executable, "-c", code, *runs, *page], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "0 []"
+
+
+def _noisy(root: Path, name: str, level: float, seed: int, config: dict[str, Any] | None = None) -> RunDir:
+    """A run whose losses lie around `level`, with a spread of 0.01 nats from step to step."""
+    noise = np.random.default_rng(crc32(name.encode()) + seed).normal(0, 0.01, 201)
+    settings = {"run.seed": seed, **(config or {})}
+    return write_run(root, name, steps=200, change=lambda n, _: {"loss": level + float(noise[n])}, config=settings)
+
+
+def test_no_winner_is_named_under_a_caveat_that_voids_it(tmp_path: Path) -> None:
+    base = _noisy(tmp_path, "base", 3.0, 0)
+    other = _noisy(tmp_path, "other", 2.0, 0, {"data.tokenizer": "bytes"})
+    comparison = _compared(base, other)
+    losses = [line for line in comparison.verdicts if "loss" in line]
+    assert losses and all(line.endswith(": no winner, different tokenizer") for line in losses)
+    rows = {row.key: row for row in comparison.measures}
+    assert rows["loss_at_equal_tokens"].best == () and rows["loss_at_equal_tokens"].withheld == "different tokenizer"
+    assert not any("is best" in line for line in losses)
+
+
+def test_repeats_of_one_run_have_no_winner(tmp_path: Path) -> None:
+    """Seeds 1.2 % apart, and a control: its learning rate is nudged by 2^-8."""
+    nudged = {"optimizer.learning_rate": 3e-4 * (1 + 2**-8)}
+    runs = [_noisy(tmp_path, "seed-0", 3.0, 0), _noisy(tmp_path, "seed-1", 3.036, 1)]
+    runs.append(_noisy(tmp_path, "control-1", 3.02, 0, nudged))
+    comparison = _compared(*runs)
+    assert [group.runs for group in comparison.groups] == [(0, 1, 2)]
+    (line,) = [line for line in comparison.verdicts if line.startswith("training loss at")]
+    assert re.search(r"no winner, the runs are repeats of one another and 1\.\d% apart$", line)
+    assert all(not row.best for row in comparison.measures if row.kind == "loss")
+
+
+@pytest.mark.parametrize(("gap", "wins"), [(0.01, False), (0.5, True)])
+def test_a_difference_has_to_exceed_that_of_seeds(tmp_path: Path, gap: float, wins: bool) -> None:
+    """Two settings of three seeds each; 0.04 nats from seed to seed."""
+    runs = [
+        _noisy(tmp_path, f"{name}-seed{seed}", 3.0 - shift + 0.04 * (seed - 1), seed, {"optimizer.learning_rate": rate})
+        for name, shift, rate in (("small", 0.0, 3e-4), ("large", gap, 6e-4))
+        for seed in range(3)
+    ]
+    comparison = _compared(*runs)
+    assert [(group.label, group.runs) for group in comparison.groups] == [("small", (0, 1, 2)), ("large", (3, 4, 5))]
+    (line,) = [line for line in comparison.verdicts if line.startswith("training loss at")]
+    assert ("large (mean of 3) is best, -16" in line and "; repeats are 1." in line) == wins
+    assert ("no clear winner" in line) != wins
+
+
+def test_a_sweep_of_the_learning_rate_is_no_set_of_repeats(tmp_path: Path) -> None:
+    rates = (3e-4, 3.3e-4, 6e-4)
+    runs = [_noisy(tmp_path, f"lr{rate}", 3.0 - rate, 0, {"optimizer.learning_rate": rate}) for rate in rates]
+    assert [group.runs for group in _compared(*runs).groups] == [(0,), (1,), (2,)]

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ import pytest
 
 from tests.support.compare_runs import write_run
 from tracking.compare.command import main
-from tracking.compare.curves import BUCKETS, curve, marks, means
+from tracking.compare.curves import BUCKETS, band, curve, gap, gap_means, marks, means
 from tracking.compare.divergence import Tolerance
 from tracking.compare.html import data, page
 from tracking.compare.result import Comparison, compare
 from tracking.compare.sources import read_runs
+from tracking.pages.render import script_json
 
 SECRET = "hf_" + "a" * 30
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -66,9 +68,9 @@ def test_the_page_stands_alone_and_escapes_what_runs_brought(comparison: Compari
     text = page(comparison)
     reader = _Reader()
     reader.feed(text)
-    assert reader.loaded == [] and "img" not in reader.tags and len(reader.scripts) == 3
-    assert json.loads(reader.scripts[0])["divergences"] == [{"run": 1, "step": 20, "beyond": 20}]
-    assert "@" not in re.sub(r"<script.*?</script>|<style.*?</style>", "", text, flags=re.DOTALL)
+    assert reader.loaded == [] and "img" not in reader.tags and len(reader.scripts) == 4
+    assert json.loads(reader.scripts[1])["divergences"] == [{"run": 1, "step": 20, "beyond": 20}]
+    assert """content="default-src 'none';""" in text, "the browser would load nothing, whatever a run is called"
     assert SECRET not in text and "&lt;img src=x&gt;" in text and "diverge at step 20" in text
     for word in ("Which is better", "What differs", "hub_token", "steps attempted", "show step 20"):
         assert word in text
@@ -99,7 +101,7 @@ def test_short_runs_are_drawn_whole_and_long_ones_keep_every_extreme(tmp_path: P
 def test_what_happened_is_marked_where_it_happened(comparison: Comparison) -> None:
     found = {(mark["kind"], mark["step"]) for mark in marks(comparison.runs[1])}
     assert found == {("incident", 25), ("skip", 30)}
-    drawn = json.loads(data(comparison))
+    drawn = json.loads(script_json(data(comparison)))
     (incident,) = [mark for mark in drawn["runs"][1]["marks"] if mark["kind"] == "incident"]
     assert incident["loss"] == pytest.approx(4.25) and "***" in incident["text"]
     gaps = drawn["gaps"][0]
@@ -108,22 +110,97 @@ def test_what_happened_is_marked_where_it_happened(comparison: Comparison) -> No
     assert gaps["gap"][29] == pytest.approx(100 * (b - a) / a, rel=1e-6)
 
 
-@pytest.mark.parametrize("count", [1, 12])
-def test_a_real_browser_draws_it_without_an_error(tmp_path: Path, count: int) -> None:
+def test_a_step_without_a_finite_loss_has_a_mark_though_there_is_no_value_to_put_it_at(tmp_path: Path) -> None:
+    broken = write_run(tmp_path, "broken", change=lambda step, _: {"loss": math.nan} if step in (7, 8) else None)
+    found = [mark for mark in marks(read_runs([str(broken.path)])[0]) if mark["kind"] == "nan"]
+    assert [(mark["step"], mark["loss"], mark["text"]) for mark in found] == [
+        (7, None, "the loss is nan"),
+        (8, None, "the loss is nan"),
+    ]
+
+
+def test_repeats_have_a_mean_and_a_band(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path, f"seed{n}", change=lambda step, _, n=n: {"loss": 2.0 + n / 10}, config={"run.seed": n})
+        for n in range(3)
+    ]
+    found = band(read_runs([str(run.path) for run in runs]))
+    assert found["step"] == list(range(1, 41))
+    for part, level in (("low", 2.0), ("mean", 2.1), ("high", 2.2)):
+        assert found["loss"][part] == pytest.approx([level] * 40)
+    assert band(read_runs([str(runs[0].path)])) == {}
+
+
+def test_smoothing_averages_the_signed_gap(comparison: Comparison) -> None:
+    found = gap_means(comparison.pairs[0].divergence)
+    assert found["gap"] == pytest.approx(gap(comparison.pairs[0].divergence)["gap"])  # short runs: a segment is a step
+
+
+def in_a_browser(html: Path, script: str, *, width: int = 1400, height: int = 900) -> tuple[str, dict[str, Any]]:
+    """The page's body after it was drawn and `script` was run, which fills `found`; and what it found."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip("no Chromium on this machine")
-    runs = [
-        str(write_run(tmp_path, f"run{n}", change=lambda step, _, n=n: {"loss": 3 + n / 10 + 1 / step}).path)
-        for n in range(count)
-    ]
-    html = tmp_path / "page.html"
-    assert main([*runs, "--html", str(html)]) == 0
+    page = html.with_suffix(".tested.html")
+    probe = (
+        f"<script>const found = {{}}; {script}; document.body.dataset.found = JSON.stringify(found);</script></body>"
+    )
+    page.write_text(html.read_text().replace("</body>", probe))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=8000"]
-    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--disable-background-networking", "--dump-dom"]
-    done = subprocess.run([browser, *flags, html.as_uri()], capture_output=True, text=True, timeout=120, check=False)
+    flags += [f"--user-data-dir={html.parent / 'profile'}", "--disable-background-networking", "--dump-dom"]
+    flags += [f"--window-size={width},{height}"]
+    done = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=False)
     body = done.stdout[done.stdout.rindex("<body") :] if "<body" in done.stdout else ""
     assert 'data-drawn="yes"' in body, done.stderr[-500:]
     assert "CONSOLE" not in done.stderr, done.stderr[-500:]
-    assert len(re.findall(r'class="chart[" ]', body)) == 7 + (count > 1)
-    assert len(re.findall(r'<path class="js-line"', body)) >= 7 * count
+    return body, json.loads(unescape(re.findall(r'data-found="(.*?)"', body)[0]))
+
+
+PROBE = """
+found.charts = drawn.length;
+found.series = drawn.map((u) => u.series.length - 1);
+found.edge = Number(CHARTS[0].element.dataset.edge || 0);
+found.bar = document.querySelector("nav").offsetHeight;
+found.page = document.documentElement.scrollWidth;
+found.looks = new Set(data.runs.map((_, run) => colour(run) + dash(run))).size;
+const loss = drawn[0], before = [loss.scales.y.min, loss.scales.y.max];
+const left = loss.valToPos(30, "x");
+loss.setSelect({ left, width: loss.valToPos(40, "x") - left, top: 0, height: 10 });
+"""
+LATER = """
+requestAnimationFrame(() => setTimeout(() => {
+  found.zoom = [before, [loss.scales.y.min, loss.scales.y.max]];
+  found.linked = drawn.map((u) => [u.scales.x.min, u.scales.x.max]);
+  if (table) {
+    const search = document.getElementById("search");
+    search.value = "run1"; search.dispatchEvent(new Event("input"));
+    found.searched = drawn[0].series.length - 1;
+    document.getElementById("all").click();
+    table.querySelectorAll(".only")[3].click();
+    found.only = visible();
+  }
+  document.body.dataset.found = JSON.stringify(found);
+}, 50));
+"""
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 1400), (24, 390)])
+def test_a_real_browser_draws_it_without_an_error(tmp_path: Path, count: int, width: int) -> None:
+    """One run on a desktop, 24 on a phone; the first has two steps whose loss is nan. Zoom, search and `only this`."""
+
+    def change(step: int, number: int) -> dict[str, Any]:
+        return {"loss": math.nan if number == 0 and step in (20, 21) else 3 + number / 10 + 10 / step}
+
+    runs = [str(write_run(tmp_path, f"run{n}", change=lambda step, _, n=n: change(step, n)).path) for n in range(count)]
+    html = tmp_path / "page.html"
+    assert main([*runs, "--html", str(html)]) == 0
+    body, found = in_a_browser(html, PROBE + LATER, width=width, height=844)
+    assert len(re.findall(r'class="chart[" ]', body)) == found["charts"] == 7 + (count > 1)
+    assert found["series"][0] == count and found["edge"] == 2, "both steps are marked, at the edge of the chart"
+    assert found["bar"] < 844 / 4 and found["page"] <= max(width, 500), "the bar leaves room, nothing is wider than it"
+    assert found["looks"] == count
+    (low, high), (low_zoomed, high_zoomed) = found["zoom"]
+    assert high - low > 5 and high_zoomed - low_zoomed < 2.6 + count / 10, "the height is that of what is shown"
+    assert {tuple(round(end) for end in ends) for ends in found["linked"]} == {(30, 40)}
+    if count > 1:
+        assert found["searched"] == 11 and found["only"] == [3]

@@ -43,7 +43,7 @@ class _Cells(HTMLParser):
         self.loads += [value for name, value in attrs if name in ("src", "href") and value]
         if tag in ("th", "td"):
             self.cells.append("")
-        if tag not in ("br", "img", "meta"):
+        if tag not in ("br", "img", "meta", "input"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -86,7 +86,7 @@ def test_the_page_of_a_run_stands_alone(run: Path, tmp_path: Path) -> None:
     assert main([str(run), "--html", str(file)]) == 0
     page = _Cells(file.read_text())
     assert set(page.cells) >= TITLES and not page.open
-    assert len(page.loads) == 1 and page.loads[0].startswith("data:image/png;base64,")
+    assert page.loads == [] and 'id="charts"' in file.read_text()
 
 
 def test_what_a_run_recorded_cannot_break_the_page_or_the_report(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_what_a_run_recorded_cannot_break_the_page_or_the_report(tmp_path: Path)
         run.event("run_end", status="aborted", exit_code=3, reason=evil)
     assert main([str(tmp_path / "run"), "--html", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
-    assert "<script>" not in page and "&lt;script&gt;" in page
+    assert "<script>alert" not in page and "&lt;script&gt;alert" in page
     rows = [line for line in (tmp_path / "run/report.md").read_text().splitlines() if "alert" in line]
     assert rows and all("|[bold]" not in row.replace("\\|", "") for row in rows if row.startswith("| job"))
 

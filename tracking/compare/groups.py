@@ -1,0 +1,79 @@
+"""Runs that are repeats of one another: the same work with another seed, or with a learning rate nudged by a hair.
+
+How far repeats are apart is the noise that every other difference has to exceed. Two runs with the same seed and rate
+are no repeats: what makes them differ is what one wants to know.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from config.redact import redact
+from tracking.compare.differences import CHANGE_NO_NUMBER, flat
+from tracking.run_facts import RunFacts
+from tracking.summary import setting
+
+NUDGE = 0.02
+"""Relative distance of learning rates up to which two runs are repeats: the controls of a parity run are nudged by less
+(`precision.trajectories.control_factor`), a sweep by more."""
+
+_SEED = re.compile(r"[-_.]?(s|seed|control)?[-_.]?\d*$")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Repeats of one work; a group of one is a run without repeats."""
+
+    label: str
+    runs: tuple[int, ...]
+    """Indices of its runs, in their order."""
+
+
+def seed_groups(runs: Sequence[RunFacts]) -> list[Group]:
+    """Every run in one group, in the order of the groups' first runs. A run whose config is unknown is alone."""
+    works, found = [_work(run) for run in runs], list[list[int]]()
+    draws = [(setting(run.config, "run.seed"), _rate(run)) for run in runs]
+    for index in range(len(runs)):
+        for members in found:
+            first = members[0]
+            alike = works[index] is not None and works[index] == works[first]
+            if alike and _near(draws[index][1], draws[first][1]) and draws[index] not in [draws[m] for m in members]:
+                members.append(index)
+                break
+        else:
+            found.append([index])
+    return [Group(_label([runs[index].label for index in members]), tuple(members)) for members in found]
+
+
+def _work(run: RunFacts) -> Any:
+    """What the run computes and with which code, without its seed and learning rate; None where it is unknown."""
+    if not run.config:
+        return None
+    settings = {
+        key: repr(value)
+        for key, value in flat(redact(run.config))
+        if key not in ("run.seed", "optimizer.learning_rate") and not key.startswith(CHANGE_NO_NUMBER)
+    }
+    start = {name: run.start.get(name) for name in ("compute", "zero_stage", "parameters", "world_size")}
+    data = (run.environment.get("data") or {}).get("fingerprint")
+    return settings, start, data, run.environment.get("git"), run.environment.get("versions")
+
+
+def _rate(run: RunFacts) -> float | None:
+    rate = setting(run.config, "optimizer.learning_rate")
+    return float(rate) if isinstance(rate, int | float) else None
+
+
+def _near(a: float | None, b: float | None) -> bool:
+    return a == b or (a is not None and b is not None and abs(a - b) <= NUDGE * max(abs(a), abs(b)))
+
+
+def _label(names: Sequence[str]) -> str:
+    """What the names begin with, without a number or the word seed at its end."""
+    if len(names) == 1:
+        return names[0]
+    return _SEED.sub("", os.path.commonprefix(names)) or names[0]

@@ -1,0 +1,437 @@
+"use strict";
+// Draws the curves of runs with uPlot: one x axis, one zoom and one cursor for all charts. Tables are plain HTML already.
+const data = JSON.parse(document.getElementById("data").textContent);
+const state = {
+  axis: "step", logx: false, smoothing: 0, log: false, events: true, cut: false, seeds: false, range: null, hidden: new Set(), focus: null,
+};
+const CUT = 0.05; // share of a run at its start that the height of a chart ignores when `cut` is set
+
+// Eight hues that stay apart for colour-blind eyes (after Okabe and Ito), in a shade for each theme; then other dashes.
+const HUES = {
+  light: ["#0072b2", "#d55e00", "#00795a", "#b5528a", "#a87400", "#2e9bd6", "#6b4fbb", "#4a4f57"],
+  dark: ["#5cb3ea", "#ff8a3d", "#2cc79b", "#e58fbf", "#f0b429", "#b3e0fa", "#a997f5", "#c9ced6"],
+};
+const DASHES = [[], [9, 4], [2, 3], [9, 3, 2, 3]];
+const GLYPHS = {
+  incident: "\u25c6", nonfinite: "\u271a", fault: "\u2605", scale: "\u25bc", skip: "\u2716", checkpoint: "\u25a0", run_start: "\u25b6", nan: "\u2297",
+};
+const KINDS = {
+  incident: "incident", nonfinite: "non-finite tensor", fault: "injected fault", scale: "loss scale", skip: "skipped",
+  checkpoint: "checkpoint", run_start: "resumed", nan: "loss not finite",
+};
+const AXES = { step: "optimizer step", tokens: "tokens", seconds: "running time" };
+const few = data.runs.length <= 4;
+const some = (name) => data.runs.some((run) => run.curve[name].some((value) => value !== null && value !== 0));
+const scales = (run) => run.curve.loss_scale.some((value) => value !== null && value !== 1);
+const CHARTS = [
+  { name: "loss", title: "Training loss (nats per token)", wide: true, marks: true, cut: true },
+  data.runs.some((run) => run.validation.loss.length) && { name: "validation", title: "Validation loss (nats per token)" },
+  data.gaps.length && { name: "gap", title: "Loss against the baseline at the same step (%)" },
+  some("grad_norm") && { name: "grad_norm", title: "Gradient norm (before clipping)", log: 10, cut: true },
+  data.runs.some(scales) && { name: "loss_scale", title: "Loss scale", log: 2, step: true, marks: true },
+  some("tokens_per_second") && { name: "tokens_per_second", title: "Speed (tokens per second)", zero: true },
+  some("lr") && { name: "lr", title: "Learning rate", zero: true },
+  some("memory_bytes") && { name: "memory_bytes", title: "Peak memory (GiB, largest rank)", divide: 2 ** 30, zero: true },
+].filter(Boolean);
+
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colour = (run) => HUES[isDark() ? "dark" : "light"][run % 8];
+const dash = (run) => DASHES[Math.floor(run / 8) % 4];
+const pale = (hex, alpha) => hex + Math.round(alpha * 255).toString(16).padStart(2, "0");
+
+// --- numbers as text
+
+function short(value) {
+  if (value === null || value === undefined) return "";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) {
+    const [digits, exponent] = value.toExponential(4).split("e");
+    return `${Number(digits)}e${Number(exponent)}`;
+  }
+  return size >= 1e5 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(5)));
+}
+
+function power(value) {
+  const exponent = Math.log2(value);
+  return Number.isInteger(exponent) && value >= 1024 ? `2^${exponent}` : short(value);
+}
+
+function place(value) {
+  if (state.axis !== "seconds") return value >= 1e6 ? `${Number((value / 1e6).toPrecision(4))}M` : Math.round(value).toLocaleString("en");
+  const whole = Math.round(value);
+  if (whole < 100) return `${Number(value.toPrecision(3))} s`;
+  return whole < 3600 ? `${Math.floor(whole / 60)}m${String(whole % 60).padStart(2, "0")}` : `${Math.floor(whole / 3600)}h${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")}`;
+}
+
+const shown = (chart, value) => (chart.name === "loss_scale" ? power(value) : short(value));
+
+// --- what is drawn
+
+// Mean over `share` of the points around each; towards the ends over fewer, as many on either side.
+function smoothed(values, share) {
+  const most = Math.max(1, Math.round((values.length * share) / 2));
+  return values.map((_, index) => {
+    const half = Math.min(most, index, values.length - 1 - index);
+    const near = values.slice(index - half, index + half + 1).filter((value) => value !== null);
+    return near.length ? near.reduce((a, b) => a + b, 0) / near.length : null;
+  });
+}
+
+// x ascending; y as the axis can show it.
+function points(chart, x, y) {
+  const log = isLog(chart);
+  const kept = [[], []];
+  x.forEach((at, index) => {
+    if (at === null || (state.logx && at <= 0)) return;
+    const value = y[index] === null || (log && y[index] <= 0) ? null : y[index] / (chart.divide || 1);
+    kept[0].push(at);
+    kept[1].push(value);
+  });
+  return kept;
+}
+
+const isLog = (chart) => chart.log || (state.log && (chart.name === "loss" || chart.name === "validation") ? chart.log || 10 : 0);
+
+// The curves of a run in a chart: as recorded, and for smoothing the means of all its steps.
+function columns(chart, run) {
+  const item = data.runs[run];
+  if (chart.name === "gap") return run === 0 ? null : { raw: data.gaps[run - 1], means: data.gap_means[run - 1], key: "gap" };
+  if (chart.name === "validation") return { raw: item.validation, means: item.validation, key: "loss" };
+  if (chart.name === "loss_scale" && !scales(item)) return null;
+  return { raw: item.curve, means: item.means, key: chart.name };
+}
+
+function lines(chart) {
+  const found = [];
+  const add = (run, x, y, look) => { if (x.length) found.push({ run, data: points(chart, x, y), ...look }); };
+  if (state.seeds && chart.name !== "gap" && chart.name !== "validation") {
+    data.groups.forEach((group) => {
+      const run = group.runs[0];
+      if (group.runs.every((member) => state.hidden.has(member))) return;
+      const band = group.curves[chart.name];
+      if (!band) return lineOf(chart, run, add);
+      const x = group.curves[state.axis];
+      const soft = (values) => (state.smoothing > 0 && !chart.step ? smoothed(values, state.smoothing) : values);
+      add(run, x, soft(band.high), { width: 0, top: true });
+      add(run, x, soft(band.low), { width: 0, bottom: true });
+      add(run, x, soft(band.mean), { width: 2.2, label: `${group.label} (mean of ${group.runs.length})` });
+    });
+    return found;
+  }
+  data.runs.forEach((_, run) => { if (!state.hidden.has(run)) lineOf(chart, run, add); });
+  return found;
+}
+
+function lineOf(chart, run, add) {
+  const column = columns(chart, run);
+  if (!column) return;
+  const smooth = state.smoothing > 0 && !chart.step;
+  const below = run === 0 && few && data.runs.length > 1; // a run on top of it that is the same must not hide it
+  const dots = chart.name === "validation";
+  add(run, column.raw[state.axis], column.raw[column.key], { width: smooth ? 1 : below ? 3.5 : 1.5, faint: smooth, dots: dots && !smooth });
+  if (smooth) add(run, column.means[state.axis], smoothed(column.means[column.key], state.smoothing), { width: 2.2, dots });
+}
+
+// --- axes
+
+// From the first to the last point of all runs that are shown.
+function whole() {
+  let [low, high] = [Infinity, -Infinity];
+  data.runs.forEach((run, index) => {
+    if (state.hidden.has(index)) return;
+    run.curve[state.axis].forEach((value) => {
+      if (value === null || (state.logx && value <= 0)) return;
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    });
+  });
+  return low < high ? [low, high] : low === high ? [low - (state.logx ? low / 2 : 1), high + 1] : state.logx ? [1, 10] : [0, 1];
+}
+
+// The lowest and the highest value, without the first steps of each run.
+function withoutStart(series) {
+  let [low, high] = [Infinity, -Infinity];
+  series.forEach((one) => {
+    const [x, y] = one.data;
+    const start = x[0] + CUT * (x[x.length - 1] - x[0]);
+    for (let index = 0; index < x.length; index += 1) {
+      if (y[index] === null || x[index] < start) continue;
+      low = Math.min(low, y[index]);
+      high = Math.max(high, y[index]);
+    }
+  });
+  return low > high ? [null, null] : [low, high];
+}
+
+// The y range of a chart. low, high: of what is in the present stretch of the x axis; null where nothing is.
+function heights(chart, low, high) {
+  if (state.cut && chart.cut && !state.range) [low, high] = withoutStart(chart.series);
+  if (low === null || low === undefined) return isLog(chart) ? [0.5, 2] : [0, 1];
+  if (isLog(chart)) return low === high ? [low / 2, high * 2] : [low * (low / high) ** 0.06, high * (high / low) ** 0.06];
+  if (chart.zero) low = Math.min(0, low);
+  const room = 0.06 * (high - low || Math.abs(high) || 1);
+  return [chart.zero && low === 0 ? 0 : low - room, high + room];
+}
+
+// Where a logarithmic axis has its numbers: at powers of two, or at 1, 2 and 5 of each decade, at most about eight.
+function logSplits(base) {
+  return (u, axis, low, high) => {
+    if (!(low > 0) || !(high > low)) return [];
+    if (base === 2) {
+      const [first, last] = [Math.ceil(Math.log2(low)), Math.floor(Math.log2(high))];
+      const every = Math.max(1, Math.ceil((last - first + 1) / 8));
+      return Array.from({ length: Math.floor((last - first) / every) + 1 }, (_, index) => 2 ** (first + index * every));
+    }
+    const decades = Math.log10(high / low);
+    const digits = decades > 4 ? [1] : decades > 0.5 ? [1, 2, 5] : [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9];
+    const found = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += 1) found.push(...digits.map((digit) => Number(`${digit}e${power}`)));
+    return found.filter((value) => value >= low && value <= high);
+  };
+}
+
+// --- marks
+
+const wantedKinds = (chart) => (chart.name !== "loss" ? ["skip", "incident"] : few ? Object.keys(GLYPHS) : ["incident", "nonfinite", "fault", "run_start", "nan"]);
+
+function marksOf(chart) {
+  if (!chart.marks || !state.events) return [];
+  const kinds = wantedKinds(chart);
+  return data.runs.flatMap((item, run) => (state.hidden.has(run) ? [] : item.marks.filter((mark) => kinds.includes(mark.kind)).map((mark) => ({ ...mark, run }))));
+}
+
+// Where a mark is drawn, in pixels of the canvas: on the curve, or at the upper edge where the step has no value there.
+function spot(u, chart, mark) {
+  const at = mark[state.axis];
+  if (at === null || at < u.scales.x.min || at > u.scales.x.max) return null;
+  const value = mark[chart.name];
+  const edge = value === null || value === undefined || (isLog(chart) && value <= 0);
+  const size = 7 * devicePixelRatio;
+  const y = edge ? u.bbox.top + size : Math.min(u.bbox.top + u.bbox.height, Math.max(u.bbox.top + size, u.valToPos(value, "y", true)));
+  return { x: u.valToPos(at, "x", true), y, edge };
+}
+
+function drawMarks(u, chart) {
+  const { ctx } = u;
+  let edges = 0;
+  ctx.save();
+  ctx.textAlign = "center";
+  ctx.textBaseline = "middle";
+  ctx.lineWidth = 2 * devicePixelRatio;
+  ctx.strokeStyle = css("--card");
+  marksOf(chart).forEach((mark) => {
+    const where = spot(u, chart, mark);
+    if (!where) return;
+    edges += where.edge ? 1 : 0;
+    ctx.globalAlpha = state.focus !== null && state.focus !== mark.run ? 0.15 : 1;
+    ctx.font = `${(mark.kind === "incident" || where.edge ? 15 : 12) * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.fillStyle = where.edge ? css("--bad-line") : colour(mark.run);
+    ctx.strokeText(GLYPHS[mark.kind], where.x, where.y);
+    ctx.fillText(GLYPHS[mark.kind], where.x, where.y);
+  });
+  if (few) {
+    ctx.lineWidth = 1.2 * devicePixelRatio;
+    ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
+    data.divergences.forEach(({ run, step, beyond }) => {
+      if (state.hidden.has(run)) return;
+      new Set([step, beyond].filter((value) => value !== null)).forEach((value) => {
+        const x = u.valToPos(at(run, value), "x", true);
+        if (x < u.bbox.left || x > u.bbox.left + u.bbox.width) return;
+        ctx.strokeStyle = colour(run);
+        ctx.beginPath();
+        ctx.moveTo(x, u.bbox.top);
+        ctx.lineTo(x, u.bbox.top + u.bbox.height);
+        ctx.stroke();
+      });
+    });
+  }
+  ctx.restore();
+  chart.element.dataset.edge = edges;
+}
+
+function at(run, step) {
+  const curve = data.runs[run].curve;
+  const index = curve.step.findIndex((value) => value >= step);
+  return curve[state.axis][index < 0 ? curve.step.length - 1 : index];
+}
+
+// --- the cursor
+
+const tip = Object.assign(document.createElement("div"), { id: "tip", hidden: true });
+document.body.append(tip);
+
+function nearest(one, x) {
+  const xs = one.data[0];
+  let [low, high] = [0, xs.length - 1];
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] < x) low = middle;
+    else high = middle;
+  }
+  return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
+}
+
+// The values under the cursor: of few runs in the heading of every chart, of all near ones beside the mouse.
+function readout(u, chart) {
+  const { left, top } = u.cursor;
+  chart.values.replaceChildren();
+  if (left === undefined || left < 0) {
+    if (chart.under) tip.hidden = true;
+    return;
+  }
+  const x = u.posToVal(left, "x");
+  const found = chart.series.filter((one) => !one.faint && !one.top && !one.bottom && one.data[0].length).map((one) => {
+    const index = nearest(one, x);
+    return { one, x: one.data[0][index], value: one.data[1][index] };
+  });
+  if (few) found.forEach(({ one, value }) => {
+    const text = document.createElement("b");
+    text.style.color = colour(one.run);
+    text.textContent = value === null ? "-" : shown(chart, value);
+    chart.values.append(text);
+  });
+  if (!chart.under) return;
+  const distance = ({ value }) => (value === null ? Infinity : Math.abs(u.valToPos(value, "y") - top));
+  const near = found.sort((a, b) => distance(a) - distance(b)).slice(0, few ? 4 : 6);
+  const rows = near.map(({ one, value }) => {
+    const row = document.createElement("div");
+    row.style.color = colour(one.run);
+    row.textContent = `${value === null ? "not finite" : shown(chart, value)}  ${one.label || data.runs[one.run].label}`;
+    return row;
+  });
+  const head = document.createElement("div");
+  head.textContent = `${AXES[state.axis]} ${place(near.length ? near[0].x : x)}`;
+  const events = marksOf(chart).filter((mark) => {
+    const where = spot(u, chart, mark);
+    return where && Math.abs(where.x / devicePixelRatio - u.bbox.left / devicePixelRatio - left) < 6;
+  }).slice(0, 5).map((mark) => {
+    const row = document.createElement("div");
+    row.textContent = `${GLYPHS[mark.kind]} ${KINDS[mark.kind]}, step ${mark.step}, ${data.runs[mark.run].label}: ${mark.text}`;
+    return row;
+  });
+  tip.replaceChildren(head, ...rows, ...events);
+  tip.hidden = false;
+  const box = u.over.getBoundingClientRect();
+  const beside = box.left + left + 16;
+  tip.style.left = `${beside + tip.offsetWidth > window.innerWidth ? Math.max(4, beside - tip.offsetWidth - 32) : beside}px`;
+  tip.style.top = `${Math.max(4, Math.min(box.top + top, window.innerHeight - tip.offsetHeight - 4))}px`;
+}
+
+// --- drawing
+
+const holder = document.getElementById("charts");
+const drawn = [];
+
+// One zoom for all charts: they show the same stretch of the run, each at the height of what is in it.
+function selected(u) {
+  const { left, width } = u.select;
+  if (width < 2) return;
+  u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+  zoomTo([u.posToVal(left, "x"), u.posToVal(left + width, "x")]);
+}
+
+// range: on the present axis; null is the whole run.
+function zoomTo(range) {
+  state.range = range;
+  const [min, max] = range || whole();
+  drawn.forEach((u) => u.setScale("x", { min, max }));
+}
+
+function options(chart) {
+  const log = isLog(chart);
+  const axis = { stroke: () => css("--dim"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { stroke: () => css("--line"), width: 1 }, font: "12px system-ui, sans-serif" };
+  return {
+    width: chart.plot.clientWidth || 500,
+    height: chart.wide ? 380 : 260,
+    legend: { show: false },
+    focus: { alpha: 0.15 },
+    cursor: { sync: { key: "runs", setSeries: false }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => zoomTo(null) }, focus: { prox: few ? -1 : 16 }, points: { size: 6 } },
+    scales: {
+      x: { time: false, distr: state.logx ? 3 : 1, range: () => state.range || whole() },
+      y: { distr: log ? 3 : 1, log: log || 10, range: (u, low, high) => heights(chart, low, high) },
+    },
+    axes: [
+      { ...axis, values: (u, values) => values.map((value) => (value === null ? "" : place(value))), ...(state.logx ? { splits: logSplits(10), filter: (u, splits) => splits } : {}) },
+      { ...axis, size: 66, values: (u, values) => values.map((value) => (value === null ? "" : shown(chart, value))), ...(log ? { splits: logSplits(log), filter: (u, splits) => splits } : {}) },
+    ],
+    series: [{}, ...chart.series.map((one) => ({
+      label: one.label || data.runs[one.run].label,
+      stroke: () => (one.faint ? pale(colour(one.run), 0.3) : colour(one.run)),
+      width: one.width,
+      dash: one.faint ? [] : dash(one.run),
+      paths: chart.step ? uPlot.paths.stepped({ align: 1 }) : undefined,
+      points: { show: Boolean(one.dots), size: 7, fill: () => colour(one.run) },
+    }))],
+    bands: chart.series.flatMap((one, index) => (one.top ? [{ series: [index + 1, index + 2], fill: () => pale(colour(one.run), 0.18) }] : [])),
+    hooks: {
+      draw: [(u) => drawMarks(u, chart)],
+      setCursor: [(u) => readout(u, chart)],
+      setSelect: [selected],
+    },
+  };
+}
+
+function draw() {
+  drawn.splice(0).forEach((u) => u.destroy());
+  CHARTS.forEach((chart) => {
+    chart.series = lines(chart);
+    const joined = chart.series.length ? uPlot.join(chart.series.map((one) => one.data)) : [[], []];
+    drawn.push(new uPlot(options(chart), joined, chart.plot));
+  });
+  focus(state.focus);
+  document.body.dataset.drawn = "yes";
+}
+
+// Fade all runs but one; null: none.
+function focus(run) {
+  state.focus = run;
+  drawn.forEach((u, index) => {
+    const place = CHARTS[index].series.findLastIndex((one) => one.run === run);
+    u.setSeries(run === null || place < 0 ? null : place + 1, { focus: run !== null && place >= 0 }, false);
+  });
+}
+
+const choose = (id, take) => {
+  const input = document.getElementById(id);
+  if (input) input.addEventListener("change", () => { take(input); draw(); });
+};
+choose("axis", (input) => { state.axis = input.value; state.range = null; });
+choose("logx", (input) => { state.logx = input.checked; state.range = null; });
+choose("smoothing", (input) => { state.smoothing = Number(input.value); });
+choose("log", (input) => { state.log = input.checked; });
+choose("cut", (input) => { state.cut = input.checked; });
+choose("events", (input) => { state.events = input.checked; });
+choose("seeds", (input) => { state.seeds = input.checked; });
+state.cut = document.getElementById("cut").checked = data.runs.some((run) => run.curve.step.length > 500);
+document.getElementById("whole").addEventListener("click", () => zoomTo(null));
+if (window.innerWidth < 760) document.getElementById("options").open = false;
+
+function showStep(step) {
+  state.axis = document.getElementById("axis").value = "step";
+  state.range = [step - 20, step + 20];
+  draw();
+  holder.scrollIntoView({ behavior: "smooth" });
+}
+
+const present = Object.keys(KINDS).filter((kind) => data.runs.some((run) => run.marks.some((mark) => mark.kind === kind)));
+document.getElementById("key").textContent =
+  present.map((kind) => `${GLYPHS[kind]} ${KINDS[kind]}`).join("   ") + (data.divergences.length && few ? "   \u2506 where runs diverge" : "");
+for (const chart of CHARTS) {
+  chart.element = document.createElement("div");
+  chart.element.className = chart.wide ? "chart wide" : "chart";
+  const head = document.createElement("h3");
+  head.textContent = chart.title;
+  chart.values = document.createElement("span");
+  head.append(chart.values);
+  chart.plot = document.createElement("div");
+  chart.element.append(head, chart.plot);
+  chart.element.addEventListener("mouseenter", () => { chart.under = true; });
+  chart.element.addEventListener("mouseleave", () => { chart.under = false; tip.hidden = true; });
+  holder.append(chart.element);
+}
+document.addEventListener("theme", () => drawn.forEach((u) => u.redraw(false)));
+new ResizeObserver(() => drawn.forEach((u, index) => {
+  const width = CHARTS[index].plot.clientWidth;
+  if (width && Math.abs(width - u.width) > 1) u.setSize({ width, height: u.height });
+})).observe(holder);
+draw();

@@ -1,0 +1,13 @@
+"use strict";
+// Light or dark as the reader's system has it, until the button is pressed. Charts redraw themselves on "theme".
+const isDark = () => document.documentElement.classList.contains("dark");
+function setTheme(dark) {
+  document.documentElement.classList.toggle("dark", dark);
+  document.dispatchEvent(new Event("theme"));
+}
+{
+  const system = window.matchMedia("(prefers-color-scheme: dark)");
+  system.addEventListener("change", (event) => setTheme(event.matches));
+  setTheme(system.matches);
+  document.getElementById("theme").addEventListener("click", () => setTheme(!isDark()));
+}
