@@ -48,12 +48,14 @@ class Tab:
                     json.dumps({"id": 0, "method": "Page.handleJavaScriptDialog", "params": {"accept": True}})
                 )
 
-    def open(self, address: str, *, ready: str, seconds: float = 60.0) -> None:
+    def open(self, address: str, *, ready: str, seconds: float = 30.0) -> None:
         """Load a page and wait until the expression `ready` is true in it."""
+        self._call("Page.navigate", url="about:blank")  # or `ready` could be true of the page before
+        self.wait("location.href === 'about:blank'", seconds)
         self._call("Page.navigate", url=address)
-        self.wait(ready, seconds)
+        self.wait(f"document.readyState === 'complete' && location.href !== 'about:blank' && ({ready})", seconds)
 
-    def wait(self, expression: str, seconds: float = 60.0) -> None:
+    def wait(self, expression: str, seconds: float = 30.0) -> None:
         """Wait until `expression` is true in the page."""
         ends = time.monotonic() + seconds
         while not self.value(f"Boolean({expression})"):

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from config.printable import shown
 from tracking.console import duration, human
+from tracking.events import format_scale
 from tracking.report.context import percent
 from tracking.serve.library import Entry
 
@@ -211,12 +211,12 @@ def _line(group: Sequence[Entry], keys: Sequence[str], now: float) -> Line:
         validation=_spread(group, _validation, "{:.4f}"),
         speed="" if math.isnan(speed := _mean(group, _speed)) else human(speed),
         skips=_skipped(group),
-        scale=power(_mean(group, _scale)),
+        scale=scale_text(_mean(group, _scale)),
         incidents=tuple(sorted(incidents.items())),
         changed=f"{duration(max(0.0, now - max(entry.changed for entry in group)))} ago",
         settings=tuple((key.rpartition(".")[2], value) for key, value in own[:_MOST_SETTINGS]),
         more_settings=max(0, len(own) - _MOST_SETTINGS),
-        all_settings="\n".join(shown(f"{key} = {value}") for key, value in own),
+        all_settings="; ".join(f"{key} = {value}" for key, value in own),
     )
 
 
@@ -242,12 +242,9 @@ def _skipped(group: Sequence[Entry]) -> str:
     return f"{skipped:,} ({percent(skipped / steps, 2)})" if skipped and steps else "0" if steps else ""
 
 
-def power(scale: float) -> str:
-    """A loss scale; 2^24 of a power of two. Empty where nothing is scaled."""
-    if not math.isfinite(scale) or scale == 1.0:
-        return ""
-    exponent = math.log2(scale) if scale > 0 else math.nan
-    return f"2^{int(exponent)}" if exponent == int(exponent) else f"{scale:.6g}"
+def scale_text(scale: float) -> str:
+    """A loss scale; empty where nothing is scaled."""
+    return "" if math.isnan(scale) or scale == 1.0 else format_scale(scale)
 
 
 def _common(names: Sequence[str]) -> str:

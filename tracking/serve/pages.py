@@ -1,9 +1,7 @@
-"""Every address of the server and what it answers: Jinja2 templates with autoescape, or JSON for their scripts."""
+"""Every address of the server and what it answers: a template, or JSON for its script."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,9 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from config.printable import shown
+from tracking.pages.render import render, script_json
 from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts
 from tracking.serve import overview, run_page
@@ -23,15 +19,25 @@ from tracking.summary import read_inputs
 
 MOST_COMPARED = 24
 Query = dict[str, list[str]]
-_HERE = Path(__file__).parent
+_HTML = "text/html; charset=utf-8"
+_TRACKING = Path(__file__).parent.parent
+_SCRIPT, _STYLE = "text/javascript; charset=utf-8", "text/css; charset=utf-8"
 _STATIC = {
-    "icon.svg": "image/svg+xml",
-    "serve.css": "text/css; charset=utf-8",
-    "page.js": "text/javascript; charset=utf-8",
-    "overview.js": "text/javascript; charset=utf-8",
-    "run.js": "text/javascript; charset=utf-8",
+    "icon.svg": ("serve/icon.svg", "image/svg+xml"),
+    "style.css": ("pages/style.css", _STYLE),
+    "serve.css": ("serve/serve.css", _STYLE),
+    "charts.css": ("pages/charts.css", _STYLE),
+    "uPlot.css": ("pages/uplot/uPlot.min.css", _STYLE),
+    "heat.css": ("heatmap/heat.css", _STYLE),
+    "theme.js": ("pages/theme.js", _SCRIPT),
+    "page.js": ("serve/page.js", _SCRIPT),
+    "overview.js": ("serve/overview.js", _SCRIPT),
+    "run.js": ("serve/run.js", _SCRIPT),
+    "charts.js": ("pages/charts.js", _SCRIPT),
+    "uPlot.js": ("pages/uplot/uPlot.iife.min.js", _SCRIPT),
+    "heat.js": ("heatmap/heat.js", _SCRIPT),
 }
-_HTML, _JSON = "text/html; charset=utf-8", "application/json"
+"""Files by the name under which they are served."""
 
 
 class NotFound(Exception):
@@ -40,13 +46,12 @@ class NotFound(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. policy: which scripts it may run. compressed: the body by gzip, where that is known already."""
+    """An answer. policy: which scripts it may run."""
 
     body: bytes
     kind: str
     policy: str = "page"
     status: int = 200
-    compressed: bytes | None = None
 
 
 class Pages:
@@ -54,10 +59,6 @@ class Pages:
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._templates = Environment(
-            loader=FileSystemLoader(_HERE / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-        )
-        self._templates.filters |= {"shown": shown, "key": _quoted}
         self._addresses: dict[str, Callable[[Query], Reply]] = {
             "/": self._overview,
             "/favicon.ico": lambda query: _static("icon.svg"),
@@ -81,7 +82,7 @@ class Pages:
         return answer(query)
 
     def _render(self, template: str, **values: Any) -> Reply:
-        return Reply(self._templates.get_template(template).render(**values).encode(errors="replace"), _HTML)
+        return Reply(render(f"serve/{template}", quoted=_quoted, **values).encode(errors="replace"), _HTML)
 
     def _entry(self, query: Query) -> Entry:
         entry = self._library.entry(one(query, "key"))
@@ -102,7 +103,7 @@ class Pages:
 
     def _run(self, query: Query) -> Reply:
         entry = self._entry(query)
-        return self._render("run.html", entry=entry, state=run_page.state(entry, now=time.time()))
+        return self._render("run.html", entry=entry, repeats=False, state=run_page.state(entry, now=time.time()))
 
     def _state(self, query: Query) -> Reply:
         entry = self._entry(query)
@@ -158,16 +159,12 @@ def one(query: Query, name: str) -> str:
 
 
 def _json(value: Any) -> Reply:
-    return Reply(json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), _JSON)
+    return Reply(script_json(value).encode(), "application/json")
 
 
 @cache
 def _static(name: str) -> Reply:
-    if name == "plotly.js":
-        from plotly.offline import get_plotlyjs
-
-        script = get_plotlyjs().encode()
-        return Reply(script, "text/javascript; charset=utf-8", compressed=gzip.compress(script, 6))
     if name not in _STATIC:
         raise NotFound("There is no such file.")
-    return Reply((_HERE / "static" / name).read_bytes(), _STATIC[name])
+    file, kind = _STATIC[name]
+    return Reply((_TRACKING / file).read_bytes(), kind)

@@ -28,7 +28,7 @@ _SECONDS = 30.0  # for a request, and for each part of the answer to be taken
 _FIELDS = 200  # of a query: a selection of runs
 _COMPRESSED_FROM = 4096
 _POLICIES = {
-    # Plotly sets styles on its elements.
+    # Charts set styles on their elements.
     "page": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     # A page that is one file: its own script runs, without an origin, so that it reaches nothing else of this server.
@@ -94,6 +94,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         except (ValueError, UserError, OSError) as problem:
             reply = Reply(json.dumps({"error": shown(problem)}).encode(), "application/json", status=400)
+        except Exception as problem:  # a page that fails must not look like a server that is gone
+            print(shown(f"mantissa: {self.path}: {type(problem).__name__}: {problem}"), file=sys.stderr, flush=True)
+            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR)
+            return
         self._send(reply, with_body=with_body)
 
     def _send(self, reply: Reply, *, with_body: bool) -> None:
@@ -110,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not same:
             self.send_header("Content-Type", reply.kind)
             if len(body) >= _COMPRESSED_FROM and "gzip" in self.headers.get("Accept-Encoding", ""):
-                body = reply.compressed or gzip.compress(body, 1)
+                body = gzip.compress(body, 1)
                 self.send_header("Content-Encoding", "gzip")
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -66,7 +66,7 @@ def test_the_overview_and_a_run_are_drawn(page, client, tmp_path, size):
     picture(page, tmp_path, f"overview_{size}")
     for name in ("grows", "nan"):
         page.open(f"{client.address}/run?key={name}", ready=RUN_DRAWN)
-        assert page.value("document.querySelectorAll('#charts .main-svg').length") > 3
+        assert page.value("document.querySelectorAll('#charts canvas').length") > 3
         assert page.value(OVERFLOWING) <= 0
         picture(page, tmp_path, f"{name}_{size}")
     assert page.complaints() == []
@@ -78,7 +78,14 @@ def test_a_row_of_a_heat_map_is_unfolded(page, client):
     page.open(f"{client.address}/run?key=grows", ready=RUN_DRAWN)
     rows = "document.querySelector('#heat-activation').names.length"
     before = page.value(rows)
-    page.value("unfold('model.layers.*.mlp.down_proj')")
+    page.value(
+        """(() => {
+          const canvas = document.querySelector('#heat-activation canvas'), place = canvas.getBoundingClientRect();
+          const row = document.querySelector('#heat-activation').names.indexOf('model.layers.*.mlp.down_proj');
+          const middle = { clientX: place.left + 200, clientY: place.top + 15 * (row + 0.5), bubbles: true };
+          canvas.dispatchEvent(new MouseEvent('click', middle));
+        })()"""
+    )
     page.wait(f"{rows} === {before + 12}")
     assert (
         page.value("document.querySelector('#lines').textContent").count("layers 8-11 down_proj: activations at") == 1
@@ -108,13 +115,12 @@ def test_a_page_follows_a_run_that_trains(page, tmp_path):
     for step in range(1, 6):
         writer.step(step)
     with served(tmp_path) as client:
-        page.open(f"{client.address}/run?key=live", ready="document.body.dataset.curves === 'drawn'")
-        assert page.value("data.steps") == 5
-        page.wait("drawn")  # the first look at the state
+        page.open(f"{client.address}/run?key=live", ready="document.body.dataset.curves === '5'")
+        assert page.value("data.runs[0].curve.step.length") == 5
         for step in range(6, 12):
             writer.step(step)
         client.library.look()
-        page.wait("data.steps === 11")
+        page.wait("data.runs[0].curve.step.length === 11")
         assert "11 of 40" in page.value("document.querySelector('#state').textContent")
 
 

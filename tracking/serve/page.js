@@ -1,21 +1,4 @@
 "use strict";
-// Light or dark, before anything is drawn: the reader's choice, else the system's.
-const system = window.matchMedia("(prefers-color-scheme: dark)");
-const isDark = () => document.documentElement.classList.contains("dark");
-function useTheme() {
-  const wanted = localStorage.getItem("theme");
-  document.documentElement.classList.toggle("dark", wanted ? wanted === "dark" : system.matches);
-  document.dispatchEvent(new Event("theme"));
-}
-useTheme();
-system.addEventListener("change", useTheme);
-document.addEventListener("DOMContentLoaded", () => {
-  document.getElementById("theme").addEventListener("click", () => {
-    localStorage.setItem("theme", isDark() ? "light" : "dark");
-    useTheme();
-  });
-});
-
 // Replaces an element's content by a part of a page that the server rendered, if it has changed.
 const tags = new Map();
 async function refresh(element, address) {
