@@ -34,6 +34,7 @@ from config.resolved import Resolved
 from precision.manifest import load_manifest
 from precision.proposal import Limits, pattern_of
 from tracking.jsonl import plain
+from training.analyze.page import write_page
 from training.analyze.plot import plot_ranges
 from training.jobs import add_processes_option, default_processes, error_line_of, launch
 from training.parity.gate import gate
@@ -172,6 +173,7 @@ def _publish(out: Path, result: dict[str, Any]) -> int:
     manifest = result["proposal"]["manifest"]
     target.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     load_manifest(target)
+    write_page(out, result, reason=reason, verdict=verdict(result), table=table(result))
     rules = [f"{rule['match']}: {rule['reason']}" for rule in manifest["rules"]]
     print("\n".join(map(line, [*table(result), "", *rules, "", *verdict(result)])))
     if "parity" in result:

@@ -109,8 +109,7 @@ def envelope_page(
     ]
     parts = [
         "# Stability envelope",
-        meaning,
-        f"Learning rates tried, from the smallest up until two in a row fail: {_listed(rates)}.",
+        _verdict(rows),
         f"![largest learning rate by depth and batch]({picture})",
         "## Largest learning rate",
         table(_HEAD, largest).rstrip(),
@@ -120,9 +119,30 @@ def envelope_page(
         else "None of the rates that were tried.",
         *(["Passed above a rate that failed, which is luck and not counted:\n\n" + "\n".join(lucky)] if lucky else []),
         "## Conditions",
-        table(("what", "value"), [(text(what), text(value)) for what, value in conditions.items()]),
+        table(("what", "value"), [(text(what), text(value)) for what, value in conditions.items()]).rstrip(),
+        "## What the numbers mean",
+        meaning,
+        f"Learning rates tried, from the smallest up until two in a row fail: {_listed(rates)}.",
     ]
     return "\n\n".join(parts)
+
+
+def _verdict(rows: Sequence[Row]) -> str:
+    """One line for each precision: how much of FP32's learning rates it can take, at its worst."""
+    lines = []
+    for label in dict.fromkeys(row["label"] for row in rows if row["label"] not in ("fp32", "control")):
+        known = [row for row in rows if row["label"] == label and row["fp32"]]
+        stable = [row for row in known if row["largest"] is not None]
+        if not stable:
+            lines.append(f"- **{text(label)}** is stable at no rate that was tried")
+            continue
+        worst = min(stable, key=lambda row: row["largest"] / row["fp32"])
+        none = f"; at none in {len(known) - len(stable)} of {len(known)} places" if len(stable) < len(known) else ""
+        lines.append(
+            f"- **{text(label)}** takes {worst['largest'] / worst['fp32']:.3g} of FP32's largest learning rate at its "
+            f"worst, {worst['largest']:g} with {worst['depth']} layers and batch {worst['batch']}{none}"
+        )
+    return "\n".join(lines) or "No precision but FP32 was tried."
 
 
 def first_failure(row: Row) -> Mapping[str, Any] | None:

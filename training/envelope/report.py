@@ -1,4 +1,4 @@
-"""The results of a stability envelope: envelope.json, envelope.md and envelope.png in the output folder."""
+"""The results of a stability envelope: envelope.json, .md, .html and .png in the output folder."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from precision.envelope import CONTROL, RISE, Bounds, Cell, Setting, Trial, expl
 from precision.trajectories import NUDGE
 from tracking.environment import environment
 from tracking.jsonl import read_events
+from tracking.pages.document import write_document
 from training.envelope.plot import draw_envelope, envelope_page
 from training.envelope.worker import TRIALS, Study, device_name, read_trials, trial_key
 
@@ -70,7 +71,7 @@ def write_results(study: Study, processes: int, *, command: Sequence[str]) -> li
     draw_envelope(rows, study.rates, folder / "envelope.png", title=title)
     meaning = _meaning(study.bounds, first.config.run.steps, first.config.guard.max_consecutive_skips)
     page = envelope_page(rows, study.rates, conditions, meaning, picture="envelope.png")
-    (folder / "envelope.md").write_text(page, encoding="utf-8")
+    write_document(folder / "envelope.md", page)
     return rows
 
 

@@ -1,4 +1,4 @@
-"""The report of a parity run, from the content of its `parity.json` alone: `parity.md` and two plots."""
+"""The report of a parity run, from the content of its `parity.json` alone: `parity.md`, `parity.html` and two plots."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config.files import write_atomically
 from config.markdown import code, table, text
 from precision.parity import gradient_errors, module_errors, worst_of
+from tracking.pages.document import write_document
 from tracking.plots import STYLE, plain, save_png
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _UNITS = {
 
 
 def write_report(folder: Path, found: dict[str, Any]) -> Path:
-    """Write `parity.md`, `trajectories.png` and `steps.png` into `folder`; returns the page's path.
+    """Write `parity.md` and `parity.html`, `trajectories.png` and `steps.png` into `folder`; returns the page's path.
 
     found: the content of parity.json, in which values that are not finite are strings.
     """
@@ -63,9 +63,7 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
         "## Speed, memory and cost\n\n" + _resources(found["bought"]),
         "## Conditions\n\n" + _conditions(found["conditions"]),
     ]
-    page = folder / "parity.md"
-    write_atomically(page, "\n".join(parts).encode())
-    return page
+    return write_document(folder / "parity.md", "\n".join(parts), tone="bad" if found["failed"] else "good")
 
 
 def verdict_lines(found: dict[str, Any]) -> list[str]:

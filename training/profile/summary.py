@@ -52,11 +52,13 @@ def summarise(timeline: Timeline, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_summary(trace: Path, facts: dict[str, Any]) -> str:
-    """Write the .json and .md next to the trace. Returns the headline. Raises ValueError: no step in the trace."""
+    """Write .json, .md and .html next to the trace. Returns the headline. Raises ValueError: no step in the trace."""
+    from tracking.pages.document import write_document  # brings Jinja2, which a run without a profile does not need
+
     summary = summarise(build_timeline(read_trace(trace)), facts)
     stem = trace.parent / trace.name.partition(".")[0]
     stem.with_suffix(".json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    stem.with_suffix(".md").write_text(page(summary, trace.name), encoding="utf-8")
+    write_document(stem.with_suffix(".md"), page(summary, trace.name))
     return headline(summary)
 
 

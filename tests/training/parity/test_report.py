@@ -72,7 +72,7 @@ def test_a_pass_says_what_held_and_what_it_bought(tmp_path: Path) -> None:
     assert "| energy, start-up included | not reported here | not reported here | not reported here |" in page
     assert "0.10% | at most 0.50% | yes" in page
     assert "at least 0.99" in page
-    assert {path.name for path in tmp_path.iterdir()} == {"parity.md", "trajectories.png", "steps.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"parity.md", "parity.html", "trajectories.png", "steps.png"}
 
 
 def test_a_failure_is_told_first_with_its_modules(tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""A page that a tool writes in Markdown, and the same page as HTML: one file with its pictures, for a browser.
+
+What stands between the heading and the first section is the verdict, and is framed as such.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote
+
+from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
+from markdown_it.token import Token
+from markupsafe import Markup
+
+from config.files import write_atomically
+from tracking.pages.render import picture, render
+
+Tone = Literal["good", "bad", "warn"]
+
+_NO_PICTURE = re.compile(r"^([a-z]+:|//|/)", re.IGNORECASE)
+
+
+def write_document(path: Path, markdown: str, *, tone: Tone = "warn") -> Path:
+    """Write `path` (PAGE.md) and PAGE.html beside it; returns the former. Raises OSError when one cannot be written.
+
+    markdown: opens with a heading; what comes from a run is escaped in it as `config.markdown` does. Pictures are
+    files beside the page. tone: of the verdict.
+    """
+    write_atomically(path, markdown.encode())
+    write_atomically(path.with_suffix(".html"), document(markdown, path.parent, tone=tone).encode())
+    return path
+
+
+def document(markdown: str, folder: Path, *, tone: Tone = "warn") -> str:
+    """The HTML page, UTF-8 text. HTML within the Markdown is text on it. folder: of the pictures."""
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    renderer = _Renderer(folder)
+    tokens = parser.parse(markdown)
+    title, rest = _heading(tokens)
+    at = next((index for index, token in enumerate(rest) if token.type == "heading_open"), len(rest))
+    verdict = next((index for index, token in enumerate(rest[:at]) if _has_picture(token)), at)
+    while verdict < at and verdict and rest[verdict].type != "paragraph_open":
+        verdict -= 1  # a picture belongs to the body, with the paragraph that it is in
+    lead, body = (renderer.render(part, parser.options, {}) for part in (rest[:verdict], rest[verdict:]))
+    return render("pages/document.html", title=title, lead=Markup(lead), body=Markup(body), tone=tone)
+
+
+def _heading(tokens: Sequence[Token]) -> tuple[str, list[Token]]:
+    """Text of the heading that the page opens with, and the tokens after it."""
+    if not tokens or tokens[0].type != "heading_open":
+        return "", list(tokens)
+    text = "".join(child.content for child in tokens[1].children or ())
+    return text, list(tokens[3:])
+
+
+def _has_picture(token: Token) -> bool:
+    return any(child.type == "image" for child in token.children or ())
+
+
+class _Renderer(RendererHTML):
+    """Puts pictures into the page and lets wide tables scroll."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def image(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
+        """One picture; its text alone where it is no file beside the page."""
+        token = tokens[index]
+        name, said = unquote(str(token.attrGet("src") or "")), token.content
+        file = self._folder / name
+        if _NO_PICTURE.match(name) or ".." in Path(name).parts or not file.is_file():
+            return str(Markup("<em>{}</em>").format(said))
+        return str(Markup('<img class="plot" alt="{}" src="{}">').format(said, picture(file)))
+
+    def table_open(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
+        """A table and the box that it scrolls in."""
+        return '<div class="scroll"><table>'
+
+    def table_close(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
+        """The end of both."""
+        return "</table></div>"

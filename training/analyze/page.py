@@ -1,0 +1,39 @@
+"""The page about an analysis: the verdict on the proposed manifest first, how it was measured last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from config.markdown import code, fenced, text
+from tracking.pages.document import write_document
+
+
+def write_page(
+    out: Path, result: dict[str, Any], *, reason: str | None, verdict: Sequence[str], table: Sequence[str]
+) -> Path:
+    """Write the page beside the manifest `out`, as OUT.analysis.md and .html; returns the former.
+
+    reason: why the proposal is rejected; None when it is not. verdict, table: as they are printed.
+    """
+    parity = result.get("parity")
+    judged = f" `training.parity` over {parity['steps']} steps: {text(parity['verdict'])}." if parity else ""
+    outcome = f"**rejected**: {text(reason)}." if reason else f"**accepted**: written to {code(out.name)}."
+    rules = result["proposal"]["manifest"]["rules"]
+    parts = [
+        f"# Precision manifest for {text(Path(result['config']).name)}\n",
+        f"{outcome}{judged}\n",
+        "".join(f"- {text(line)}\n" for line in verdict),
+        f"![exponent ranges of every region](<{out.with_suffix('.png').name}>)\n",
+        "## Rules\n",
+        "".join(f"- {code(rule['match'])}: {text(rule['reason'])}\n" for rule in rules) or "None: one dtype for all.\n",
+        "## Regions\n",
+        fenced("\n".join(table)),
+        "## How it was measured\n",
+        "The gradient error is the relative distance of the gradients from FP32's on held-out batches. A region's "
+        "share of BF16's squared error is measured with that region alone in BF16. docs/analyze.md has the method.\n",
+        f"Config {code(result['config'])}, overrides {code(' '.join(result['overrides']) or 'none')}, "
+        f"{result['steps']} FP32 steps before the measurement.\n",
+    ]
+    return write_document(out.with_suffix(".analysis.md"), "\n".join(parts), tone="bad" if reason else "good")
