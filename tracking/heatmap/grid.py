@@ -25,8 +25,9 @@ MOST_COLUMNS = 600
 MOST_ROWS = 20_000
 """Modules beyond are left out: a damaged file must not fill the memory."""
 _MOST_CHANGES = 20_000  # non-finite findings and changes of dtype that are kept
-_USED = ("run_start", "telemetry", "nonfinite", "incident", "note")
-_PREFIXES = tuple(f'{{"event":{space}"{kind}"'.encode() for kind in _USED for space in ("", " "))
+USED = ("run_start", "telemetry", "nonfinite", "incident", "note")
+"""Events that the collector reads."""
+_PREFIXES = tuple(f'{{"event":{space}"{kind}"'.encode() for kind in USED for space in ("", " "))
 _MEASURED = ("activation", "gradient", "underflow", "drift", "update")
 
 

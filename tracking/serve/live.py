@@ -87,8 +87,8 @@ class LiveRun:
             event = orjson.loads(line)
             if event["event"] != "step":
                 event = decode(line)
-            if event is None or fault_in(event) is not None and event["event"] != "step":
-                return None
+                if event is None or fault_in(event) is not None:
+                    return None
             self._collector.add(event, self._read)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return None
