@@ -312,12 +312,21 @@ class CheckpointSection:
 class TrackingSection:
     """Where the record of the run goes besides events.jsonl."""
 
+    sinks: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio", "csv"], ...] = ("wandb",)
+    """[choices] Trackers that are fed from events.jsonl, each in a process of its own. csv writes RUN/metrics.csv.
+    Optional installs: tensorboard (RUN/tensorboard), mlflow (MLFLOW_TRACKING_URI, else RUN/mlflow.db), trackio."""
+    group: str = ""
+    """[text] Runs that belong together, such as seeds of a setting: wandb's and Trackio's group, a tag in MLflow."""
+    tags: tuple[str, ...] = ()
+    """[texts] Tags in wandb and MLflow."""
+    job_type: str = "train"
+    """[text] wandb's job type, a tag in MLflow."""
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """[choice] wandb mode. Trouble inside wandb never stops training."""
     project: str = "mantissa"
-    """[text] wandb project."""
+    """[text] Project in wandb and Trackio, experiment in MLflow."""
     log_every_steps: int = limit(1, at_least=1)
-    """[steps] How often wandb and the plain console get a step; events.jsonl has every step."""
+    """[steps] How often the trackers and the plain console get a step; events.jsonl has every step."""
     prometheus_port: int | None = limit(None, at_least=0, at_most=65535)
     """[port] Where rank 0 answers `GET /metrics` for Prometheus; 0: any free one, logged at the start; null: none."""
     prometheus_address: str = "127.0.0.1"

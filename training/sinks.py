@@ -1,4 +1,4 @@
-"""Open the sinks of a run's record: the event file, the console, wandb and Prometheus."""
+"""Open the sinks of a run's record: the event file, the console, wandb and other trackers, Prometheus."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tracking.environment import environment
 from tracking.jsonl import JsonlSink
 from tracking.record import Record, Sink
 from tracking.run_dir import RunDir
+from tracking.trackers.sink import TrackerSink
 from tracking.wandb.sink import WandbSink
 from training.distributed import World
 from training.engine import Engine
@@ -62,16 +63,22 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
             if entry.bytes
             else f"  {entry.what:<28} {entry.dtype}"
         )
-    wandb = WandbSink(
-        run_dir,
-        {"run": to_dict(config), "deepspeed": resolved.deepspeed, "environment": facts},
-        mode=config.tracking.wandb,
-        project=config.tracking.project,
-        name=config.run.name,
-        notes=config.run.hypothesis,
-        log_every_steps=every,
-    )
-    sinks: list[Sink] = [JsonlSink(run_dir.events), console, wandb]
+    tracking, said = config.tracking, {"run": to_dict(config), "deepspeed": resolved.deepspeed, "environment": facts}
+    shared: dict[str, Any] = {
+        "name": config.run.name,
+        "project": tracking.project,
+        "notes": config.run.hypothesis,
+        "group": tracking.group,
+        "tags": list(tracking.tags),
+        "job_type": tracking.job_type,
+    }
+    sinks: list[Sink] = [JsonlSink(run_dir.events), console]
+    for tracker in dict.fromkeys(tracking.sinks):
+        if tracker == "wandb":
+            sinks.append(WandbSink(run_dir, said, mode=tracking.wandb, log_every_steps=every, **shared))
+        else:
+            known = {**shared, "config": to_dict(config)}
+            sinks.append(TrackerSink(tracker, run_dir, known, log_every_steps=every))
     if config.tracking.prometheus_port is not None:
         sinks.append(_prometheus(config, console))
     return Record(sinks)

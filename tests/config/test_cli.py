@@ -16,6 +16,7 @@ from config.cli import REPOSITORY, entry_point
 from config.errors import UserError
 
 PARTS_OF_TOOLS = {
+    "tracking.trackers.worker",
     "launch.kubernetes.retryable",  # launch.supervise with other exit codes
     "tracking.wandb.worker",
     "training.benchmark.peak",

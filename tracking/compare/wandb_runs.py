@@ -45,19 +45,27 @@ def read_wandb(path: str, label: str) -> RunFacts:
     if state in ("finished", "crashed", "failed", "killed", "preempted"):
         collector.add(collector.last | {"event": "run_end", "status": "done" if state == "finished" else state})
     facts = collector.facts(label, f"wandb:{path}", None)
-    return replace(
-        facts,
-        config=config.get("run") or {},
-        deepspeed=config.get("deepspeed") or {},
-        environment=config.get("environment") or {},
-    )
+    run, deepspeed, environment = _sections(config)
+    return replace(facts, config=run, deepspeed=deepspeed, environment=environment)
+
+
+_BESIDE = ("ds_config", "environment", "manifest", "session", "_wandb")
+
+
+def _sections(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Run config, DeepSpeed JSON and environment of a wandb run; before 0.2 the first was under a key of its own."""
+    environment = config.get("environment") or {}
+    if "ds_config" in config:
+        run = {name: value for name, value in config.items() if name not in _BESIDE}
+        return run, config["ds_config"] or {}, environment
+    return config.get("run") or {}, config.get("deepspeed") or {}, environment
 
 
 def as_events(rows: Iterable[dict[str, Any]], config: dict[str, Any]) -> Iterator[Event]:
     """The events that wandb's history rows were made from, `run_start` first."""
-    environment = config.get("environment") or {}
+    run, _, environment = _sections(config)
     first = {"event": "run_start", "resumed_from": None, "world_size": environment.get("world_size") or 1}
-    compute = ((config.get("run") or {}).get("precision") or {}).get("compute")
+    compute = (run.get("precision") or {}).get("compute")
     last: dict[str, Any] = {"step": 0, "tokens": 0, "time": 0.0}
     for row in rows:
         where = {"step": row.get("step"), "tokens": row.get("tokens", 0), "time": row.get("_timestamp", 0.0)}

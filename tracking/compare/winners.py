@@ -66,6 +66,8 @@ def _judge(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> t
     sides.sort(key=lambda side: side.value, reverse=row.better == "higher")
     best, second = sides[:2]
     gap = abs(best.value - second.value)
+    if row.kind not in _EQUAL and len(groups) == 1:
+        return "the runs are repeats of one another", ""
     if row.kind not in _EQUAL:
         return "", f"{row.title}: {best.label} is best{_margin(best, second, sides, runs)}" if gap > 0 else ""
     equal = _EQUAL[row.kind] * abs(best.value)

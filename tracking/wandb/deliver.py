@@ -45,6 +45,9 @@ def deliver(run_dir: RunDir, *, online: bool, models: Sequence[dict[str, Any]]) 
         name=run["run"]["name"],
         notes=run["run"]["hypothesis"],
         log_every_steps=run["tracking"]["log_every_steps"],
+        group=run["tracking"].get("group") or "",
+        tags=run["tracking"].get("tags") or (),
+        job_type=run["tracking"].get("job_type") or "train",
         models=models,
         finish_timeout_s=FINISH_TIMEOUT_S,
     )

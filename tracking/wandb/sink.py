@@ -52,13 +52,16 @@ class WandbSink:
         name: str,
         notes: str,
         log_every_steps: int,
+        group: str = "",
+        tags: Sequence[str] = (),
+        job_type: str = "train",
         models: Sequence[dict[str, Any]] = (),
         init_timeout_s: float = INIT_TIMEOUT_S,
         finish_timeout_s: float = FINISH_TIMEOUT_S,
     ) -> None:
         """Start the worker and return at once; it delivers new events and those that wandb does not have yet.
 
-        config: resolved run config, DeepSpeed JSON and environment; secrets are hidden.
+        config: `run` (the resolved run config), `deepspeed` (its JSON) and `environment`; secrets are hidden.
         mode: offline, online or disabled (then nothing is started). Online without a login or a reachable server
         becomes offline, with one line. models: facts as in `tracking.wandb.models`, recorded at the end.
         """
@@ -80,8 +83,10 @@ class WandbSink:
             "init_timeout_s": init_timeout_s,
             "finish_timeout_s": finish_timeout_s,
         }
-        words = {"project": project, "name": shown(name), "notes": printable(notes)}
-        leaving = redact({**words, "config": config | {"manifest": _manifest(config)}})
+        words: dict[str, Any] = {"project": project, "name": shown(name), "notes": printable(notes)}
+        words |= {"group": shown(group) or None, "tags": [shown(tag) for tag in tags], "job_type": shown(job_type)}
+        leaving = redact({**words, "config": _as_shown(config) | {"manifest": _manifest(config)}})
+        job["config"] = redact(config)
         init = {"resume": "allow", "allow_val_change": True, **leaving}
         try:
             job["init"] = {**init, "id": run_id(run_dir), "dir": str(run_dir.path.resolve())}
@@ -169,6 +174,12 @@ class WandbSink:
                 print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
             else:
                 self._error_line = text
+
+
+def _as_shown(config: dict[str, Any]) -> dict[str, Any]:
+    """The config as wandb's columns have it: `optimizer.learning_rate` and `run.steps`, not `run.run.steps`."""
+    rest = {name: value for name, value in config.items() if name not in ("run", "deepspeed")}
+    return {**(config.get("run") or {}), **rest, "ds_config": config.get("deepspeed") or {}}
 
 
 def _manifest(config: dict[str, Any]) -> Any:

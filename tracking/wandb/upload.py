@@ -29,7 +29,7 @@ class Delivery:
 
     def __init__(self, run: Any, job: dict[str, Any]) -> None:
         self._run = run
-        self._config = job["init"]["config"]
+        self._config = job["config"]
         self._every = job["log_every_steps"]
         self._file = Path(run.settings.sync_file)
         self._delivered = Delivered(Path(job["delivered"]))

@@ -193,8 +193,8 @@ def _draw_steps(axes: Sequence[Axes], found: dict[str, Any]) -> None:
     walks = [walk for walk in found["walks"] if walk["steps"]]
     order = _modules_in_order(walks)
     panels = (
-        (axes[0], "module_error", module_errors, "Own error of each module's output"),
-        (axes[1], "gradient_error", gradient_errors, "Error of each module's weight gradients"),
+        (axes[0], "module_error", module_errors, "Output error by module"),
+        (axes[1], "gradient_error", gradient_errors, "Gradient error by module"),
     )
     for axis, bound, values, title in panels:
         worst: dict[str, float] = {}

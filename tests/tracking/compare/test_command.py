@@ -413,7 +413,8 @@ def test_repeats_of_one_run_have_no_winner(tmp_path: Path) -> None:
     assert [group.runs for group in comparison.groups] == [(0, 1, 2)]
     (line,) = [line for line in comparison.verdicts if line.startswith("training loss at")]
     assert re.search(r"no winner, the runs are repeats of one another and 1\.\d% apart$", line)
-    assert all(not row.best for row in comparison.measures if row.kind == "loss")
+    assert all(not row.best for row in comparison.measures if row.kind in ("loss", "count"))
+    assert not any("is best" in line for line in comparison.verdicts)
 
 
 @pytest.mark.parametrize(("gap", "wins"), [(0.01, False), (0.5, True)])

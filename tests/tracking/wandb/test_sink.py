@@ -17,6 +17,7 @@ import pytest
 from config.cli import REPOSITORY
 from tests.support.synthetic_events import start_fields, step_fields
 from tests.support.wandb_server import until
+from tracking.compare.wandb_runs import offline, read_wandb
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -66,6 +67,22 @@ def _rows(folder: Path) -> list[dict[str, str]]:
 
 def _exit_codes(folder: Path) -> list[int]:
     return [record.exit.exit_code for record in _stored(folder) if record.WhichOneof("record_type") == "exit"]
+
+
+def test_config_keys_are_not_doubled_and_the_run_is_sorted_into_its_group(run_dir: RunDir) -> None:
+    config = {"run": {"run": {"steps": 3}, "optimizer": {"learning_rate": 1e-3}}, "deepspeed": {"zero": 2}}
+    words = {"project": "p", "name": "demo", "notes": "", "log_every_steps": 2}
+    sorting = {"group": "seeds", "tags": ["small", "fp16"], "job_type": "sweep"}
+    sink = WandbSink(run_dir, config, mode="offline", **words, **sorting)
+    _session(run_dir, sink, 1, 2)
+    (folder,) = run_dir.wandb.glob("offline-run-*")
+    (run,) = [record.run for record in _stored(folder) if record.WhichOneof("record_type") == "run"][:1]
+    assert (run.run_group, list(run.tags), run.job_type) == ("seeds", ["small", "fp16"], "sweep")
+    rows, known = offline(run_dir.wandb)
+    assert known["run"] == {"steps": 3} and known["optimizer"] == {"learning_rate": 1e-3}
+    assert known["ds_config"] == {"zero": 2} and "deepspeed" not in known
+    facts = read_wandb(str(run_dir.wandb), "demo")
+    assert facts.config == config["run"] and facts.deepspeed == config["deepspeed"]
 
 
 def test_two_sessions_are_one_offline_run_on_one_axis(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,7 +122,7 @@ def test_the_picture_of_steps_shows_the_worst_of_all_of_them_by_module_as_the_ve
     assert (0.0, 0.01) in drawn[1] and (1.0, 0.05) not in drawn[1]
     assert [text.get_text() for axis in axes for text in axis.texts] == ["embed", "head"]
     assert {axis.get_title() for axis in axes} == {
-        "Own error of each module's output, worst of all steps",
-        "Error of each module's weight gradients, worst of all steps",
+        "Output error by module, worst of all steps",
+        "Gradient error by module, worst of all steps",
     }
     assert "steps 1 to 3" in {line.get_label() for line in axes[0].lines}

@@ -1,0 +1,183 @@
+"""What each tracker's own reader finds is what events.jsonl holds, over sessions, crashes and broken clients."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.cli import REPOSITORY
+from config.errors import UserError
+from config.load import load_config
+from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
+from tracking.jsonl import JsonlSink
+from tracking.record import Record
+from tracking.run_dir import RunDir
+from tracking.trackers.sink import TrackerSink
+
+SECRET = "hf_" + "a" * 30
+FACTS: dict[str, Any] = {
+    "name": "demo",
+    "project": "papers",
+    "notes": "it holds",
+    "group": "seeds",
+    "tags": ["small", "fp16"],
+    "job_type": "train",
+    "config": {"run": {"steps": 8}, "optimizer": {"learning_rate": 3e-4}, "token": SECRET},
+}
+
+
+def loss(step: int) -> float:
+    return math.nan if step == 3 else 5.0 - step / 10
+
+
+def session(
+    run_dir: RunDir, tracker: str, first: int, last: int, *, status: str | None = "done", every: int = 1
+) -> None:
+    """Steps first to last through a real record; status: None leaves the session without an end."""
+    sink = TrackerSink(tracker, run_dir, FACTS, log_every_steps=every)
+    record = Record([JsonlSink(run_dir.events), sink])
+    record.event("run_start", step=first - 1, tokens=0, **start_fields())
+    for step in range(first, last + 1):
+        fields = step_fields(step, loss=loss(step), applied=step != 3, skipped_total=int(step >= 3))
+        record.event("step", step=step, tokens=step * TOKENS_PER_STEP, **fields)
+    record.event("eval", step=last, tokens=last * TOKENS_PER_STEP, loss=4.0, perplexity=math.exp(4.0))
+    if status:
+        code = {"done": 0, "preempted": 75, "crashed": 69}[status]
+        record.event("run_end", step=last, tokens=last * TOKENS_PER_STEP, status=status, exit_code=code)
+    record.close()
+    assert "is switched off" not in run_dir.events.read_text()
+
+
+@pytest.fixture(autouse=True)
+def _local(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def test_tensorboard_reads_back_every_step_of_two_sessions(run_dir: RunDir) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    session(run_dir, "tensorboard", 1, 4, status="preempted")
+    session(run_dir, "tensorboard", 5, 8)
+    found = EventAccumulator(str(run_dir.path / "tensorboard"))
+    found.Reload()
+
+    def values(name: str) -> dict[int, float]:
+        return {item.step: float(make_ndarray(item.tensor_proto)) for item in found.Tensors(name)}
+
+    losses = values("train/loss")
+    assert list(losses) == list(range(1, 9)) and math.isnan(losses[3])
+    assert {step: value for step, value in losses.items() if step != 3} == pytest.approx(
+        {step: loss(step) for step in range(1, 9) if step != 3}
+    )
+    assert values("eval/loss") == {4: 4.0, 8: 4.0}
+    assert values("train/lr")[2] == pytest.approx(step_fields(2)["lr"])
+
+
+def test_mlflow_reads_back_one_run_with_its_config_and_status(run_dir: RunDir) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    pytest.importorskip("sqlalchemy", reason="mlflow's local store needs sqlalchemy")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run_dir.path / 'mlflow.db'}")
+    session(run_dir, "mlflow", 1, 4, status="crashed")
+    (run,) = client.search_runs([client.get_experiment_by_name("papers").experiment_id])
+    assert run.info.status == "FAILED"
+    session(run_dir, "mlflow", 5, 8)
+    (run,) = client.search_runs([client.get_experiment_by_name("papers").experiment_id])
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "demo")
+    assert run.data.params["run.steps"] == "8" and run.data.params["optimizer.learning_rate"] == "0.0003"
+    assert SECRET not in str(run.data.params)
+    assert run.data.tags["group"] == "seeds" and run.data.tags["tag.fp16"] == "true"
+    history = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
+    assert sorted(history) == list(range(1, 9)) and math.isnan(history[3]) and history[8] == pytest.approx(loss(8))
+
+
+def test_trackio_takes_a_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    monkeypatch.setenv("TRACKIO_DIR", str(run_dir.path / "trackio"))
+    session(run_dir, "trackio", 1, 4)
+    assert list((run_dir.path / "trackio").rglob("*.db"))
+
+
+def test_csv_has_a_row_for_each_step_and_evaluation_also_after_a_torn_line(run_dir: RunDir) -> None:
+    session(run_dir, "csv", 1, 4, status=None, every=2)
+    path = run_dir.path / "metrics.csv"
+    with path.open("ab") as file:
+        file.write(b"9,9,")
+    session(run_dir, "csv", 5, 8, every=2)
+    rows = [row for row in csv.DictReader(path.open()) if row["tokens"]]
+    assert [int(row["step"]) for row in rows if row["train/loss"]] == [2, 3, 4, 6, 8], (
+        "skipped steps are never left out"
+    )
+    assert rows[1]["train/loss"] == "nan" and float(rows[0]["train/loss"]) == pytest.approx(loss(2))
+    assert [row["eval/loss"] for row in rows if row["eval/loss"]] == ["4.0", "4.0"]
+
+
+def test_what_a_session_could_not_deliver_the_next_one_does(run_dir: RunDir) -> None:
+    record = Record([JsonlSink(run_dir.events)])
+    record.event("run_start", step=0, tokens=0, **start_fields())
+    record.event("step", step=1, tokens=1, **step_fields(1))
+    record.close()
+    session(run_dir, "csv", 2, 2)
+    assert [row["step"] for row in csv.DictReader((run_dir.path / "metrics.csv").open()) if row["train/loss"]] == [
+        "1",
+        "2",
+    ]
+
+
+def test_a_client_that_fails_is_switched_off_and_training_continues(run_dir: RunDir, capsys: Any) -> None:
+    (run_dir.path / "metrics.csv").mkdir()
+    sink = TrackerSink("csv", run_dir, FACTS, log_every_steps=1)
+    assert sink._process is not None
+    sink._process.wait(30)
+    record = Record([JsonlSink(run_dir.events), sink])
+    record.event("run_start", step=0, tokens=0, **start_fields())
+    record.event("step", step=1, tokens=1, **step_fields(1))
+    record.close()
+    said = capsys.readouterr().err
+    assert "csv failed: IsADirectoryError" in said and "the next session delivers the rest" in said
+
+
+def test_a_killed_training_is_recorded_to_its_last_step(tmp_path: Path) -> None:
+    """The worker notices that its training is gone and delivers what is in the file."""
+    code = (
+        "import os, signal, sys, time; from pathlib import Path\n"
+        "from tests.tracking.trackers.test_trackers import *\n"
+        "run = RunDir.create(Path(sys.argv[1]), 'demo', fresh=False)\n"
+        "record = Record([JsonlSink(run.events), TrackerSink('csv', run, FACTS, log_every_steps=1)])\n"
+        "record.event('run_start', step=0, tokens=0, **start_fields())\n"
+        "record.event('step', step=1, tokens=1, **step_fields(1))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        check=False,
+    )
+    assert done.returncode == -9
+    path = tmp_path / "demo" / "metrics.csv"
+    for _ in range(300):
+        if path.exists() and "\n1," in path.read_text():
+            break
+        subprocess.run(["sleep", "0.1"], check=True)
+    assert [row["step"] for row in csv.DictReader(path.open())] == ["1"]
+
+
+def test_a_tracker_that_is_not_installed_is_a_mistake_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = REPOSITORY / "config/recipes/demo.yaml"
+    monkeypatch.setattr("config.rules.find_spec", lambda name: None)
+    assert load_config(demo, ["tracking.sinks=[csv]"], None).tracking.sinks == ("csv",)
+    with pytest.raises(
+        UserError, match="tracking.sinks names trackio, which is not installed here; pip install trackio"
+    ):
+        load_config(demo, ["tracking.sinks=[csv, trackio]"], None)

@@ -1,0 +1,180 @@
+"""The clients of the trackers, behind one small interface. Their packages are optional, and imported only here."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from config.files import write_atomically
+from tracking.compare.differences import flat
+
+CSV_COLUMNS = (
+    *("attempt", "step", "time", "tokens", "train/loss", "train/grad_norm", "train/clip_coefficient", "train/lr"),
+    *("train/loss_scale", "train/applied", "train/skipped_total", "train/step_seconds", "train/tokens_per_second"),
+    *("train/memory_bytes", "eval/loss", "eval/perplexity"),
+)
+
+
+class Client(Protocol):
+    """One tracker's run. Anything may raise: the worker ends then, and training continues."""
+
+    def log(self, numbers: dict[str, float], attempt: int, time: float) -> None:
+        """Numbers by name, some not finite, at one place of the axis. time: seconds since the epoch."""
+
+    def flush(self) -> None:
+        """Have what was logged stored."""
+
+    def close(self, exit_code: int) -> None:
+        """The run has ended, or crashed (then not 0)."""
+
+
+def open_client(job: dict[str, Any]) -> Client:
+    """The client that a job of `tracking.trackers.sink` names. Raises ImportError where its package is missing."""
+    return _CLIENTS[job["tracker"]](job)
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard, one of each session, by TensorBoard's own writer."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from tensorboard.summary import Writer
+
+        self._writer = Writer(str(Path(job["folder"]) / "tensorboard"))
+
+    def log(self, numbers: dict[str, float], attempt: int, time: float) -> None:
+        """Scalars."""
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, attempt, wall_time=time)
+
+    def flush(self) -> None:
+        """Write the file."""
+        self._writer.flush()
+
+    def close(self, exit_code: int) -> None:
+        """Close the file; TensorBoard has no status of a run."""
+        self._writer.close()
+
+
+class MLflow:
+    """A run at MLFLOW_TRACKING_URI, or in RUN/mlflow.db where that is not set; a resumed run continues it."""
+
+    _MOST_METRICS, _MOST_PARAMS, _MOST_TEXT = 1000, 100, 500  # of one batch, and of a parameter's value
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
+        folder = Path(job["folder"])
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
+        self._pending: list[Any] = []
+        known = folder / "mlflow_run_id"
+        try:
+            self._run = self._client.get_run(known.read_text(encoding="utf-8").strip()).info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+        except (OSError, MlflowException):  # a new run, or another server
+            experiment = self._client.get_experiment_by_name(job["project"])
+            number = experiment.experiment_id if experiment else self._client.create_experiment(job["project"])
+            tags = {"mlflow.note.content": job["notes"], "group": job["group"], "job_type": job["job_type"]}
+            tags |= {f"tag.{tag}": "true" for tag in job["tags"]}
+            kept = {name: value for name, value in tags.items() if value}
+            self._run = self._client.create_run(number, tags=kept, run_name=job["name"]).info.run_id
+            write_atomically(known, self._run.encode())
+            self._log_params(job["config"])
+
+    def _log_params(self, config: dict[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(_mlflow_name(key), str(value)[: self._MOST_TEXT]) for key, value in flat(config)]
+        for batch in _batches(params, self._MOST_PARAMS):
+            self._client.log_batch(self._run, params=batch)
+
+    def log(self, numbers: dict[str, float], attempt: int, time: float) -> None:
+        """Metrics, sent with the next flush."""
+        from mlflow.entities import Metric
+
+        at = int(time * 1000)
+        self._pending += [Metric(_mlflow_name(name), value, at, attempt) for name, value in numbers.items()]
+
+    def flush(self) -> None:
+        """Send them."""
+        pending, self._pending = self._pending, []
+        for batch in _batches(pending, self._MOST_METRICS):
+            self._client.log_batch(self._run, metrics=batch)
+
+    def close(self, exit_code: int) -> None:
+        """FINISHED, KILLED when it was preempted, or FAILED."""
+        self.flush()
+        status = {0: "FINISHED", 75: "KILLED"}.get(exit_code, "FAILED")
+        self._client.set_terminated(self._run, status=status)
+
+
+class Trackio:
+    """A run of Trackio: local, in TRACKIO_DIR, unless its own variables name a Space."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        import trackio
+
+        self._trackio = trackio
+        config = dict(flat(job["config"]))
+        options = {"group": job["group"]} if job["group"] else {}
+        trackio.init(project=job["project"], name=job["name"], config=config, resume="allow", **options)
+
+    def log(self, numbers: dict[str, float], attempt: int, time: float) -> None:
+        """Metrics."""
+        self._trackio.log(numbers, step=attempt)
+
+    def flush(self) -> None:
+        """Trackio sends by itself."""
+
+    def close(self, exit_code: int) -> None:
+        """Send the rest."""
+        self._trackio.finish()
+
+
+class Csv:
+    """RUN/metrics.csv: a row for each step and evaluation, for a spreadsheet; not everything that events.jsonl has."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        path = Path(job["folder"]) / "metrics.csv"
+        new = not path.exists() or not path.stat().st_size
+        torn = not new and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("a", encoding="utf-8", newline="")
+        self._writer = csv.DictWriter(self._file, CSV_COLUMNS, extrasaction="ignore")
+        if new:
+            self._writer.writeheader()
+        elif torn:
+            self._file.write("\n")
+
+    def log(self, numbers: dict[str, float], attempt: int, time: float) -> None:
+        """One row; what is neither of a step nor of an evaluation is left out."""
+        if "train/loss" in numbers or "eval/loss" in numbers:
+            self._writer.writerow({**numbers, "attempt": attempt, "time": time, "step": int(numbers["step"])})
+
+    def flush(self) -> None:
+        """Write the file."""
+        self._file.flush()
+
+    def close(self, exit_code: int) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+_CLIENTS: dict[str, Callable[[dict[str, Any]], Client]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+    "csv": Csv,
+}
+
+
+def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def _mlflow_name(name: str) -> str:
+    """MLflow takes letters, digits, underscores, dashes, periods, spaces and slashes, at most 250 of them."""
+    return "".join(letter if letter.isalnum() or letter in "_-. /" else "_" for letter in name)[:250]
