@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,13 @@ from tracking.events import fault_in
 from tracking.heatmap.grid import Heat, HeatCollector, event_on, is_used
 from tracking.jsonl import decode
 from tracking.run_facts import Collector, Columns, RunFacts
+from tracking.serve.skim import steps_at
 
 _CHUNK = 1 << 22
+SOON = 1 << 26
+"""Bytes that are read while the reader of a page waits."""
+PLACES = 1000
+"""Steps of a sketch."""
 _TELEMETRY = (b'{"event":"telemetry"', b'{"event": "telemetry"')
 
 
@@ -27,6 +33,7 @@ class LiveRun:
         """Lines that are no event."""
         self._path = folder / "events.jsonl"
         self._lock = threading.Lock()
+        self._reader: threading.Thread | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -34,6 +41,19 @@ class LiveRun:
         self._read, self._inode = 0, -1
         self._facts: RunFacts | None = None
         self._heat_now: Heat | None = None
+
+    def ready(self) -> bool:
+        """Whether all but the newest of its events were read; if not, they are being read from now on."""
+        if self._path.stat().st_size - self._read <= SOON:
+            return True
+        if self._reader is None or not self._reader.is_alive():
+            self._reader = threading.Thread(target=self._read_quietly, daemon=True, name="reading a run")
+            self._reader.start()
+        return False
+
+    def _read_quietly(self) -> None:
+        with suppress(OSError), self._lock:  # whoever asks for the facts is told
+            self._update()
 
     def facts(self) -> RunFacts:
         """The run so far, without config and environment. Raises OSError when it cannot be read."""
@@ -93,3 +113,11 @@ class LiveRun:
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return None
         return event
+
+
+def sketch(folder: Path, label: str) -> RunFacts:
+    """A run from its steps at even places alone, without rare events: at once, whatever its length. Raises OSError."""
+    collector = Collector()
+    for event in steps_at(folder / "events.jsonl", PLACES):
+        collector.add(event)
+    return collector.facts(label, str(folder), None)

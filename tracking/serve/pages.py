@@ -15,6 +15,7 @@ from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts
 from tracking.serve import overview, run_page
 from tracking.serve.library import Entry, Library, require_inside
+from tracking.serve.live import LiveRun, sketch
 from tracking.summary import read_inputs
 
 MOST_COMPARED = 24
@@ -109,14 +110,17 @@ class Pages:
         entry = self._entry(query)
         return self._render("state.html", entry=entry, state=run_page.state(entry, now=time.time()))
 
-    def _live(self, query: Query) -> Any:
+    def _live(self, query: Query) -> LiveRun:
         live = self._library.live(one(query, "key"))
         if live is None:
             raise NotFound("There is no such run.")
         return live
 
     def _curves(self, query: Query) -> Reply:
-        return _json(run_page.curves(self._live(query).facts()))
+        live = self._live(query)
+        if live.ready():
+            return _json(run_page.curves(live.facts()) | {"sketch": False})
+        return _json(run_page.curves(sketch(live.folder, live.label)) | {"sketch": True})
 
     def _heat(self, query: Query) -> Reply:
         heat = self._live(query).heat()

@@ -24,7 +24,9 @@
 
   async function drawCurves() {
     const found = await get(at("/run/curves"));
-    drawIncidents(found.incidents);
+    document.getElementById("reading").hidden = !found.sketch;
+    if (found.sketch) setTimeout(() => drawCurves().catch(complain), 1500);
+    else drawIncidents(found.incidents);
     if (!found.steps) {
       document.getElementById("key").textContent = "no step was recorded yet";
     } else if (curves) {

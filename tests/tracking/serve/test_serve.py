@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from html.parser import HTMLParser
 
@@ -18,7 +19,7 @@ from tests.support.compare_runs import CONFIG, ENVIRONMENT, RunWriter, merged, w
 from tests.support.heat_runs import growing, write_heat_run
 from tests.support.hostile import HOSTILE, OBEYED
 from tests.support.serving import served
-from tracking.serve import library, skim
+from tracking.serve import library, live, skim
 from tracking.serve.command import main
 from tracking.serve.overview import scale_text
 from tracking.serve.skim import Skimmer
@@ -272,6 +273,21 @@ def test_a_long_run_is_skimmed_at_a_few_places(tmp_path, monkeypatch):
     assert 40 <= len(found.losses) <= 61 and found.losses[0][0] == 1 and found.losses[-1][0] == 600
     assert skim.gaps(found.losses) <= 30
     assert not skimmer.update()
+
+
+def test_a_long_run_is_sketched_while_it_is_read(tmp_path, monkeypatch):
+    write_heat_run(tmp_path, "a", layers=2, steps=2500, every=100)
+    monkeypatch.setattr(live, "SOON", 1000)
+    with served(tmp_path) as client:
+        first = client.data("/run/curves", key="a")
+        [run] = first["drawn"]["runs"]
+        assert first["sketch"] and 500 < first["steps"] <= 1001
+        assert run["curve"]["step"][0] == 1 and run["curve"]["step"][-1] == 2500
+        ends = time.monotonic() + 60
+        while (found := client.data("/run/curves", key="a"))["sketch"]:
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        assert found["steps"] == 2500
 
 
 def test_a_scale_is_shown_where_there_is_one():
