@@ -352,9 +352,9 @@ class ProfileSection:
 class TelemetrySection:
     """Statistics of each module's gradients and activations, measured now and then into events.jsonl and wandb."""
 
-    every_steps: int = limit(0, at_least=0)
-    """[steps] Gradient norm, maximum and underflow and largest activation of each module, distance of parameters from
-    their masters, size of the update; every so many steps. Reads gradients whole, module by module. 0: never."""
+    every_steps: int = limit(50, at_least=0)
+    """[steps] Gradient norm, maximum and underflow, largest activation, distance of the weights from their masters and
+    size of the update of each module, every so many steps: what the heat maps are drawn from. 0: never."""
     probe: bool = False
     """[true or false] On those steps also run the micro-batches in FP32 and compare gradients: cosine, sign agreement
     and relative error by parameter. One more pass, and an FP32 copy of the gradients in host memory on every rank."""
@@ -470,17 +470,19 @@ class Defect:
         "stale_weight",
         "unclipped_update",
         "silent_skip",
+        "growing_activation",
     ]
     """[choice] fp16_norm: a norm works in FP16 on `factor` times its input. coarse_output: a module's output is rounded
     to 3 bits of mantissa. flushed_gradient: the smaller half of a module's gradients is zero, as FP16 leaves it without
     enough of a loss scale. wrong_unscaling: gradients are divided by `factor` too much.
     skipped_accumulation: the first micro-batch's gradients are lost. lost_reduction: another rank's gradients of a
     module are lost. stale_weight: a module computes with weights that no longer follow their masters.
-    unclipped_update: clipping is reported, not done. silent_skip: every other step is lost and reported as applied."""
+    unclipped_update: clipping is reported, not done. silent_skip: every other step is lost and reported as applied.
+    growing_activation: one channel of a module's output has 1 added, and `factor` times as much each further step."""
     module: str | None = None
     """[module name] Module that has the defect; not read by kinds that hit the whole step."""
     factor: float = limit(2.0, above=0.0)
-    """[factor] What wrong_unscaling and fp16_norm multiply by."""
+    """[factor] What wrong_unscaling, fp16_norm and growing_activation multiply by."""
 
 
 @dataclass(frozen=True)

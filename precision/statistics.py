@@ -13,41 +13,21 @@ going to the even neighbour, zero (IEEE 754-2019, sections 3.3, 3.4, 4.3.1; for 
 | float32  | 2^-126 = 1.18e-38   | 2^-149 = 1.40e-45   | up to 2^-150         |
 
 Gradients have to be measured before they are rounded: in FP32, or in 16 bits of a wider range, times the loss scale.
-`underflow_share(gradient * scale, torch.float16)` of a BF16 or FP32 gradient is what FP16 would lose. FTZ, which
-some devices use for BF16, zeroes all subnormals: then `below_normal` is the share that is lost.
+FTZ, which some devices use for BF16, zeroes all subnormals: then the share below the smallest normal number is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from precision.findings import tensors_of
+from precision.sampling import largest_of
 
 Named = Iterable[tuple[str, torch.Tensor]]
-
-
-class Underflow(NamedTuple):
-    """Shares of a tensor's values, each a () float32 tensor in [0, 1]; 0 for a tensor without values that are not 0."""
-
-    below_normal: torch.Tensor
-    """Of the finite non-zero values, those smaller than the smallest normal number: kept with fewer bits, or lost."""
-    flushed: torch.Tensor
-    """Of the finite non-zero values, those that round to zero."""
-
-
-class GradientStatistics(NamedTuple):
-    """Of one module's gradients together; each a () float32 tensor."""
-
-    norm: torch.Tensor
-    """L2 norm, in gradient units."""
-    maximum: torch.Tensor
-    """Largest magnitude, in gradient units; nan if any value is nan."""
-    below_normal: torch.Tensor
-    flushed: torch.Tensor
 
 
 class Agreement(NamedTuple):
@@ -68,36 +48,6 @@ class Drift(NamedTuple):
     """Largest |parameter - rounded master| / |rounded master|."""
     rms: torch.Tensor
     """Root of the mean square of the same. Both are 0 in a healthy run: the parameter is the rounded master."""
-
-
-def underflow_share(values: torch.Tensor, dtype: torch.dtype) -> Underflow:
-    """What rounding `values` (any shape, floating) to `dtype` would lose. inf and nan do not underflow."""
-    info = torch.finfo(dtype)
-    # In FP64, where neither limit is subnormal: a device may flush those.
-    magnitude = values.detach().double().abs()
-    nonzero = (magnitude > 0) & magnitude.isfinite()
-    total = nonzero.sum().clamp(min=1)
-    below = nonzero & (magnitude < info.smallest_normal)
-    flushed = nonzero & (magnitude <= info.smallest_normal * info.eps / 2)
-    return Underflow((below.sum() / total).float(), (flushed.sum() / total).float())
-
-
-def gradient_statistics(gradients: Named, dtype: torch.dtype, *, scale: float = 1.0) -> dict[str, GradientStatistics]:
-    """Per module: norm, largest value and underflow in `dtype` of its own parameters' gradients.
-
-    gradients: (full parameter name, gradient in gradient units), FP32 or wider than `dtype`. scale: the loss scale that
-    the backward pass in `dtype` would multiply them by. The module is the parameter's name without its last part.
-    """
-    grouped: dict[str, list[torch.Tensor]] = {}
-    for name, gradient in gradients:
-        grouped.setdefault(name.rpartition(".")[0], []).append(gradient.detach().reshape(-1))
-    result = {}
-    for module, parts in grouped.items():
-        values = torch.cat([part.double() for part in parts])
-        lost = underflow_share(values * scale, dtype)
-        maximum = values.abs().amax() if values.numel() else values.new_zeros(())
-        result[module] = GradientStatistics(values.norm().float(), maximum.float(), *lost)
-    return result
 
 
 def compare_gradients(gradients: Named, reference: Named) -> dict[str, Agreement]:
@@ -162,11 +112,16 @@ class ActivationMeter:
 
     `maxima`: module name (class name for the whole model) to a () float32 tensor, over all calls inside; nan if any
     value is nan. A recomputation by activation checkpointing sees the same values again and changes nothing.
+    unwatched: modules that get no hook.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+    def __init__(self, model: nn.Module, unwatched: Collection[nn.Module] = ()) -> None:
+        without = set(unwatched)
+        named = {module: name or type(model).__name__ for name, module in model.named_modules()}
+        self._names = {module: name for module, name in named.items() if module not in without}
         self._handles: list[Any] = []
+        self.names = tuple(self._names.values())
+        """Modules that are watched, whether they are called or not."""
         self.maxima: dict[str, torch.Tensor] = {}
 
     def __enter__(self) -> ActivationMeter:
@@ -183,7 +138,7 @@ class ActivationMeter:
         name = self._names[module]
         for tensor in tensors_of(output):
             if tensor.is_floating_point() and tensor.numel():
-                largest = tensor.detach().abs().amax().float()
+                largest = largest_of(tensor.detach())
                 known = self.maxima.get(name)
                 self.maxima[name] = largest if known is None else torch.maximum(known, largest)
 

@@ -68,10 +68,10 @@ def record_step(
         )
 
 
-def record_telemetry(record: Record, progress: Progress, measured: dict[str, Any], update: Update) -> None:
+def record_telemetry(record: Record, progress: Progress, measured: dict[str, Any]) -> None:
     """The `telemetry` event. progress: after the step. measured: from `Telemetry.finish`."""
     where = {"step": progress.step, "tokens": progress.tokens}
-    record.event("telemetry", **where, **measured, update_ratio=update.update_ratio)
+    record.event("telemetry", **where, **measured)
 
 
 def record_causes(record: Record, progress: Progress, causes: Causes) -> None:

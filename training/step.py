@@ -48,14 +48,16 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
         data_seconds=waited,
     )
     causes = _find_causes(parts, health, batch, outcome)
-    measured = telemetry.finish() if telemetry and health.finite else None
+    measured = telemetry is not None and health.finite
+    if telemetry is not None and measured:
+        telemetry.measure()
 
     # Judge the step before the optimizer sees it, then apply its gradients or discard them.
     modules = promotable(engine.regions, causes, to=config.guard.promote_to)
     judgement = guard.judge(health, can_promote=bool(modules), can_roll_back=parts.checkpoints.any_saved)
     rate = scheduled_rate(config, progress.applied) * guard.lr_factor
     apply = judgement.verdict is Verdict.STEP
-    update = engine.step(health, rate, apply=apply, measure=measured is not None)
+    update = engine.step(health, rate, apply=apply)
     progress = progress.after(tokens=parts.resolved.tokens_per_step, applied=update.applied)
     warm = progress.applied > config.schedule.warmup_steps
     guard.note(health, judgement, applied=update.applied, update_ratio=update.update_ratio if warm else None)
@@ -65,15 +67,15 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     record_causes(record, progress, causes)
     if watch is not None:
         _verify_precision(parts, progress, watch)
-    if measured is not None:
-        record_telemetry(record, progress, measured, update)
+    if telemetry is not None and measured:
+        record_telemetry(record, progress, telemetry.finish(applied=update.applied))
     if update.applied and progress.applied == 1:
         read_ledger(engine, reduce=config.precision.reduce)  # the optimizer's states exist now: check their dtypes
     if judgement.verdict is not Verdict.STEP and not judgement.routine:
         progress = react(parts, progress, judgement, causes)
     demoted = demote_due(engine.regions, parts.promotions, guard)
     if demoted:
-        record.note(f"promotions taken back after their probation: {demoted}")
+        record.note(f"promotions taken back after their probation: {demoted}", demoted=demoted)
     return progress, judgement, health
 
 

@@ -1,42 +1,65 @@
-"""Precision telemetry: statistics of each module's gradients, activations and weights. Off by default.
+"""Precision telemetry: statistics of each module's gradients, activations and weights, measured now and then.
 
-Gradients are gathered one module at a time, between backward and step; activations are measured in the forward pass of
-that step. The probe runs the step's micro-batches once more in FP32 from the masters and compares the real pass's
-gradients with it: cosine and sign agreement by parameter. It costs one more pass and an FP32 copy of the
-gradients in host memory on every rank.
+On a measured step every rank looks at its own part: its shard of the reduced gradients, the masters it holds with the
+weights made from them, the activations of its micro-batches. The results stay on the device until the step has been
+taken; then one small vector is gathered from all ranks. No tensor of a parameter's size is gathered or kept.
+
+The probe runs the step's micro-batches once more in FP32 from the masters and compares the real pass's gradients with
+it: cosine and sign agreement by parameter. It gathers gradients whole, module by module, and costs one more pass and an
+FP32 copy of the gradients in host memory on every rank.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
 import torch
+from torch import nn
 
 from config.errors import UserError
 from data.loader import Batch
+from modeling.compiling import CompiledBlock
 from modeling.linear_cross_entropy import label_loss_sum
 from precision.dtypes import DTYPES
-from precision.statistics import (
-    LOWEST_EXPONENT,
-    ActivationMeter,
-    Agreement,
-    compare_gradients,
-    exponent_histogram,
-    gradient_statistics,
-    master_drift,
-    to_plain,
+from precision.sampling import (
+    EXPONENTS,
+    distances,
+    exponent_counts,
+    largest,
+    largest_of,
+    sampled,
+    share_below,
+    sums_of_squares,
 )
+from precision.statistics import ActivationMeter, Agreement, compare_gradients, to_plain
 from training.engine import Engine
 from training.engine.rng import generators, restore_generators
-from training.engine.tensors import shape_of, whole_gradient, whole_master, whole_weight
+from training.engine.tensors import (
+    Shard,
+    local_gradient,
+    local_weight,
+    shape_of,
+    shard_of,
+    trainable_parameters,
+    whole_gradient,
+    whole_master,
+)
+
+_DIGITS = 6  # of a recorded number: telemetry has thousands of them
+_COLUMNS = ("squares", "largest", "apart", "apart_squares", "change", "size")
+_SUMMED = (0, 3, 4, 5)  # columns that are added up over ranks; of the others the largest counts
 
 
 class Telemetry:
-    """Measures one step at a time. Every method is a collective; `finish` returns the same numbers on all ranks."""
+    """Measures one step at a time: `watching` around its passes, `measure`, then `finish` after the optimizer step.
+
+    `watching` with the probe and `finish` are collectives; `finish` returns the same numbers on all ranks.
+    """
 
     def __init__(self, engine: Engine, *, probe: bool) -> None:
         """Raises UserError for a probe on the cast path at ZeRO-3, where no rank has whole masters to run."""
@@ -47,54 +70,181 @@ class Telemetry:
             )
         self._engine = engine
         self._probe = probe
+        self._parameters = trainable_parameters(engine)
         self._reference: dict[str, torch.Tensor] = {}
         self._meter: ActivationMeter | None = None
+        self._numbers = self._counts = torch.zeros(0)
+        self._scale = 1.0
+        self._agreement: dict[str, Agreement] = {}
+        self._masters: dict[int, tuple[Shard, torch.Tensor]] = {}
 
     @contextmanager
     def watching(self, batch: Batch) -> Iterator[None]:
         """Around the forward and backward passes of the step to measure; the probe runs before them."""
         if self._probe:
             self._reference = self._fp32_gradients(batch)
-        with ActivationMeter(self._engine.model) as self._meter:
+        with ActivationMeter(self._engine.model, self._unwatched()) as self._meter:
             yield
 
-    def finish(self) -> dict[str, Any]:
-        """Call between backward and step. Returns the fields of a `telemetry` event."""
+    def _unwatched(self) -> set[nn.Module]:
+        """Modules whose outputs are not looked at, since a hook would make the step another one: inside compiled
+        blocks, which would run uncompiled; and the head of a chunked loss, which would make all logits at once."""
+        model = self._engine.model
+        found: set[nn.Module] = set()
+        for module in model.modules():
+            if isinstance(module.__dict__.get("forward"), CompiledBlock):
+                found.update(inner for inner in module.modules() if inner is not module)
+        if self._engine.loss_path.chunked:
+            found.update((model, model.get_output_embeddings()))
+        return found
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Look at gradients and weights. Call between backward and step; gradients have to be finite."""
         engine = self._engine
-        modules: dict[str, Any] = {}
-        agreement: dict[str, Agreement] = {}
-        exponents: torch.Tensor | int = 0
-        for module, group in groupby(engine.model.named_parameters(), key=lambda item: item[0].rpartition(".")[0]):
-            gradients = [(name, whole_gradient(engine, parameter)) for name, parameter in group]
-            whole = [(name, gradient) for name, gradient in gradients if gradient is not None]
-            modules |= gradient_statistics(whole, self._dtype(module), scale=engine.loss_scale)
-            exponents = sum((exponent_histogram(gradient).counts for _, gradient in whole), exponents)
-            if self._reference:
-                agreement |= compare_gradients(whole, [(name, self._reference[name]) for name, _ in whole])
+        device, scale = engine.world.device, engine.loss_scale
+        self._scale = scale  # the step may change it
+        self._numbers = torch.zeros(len(self._parameters), len(_COLUMNS), dtype=torch.float64, device=device)
+        self._counts = torch.zeros(len(self._parameters), EXPONENTS + 1, dtype=torch.int64, device=device)
+        gradients: dict[int, torch.Tensor] = {}
+        self._masters = {}
+        for row, parameter in enumerate(self._parameters.values()):
+            shard = self._own_shard(parameter)
+            if shard is None or not shard.length:
+                continue
+            self._masters[row] = (shard, sampled(shard.of(shard.flat)))
+            gradient = local_gradient(parameter, shard, engine.stage)
+            if gradient is not None:
+                gradients[row] = gradient
+        if gradients:
+            rows, found = torch.tensor(list(gradients), device=device), list(gradients.values())
+            self._numbers[rows, 0] = sums_of_squares(found).to(device) / scale**2
+            self._numbers[rows, 1] = largest(found).to(device) / scale
+            self._counts[rows] = exponent_counts([sampled(values).float() / scale for values in found]).to(device)
+        if engine.compute != "fp32" and engine.stage > 0:
+            self._measure_drift()
+        if self._reference:
+            self._agreement = self._compare()
+
+    def _own_shard(self, parameter: nn.Parameter) -> Shard | None:
+        """The part of a parameter that this rank looks at; at ZeRO-0, where all have all of it, an equal part."""
+        engine = self._engine
+        if engine.stage > 0:
+            return shard_of(engine, parameter)
+        rank, ranks, count = engine.world.rank, engine.world.world_size, parameter.numel()
+        start, end = rank * count // ranks, (rank + 1) * count // ranks
+        return Shard(parameter, start, start, end - start)
+
+    def _measure_drift(self) -> None:
+        """How far the 16-bit weights made from this rank's masters are from them; almost always nothing is."""
+        stage, parameters = self._engine.stage, list(self._parameters.values())
+        apart = []
+        for row, (shard, _) in self._masters.items():
+            weight = local_weight(parameters[row], shard, stage)
+            apart.append(largest_of(weight - shard.of(shard.flat).to(weight.device, weight.dtype)))
+        far = torch.stack(apart).tolist() if apart else []
+        for row in [row for row, distance in zip(self._masters, far, strict=True) if distance != 0]:  # so is nan
+            shard = self._masters[row][0]
+            weight = local_weight(parameters[row], shard, stage)
+            self._numbers[row, 2:4] = distances(shard.of(shard.flat).to(weight.device), weight)
+
+    def _measure_update(self) -> None:
+        """Squares of how much the masters changed, and of the masters before, estimated from their samples."""
+        for row, (shard, before) in self._masters.items():
+            after = sampled(shard.of(shard.flat))
+            squares = torch.stack([(after - before).double().square().sum(), before.double().square().sum()])
+            self._numbers[row, 4:6] = squares.to(self._numbers.device) * (shard.length / len(before))
+
+    @torch.no_grad()
+    def finish(self, *, applied: bool) -> dict[str, Any]:
+        """The fields of a `telemetry` event, after the optimizer step. applied: whether it changed the weights."""
+        if applied:
+            self._measure_update()
         assert self._meter is not None
-        plain = to_plain({"gradients": modules, "activation_max": self._meter.maxima, "probe": agreement})
-        by_rank = engine.world.gather_objects(plain["activation_max"])  # each rank has its own samples
-        plain["activation_max"] = {name: max(seen[name] for seen in by_rank) for name in by_rank[0]}
-        self._reference, self._meter = {}, None
-        return {**plain, "drift": self._drift(), "gradient_exponents": _trimmed(exponents)}
+        names = list(self._meter.names)
+        seen = torch.stack([self._meter.maxima.get(name, self._unseen) for name in names]).double()
+        parts = (self._numbers.reshape(-1), self._counts.reshape(-1).double(), seen)
+        ranks = self._engine.world.gather(torch.cat(parts)).cpu()
+        by_rank = ranks.split([part.numel() for part in parts], dim=1)
+        numbers = by_rank[0].view(len(ranks), len(self._parameters), len(_COLUMNS))
+        total = numbers.amax(0)
+        total[:, _SUMMED] = numbers.sum(0)[:, _SUMMED]
+        counts = by_rank[1].view(len(ranks), len(self._parameters), EXPONENTS + 1).sum(0)
+        activations = {name: _short(value) for name, value in zip(names, by_rank[2].amax(0).tolist(), strict=True)}
+        fields = {
+            "gradients": self._gradients(total, counts),
+            "activation_max": {name: activations[name] for name in self._meter.maxima if name in activations},
+            "probe": to_plain(self._agreement),
+            "drift": self._drift(total),
+            "update_ratio": _ratio(total[:, 4].sum(), total[:, 5].sum()) if applied else None,
+            "update_ratios": self._updates(total) if applied else {},
+            "gradient_exponents": _trimmed(counts[:, 1:EXPONENTS].sum(0)),
+        }
+        self._reference, self._agreement, self._masters, self._meter = {}, {}, {}, None
+        return fields
+
+    @property
+    def _unseen(self) -> torch.Tensor:
+        return torch.full((), -1.0, device=self._engine.world.device)
+
+    def _by_module(self) -> dict[str, list[int]]:
+        """Module to the rows of its parameters, in the model's order."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for row, name in enumerate(self._parameters):
+            found[name.rpartition(".")[0]].append(row)
+        return found
+
+    def _gradients(self, total: torch.Tensor, counts: torch.Tensor) -> dict[str, dict[str, float]]:
+        """By module: norm, RMS, largest value, and the shares that its dtype keeps with fewer bits or loses."""
+        shapes = [shape_of(parameter).numel() for parameter in self._parameters.values()]
+        found = {}
+        for module, rows in self._by_module().items():
+            squares, values = float(total[rows, 0].sum()), sum(shapes[row] for row in rows)
+            info = torch.finfo(self._dtype(module))
+            normal = info.smallest_normal / self._scale
+            seen = counts[rows].sum(0).tolist()
+            measures = {
+                "norm": math.sqrt(squares),
+                "rms": math.sqrt(squares / max(values, 1)),
+                "maximum": float(total[rows, 1].max()),
+                "below_normal": share_below(seen, normal),
+                "flushed": share_below(seen, normal * info.eps / 2),
+            }
+            found[module] = {name: _short(value) for name, value in measures.items()}
+        return found
+
+    def _drift(self, total: torch.Tensor) -> dict[str, Any] | None:
+        """Largest and RMS relative distance of 16-bit parameters from their rounded masters; None in FP32."""
+        if self._engine.compute == "fp32":
+            return None
+        values = sum(shape_of(parameter).numel() for parameter in self._parameters.values())
+        modules = {module: float(total[rows, 2].max()) for module, rows in self._by_module().items()}
+        return {
+            "maximum": float(total[:, 2].max()),
+            "rms": math.sqrt(float(total[:, 3].sum()) / max(values, 1)),
+            "by_module": {module: far for module, far in modules.items() if far != 0},
+        }
+
+    def _updates(self, total: torch.Tensor) -> dict[str, float]:
+        return {
+            module: _short(_ratio(total[rows, 4].sum(), total[rows, 5].sum()))
+            for module, rows in self._by_module().items()
+        }
 
     def _dtype(self, module: str) -> torch.dtype:
         """The dtype in which the module's gradients are computed."""
         regions = self._engine.regions
         return DTYPES[regions.dtypes.get(module, "fp32") if regions is not None else self._engine.compute]
 
-    def _drift(self) -> dict[str, float] | None:
-        """Largest and RMS relative distance of 16-bit parameters from their rounded masters; None in FP32."""
+    def _compare(self) -> dict[str, Agreement]:
+        """Whole gradients, module by module, against those of the FP32 pass."""
         engine = self._engine
-        if engine.compute == "fp32":
-            return None
-        largest, squares, count = 0.0, 0.0, 0
-        for parameter in engine.model.parameters():
-            drift = master_drift(whole_master(engine, parameter), whole_weight(engine, parameter))
-            largest = max(largest, float(drift.maximum))
-            squares += float(drift.rms) ** 2 * shape_of(parameter).numel()
-            count += shape_of(parameter).numel()
-        return {"maximum": largest, "rms": math.sqrt(squares / max(count, 1))}
+        agreement: dict[str, Agreement] = {}
+        for _, group in groupby(engine.model.named_parameters(), key=lambda item: item[0].rpartition(".")[0]):
+            gradients = [(name, whole_gradient(engine, parameter)) for name, parameter in group]
+            whole = [(name, gradient) for name, gradient in gradients if gradient is not None]
+            agreement |= compare_gradients(whole, [(name, self._reference[name]) for name, _ in whole])
+        return agreement
 
     def _fp32_gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Gradients of the step's mean loss in FP32, by name, averaged over ranks, with the step's random numbers."""
@@ -137,10 +287,18 @@ class Telemetry:
         return found
 
 
-def _trimmed(counts: torch.Tensor | int) -> dict[str, Any]:
-    """{lowest exponent, counts by power of two} without empty ends; empty counts where there is no gradient."""
-    numbers = counts.tolist() if isinstance(counts, torch.Tensor) else []
+def _short(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _ratio(change: torch.Tensor, size: torch.Tensor) -> float:
+    return math.sqrt(float(change / size)) if size > 0 else 0.0
+
+
+def _trimmed(counts: torch.Tensor) -> dict[str, Any]:
+    """{lowest exponent, counts by power of two} without empty ends, of exponents from -126 on."""
+    numbers = [int(count) for count in counts.tolist()]
     used = [index for index, count in enumerate(numbers) if count]
     if not used:
         return {"lowest": 0, "counts": []}
-    return {"lowest": LOWEST_EXPONENT + used[0], "counts": numbers[used[0] : used[-1] + 1]}
+    return {"lowest": used[0] - 126, "counts": numbers[used[0] : used[-1] + 1]}

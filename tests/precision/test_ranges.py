@@ -11,7 +11,7 @@ import torch
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from precision.manifest import find_regions
 from precision.ranges import NOTHING, GradientMeter, OperandMeter, Ranges, Spread, merged
-from precision.statistics import underflow_share
+from tests.support.gradient_oracle import underflow_share
 from tests.support.small_models import small_model
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from precision import statistics, tolerance
+from tests.support.gradient_oracle import gradient_statistics, underflow_share
 
 HALF = torch.float16, torch.bfloat16
 
@@ -27,7 +28,7 @@ def test_underflow_is_what_rounding_really_does(dtype, low, high):
     values = spread(4000, low, high)
     values[:100] = 0
     values[100:102] = torch.tensor([math.inf, math.nan])
-    lost = statistics.underflow_share(values, dtype)
+    lost = underflow_share(values, dtype)
     # Rounded once, by hand for float16 (struct rounds double to half) and by torch otherwise.
     if dtype == torch.float16:
         finite = [x for x in values.tolist() if x and math.isfinite(x)]
@@ -43,20 +44,20 @@ def test_underflow_is_what_rounding_really_does(dtype, low, high):
 def test_the_documented_limits_are_the_limits(dtype, tie):
     for value, gone in ((tie, 1.0), (tie * 1.01, 0.0)):
         values = torch.tensor([value, -value], dtype=torch.float64)
-        assert float(statistics.underflow_share(values, dtype).flushed) == gone
+        assert float(underflow_share(values, dtype).flushed) == gone
         assert bool((values.to(dtype) == 0).all()) is bool(gone)
-    empty = statistics.underflow_share(torch.zeros(3), dtype)
+    empty = underflow_share(torch.zeros(3), dtype)
     assert (float(empty.below_normal), float(empty.flushed)) == (0.0, 0.0)
 
 
 def test_gradients_are_measured_per_module_and_at_the_loss_scale():
     named = [("a.b.weight", torch.tensor([[3.0, -1e-9]])), ("a.b.bias", torch.tensor([4.0])), ("c", torch.ones(2))]
-    measured = statistics.to_plain(statistics.gradient_statistics(named, torch.float16))
+    measured = statistics.to_plain(gradient_statistics(named, torch.float16))
     assert measured["a.b"] == pytest.approx({"norm": 5.0, "maximum": 4.0, "below_normal": 1 / 3, "flushed": 1 / 3})
     assert measured[""]["norm"] == pytest.approx(math.sqrt(2))
-    scaled = statistics.to_plain(statistics.gradient_statistics(named, torch.float16, scale=65536.0))["a.b"]
+    scaled = statistics.to_plain(gradient_statistics(named, torch.float16, scale=65536.0))["a.b"]
     assert (scaled["norm"], scaled["flushed"]) == (5.0, 0.0) and scaled["below_normal"] == 0.0
-    spoiled = statistics.gradient_statistics([("a.w", torch.tensor([1.0, math.nan]))], torch.float16)["a"]
+    spoiled = gradient_statistics([("a.w", torch.tensor([1.0, math.nan]))], torch.float16)["a"]
     assert math.isnan(spoiled.maximum) and math.isnan(spoiled.norm)
 
 

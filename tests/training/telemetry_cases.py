@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch
 
 from config.errors import UserError
 from modeling.linear_cross_entropy import label_loss_sum
+from precision.dtypes import DTYPES
+from precision.statistics import to_plain
+from tests.support.gradient_oracle import gradient_statistics
 from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import World
+from training.engine.tensors import local_weight, shard_of, whole_gradient
 from training.telemetry import Telemetry
 
 
@@ -38,20 +43,58 @@ def measured(
                 with telemetry.watching(batch):
                     outcome = engine.forward_backward(batch, step=1)
                 health = engine.health(outcome)
-                plain = telemetry.finish()
+                oracle = _oracle(engine)
+                telemetry.measure()
+                engine.step(health, 0.001)
+                plain = telemetry.finish(applied=True)
             else:
-                health = engine.health(engine.forward_backward(batch, step=1))
-            update = engine.step(health, 0.001, measure=wanted)
-            results.append((masters_of(engine), plain, update.update_ratio))
+                engine.step(engine.health(engine.forward_backward(batch, step=1)), 0.001)
+            results.append((masters_of(engine), plain))
     before, after = weights, results[1][0]
+    moves = {}
+    for name in before:
+        module, move = name.rpartition(".")[0], (after[name] - before[name]).double().square().sum()
+        known = moves.setdefault(module, [0.0, 0.0])
+        moves[module] = [known[0] + float(move), known[1] + float(before[name].double().square().sum())]
     moved = sum(float((after[n] - before[n]).double().square().sum()) for n in before)
     size = sum(float(before[n].double().square().sum()) for n in before)
     return {
         "unchanged": all(torch.equal(results[0][0][name], after[name]) for name in after),
         "telemetry": results[1][1],
-        "update_ratio": (results[1][2], (moved / size) ** 0.5),
+        "update_ratio": (moved / size) ** 0.5,
+        "update_ratios": {module: (move / own) ** 0.5 for module, (move, own) in moves.items()},
+        "oracle": oracle,
         "reference": _reference_norms(world, resolved, before),
     }
+
+
+def _oracle(engine: Any) -> dict[str, dict[str, float]]:
+    """By module, from whole gradients value by value."""
+    found: dict[str, dict[str, float]] = {}
+    for module, group in groupby(engine.model.named_parameters(), key=lambda item: item[0].rpartition(".")[0]):
+        whole = [(name, whole_gradient(engine, parameter)) for name, parameter in group]
+        computes = DTYPES[engine.compute if engine.regions is None else engine.regions.dtypes.get(module, "fp32")]
+        found |= to_plain(gradient_statistics(whole, computes, scale=engine.loss_scale))
+    return found
+
+
+def apart(world: World, *, stage: int) -> dict[str, Any]:
+    """The drift of a step at which one weight, on the rank that has its master, is not its master rounded."""
+    resolved = resolve(world, stage=stage, compute="bf16", micro=2)
+    with engine_of(world, resolved) as engine:
+        batch = batch_of(world, 2, seed=1)
+        telemetry = Telemetry(engine, probe=False)
+        with telemetry.watching(batch):
+            health = engine.health(engine.forward_backward(batch, step=1))
+        parameter = dict(engine.model.named_parameters())["model.layers.1.mlp.down_proj.weight"]
+        shard = shard_of(engine, parameter)
+        if shard is not None and shard.start == 0:
+            values = local_weight(parameter, shard, stage)
+            place = int(values.abs().argmax())
+            values[place] *= 1.5
+        telemetry.measure()
+        engine.step(health, 0.001)
+        return telemetry.finish(applied=True)["drift"]
 
 
 def _reference_norms(world: World, resolved: Any, weights: dict[str, torch.Tensor]) -> dict[str, float]:

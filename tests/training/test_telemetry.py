@@ -19,14 +19,22 @@ def test_what_is_measured_is_right_and_changes_nothing(pair, stage, compute):
         assert found["gradients"].keys() == result["reference"].keys()
         for module, norm in result["reference"].items():
             assert found["gradients"][module]["norm"] == pytest.approx(norm, rel=tolerance), module
+        for module, reference in result["oracle"].items():
+            own = found["gradients"][module]
+            assert own["norm"] == pytest.approx(reference["norm"], rel=1e-5), module
+            assert own["maximum"] == pytest.approx(reference["maximum"], rel=1e-5), module
+            assert own["below_normal"] == pytest.approx(reference["below_normal"], abs=1e-5), module
+            assert own["flushed"] == pytest.approx(reference["flushed"], abs=1e-5), module
+        for module, ratio in result["update_ratios"].items():
+            assert found["update_ratios"][module] == pytest.approx(ratio, rel=1e-4), module
         assert found["activation_max"]["lm_head"] > 0
         counts, lowest = found["gradient_exponents"]["counts"], found["gradient_exponents"]["lowest"]
         assert counts[0] > 0 and counts[-1] > 0 and -60 < lowest < 0 and sum(counts) > 5000
-        assert result["update_ratio"][0] == pytest.approx(result["update_ratio"][1], rel=1e-6)
+        assert found["update_ratio"] == pytest.approx(result["update_ratio"], rel=1e-5)
         if compute == "fp32":
             assert found["drift"] is None
         else:
-            assert found["drift"] == {"maximum": 0.0, "rms": 0.0}
+            assert found["drift"] == {"maximum": 0.0, "rms": 0.0, "by_module": {}}
         if probe:
             for name, agreement in found["probe"].items():
                 assert agreement["cosine"] > 1 - tolerance, name
@@ -44,6 +52,13 @@ def test_the_probe_on_the_manifest_path_sees_the_rounding_of_each_region(pair, t
             errors = {name: agreement["relative_error"] for name, agreement in result["telemetry"]["probe"].items()}
             assert errors["model.layers.1.mlp.up_proj.weight"] > 1e-3
             assert all(error < 5e-2 for error in errors.values())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_weight_that_is_not_its_master_is_named(pair, stage):
+    for drift in pair.run(telemetry_cases.apart, stage=stage):
+        assert drift["by_module"] == {"model.layers.1.mlp.down_proj": pytest.approx(0.5, abs=0.01)}
+        assert drift["maximum"] == pytest.approx(0.5, abs=0.01) and 0 < drift["rms"] < 0.01
 
 
 def test_a_probe_that_cannot_be_is_refused(pair):

@@ -21,6 +21,9 @@ from tracking.compare.text import (
     runs_by_value,
 )
 from tracking.events import format_scale
+from tracking.heatmap.difference import differences_of
+from tracking.heatmap.grid import read_heat
+from tracking.heatmap.page import static_heat
 from tracking.pages.render import render
 from tracking.run_facts import RunFacts
 
@@ -46,6 +49,8 @@ def page(comparison: Comparison) -> str:
         titles=COLUMN_TITLES,
         differences=comparison.differences,
         data=data(comparison),
+        heat=_layers(comparison),
+        heat_title=f"Layers of {labels[1]} against {labels[0]}" if len(labels) > 1 else "Layers over time",
         max_events=_MAX_EVENTS,
         places=_places,
         sort_key=_sort_key,
@@ -56,6 +61,15 @@ def page(comparison: Comparison) -> str:
         runs_by_value=runs_by_value,
         event_line=event_line,
     )
+
+
+def _layers(comparison: Comparison) -> list[dict[str, Any]]:
+    """Heat maps: of a single run, or of the first run as its difference from the baseline."""
+    events = [run.events for run in comparison.runs[:2]]
+    if None in events:
+        return []
+    heats = [read_heat(path) for path in events if path is not None]
+    return differences_of(heats[1], heats[0]) if len(heats) > 1 else static_heat(heats[0])
 
 
 def data(comparison: Comparison) -> dict[str, Any]:

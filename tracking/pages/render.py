@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,12 @@ def _environment() -> Environment:
 
 def _shown(value: Any) -> Any:
     """Names and texts without control and bidirectional characters; autoescape does the rest."""
-    return value if isinstance(value, Markup) else shown(value)
+    if isinstance(value, Markup):
+        return value
+    return _shown_text(value) if isinstance(value, str) else shown(value)
+
+
+_shown_text = lru_cache(1 << 15)(shown)  # a table of runs has the same few texts again and again
 
 
 @cache

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from tracking.compare.html import run_data
+from tracking.heatmap.grid import read_heat
+from tracking.heatmap.page import static_heat
 from tracking.pages.render import render
 from tracking.report.context import Finding, percent
 from tracking.report.measures import count_verdicts
@@ -32,6 +34,7 @@ def run_page(facts: RunFacts, summary: Summary, findings: Sequence[Finding], rem
         findings=sorted(findings, key=lambda item: _ORDER.index(item.verdict)),
         results=results(summary),
         data=run_data(facts) if len(facts.columns) else None,
+        heat=static_heat(read_heat(facts.events)) if facts.events is not None else [],
         repeats=False,
         mark=_mark,
     )

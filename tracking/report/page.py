@@ -16,6 +16,11 @@ from config.files import write_atomically
 from config.redact import redact
 from tracking.console import duration, human
 from tracking.events import describe_event, format_scale
+from tracking.heatmap.grid import read_heat
+from tracking.heatmap.panels import PANELS
+from tracking.heatmap.picture import draw_heat
+from tracking.heatmap.scale import drawn_panels
+from tracking.heatmap.words import sentences
 from tracking.plots import plot_run
 from tracking.report.context import LIMITS, Finding, MeasureContext
 from tracking.report.measures import all_measures, count_verdicts, read_run
@@ -61,6 +66,7 @@ def write_report(
     plot = run_dir.plots / "run.png"
     if summary.steps and _attempt(plot, lambda: plot_run(run_dir.events, plot)):
         parts.append("![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)\n")
+    parts += _layers(run_dir)
     parts.append(f"## Measures\n\n{count_verdicts(findings)}.\n\n{measures(findings, remarks)}")
     if environment.get("ledger"):
         parts.append("## Dtypes\n\n" + _ledger(environment["ledger"]))
@@ -72,6 +78,19 @@ def write_report(
     parts.append(f"## Resume\n\n{checkpoint}\n\n" + markdown.fenced(resume_command, "bash"))
     write_atomically(run_dir.report, "\n".join(parts).encode())
     return run_dir.report
+
+
+def _layers(run_dir: RunDir) -> list[str]:
+    """The heat maps, drawn to `plots/heatmap.png`, and what stands out in them; nothing without telemetry."""
+    heat = read_heat(run_dir.events)
+    if not drawn_panels(heat):
+        return []
+    parts = ["## Layers over time\n"]
+    png = run_dir.plots / "heatmap.png"
+    if _attempt(png, lambda: draw_heat(heat, png, title=run_dir.name)):
+        parts.append("![heat maps of the modules over the steps](plots/heatmap.png)\n")
+    lines = [f"- **{PANELS[key].title}**: {markdown.text(line)}\n" for key, line in sentences(heat).items()]
+    return [*parts, "".join(lines)]
 
 
 def _attempt(path: Path, write: Callable[[], object]) -> bool:

@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from config.printable import line
 from tracking.events import COMMON_FIELDS, Event
 
 AXIS = "attempt"
@@ -94,26 +93,48 @@ def chart_values(event: Event) -> dict[str, Any]:
 
 
 def histograms(event: Event) -> dict[str, Any]:
-    """The gradient values of a telemetry event by power of two, as a wandb histogram."""
-    exponents = event.get("gradient_exponents")
-    if not exponents or not exponents["counts"]:
+    """Of a telemetry event: the gradient values by power of two, and how each measure is spread over the modules.
+
+    wandb draws a histogram over steps as a heat map, so a model of any size has these few panels. Which module is where
+    is in the run's own heat maps.
+    """
+    if event["event"] != "telemetry":
         return {}
     import numpy as np
     import wandb
 
-    counts = np.array(exponents["counts"])
-    histogram = wandb.Histogram(np_histogram=(counts, exponents["lowest"] + np.arange(len(counts) + 1)))
-    return {"telemetry/log2_gradient": histogram}
+    found = {}
+    for name, values in _by_module(event).items():
+        known = [value for value in values if value > 0 and math.isfinite(value)]
+        if known:
+            found[f"telemetry/modules/log10_{name}"] = wandb.Histogram(np.log10(known).tolist())
+    exponents = event.get("gradient_exponents")
+    if exponents and exponents["counts"]:
+        counts = np.array(exponents["counts"])
+        histogram = wandb.Histogram(np_histogram=(counts, exponents["lowest"] + np.arange(len(counts) + 1)))
+        found["telemetry/log2_gradient"] = histogram
+    return found
 
 
 def _flatten(event: Event) -> Iterator[tuple[str, Any]]:
-    """`telemetry/<measure>/<module>` for each number of a telemetry event."""
+    """Numbers of a telemetry event over all modules: the largest of what is a danger, the smallest cosine."""
     yield "telemetry/update_ratio", event["update_ratio"]
     for name, value in (event["drift"] or {}).items():
         yield f"telemetry/drift/{name}", value
-    for name, value in event["activation_max"].items():
-        yield f"telemetry/activation_max/{line(name)}", value
-    for group in ("gradients", "probe"):
-        for module, measures in event[group].items():
-            for measure, value in measures.items():
-                yield f"telemetry/{group}_{measure}/{line(module)}", value
+    for name, values in _by_module(event).items():
+        if values:
+            yield f"telemetry/largest_{name}", max(values)
+    cosines = [agreement["cosine"] for agreement in event["probe"].values()]
+    if cosines:
+        yield "telemetry/smallest_probe_cosine", min(cosines)
+
+
+def _by_module(event: Event) -> dict[str, list[float]]:
+    """The values of all modules by measure."""
+    gradients = event["gradients"].values()
+    return {
+        "activation": list(event["activation_max"].values()),
+        "gradient_rms": [measures["rms"] for measures in gradients if "rms" in measures],
+        "gradient_below_normal": [measures["below_normal"] for measures in gradients if "below_normal" in measures],
+        "update_ratio": list(event.get("update_ratios", {}).values()),
+    }

@@ -41,7 +41,7 @@ def build(entity: str, project: str, definition: dict[str, Any]) -> Any:
             sections=sections,
             settings=ws.WorkspaceSettings(x_axis="attempt", max_runs=20),
             runset_settings=ws.RunsetSettings(pinned_columns=columns),
-            auto_generate_panels=True,  # below ours: telemetry by module, histograms
+            auto_generate_panels=True,  # below ours: telemetry, histograms
         )
     except (KeyError, TypeError, ValueError) as error:
         why = " ".join(str(error).split())[:200]

@@ -1,7 +1,8 @@
 """Show a run in the terminal, live or when it has ended: `python -m tracking.watch RUN`.
 
 Reads only the run folder, so it works for a run on any machine that shares its disk, and does not affect it. Keys: q
-quits, x toggles a logarithmic step axis. With --once, or when the output is no terminal, one frame is printed.
+quits, x toggles a logarithmic step axis, h shows the heat maps of the layers one after another. With --once, or when
+the output is no terminal, one frame is printed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.printable import shown
 from tracking import terminal
+from tracking.heatmap.grid import USED, HeatCollector
+from tracking.heatmap.panels import PANELS
+from tracking.heatmap.scale import drawn_panels
 from tracking.run_dir import RunDir
 from tracking.status import run_status
 from tracking.summary import read_inputs
@@ -42,7 +46,9 @@ class Watch:
         self._run_dir = run_dir
         self.folder = run_dir.path
         self.log_steps, self._ascii = log_steps, ascii_only
-        self.state = WatchState()
+        self.state, self.heat = WatchState(), HeatCollector()
+        self.panel = ""
+        """The heat map that is shown; empty for the curves."""
         self._tail = EventTail(run_dir.events)
         self._planned: int | None = None
 
@@ -50,9 +56,11 @@ class Watch:
         """Read new events for at most `seconds`; returns whether there is more to read."""
         if self._tail.replaced():
             self._tail.close()
-            self.state, self._tail = WatchState(), EventTail(self._run_dir.events)
+            self.state, self.heat, self._tail = WatchState(), HeatCollector(), EventTail(self._run_dir.events)
         for event in self._tail.events(seconds):
             self.state.add(event)
+            if event["event"] in USED:
+                self.heat.add(event)
             if event["event"] == "run_start":
                 self._planned = _planned_steps(self._run_dir)
         return not self._tail.at_end
@@ -72,7 +80,15 @@ class Watch:
             damaged=self._tail.damaged,
             keys=keys,
             status=run_status(self.folder),
+            panel=self.panel,
+            heat=self.heat.heat() if self.panel else None,
         )
+
+    def next_panel(self) -> None:
+        """Show the next heat map that has anything to show; after the last the curves again."""
+        keys = ["", *drawn_panels(self.heat.heat())]
+        at = keys.index(self.panel) if self.panel in keys else 0
+        self.panel = keys[(at + 1) % len(keys)]
 
 
 def _planned_steps(run_dir: RunDir) -> int | None:
@@ -104,6 +120,8 @@ def live(watch: Watch, console: Console) -> None:
                 return
             if pressed == "x":
                 watch.log_steps = not watch.log_steps
+            if pressed == "h":
+                watch.next_panel()
 
 
 def print_repeatedly(watch: Watch, console: Console) -> None:
@@ -147,6 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="run folder, such as runs/demo; may still be empty")
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument("--log-steps", action="store_true", help="steps on a logarithmic axis")
+    parser.add_argument("--heat", choices=PANELS, default="", help="show this heat map of the layers, not the curves")
     parser.add_argument("--ascii", action="store_true", help="only ASCII characters")
     parser.add_argument("--svg", type=Path, help="with --once: also write the frame to this file")
     given = parser.parse_args(arguments)
@@ -156,6 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not given.run.is_dir():
             raise UserError(f"{given.run}: there is no such run folder; give one such as runs/demo")
         watch = Watch(RunDir(given.run), log_steps=given.log_steps, ascii_only=ascii_only)
+        watch.panel = given.heat
         if given.once or given.svg or not console.is_terminal:
             once(watch, console, svg=given.svg)
         elif console.is_dumb_terminal:

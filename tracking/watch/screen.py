@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,10 @@ from rich.text import Text
 from config.printable import shown
 from tracking.console import duration, human
 from tracking.events import format_scale
+from tracking.heatmap.blocks import draw_blocks, legend
+from tracking.heatmap.grid import Heat
+from tracking.heatmap.panels import PANELS
+from tracking.heatmap.words import sentences
 from tracking.ranks import spread
 from tracking.status import Status
 from tracking.watch.curves import Axes, Line, draw
@@ -53,6 +58,10 @@ class View:
     keys: bool = False
     """Whether keys are read, so that the help for them is shown."""
     status: Status = Status("running", "", None, 0, None)
+    panel: str = ""
+    """The heat map to show instead of curves."""
+    heat: Heat | None = None
+    """What it is drawn from."""
 
     @property
     def room(self) -> int:
@@ -65,7 +74,25 @@ def frame(state: WatchState, view: View) -> RenderableType:
     head = _head(state, view)
     if state.start is None:
         return Group(head)
+    if view.panel:
+        return Group(head, *_layers(state, view))
     return Group(head, *(_wide(state, view) if view.width >= _TWO_COLUMNS else _narrow(state, view)))
+
+
+def _layers(state: WatchState, view: View) -> list[RenderableType]:
+    """A heat map of the layers over the steps, what stands out in it, and what happened."""
+    heat, title = view.heat, PANELS[view.panel].title
+    log_lines = min(6, max(0, view.room // 5 - 2))
+    if not heat or not heat.has(view.panel):
+        text = Text("nothing was measured yet; telemetry.every_steps says how often", style="dim")
+        return [_panel(text, title, view, width=view.width)]
+    wrapped = textwrap.wrap(shown(sentences(heat)[view.panel]), view.width - 6)[:3]
+    height = max(3, view.room - len(wrapped) - 3 - (log_lines + 2 if log_lines else 0))
+    chosen = heat.by_kind(view.panel)
+    drawn = draw_blocks(chosen, view.panel, width=view.width - 4, height=height, ascii_only=view.ascii)
+    parts = [drawn, legend(chosen, view.panel, ascii_only=view.ascii), Text("\n".join(wrapped))]
+    frames = [_panel(Group(*parts), title, view, width=view.width)]
+    return [*frames, *([_log_panel(state, view, log_lines)] if log_lines else [])]
 
 
 def _wide(state: WatchState, view: View) -> list[RenderableType]:
@@ -187,7 +214,7 @@ def _progress(state: WatchState, view: View) -> Text:
     if view.damaged:
         words.append(f"{view.damaged} damaged lines")
     if view.keys:
-        words.append("q quits, x log steps")
+        words.append("q quits, x log steps, h layers")
     text = "   ".join(words)
     room = min(40, view.width - len(text) - 3)
     bar = Text(no_wrap=True, overflow="crop" if view.ascii else "ellipsis")

@@ -18,7 +18,6 @@ from tracking.events import Event, fault_in
 from tracking.jsonl import decode
 
 _CHUNK = 1 << 20
-_NOT_SHOWN = (b'{"event":"telemetry"', b'{"event": "telemetry"')
 
 
 class EventTail:
@@ -58,7 +57,7 @@ class EventTail:
     def events(self, seconds: float) -> Iterator[Event]:
         """The next events, until the current end of the file or for at most `seconds`.
 
-        Raises UserError when the file exists and cannot be read. Telemetry, which is long and not shown, is skipped.
+        Raises UserError when the file exists and cannot be read.
         """
         deadline = time.monotonic() + seconds
         self.at_end = False
@@ -68,8 +67,6 @@ class EventTail:
                 self.at_end = True
                 return
             for line in lines:
-                if line.startswith(_NOT_SHOWN):
-                    continue
                 event = _decode(line)
                 if event is not None and fault_in(event) is None:
                     yield event

@@ -122,6 +122,10 @@ class GuardedLoop:
         self._parts, self._progress = parts, Progress()
         self.losses: list[float] = []
 
+    def use(self, parts: Parts) -> None:
+        """Take the coming steps with these parts, of the same run."""
+        self._parts = parts
+
     def step(self) -> None:
         """One optimizer step. Raises UserError when the guard refuses it: then it is none that could be compared."""
         self._progress, judgement, health = train_step(self._parts, self._progress)

@@ -14,7 +14,14 @@ import torch
 from config.errors import UserError
 from config.schema import Defect
 
-_NEEDS_MODULE = ("fp16_norm", "coarse_output", "flushed_gradient", "lost_reduction", "stale_weight")
+_NEEDS_MODULE = (
+    "fp16_norm",
+    "coarse_output",
+    "flushed_gradient",
+    "lost_reduction",
+    "stale_weight",
+    "growing_activation",
+)
 
 
 class Defects:
@@ -72,6 +79,9 @@ class Defects:
                 parameter.register_hook(torch.zeros_like)
         elif defect.kind == "stale_weight":
             self._stale_of = module
+        elif defect.kind == "growing_activation":
+            original = module.forward  # a hook would come after those of observers
+            module.forward = lambda *args, **kwargs: _raised(original(*args, **kwargs), defect.factor**self._steps)
 
 
 def coarse(values: torch.Tensor) -> torch.Tensor:
@@ -89,6 +99,13 @@ def _straight_through(output: Any) -> Any:
     first = output if isinstance(output, torch.Tensor) else output[0]
     rounded = first + (coarse(first.detach()) - first.detach())
     return rounded if isinstance(output, torch.Tensor) else (rounded, *output[1:])
+
+
+def _raised(output: Any, amount: float) -> Any:
+    """A module's output with `amount` added to its first channel."""
+    first = output if isinstance(output, torch.Tensor) else output[0]
+    raised = torch.cat([first[..., :1] + amount, first[..., 1:]], dim=-1)
+    return raised if isinstance(output, torch.Tensor) else (raised, *output[1:])
 
 
 def _fp16_norm(module: torch.nn.Module, factor: float) -> Callable[[torch.Tensor], torch.Tensor]:

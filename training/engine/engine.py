@@ -78,7 +78,7 @@ class Engine:
         self.regions = _regions(model, resolved, stage=self.stage)
         """Precision regions of the manifest path; None on the cast path."""
         guard = resolved.config.guard
-        self._always_measure = guard.min_update_ratio is not None or guard.max_update_ratio is not None
+        self._measures_updates = guard.min_update_ratio is not None or guard.max_update_ratio is not None
         self._meter = UpdateMeter(self.deepspeed.optimizer, stage=self.stage, world=world)
         self._scale_section = resolved.config.precision.loss_scale
         self._scaler: LossScaler | None = None
@@ -183,12 +183,12 @@ class Engine:
             save_ended=all(row[8] for row in rows),
         )
 
-    def step(self, health: Health, lr: float, *, apply: bool = True, measure: bool = False) -> Update:
+    def step(self, health: Health, lr: float, *, apply: bool = True) -> Update:
         """Clip the gradients that `health` measured and apply them at learning rate `lr`, or discard them.
 
         Gradients that are not finite are never applied. The loss scaler sees their overflow, but not a finite step that
-        is discarded. measure: the ratio of the update to the weights, which copies the masters; where the guard bounds
-        it, it is measured on every step.
+        is discarded. The ratio of the update to the weights is measured, which copies the masters, where the guard
+        bounds it.
         """
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
@@ -196,7 +196,7 @@ class Engine:
         finite = math.isfinite(health.grad_norm)
         applied = apply and finite
         update_ratio = None
-        if applied and (measure or self._always_measure):
+        if applied and self._measures_updates:
             self._meter.start()
             self._apply()
             update_ratio = self._meter.ratio()

@@ -18,7 +18,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_grad
 
 from config.optimizers import COUNT
 from training.engine.engine import Engine
@@ -35,6 +35,32 @@ def whole_gradient(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tenso
     """The reduced gradient, FP32, unscaled; between backward and step. None for a parameter without one."""
     gradient = reduced_gradient(parameter, engine.stage)
     return None if gradient is None else gradient.detach().float() / engine.loss_scale
+
+
+def local_gradient(parameter: Any, shard: Shard, stage: int) -> torch.Tensor | None:
+    """(shard.length,) this rank's part of the reduced gradient, still scaled; between backward and step.
+
+    None for a parameter without one. Nothing is gathered or copied, but for offloaded gradients, which are on the CPU.
+    """
+    if parameter.grad is None and stage == 3:
+        return safe_get_local_grad(parameter).view(-1)[: shard.length]
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if parameter.grad is not None and getattr(parameter, "_hp_grad", None) is None:
+        found = parameter.grad
+    elif mapping is not None:
+        found = mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+    else:
+        return None
+    flat: torch.Tensor = found.detach().reshape(-1)
+    return flat if len(flat) == shard.length else flat[shard.start : shard.start + shard.length]
+
+
+def local_weight(parameter: Any, shard: Shard, stage: int) -> torch.Tensor:
+    """(shard.length,) this rank's part of the weight that modules compute with, in its own dtype."""
+    if stage == 3:
+        partition: torch.Tensor = parameter.ds_tensor.detach().view(-1)
+        return partition[: shard.length]
+    return parameter.detach().view(-1)[shard.start : shard.start + shard.length]
 
 
 def whole_master(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -93,7 +119,7 @@ class Shard:
 
 
 def shard_of(engine: Engine, parameter: Any) -> Shard | None:
-    """This rank's part of a trainable parameter; None where other ranks have all of it."""
+    """This rank's part of a trainable parameter; None where other ranks have all of it. At ZeRO-0 all of it."""
     optimizer: Any = engine.deepspeed.optimizer
     numel = shape_of(parameter).numel()
     if engine.stage == 0:

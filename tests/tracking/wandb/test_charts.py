@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from config import yaml_text
+from tests.support.heat_runs import modules, telemetry
 from tests.support.synthetic_events import SCALE, start_fields, step_fields
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
@@ -73,11 +74,19 @@ def test_charts_keep_what_is_not_finite_and_leave_out_what_was_not_recorded() ->
     assert values["scale/from"] == 4.0 and values["scale/reason"] == "overflow" and "scale/momentum_norm" not in values
 
 
-def test_telemetry_becomes_a_chart_a_measure_and_module_and_a_histogram() -> None:
+def test_telemetry_becomes_as_many_panels_for_a_large_model_as_for_a_small_one() -> None:
     event = _event("telemetry", 5, **_TELEMETRY)
     values = chart_values(event)
-    assert values["telemetry/gradients_flushed/lm_head"] == 0.25 and values["telemetry/activation_max/lm_head"] == 7.0
-    assert values["telemetry/probe_cosine/lm_head.weight"] == 0.99 and values["telemetry/update_ratio"] == 0.001
+    assert values["telemetry/largest_activation"] == 7.0 and values["telemetry/update_ratio"] == 0.001
+    assert values["telemetry/smallest_probe_cosine"] == 0.99
+    panels = [
+        {*chart_values(event), *histograms(event)}
+        for layers in (1, 32)
+        for event in [_event("telemetry", 5, **telemetry(5, layers))]
+    ]
+    assert panels[0] == panels[1] and len(panels[0]) < 20
+    spread = histograms(_event("telemetry", 5, **telemetry(5, 32)))["telemetry/modules/log10_activation"]
+    assert sum(spread.histogram) == len(modules(32))
     drawn = histograms(event)["telemetry/log2_gradient"]
     assert list(drawn.histogram) == [1, 4, 2] and list(drawn.bins) == [-30, -29, -28, -27]
     assert histograms({"event": "step"}) == {}

@@ -24,10 +24,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from config.cli import REPOSITORY
 from config.errors import UserError
 from config.machine.processes import machine, pid_namespace
+from tests.support.heat_runs import growing, telemetry, write_heat_run
 from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.events import Event
 from tracking.jsonl import JsonlSink, encode, read_events, surviving
@@ -267,12 +269,38 @@ def test_half_a_line_that_a_resumed_run_cuts_off_is_forgotten(tmp_path: Path) ->
     assert [event["step"] for event in tail.events(1.0)] == [2] and tail.damaged == 0
 
 
-def test_damaged_lines_and_long_telemetry_are_passed_over(tmp_path: Path) -> None:
+def test_damaged_lines_are_passed_over_and_long_ones_are_not_cut(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    telemetry = encode({"event": "telemetry", "step": 1, "gradients": "x" * 3_000_000})
-    path.write_bytes(b"rubbish\n[1]\n" + telemetry + encode(step_event(1)))
+    measured = telemetry(1, 2) | {"gradients": {"x" * 3_000_000: {}}}
+    telemetry_line = encode({"event": "telemetry", "step": 1, "time": 1.0, "tokens": 0, **measured})
+    path.write_bytes(b"rubbish\n[1]\n" + telemetry_line + encode(step_event(1)))
     tail = EventTail(path)
-    assert [event["event"] for event in tail.events(5.0)] == ["step"] and tail.damaged == 2
+    assert [event["event"] for event in tail.events(5.0)] == ["telemetry", "step"] and tail.damaged == 2
+
+
+@pytest.mark.parametrize("ascii_only", [False, True])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 50), (40, 12)])
+def test_the_layers_are_shown_over_time(tmp_path: Path, ascii_only: bool, width: int, height: int) -> None:
+    activation = growing([6, 7], limit_step=220, per_100=3.0)
+    watch = Watch(
+        RunDir(write_heat_run(tmp_path, "a", layers=8, steps=200, activation=activation)), ascii_only=ascii_only
+    )
+    while watch.read(5.0):
+        pass
+    assert watch.panel == ""
+    watch.next_panel()
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True)
+    console.print(frame(watch.state, watch.view(width, height, keys=True)))
+    lines = [Text.from_ansi(line).plain for line in console.file.getvalue().rstrip("\n").split("\n")]
+    assert len(lines) <= height and max(len(line) for line in lines) <= width
+    text = " ".join(" ".join(lines).split())
+    assert "down_proj" in text and "layers 6-7 down_proj: activations" in text
+    assert text.isascii() is ascii_only
+    seen = [watch.panel]
+    while watch.panel:
+        watch.next_panel()
+        seen.append(watch.panel)
+    assert seen == ["activation", "gradient", "underflow", "update", ""]
 
 
 def test_a_run_started_afresh_in_the_same_folder_is_shown_from_its_start(run_dir: RunDir) -> None:

@@ -1,0 +1,212 @@
+"""The heat maps: events into arrays, names into blocks and kinds, and the sentences under the panels."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+
+from tests.support.compare_runs import RunWriter
+from tests.support.heat_runs import growing, modules, telemetry, write_heat_run
+from tracking.heatmap import grid
+from tracking.heatmap.grid import HeatCollector, merged, read_heat
+from tracking.heatmap.modules import folded_name, in_words, leaves
+from tracking.heatmap.trend import trend
+from tracking.heatmap.words import dangers, sentences
+
+
+def collected(events):
+    collector = HeatCollector()
+    for event in events:
+        collector.add(event)
+    return collector.heat()
+
+
+def measured(step, activation=1.0, **fields):
+    names = ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
+    empty = {"gradients": {}, "update_ratios": {}, "activation_max": dict.fromkeys(names, activation)}
+    fields = {**telemetry(step, 0), **empty, **fields}
+    return {"event": "telemetry", "step": step, "time": 1.0, "tokens": 0, **fields}
+
+
+def start(step=0, **fields):
+    return {"event": "run_start", "step": step, "time": 1.0, "tokens": 0, "compute": "fp16", **fields}
+
+
+def test_a_run_becomes_rows_in_forward_order_and_columns_of_steps(tmp_path):
+    heat = read_heat(write_heat_run(tmp_path, "a", layers=2, steps=40, every=10) / "events.jsonl")
+    assert heat.rows == tuple(modules(2))
+    assert heat.steps.tolist() == [10, 20, 30, 40]
+    assert heat.panels["activation"].shape == (len(heat.rows), 4)
+    wanted = telemetry(20, 2)
+    row = heat.rows.index("model.layers.1.mlp.down_proj")
+    own = wanted["gradients"]["model.layers.1.mlp.down_proj"]
+    for key, value in (
+        ("activation", wanted["activation_max"]["model.layers.1.mlp.down_proj"] / 65504),
+        ("gradient", own["rms"]),
+        ("underflow", own["below_normal"]),
+        ("update", wanted["update_ratios"]["model.layers.1.mlp.down_proj"]),
+        ("drift", 0.0),
+        ("nonfinite", 0.0),
+        ("dtype", 3.0),
+    ):
+        assert heat.panels[key][row, 1] == pytest.approx(value, rel=1e-6), key
+    assert math.isnan(heat.panels["gradient"][heat.rows.index("model.layers.1"), 1])  # has no parameters of its own
+
+
+def test_of_a_step_measured_twice_the_last_attempt_counts():
+    heat = collected([start(), measured(10, 1.0), measured(20, 2.0), start(10), measured(20, 8.0)])
+    assert heat.steps.tolist() == [10, 20]
+    assert heat.panels["activation"][0] * 65504 == pytest.approx([1.0, 8.0])
+    rolled_back = collected([start(), measured(10, 1.0), measured(20, 2.0), measured(15, 3.0)])
+    assert rolled_back.steps.tolist() == [10, 15]
+
+
+def test_what_was_not_finite_and_what_changed_its_dtype_is_where_it_happened():
+    name = "model.layers.1.mlp.down_proj"
+    found = {"event": "nonfinite", "step": 25, "time": 1.0, "tokens": 0, "module": name, "tensor": "activation"}
+    promoted = {"event": "incident", "step": 25, "time": 1.0, "tokens": 0, "promoted_to": "fp32", "modules": [name]}
+    demoted = {"event": "note", "step": 35, "time": 1.0, "tokens": 0, "text": "", "demoted": {name: "fp16"}}
+    events = [start(regions={name: "fp16"}), measured(10), measured(20), {**found, "count": 7}, promoted]
+    heat = collected([*events, measured(30), demoted, measured(40)])
+    assert heat.panels["nonfinite"].tolist() == [[0, 0, 0, 0], [0, 0, 7, 0]]
+    assert heat.panels["dtype"].tolist() == [[1, 1, 1, 1], [3, 3, 1, 3]]
+    lines = sentences(heat)
+    assert lines["nonfinite"] == "first in layer 1 down_proj, by step 30; 7 in all, most in layer 1 down_proj."
+    assert "changed: layer 1 down_proj, to fp32 by step 30" in lines["dtype"]
+
+
+def test_a_module_known_only_from_a_finding_has_a_row():
+    found = {"event": "nonfinite", "step": 5, "time": 1.0, "tokens": 0, "tensor": "gradient", "count": 2}
+    heat = collected([start(), {**found, "module": "model.norm"}])
+    assert heat.rows == ("model.norm",) and heat.panels["nonfinite"].tolist() == [[2.0]]
+
+
+def test_many_measurements_are_merged_and_no_peak_is_lost(monkeypatch):
+    monkeypatch.setattr(grid, "MOST_COLUMNS", 10)
+    values = [1.0] * 100
+    values[57] = 1000.0
+    heat = collected([start(), *(measured(10 * (n + 1), value) for n, value in enumerate(values))])
+    assert heat.measured == 100 and len(heat.steps) <= 10 and heat.steps[-1] == 1000
+    peak = int(np.argmax(heat.panels["activation"][0]))
+    assert heat.edges[peak] < 580 <= heat.edges[peak + 1]
+    assert heat.panels["activation"][0, peak] * 65504 == pytest.approx(1000.0)
+    assert len(heat.narrowed(3).steps) == 3 and np.nanmax(heat.narrowed(3).panels["activation"]) * 65504 > 999
+
+
+def test_a_folded_row_holds_its_modules_and_opens_again():
+    heat = collected([start(), measured(10, 2.0)])
+    for fold, names in (
+        ("kinds", ("model.layers.*.mlp.down_proj",)),
+        ("blocks", ("model.layers.0", "model.layers.1")),
+        ("modules", heat.rows),
+    ):
+        assert heat.folded(fold).rows == names
+    opened = heat.folded("kinds", ["model.layers.*.mlp.down_proj"])
+    assert opened.rows == ("model.layers.*.mlp.down_proj", *heat.rows)
+    two = np.array([[1.0], [np.nan], [4.0]], np.float32)
+    assert [float(merged(key, two, axis=0)[0]) for key in ("activation", "gradient", "nonfinite")] == [4, 2, 5]
+
+
+def test_names_in_few_words():
+    assert in_words([f"model.layers.{n}.mlp.down_proj" for n in (20, 21, 22, 5)]) == "layers 5, 20-22 down_proj"
+    assert in_words(["model.layers.3.mlp.up_proj"]) == "layer 3 up_proj"
+    assert in_words(["lm_head", "model.norm", "a", "b"]) == "lm_head, norm, a and 1 more"
+    assert folded_name("model.layers.3.mlp.experts.7.up_proj", "kinds") == "model.layers.*.mlp.experts.*.up_proj"
+    assert folded_name("a.99999999999999999999.b", "kinds") == "a.99999999999999999999.b"
+    assert leaves(("m.layers.0.mlp.up", "m.layers.0.mlp", "m.layers.0", "m", "Llama", "lm.x")) == [
+        *(True, False, False, False, False, True)
+    ]
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("until", [0.4, 0.7, 0.9])
+def test_a_forecast_is_within_a_tenth_of_the_truth(linear, until):
+    """Random noise and spikes over exponential and straight growth towards 1 at step 10,000."""
+    noise = random.Random(1)
+    for _ in range(20):
+        steps = np.arange(50, int(10_000 * until), 50)
+        truth = 0.2 + 0.8 * steps / 10_000 if linear else 0.01 ** (1 - steps / 10_000)
+        values = truth * np.array([noise.lognormvariate(0, 0.03) for _ in steps])
+        values[::17] *= noise.uniform(1, 3)
+        found = trend(steps, values)
+        assert found is not None and found.linear is linear
+        assert found.reaches(1.0) == pytest.approx(10_000, rel=0.1)
+
+
+def test_what_does_not_grow_has_no_forecast():
+    noise, steps = random.Random(2), np.arange(0, 1000, 10)
+    flat = np.array([noise.lognormvariate(0, 0.3) for _ in steps])
+    assert trend(steps, flat) is None
+    assert trend(steps, 2.0 - steps / 1000) is None
+    assert trend(steps[:3], np.array([1.0, 2.0, 4.0])) is None
+    assert trend(steps, np.full(len(steps), np.nan)) is None
+
+
+def test_the_sentence_names_layers_growth_and_step(tmp_path):
+    activation = growing(range(20, 32), limit_step=5300, per_100=1.02)
+    heat = read_heat(
+        write_heat_run(tmp_path, "a", layers=32, steps=5000, every=50, activation=activation) / "events.jsonl"
+    )
+    [danger] = dangers(heat)
+    assert danger.modules == [f"model.layers.{layer}.mlp.down_proj" for layer in range(20, 32)]
+    assert danger.overflow == pytest.approx(5300, rel=0.1) and danger.growth == pytest.approx(0.02, abs=0.004)
+    line = sentences(heat)["activation"]
+    assert line.startswith("layers 20-31 down_proj: activations at ") and "overflow expected near step 5," in line
+
+
+def test_a_run_in_bf16_is_told_what_fp16_would_do(tmp_path):
+    activation = growing([1], limit_step=450, per_100=1.5)
+    folder = write_heat_run(tmp_path, "a", layers=2, steps=400, activation=activation, compute="bf16")
+    assert "bf16 has a wider one" in (line := sentences(read_heat(folder / "events.jsonl"))["activation"])
+    assert "FP16 would overflow near step 4" in line
+
+
+def test_a_healthy_run_is_said_to_be_one(tmp_path):
+    lines = sentences(read_heat(write_heat_run(tmp_path, "a", layers=2) / "events.jsonl"))
+    assert "none is near it" in lines["activation"]
+    assert lines["drift"] == "every 16-bit weight is its master rounded, at every step that was measured."
+    assert lines["nonfinite"] == "none." and lines["dtype"] == "fp16 everywhere."
+
+
+def test_a_weight_that_left_its_master_is_named():
+    name = "model.layers.1.mlp.down_proj"
+    gradients = {name: {"rms": 1.0, "below_normal": 0.0}, "lm_head": {"rms": 1.0, "below_normal": 0.25}}
+    apart = {"maximum": 0.5, "rms": 0.1, "by_module": {name: 0.5}}
+    clean = {"maximum": 0.0, "rms": 0.0, "by_module": {}}
+    heat = collected(
+        [start(), measured(10, gradients=gradients, drift=clean), measured(20, gradients=gradients, drift=apart)]
+    )
+    lines = sentences(heat)
+    assert lines["drift"] == "layer 1 down_proj: not their masters rounded since step 20, up to 0.5 away."
+    assert lines["underflow"] == "lm_head: 25% of the gradient values at step 20."
+
+
+def test_damaged_and_strange_telemetry_is_left_out(tmp_path):
+    strange = [
+        measured(10, activation_max=[1, 2]),
+        measured(20, activation_max={"a": "inf", "b": None, "c": {"d": 1}, "e": 1e300, "f": 2.0}),
+        measured(30, gradients={"a": 3, "b": {"rms": "nan"}}, drift=7, update_ratios="x"),
+    ]
+    run = RunWriter(tmp_path, "a")
+    run.start()
+    folder = run.end(1).path
+    with (folder / "events.jsonl").open("ab") as file:
+        for event in strange:
+            file.write(json.dumps(event).encode() + b"\n")
+        file.write(b'{"event":"telemetry","step":40,"ti\n{"event":"telemetry"}\n{"event":"telemetry"')
+    heat = read_heat(folder / "events.jsonl")
+    assert heat.steps.tolist() == [10, 20, 30]
+    values = dict(zip(heat.rows, heat.panels["activation"][:, 1] * 65504, strict=True))
+    assert values["a"] == values["e"] == math.inf and values["f"] == pytest.approx(2.0)
+    assert math.isnan(values["b"]) and math.isnan(values["c"])
+    sentences(heat)
+
+
+def test_a_run_without_telemetry_has_nothing_to_draw():
+    assert not collected([start()])
+    assert sentences(collected([start()])) == {}
+    assert not HeatCollector().heat()

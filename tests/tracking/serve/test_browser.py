@@ -1,0 +1,153 @@
+"""The pages in a real browser: they are drawn, follow a run, obey nothing in a run's texts, and work offline.
+
+With MANTISSA_SCREENSHOTS=FOLDER the pictures are kept there, to be looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from tests.support.browser import tab
+from tests.support.compare_runs import CONFIG, RunWriter, write_run
+from tests.support.heat_runs import growing, write_heat_run
+from tests.support.hostile import HOSTILE
+from tests.support.serving import served
+
+SIZES = {"light": (1400, 900, False), "dark": (1400, 900, True), "phone": (390, 844, True)}
+RUN_DRAWN = "document.body.dataset.heat === 'drawn'"
+TABLE = "document.querySelector('.runs tbody tr')"
+OVERFLOWING = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with tab(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """A healthy run, one with a loss that is nan, one that crashed, one whose activations grow."""
+    root = tmp_path_factory.mktemp("runs")
+    for seed in range(2):
+        write_run(root, f"base-s{seed}", config={"run.seed": seed})
+    broken = {"loss": math.nan, "grad_norm": math.inf, "applied": False, "skipped_total": 1}
+    event = {"event": "incident", "verdict": "SKIP", "reason": "the loss is nan", "modules": [], "replay": "python x"}
+    write_run(root, "nan", change=lambda step, fields: broken if step == 20 else fields, after={20: [event]})
+    crashed = RunWriter(root, "crashed")
+    crashed.run_dir.write_inputs(CONFIG, {}, {})
+    crashed.start()
+    for step in range(1, 20):
+        crashed.step(step)
+    write_heat_run(root, "grows", layers=12, steps=600, activation=growing(range(8, 12), limit_step=660, per_100=1.6))
+    with served(root) as client:
+        yield client
+
+
+def picture(page, tmp_path, name):
+    folder = Path(os.environ.get("MANTISSA_SCREENSHOTS", tmp_path))
+    assert page.picture(folder / f"{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_overview_and_a_run_are_drawn(page, client, tmp_path, size):
+    width, height, dark = SIZES[size]
+    page.size(width, height, dark=dark)
+    page.messages.clear()
+    page.open(client.address, ready=TABLE)
+    assert page.value("document.querySelectorAll('.runs tbody tr').length") == 5
+    assert page.value("document.documentElement.classList.contains('dark')") is dark
+    assert page.value(OVERFLOWING) <= 0, "the page is wider than the window"
+    picture(page, tmp_path, f"overview_{size}")
+    for name in ("grows", "nan"):
+        page.open(f"{client.address}/run?key={name}", ready=RUN_DRAWN)
+        assert page.value("document.querySelectorAll('#charts canvas').length") > 3
+        assert page.value(OVERFLOWING) <= 0
+        picture(page, tmp_path, f"{name}_{size}")
+    assert page.complaints() == []
+    assert all(address.startswith((client.address, "data:", "blob:")) for address in page.requested())
+
+
+def test_a_row_of_a_heat_map_is_unfolded(page, client):
+    page.size(1400, 900)
+    page.open(f"{client.address}/run?key=grows", ready=RUN_DRAWN)
+    rows = "document.querySelector('#heat-activation').names.length"
+    before = page.value(rows)
+    page.value(
+        """(() => {
+          const canvas = document.querySelector('#heat-activation canvas'), place = canvas.getBoundingClientRect();
+          const row = document.querySelector('#heat-activation').names.indexOf('model.layers.*.mlp.down_proj');
+          const middle = { clientX: place.left + 200, clientY: place.top + 15 * (row + 0.5), bubbles: true };
+          canvas.dispatchEvent(new MouseEvent('click', middle));
+        })()"""
+    )
+    page.wait(f"{rows} === {before + 12}")
+    assert (
+        page.value("document.querySelector('#lines').textContent").count("layers 8-11 down_proj: activations at") == 1
+    )
+    page.value("document.querySelector('#fold').value = 'modules'")
+    page.value("document.querySelector('#fold').dispatchEvent(new Event('change'))")
+    page.wait(f"{rows} > 100")
+
+
+def test_runs_are_searched_grouped_chosen_and_compared(page, client):
+    page.size(1400, 900)
+    page.open(client.address, ready=TABLE)
+    page.value("asked.elements.group.click()")
+    page.wait("document.querySelectorAll('.runs tbody tr').length === 2")
+    page.value("asked.elements.q.value = 'base'; asked.dispatchEvent(new Event('input'))")
+    page.wait("document.querySelectorAll('.runs tbody tr').length === 1")
+    page.value("document.querySelector('.pick').click()")
+    assert page.value("document.querySelector('#chosen').textContent") == "2 chosen"
+    page.value("document.querySelector('#compare').click()")
+    page.wait("location.pathname === '/compare' && document.title.includes('base-s0')")
+
+
+def test_a_page_follows_a_run_that_trains(page, tmp_path):
+    writer = RunWriter(tmp_path, "live")
+    writer.run_dir.write_inputs(CONFIG, {}, {})
+    writer.start()
+    for step in range(1, 6):
+        writer.step(step)
+    with served(tmp_path) as client:
+        page.open(f"{client.address}/run?key=live", ready="document.body.dataset.curves === '5'")
+        assert page.value("data.runs[0].curve.step.length") == 5
+        for step in range(6, 12):
+            writer.step(step)
+        client.library.look()
+        page.wait("data.runs[0].curve.step.length === 11")
+        assert "11 of 40" in page.value("document.querySelector('#state').textContent")
+
+
+def test_nothing_in_a_runs_texts_is_obeyed(page, tmp_path):
+    """Every hostile text as a name, and all of them as settings, causes, reasons and commands of one run."""
+    texts = list(HOSTILE.values())
+    names = [said.replace("/", "|").replace("\n", " ").replace("\r", " ") for said in texts]
+    events = []
+    for said in texts:
+        cause = {"event": "nonfinite", "rank": 0, "module": said, "tensor": "activation", "kind": "nan", "count": 1}
+        events += [cause, {"event": "incident", "verdict": said, "reason": said, "modules": [said], "replay": said}]
+    settings = {f"optimizer.{said}": said for said in texts}
+    for name, said in zip(names, texts, strict=True):
+        after = {20: events if name == names[0] else [{"event": "note", "text": said}]}
+        write_run(tmp_path, name, config={"run.hypothesis": said, "optimizer.name": said, **settings}, after=after)
+    page.size(1200, 800)
+    page.messages.clear()
+    with served(tmp_path) as client:
+        page.open(client.address, ready=TABLE)
+        assert page.value("document.querySelectorAll('.runs tbody tr').length") == len(texts)
+        for path in (f"/run?key={quote(names[0])}", f"/run?key={quote(names[1])}"):
+            page.open(
+                client.address + path, ready=f"{RUN_DRAWN} && document.querySelector('h1').textContent.length > 8"
+            )
+            assert page.value("document.querySelectorAll('main img, main iframe, main script').length") == 0
+        page.open(f"{client.address}/run?key={quote(names[0])}", ready=RUN_DRAWN)
+        assert page.value("document.querySelectorAll('.incident').length") == len(texts)
+        selection = "&".join(f"run={quote(name)}" for name in names)
+        page.open(f"{client.address}/compare?{selection}", ready="document.body.dataset.drawn")
+    assert page.complaints() == []

@@ -1,0 +1,102 @@
+"""A heat map in a terminal: one character a cell, in colour; shades of grey where the terminal has only ASCII."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.text import Text
+
+from config.printable import line
+from tracking.heatmap.grid import Heat
+from tracking.heatmap.modules import short_name
+from tracking.heatmap.panels import DTYPES, PANELS
+from tracking.heatmap.scale import limits
+
+_LABEL = 24
+_SHADES = " .:-=+*#%@"
+# From matplotlib's viridis, at eight even places.
+_COLOURS = ("#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725")
+_DTYPE_COLOURS = ("#7f7f7f", "#1f77b4", "#2ca02c", "#d62728")
+
+
+def draw_blocks(heat: Heat, key: str, *, width: int, height: int, ascii_only: bool = False) -> Text:
+    """One panel in at most `height` lines of `width` characters.
+
+    Two rows share a line (the upper half of a character in one colour, the lower in another) unless ASCII is wanted.
+    Rows are modules where they fit, else kinds of modules or blocks, whichever are fewer.
+    """
+    per_line = 1 if ascii_only else 2
+    room = max(1, height - 1)
+    shown = heat
+    if len(heat.rows) > room * per_line:
+        shown = min((heat.folded("kinds"), heat.folded("blocks")), key=lambda folded: len(folded.rows))
+    columns = max(4, width - _LABEL - 1)
+    shown = shown.narrowed(columns)
+    values = shown.panels[key]
+    if len(values) > room * per_line:  # more blocks than lines: even stretches of them
+        values = values[np.linspace(0, len(values) - 1, room * per_line).astype(int)]
+        names = [shown.rows[index] for index in np.linspace(0, len(shown.rows) - 1, room * per_line).astype(int)]
+    else:
+        names = list(shown.rows)
+    levels = _levels(shown, key, values)
+    wide = np.repeat(levels, max(1, columns // max(1, levels.shape[1])), axis=1)[:, :columns]
+    text = Text(no_wrap=True)
+    for row in range(0, len(wide), per_line):
+        text.append(_label(names[row]), style="dim")
+        if ascii_only:
+            text.append("".join(_shade(level, key) for level in wide[row]))
+        else:
+            lower = wide[row + 1] if row + 1 < len(wide) else np.full(wide.shape[1], -1)
+            for upper, under in zip(wide[row], lower, strict=True):
+                text.append(*_cell(int(upper), int(under), key))
+        text.append("\n")
+    first, last = f"{int(shown.edges[0]):,}", f"{int(shown.edges[-1]):,}"
+    text.append(" " * _LABEL + first + last.rjust(max(1, wide.shape[1] - len(first))), style="dim")
+    return text
+
+
+def legend(heat: Heat, key: str, *, ascii_only: bool = False) -> Text:
+    """What the colours of a panel mean."""
+    text = Text(no_wrap=True)
+    if key == "dtype":
+        for code, name in enumerate(DTYPES):
+            if code:
+                text.append("# " if ascii_only else "█ ", style=None if ascii_only else _DTYPE_COLOURS[code])
+                text.append(f"{name if not ascii_only else str(code) + ' ' + name}  ", style="dim")
+        return text
+    low, high = limits(heat, key)
+    percent = PANELS[key].percent
+    text.append(f"{low:.0%} " if percent and low in (0.0, 1.0) else f"{low:.1g} ", style="dim")
+    for level in range(8):
+        text.append(_SHADES[level + 1] if ascii_only else "█", style=None if ascii_only else _COLOURS[level])
+    text.append(f" {high:.0%}" if percent else f" {high:.2g}", style="dim")
+    return text
+
+
+def _levels(heat: Heat, key: str, values: np.ndarray) -> np.ndarray:
+    """0 to 7 by value, -1 where there is none; of dtypes the position in DTYPES."""
+    if key == "dtype":
+        return np.where(np.isfinite(values), np.nan_to_num(values), -1).astype(int)
+    low, high = limits(heat, key)
+    with np.errstate(all="ignore"):
+        share = np.log(values / low) / np.log(high / low) if PANELS[key].log else (values - low) / (high - low)
+    known = np.isfinite(values) & ((values > 0) | (not PANELS[key].log))
+    return np.where(known, np.clip(np.nan_to_num(share) * 8, 0, 7).astype(int), -1)
+
+
+def _shade(level: int, key: str) -> str:
+    if level < 0:
+        return " "
+    return str(level) if key == "dtype" else _SHADES[int(level) + 1]
+
+
+def _cell(upper: int, lower: int, key: str) -> tuple[str, str | None]:
+    colours = _DTYPE_COLOURS if key == "dtype" else _COLOURS
+    if upper < 0 and lower < 0:
+        return " ", None
+    if upper < 0:
+        return "▄", colours[lower]
+    return ("▀", colours[upper]) if lower < 0 else ("▀", f"{colours[upper]} on {colours[lower]}")
+
+
+def _label(name: str) -> str:
+    return short_name(line(name), _LABEL - 1).ljust(_LABEL)

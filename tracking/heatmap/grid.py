@@ -1,0 +1,351 @@
+"""The events of a run as arrays of module by step: what the heat maps are drawn from.
+
+Of a step attempted more than once the last attempt counts, as in `tracking.jsonl.surviving`. Memory is bounded: of more
+than MOST_COLUMNS measured steps, neighbours share a column, merged as their panel says.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from config.errors import UserError
+from tracking.events import Event, fault_in
+from tracking.heatmap.modules import Fold, folded_name
+from tracking.heatmap.panels import DTYPES, PANELS, RANGES
+from tracking.jsonl import decode, open_events
+
+MOST_COLUMNS = 600
+MOST_ROWS = 20_000
+"""Modules beyond are left out: a damaged file must not fill the memory."""
+_MOST_CHANGES = 20_000  # non-finite findings and changes of dtype that are kept
+USED = ("run_start", "telemetry", "nonfinite", "incident", "note")
+"""Events that the collector reads."""
+_PREFIXES = tuple(f'{{"event":{space}"{kind}"'.encode() for kind in USED for space in ("", " "))
+_MEASURED = ("activation", "gradient", "underflow", "drift", "update")
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Panels of shape (rows, columns), float32, nan where nothing was measured.
+
+    rows: modules in the order of the forward pass. edges: (columns + 1,) steps; column j holds what was measured after
+    step edges[j] up to step edges[j + 1]. computes: the dtypes that are in force anywhere.
+    """
+
+    rows: tuple[str, ...]
+    edges: np.ndarray
+    panels: dict[str, np.ndarray]
+    computes: tuple[str, ...]
+    measured: int
+    """Telemetry events of the surviving history."""
+
+    @property
+    def steps(self) -> np.ndarray:
+        """(columns,) the last step of each column."""
+        return self.edges[1:]
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to draw."""
+        return bool(self.rows) and len(self.edges) > 1
+
+    def has(self, panel: str) -> bool:
+        """Whether any value of the panel is known."""
+        return panel in self.panels and bool(np.isfinite(self.panels[panel]).any())
+
+    def folded(self, fold: Fold, opened: Iterable[str] = ()) -> Heat:
+        """The same with one row for each block, or for each kind of module; those in `opened` stay unfolded below it.
+
+        A folded cell holds the largest, the sum or the geometric mean of its modules.
+        """
+        if fold == "modules":
+            return self
+        groups: dict[str, list[int]] = {}
+        for index, name in enumerate(self.rows):
+            groups.setdefault(folded_name(name, fold), []).append(index)
+        wanted, rows, members = frozenset(opened), [], []
+        for name, indices in groups.items():
+            rows.append(name)
+            members.append(indices)
+            if name in wanted and len(indices) > 1:
+                rows += [self.rows[index] for index in indices]
+                members += [[index] for index in indices]
+        panels = {
+            key: np.stack([merged(key, values[indices], axis=0) for indices in members])
+            for key, values in self.panels.items()
+        }
+        return replace(self, rows=tuple(rows), panels=panels)
+
+    def chosen(self, rows: Sequence[int]) -> Heat:
+        """The same with only these rows, in this order."""
+        panels = {key: values[list(rows)] for key, values in self.panels.items()}
+        return replace(self, rows=tuple(self.rows[row] for row in rows), panels=panels)
+
+    def by_kind(self, panel: str) -> Heat:
+        """The same with modules of one kind next to each other, their blocks in order; without those of which `panel`
+        has no value."""
+        first: dict[str, int] = {}
+        for index, name in enumerate(self.rows):
+            first.setdefault(folded_name(name, "kinds"), index)
+        known = np.flatnonzero(np.isfinite(self.panels[panel]).any(axis=1))
+        return self.chosen(sorted(known.tolist(), key=lambda row: (first[folded_name(self.rows[row], "kinds")], row)))
+
+    def narrowed(self, most: int) -> Heat:
+        """The same in at most `most` columns."""
+        count = len(self.edges) - 1
+        if count <= most:
+            return self
+        starts = np.unique(np.linspace(0, count, most + 1).astype(int))
+        panels = {
+            key: np.stack(
+                [merged(key, values[:, a:b], axis=1) for a, b in zip(starts[:-1], starts[1:], strict=True)], axis=1
+            )
+            for key, values in self.panels.items()
+        }
+        return replace(self, edges=self.edges[starts], panels=panels)
+
+
+def merged(panel: str, values: np.ndarray, axis: int) -> np.ndarray:
+    """Values that share a cell as one, over `axis`; nan where none is known."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of slices without a value
+        if panel == "dtype":  # the narrowest that is used: it is what can overflow
+            return np.nanmax(values, axis=axis)
+        match PANELS[panel].merge:
+            case "largest":
+                return np.nanmax(values, axis=axis)
+            case "sum":
+                known = np.isfinite(values).any(axis=axis)
+                return np.where(known, np.nansum(values, axis=axis), np.nan).astype(np.float32)
+            case _:
+                logs = np.log(np.where(values > 0, values, np.nan))
+                return np.exp(np.nanmean(logs, axis=axis)).astype(np.float32)
+
+
+@dataclass
+class _Column:
+    """Measurements of steps after `after` up to `step`; values by panel, one per row known by then."""
+
+    step: int
+    values: dict[str, np.ndarray]
+    measured: int = 1
+
+
+@dataclass
+class _Names:
+    """The keys of the last event's mapping, and the rows that they are."""
+
+    keys: list[str] = field(default_factory=list)
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
+
+
+class HeatCollector:
+    """Takes events in file order; `heat` gives the arrays so far, at any time."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        self._columns: list[_Column] = []
+        self._share = 1  # measured steps that share a column
+        self._seen: dict[str, _Names] = {}
+        self._forward: list[str] = []
+        self._nonfinite: list[tuple[int, str, float]] = []
+        self._changes: list[tuple[int, dict[str, str]]] = []  # step, module to dtype from then on
+        self._default = ""
+        self._regions = False
+        self.last_step = 0
+        """The newest step that was passed to `add` or `passed`."""
+
+    def add(self, event: Event) -> None:
+        """Add one event of any kind. Unknown or damaged values become nan."""
+        step = int(event["step"])
+        kind = event["event"]
+        if kind == "run_start":
+            self._columns = [column for column in self._columns if column.step <= step]
+            regions = _texts(event.get("regions"))
+            self._default, self._regions = str(event.get("compute") or ""), bool(regions)
+            self._changes = [(at, change) for at, change in self._changes if at <= step]
+            self._keep_change(step, regions)
+        elif kind == "telemetry":
+            self._measure(step, event)
+        elif kind == "nonfinite" and event.get("tensor") != "loss" and len(self._nonfinite) < _MOST_CHANGES:
+            self._nonfinite.append((step, str(event.get("module")), _number(event.get("count"))))
+        elif kind == "incident" and isinstance(event.get("promoted_to"), str):
+            modules = event.get("modules")
+            names = modules if isinstance(modules, list) else []
+            self._keep_change(step, {str(name): event["promoted_to"] for name in names})
+        elif kind == "note" and event.get("demoted"):
+            self._keep_change(step, _texts(event["demoted"]))
+        self.last_step = max(self.last_step, step)
+
+    def _keep_change(self, step: int, change: dict[str, str]) -> None:
+        if change and len(self._changes) < _MOST_CHANGES:
+            self._changes.append((step, change))
+
+    def _measure(self, step: int, event: Event) -> None:
+        while self._columns and self._columns[-1].step >= step:
+            self._columns.pop()  # where steps share a column, also what came just before
+        gradients = _mapping(event.get("gradients"))
+        measures = [value if isinstance(value, dict) else {} for value in gradients.values()]
+        activations = _mapping(event.get("activation_max"))
+        if activations:
+            self._forward = list(activations)
+        found = {
+            "activation": self._spread("activations", activations, list(activations.values())),
+            "gradient": self._spread("gradients", gradients, [item.get("rms") for item in measures]),
+            "underflow": self._spread("gradients", gradients, [item.get("below_normal") for item in measures]),
+        }
+        updates = _mapping(event.get("update_ratios"))
+        found["update"] = self._spread("updates", updates, list(updates.values()))
+        drift = _mapping(event.get("drift"))
+        if "by_module" in drift:  # has only the modules whose weights are not their rounded masters
+            apart = _mapping(drift["by_module"])
+            names = dict.fromkeys([*gradients, *apart])
+            found["drift"] = self._spread("drift", names, [apart.get(name, 0.0) for name in names])
+        column = _Column(step, found)
+        if self._columns and self._columns[-1].measured < self._share:
+            column = self._joined([self._columns.pop(), column])
+        self._columns.append(column)
+        if len(self._columns) > MOST_COLUMNS:
+            pairs = [self._columns[at : at + 2] for at in range(0, len(self._columns), 2)]
+            self._columns = [self._joined(pair) for pair in pairs]
+            self._share *= 2
+
+    def _spread(self, what: str, named: dict[str, Any], values: list[Any]) -> np.ndarray:
+        """Values of named modules as an array by row."""
+        seen = self._seen.setdefault(what, _Names())
+        keys = list(named)
+        if keys != seen.keys:
+            for key in keys:
+                if key not in self._rows and len(self._rows) < MOST_ROWS:
+                    self._rows[key] = len(self._rows)
+            self._seen[what] = seen = _Names(keys, np.array([self._rows.get(key, -1) for key in keys], int))
+        spread = np.full(len(self._rows), np.nan, np.float32)
+        if keys:
+            try:
+                numbers = np.array(values, float)
+            except (TypeError, ValueError, OverflowError):
+                numbers = np.array([_number(value) for value in values])
+            with np.errstate(over="ignore"):
+                spread[seen.rows[seen.rows >= 0]] = numbers[seen.rows >= 0]
+        return spread
+
+    def _joined(self, columns: Sequence[_Column]) -> _Column:
+        values = {}
+        for panel in _MEASURED:
+            both = [_padded(column.values[panel], len(self._rows)) for column in columns if panel in column.values]
+            if both:
+                values[panel] = merged(panel, np.stack(both), axis=0)
+        return _Column(columns[-1].step, values, sum(column.measured for column in columns))
+
+    def heat(self) -> Heat:
+        """What was collected so far; more may be added afterwards."""
+        names = self._ordered()
+        order = np.array([self._rows[name] for name in names if name in self._rows], int)
+        edges = self._edges()
+        count = len(edges) - 1
+        panels: dict[str, np.ndarray] = {}
+        if self._columns:
+            for panel in _MEASURED:
+                grid = np.full((len(names), count), np.nan, np.float32)
+                for at, column in enumerate(self._columns):
+                    if panel in column.values:
+                        grid[: len(order), at] = _padded(column.values[panel], len(self._rows))[order]
+                panels[panel] = grid
+            if "activation" in panels:
+                panels["activation"] = panels["activation"] / np.float32(RANGES["fp16"])
+        rows = {name: index for index, name in enumerate(names)}
+        if count > 0:
+            panels["nonfinite"] = self._nonfinite_grid(rows, edges)
+            panels["dtype"] = self._dtype_grid(names, rows, edges)
+        used = np.unique(panels["dtype"][np.isfinite(panels["dtype"])]) if "dtype" in panels else ()
+        computes = tuple(DTYPES[int(code)] for code in used if code)
+        return Heat(names, edges, panels, computes, sum(column.measured for column in self._columns))
+
+    def _ordered(self) -> tuple[str, ...]:
+        """Rows in the order of the forward pass; those that are only known from elsewhere come last."""
+        known = dict.fromkeys(name for name in [*self._forward, *self._rows] if name in self._rows)
+        unmeasured = (module for _, module, _ in self._nonfinite)
+        return tuple(dict.fromkeys([*known, *unmeasured]))[:MOST_ROWS]
+
+    def _edges(self) -> np.ndarray:
+        steps = [column.step for column in self._columns]
+        if not steps and not self._nonfinite:
+            return np.zeros(0, int)
+        if len(steps) < 2 and self._nonfinite:  # as fine as there are findings
+            steps = sorted({*steps, *(step for step, _, _ in self._nonfinite)})[:MOST_COLUMNS]
+        first = max(0, steps[0] - (steps[1] - steps[0] if len(steps) > 1 else steps[0]))
+        newest = max((step for step, _, _ in self._nonfinite), default=0)
+        return np.array([first, *steps, *([newest] if newest > steps[-1] else [])], int)
+
+    def _nonfinite_grid(self, rows: dict[str, int], edges: np.ndarray) -> np.ndarray:
+        grid = np.zeros((len(rows), len(edges) - 1), np.float32)
+        for step, module, count in self._nonfinite:
+            if module in rows:
+                grid[rows[module], min(max(int(np.searchsorted(edges, step)) - 1, 0), len(edges) - 2)] += count
+        return grid
+
+    def _dtype_grid(self, names: Sequence[str], rows: dict[str, int], edges: np.ndarray) -> np.ndarray:
+        """Positions in DTYPES. Under a manifest what is in no region is FP32, as the residual stream is."""
+        default = "fp32" if self._regions else self._default
+        code = DTYPES.index(default) if default in DTYPES else 0
+        grid = np.full((len(names), len(edges) - 1), float(code) if code else np.nan, np.float32)
+        for step, change in self._changes:
+            start = int(np.searchsorted(edges[1:], step, side="right"))
+            for module, dtype in change.items():
+                if module in rows and dtype in DTYPES:
+                    grid[rows[module], start:] = DTYPES.index(dtype)
+        return grid
+
+
+def _padded(values: np.ndarray, count: int) -> np.ndarray:
+    return np.pad(values, (0, count - len(values)), constant_values=np.nan) if len(values) < count else values
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _texts(value: Any) -> dict[str, str]:
+    return {name: text for name, text in _mapping(value).items() if isinstance(text, str)}
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return np.nan
+
+
+def is_used(line: bytes) -> bool:
+    """Whether the collector reads an event that is on this line of `events.jsonl`."""
+    return line.startswith(_PREFIXES)
+
+
+def event_on(line: bytes) -> Event | None:
+    """The event on a line that `is_used`; None when it is damaged. Telemetry keeps inf and nan as strings."""
+    try:
+        event = orjson.loads(line) if line.startswith(_PREFIXES[2:4]) else decode(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and fault_in(event) is None else None
+
+
+def read_heat(path: Path) -> Heat:
+    """The heat maps of one `events.jsonl`. Damaged lines are left out. Raises UserError when it cannot be opened."""
+    collector = HeatCollector()
+    with open_events(path) as file:
+        try:
+            for line in file:
+                if is_used(line):
+                    event = event_on(line)
+                    if event is not None:
+                        collector.add(event)
+        except OSError as error:
+            raise UserError(f"{path}: cannot read the events ({error.strerror}); check the disk") from error
+    return collector.heat()

@@ -1,0 +1,81 @@
+"""Names of modules: their block and kind, folding by either, and many names in a few words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+_BLOCK = re.compile(r"^(?P<stem>.*?)\.(?P<index>\d+)(?:\.(?P<kind>.+))?$", re.ASCII)
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)", re.ASCII)
+_DIGITS = 6  # of a block's number; more is no block
+
+Fold = Literal["blocks", "kinds", "modules"]
+FOLDS: tuple[Fold, ...] = ("blocks", "kinds", "modules")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module is: `model.layers.3.mlp.experts.5.up_proj` is in block 3 of `model.layers`, of kind
+    `mlp.experts.*.up_proj`. index is None outside the blocks; kind is empty for a whole block."""
+
+    stem: str
+    index: int | None
+    kind: str
+
+
+def place_of(name: str) -> Place:
+    """Block and kind of a module."""
+    found = _BLOCK.match(name)
+    if found is None or len(found["index"]) > _DIGITS:
+        return Place(name, None, name)
+    return Place(found["stem"], int(found["index"]), _NUMBER.sub("*", found["kind"] or ""))
+
+
+def folded_name(name: str, fold: Fold) -> str:
+    """The row that a module belongs to when rows are blocks or kinds."""
+    place = place_of(name)
+    if fold == "modules" or place.index is None:
+        return name
+    return f"{place.stem}.{place.index}" if fold == "blocks" else f"{place.stem}.*.{place.kind}".rstrip(".")
+
+
+def short_name(name: str, most: int) -> str:
+    """At most `most` characters of a row's name, the end of it: `mlp.down_proj` of a folded row."""
+    short = re.sub(r"^.*\.\*\.", "", name).removeprefix("model.")
+    return short if len(short) <= most else "..." + short[3 - most :]
+
+
+def leaves(names: Sequence[str]) -> list[bool]:
+    """Of each name whether no other lies inside it; whole blocks and models contain others."""
+    parents = {name[:end] for name in names for end in range(len(name)) if name[end] == "."}
+    return [name not in parents and "." in name or name not in parents and len(names) == 1 for name in names]
+
+
+def in_words(names: Iterable[str], most: int = 3) -> str:
+    """Modules in a few words: `layers 20-31 down_proj`; at most `most` kinds, then how many more."""
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        place = place_of(name)
+        kinds.setdefault((place.stem, place.kind), []).extend([] if place.index is None else [place.index])
+    parts = []
+    for (stem, kind), indices in kinds.items():
+        last = kind.rpartition(".")[2] if kind else ""
+        numbers = _runs(sorted(set(indices)))
+        blocks = stem.rpartition(".")[2]
+        blocks = f"{blocks.removesuffix('s') if numbers.isdecimal() else blocks} {numbers}"
+        parts.append(f"{blocks} {last}".strip() if indices else stem.removeprefix("model."))
+    more = f" and {len(parts) - most} more" if len(parts) > most else ""
+    return ", ".join(parts[:most]) + more
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """`0-3, 7` of sorted numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

@@ -1,0 +1,69 @@
+"""A panel of a heat map as plain values for a page's script (heat.js draws them)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from tracking.heatmap.grid import Heat
+from tracking.heatmap.modules import Fold, short_name
+from tracking.heatmap.panels import DTYPES, PANELS
+from tracking.heatmap.scale import drawn_panels, limits
+from tracking.heatmap.words import sentences
+
+MOST_COLUMNS = 240
+_LABEL = 34  # characters of a row's name
+
+
+def panels_of(heat: Heat) -> list[dict[str, Any]]:
+    """Every panel that has values, with the line about it; `varies` where there is something to draw."""
+    lines = sentences(heat)
+    varying = drawn_panels(heat) if lines else []
+    return [
+        {"key": key, "title": PANELS[key].title, "line": line, "varies": key in varying} for key, line in lines.items()
+    ]
+
+
+def panel_data(
+    heat: Heat, key: str, fold: Fold, opened: Iterable[str] = (), *, columns: int = MOST_COLUMNS
+) -> dict[str, Any]:
+    """One panel, without the modules that have no value in it.
+
+    values: (rows, columns) in row order, on a logarithmic scale log10, None where nothing was measured. low, high: the
+    ends of the colours on the same scale.
+    """
+    panel = PANELS[key]
+    known = np.flatnonzero(np.isfinite(heat.panels[key]).any(axis=1)).tolist()
+    used = heat.by_kind(key) if fold == "modules" else heat.chosen(known)
+    folded = used.folded(fold, opened).narrowed(columns)
+    values = folded.panels[key].astype(float)
+    low, high = limits(folded, key)
+    if panel.log:
+        values = np.log10(np.where(values > 0, values, np.nan))
+        low, high = math.log10(low), math.log10(high)
+    return {
+        "key": key,
+        "title": panel.title,
+        "log": panel.log,
+        "percent": panel.percent,
+        "diverging": False,
+        "codes": list(DTYPES) if key == "dtype" else [],
+        "rows": [short_name(name, _LABEL) for name in folded.rows],
+        "names": list(folded.rows),
+        "edges": folded.edges.tolist(),
+        "values": [[round(value, 4) if math.isfinite(value) else None for value in row] for row in values.tolist()],
+        "low": low,
+        "high": high,
+    }
+
+
+def static_heat(heat: Heat) -> list[dict[str, Any]]:
+    """All panels that vary, by kind of module and by block, for a page that is one file."""
+    return [
+        panel | {"folds": {fold: panel_data(heat, panel["key"], fold, columns=120) for fold in ("kinds", "blocks")}}
+        for panel in panels_of(heat)
+        if panel["varies"]
+    ]

@@ -1,0 +1,40 @@
+"""The panels of a heat map: what each shows, on which scale, and what becomes of values that share a cell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RANGES = {"fp16": 65504.0, "bf16": 3.3895313892515355e38, "fp32": 3.4028234663852886e38}
+"""Largest finite number of each format (IEEE 754-2019 table 3.5 for binary16 and binary32; bfloat16 is binary32 with 7
+stored bits of significand)."""
+DTYPES = ("", "fp32", "bf16", "fp16")
+"""The dtypes of the panel `dtype`, which holds positions in this tuple; 0 where none is known."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One heat map. merge: of several measurements or modules in one cell, the largest, the sum, or the geometric
+    mean."""
+
+    title: str
+    log: bool
+    merge: Literal["largest", "sum", "mean"]
+    low: float | None = None
+    """Where the colours begin; None: at the smallest value."""
+    high: float | None = None
+    percent: bool = False
+
+
+PANELS = {
+    "activation": Panel("Largest activation, as a share of FP16's range", True, "largest", 1e-5, 1.0, percent=True),
+    "gradient": Panel("Gradient RMS", True, "mean"),
+    "underflow": Panel(
+        "Gradient values below the smallest normal number of their dtype", False, "largest", 0.0, 1.0, percent=True
+    ),
+    "drift": Panel("Distance of 16-bit weights from their rounded masters, relative", True, "largest"),
+    "update": Panel("Update over weights, ratio of norms", True, "mean"),
+    "nonfinite": Panel("Values that were inf or nan", True, "sum"),
+    "dtype": Panel("Dtype in force", False, "largest", 0.0, len(DTYPES) - 1.0),
+}
+"""By key, in the order in which they are shown."""

@@ -1,0 +1,98 @@
+"""The heat maps as one PNG, light or dark."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from config.errors import UserError
+from tracking import plots
+from tracking.heatmap.grid import Heat
+from tracking.heatmap.modules import folded_name, short_name
+from tracking.heatmap.panels import DTYPES, PANELS
+from tracking.heatmap.scale import drawn_panels, limits
+from tracking.heatmap.words import sentences
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_LABELS = 20
+_MOST_COLUMNS = 300
+_WIDTH = 72  # characters of the line under a panel
+
+
+def draw_heat(heat: Heat, png: Path, *, title: str) -> Path:
+    """Draw every panel that varies to `png`, one below the other, and return `png`. Raises UserError for no panel."""
+    keys = drawn_panels(heat)
+    if not keys:
+        raise UserError(f"{png}: no telemetry has been recorded, so there is no heat map to draw")
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    lines = sentences(heat)
+    narrow = heat.narrowed(_MOST_COLUMNS)
+    down = -(-len(keys) // 2)
+    with matplotlib.rc_context({**plots.STYLE, "axes.grid": False}):
+        figure = Figure(figsize=(15, 4.3 * down + 0.5), dpi=104, layout="constrained")
+        axes = figure.subplots(down, 2, squeeze=False).ravel()
+        figure.suptitle(plots.plain(title), fontsize=14)
+        for axis, key in zip(axes, keys, strict=False):
+            _draw(figure, axis, narrow.by_kind(key), key, lines.get(key, ""))
+        for axis in axes[len(keys) :]:
+            axis.set_axis_off()
+        plots.save_png(figure, png)
+    return png
+
+
+def _draw(figure: Figure, axis: Axes, heat: Heat, key: str, line: str) -> None:
+    from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm, Normalize
+
+    panel, values = PANELS[key], heat.panels[key]
+    low, high = limits(heat, key)
+    shown = np.ma.masked_invalid(np.where(values > 0, values, np.nan) if panel.log else values)
+    norm: Any
+    if key == "dtype":
+        colours: Any = ListedColormap(["#7f7f7f", "#1f77b4", "#2ca02c", "#d62728"])
+        norm = BoundaryNorm(np.arange(-0.5, len(DTYPES)), len(DTYPES))
+    else:
+        colours = "Reds" if key == "nonfinite" else "viridis"
+        norm = LogNorm(low, high, clip=True) if panel.log else Normalize(low, high)
+    axis.set_facecolor("#e9e9e9")
+    drawn: Any
+    if key == "nonfinite":  # one cell among thousands would not be seen
+        rows, columns = np.nonzero(np.nan_to_num(values))
+        found = np.minimum(values[rows, columns], 1e30)
+        drawn = axis.scatter(heat.steps[columns], rows + 0.5, c=found, cmap=colours, norm=norm, edgecolors="k", s=40)
+        axis.set_xlim(heat.edges[0], heat.edges[-1])
+        axis.set_ylim(0, len(heat.rows))
+    else:
+        edges = np.arange(len(heat.rows) + 1)
+        drawn = axis.pcolormesh(heat.edges, edges, shown, cmap=colours, norm=norm, rasterized=True)
+    axis.invert_yaxis()
+    axis.set_title(panel.title)
+    axis.set_xlabel(plots.plain("\n".join(textwrap.wrap(line, _WIDTH))), loc="left", fontsize=10)
+    places, labels, borders = row_labels(heat.rows)
+    axis.set_yticks(places, [plots.plain(label) for label in labels], fontsize=8)
+    for border in borders:
+        axis.axhline(border, color="white", linewidth=0.6)
+    bar = figure.colorbar(drawn, ax=axis, pad=0.01, aspect=20)
+    if key == "dtype":
+        bar.set_ticks(range(len(DTYPES)), labels=["-", *DTYPES[1:]])
+
+
+def row_labels(rows: tuple[str, ...]) -> tuple[list[float], list[str], list[int]]:
+    """Middles and names of the stretches of rows of one kind, where a label has room; and where they begin."""
+    starts = [
+        index
+        for index, name in enumerate(rows)
+        if index == 0 or folded_name(name, "kinds") != folded_name(rows[index - 1], "kinds")
+    ]
+    ends = [*starts[1:], len(rows)]
+    room = len(rows) / (1.5 * _MOST_LABELS)  # rows that a label covers
+    stretches = [(start, end) for start, end in zip(starts, ends, strict=True) if end - start >= room]
+    labels = [short_name(folded_name(rows[start], "kinds"), 26) for start, _ in stretches]
+    return [(start + end) / 2 for start, end in stretches], labels, starts[1:]

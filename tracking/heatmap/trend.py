@@ -1,0 +1,80 @@
+"""How a magnitude grows, and when it reaches a limit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+_LEAST = 6  # points that make a trend
+_MOST = 60  # of them are used, from the newest back: all pairs are compared
+_LEAST_GROWTH = 1.1  # over the points; less is no trend
+_CERTAIN = 4.0  # how many times the growth has to exceed the usual distance of a point from its line
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Growth of a positive magnitude over its newest points."""
+
+    value: float
+    """At the last point, on the line through them."""
+    last: float
+    """[step] Of the last point."""
+    rate: float
+    """[per step] Logarithmic growth at the last point."""
+    linear: bool
+    """Whether it grows by the same amount each step rather than by the same factor."""
+
+    @property
+    def per_100_steps(self) -> float:
+        """[fraction] Growth over the next 100 steps."""
+        return 100 * self.rate if self.linear else math.expm1(min(100 * self.rate, 100.0))
+
+    def reaches(self, limit: float) -> float:
+        """The step at which it reaches `limit` when it goes on like this."""
+        if self.linear:
+            return self.last + (limit / self.value - 1) / self.rate
+        return self.last + math.log(limit / self.value) / self.rate
+
+
+def trend(steps: np.ndarray, values: np.ndarray) -> Trend | None:
+    """The growth of `values` at `steps`, both (points,); None where they do not clearly grow.
+
+    The slope is Theil and Sen's, the median over all pairs of points (P. K. Sen, JASA 63, 1968), which single spikes do
+    not turn. It is taken over the longest of three stretches of the newest points that a line fits: all of them, a
+    half, a quarter. Of a line through the values and one through their logarithms, the better one counts.
+    """
+    usable = np.isfinite(values) & (values > 0)
+    at, sizes = steps[usable].astype(float), values[usable].astype(float)
+    for share in (1, 2, 4):
+        count = len(at) // share
+        if count < _LEAST:
+            break
+        chosen = np.unique(np.linspace(len(at) - count, len(at) - 1, min(count, _MOST)).astype(int))
+        found = _fit(at[chosen], sizes[chosen])
+        if found is not None:
+            return found
+    return None
+
+
+def _fit(at: np.ndarray, sizes: np.ndarray) -> Trend | None:
+    """A line through few points of which at least two differ in their step."""
+    logs = np.log(sizes)
+    slope, level, spread = _line(at, logs)
+    straight, height, distance = _line(at, sizes)
+    span = at[-1] - at[0]
+    linear = height > 0 and distance / height < spread
+    rate = straight / height if linear else slope
+    growth = math.log(max(1e-9, height / max(height - straight * span, height * 1e-9))) if linear else slope * span
+    if growth < math.log(_LEAST_GROWTH) or growth < _CERTAIN * min(spread, distance / abs(height)):
+        return None
+    return Trend(height if linear else math.exp(level), at[-1], rate, linear)
+
+
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
+    """Slope, value at the last point, and median distance of the points, of the Theil-Sen line."""
+    low, high = np.triu_indices(len(x), 1)
+    slope = float(np.median((y[high] - y[low]) / (x[high] - x[low])))
+    level = float(np.median(y - slope * x))
+    return slope, level + slope * float(x[-1]), float(np.median(np.abs(y - level - slope * x)))

@@ -1,0 +1,269 @@
+"""The line under each panel: what stands out in it, in words."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tracking.heatmap.grid import Heat
+from tracking.heatmap.modules import in_words, leaves
+from tracking.heatmap.panels import DTYPES, PANELS
+from tracking.heatmap.trend import Trend, trend
+
+NEAR = 0.25
+"""Share of FP16's range from which an activation is worth a word, growing or not."""
+_FAR = 2.0  # a forecast reaches so many times as far as the steps that were measured
+_ALIKE = 1.5  # members of one sentence: their values lie within this factor
+_CHANGED = 10.0  # a gradient that changed by this factor is worth a word
+_MUCH = 0.01  # share of values below the smallest normal number that is worth a word
+
+
+@dataclass(frozen=True)
+class Danger:
+    """Modules whose activations are near the end of FP16's range, or on their way there."""
+
+    modules: list[str]
+    share: float
+    """Of FP16's range, the largest of them at the last measured step."""
+    since: int | None
+    """First step of the last stretch in which they were above NEAR."""
+    growth: float | None
+    """[fraction per 100 steps] None where they do not clearly grow."""
+    overflow: int | None
+    """Step at which the first of them reaches the range; None without a forecast."""
+
+
+def sentences(heat: Heat) -> dict[str, str]:
+    """A line for each panel of `heat` that has values."""
+    writers = {
+        "activation": _activations,
+        "gradient": _gradients,
+        "underflow": _underflow,
+        "drift": _drift,
+        "update": _updates,
+        "nonfinite": _nonfinite,
+        "dtype": _dtypes,
+    }
+    return {key: writers[key](heat) for key in PANELS if heat.has(key)} if heat else {}
+
+
+def dangers(heat: Heat) -> list[Danger]:
+    """What is near FP16's range or grows towards it, soonest overflow first.
+
+    Modules of one kind that are alike are one danger. A block shows what its modules pass on, so of modules and
+    the blocks that contain them only the modules are named.
+    """
+    shares = heat.panels.get("activation")
+    if shares is None or not shares.size:
+        return []
+    horizon = heat.steps[-1] + _FAR * (heat.steps[-1] - heat.edges[0])
+    found: list[tuple[int, float, Trend | None, float]] = []
+    for row, values in enumerate(shares):
+        known = np.flatnonzero(np.isfinite(values))
+        if not known.size:
+            continue
+        last = float(values[known[-1]])
+        growth = trend(heat.steps, values) if last > NEAR**4 else None  # 0.4%: nothing below is in danger soon
+        step = growth.reaches(1.0) if growth is not None and growth.value < 1 else math.inf
+        if last >= NEAR or step <= horizon:
+            found.append((row, last, growth, step))
+    inner = leaves(heat.rows)
+    if any(inner[row] for row, *_ in found):
+        found = [item for item in found if inner[item[0]]]
+    return [_danger(heat, group) for group in _grouped(heat, found)]
+
+
+def _grouped(heat: Heat, found: list) -> list[list]:
+    """Findings of one kind of module whose values are alike, soonest first."""
+    groups: list[list] = []
+    for item in sorted(found, key=lambda item: (item[3], -item[1])):
+        kind = in_words([heat.rows[item[0]]]).rpartition(" ")[2]
+        for group in groups:
+            of = in_words([heat.rows[group[0][0]]]).rpartition(" ")[2]
+            if of == kind and max(item[1], group[0][1]) <= _ALIKE * min(item[1], group[0][1]):
+                group.append(item)
+                break
+        else:
+            groups.append([item])
+    return groups
+
+
+def _danger(heat: Heat, group: list) -> Danger:
+    rows = [row for row, *_ in group]
+    values = np.nanmax(np.nan_to_num(heat.panels["activation"][rows], nan=0.0), axis=0)
+    below = np.flatnonzero(values < NEAR)
+    start = int(below[-1]) + 1 if below.size else 0
+    since = int(heat.steps[start]) if start < len(values) else None
+    _, _, growth, step = min(group, key=lambda item: item[3])
+    return Danger(
+        modules=[heat.rows[row] for row in sorted(rows)],
+        share=max(share for _, share, _, _ in group),
+        since=since,
+        growth=growth.per_100_steps if growth is not None else None,
+        overflow=round(step) if math.isfinite(step) else None,
+    )
+
+
+def _activations(heat: Heat) -> str:
+    found = dangers(heat)
+    fp16 = "fp16" in heat.computes
+    range_of = "FP16's range" if fp16 else f"FP16's range ({', '.join(heat.computes) or 'the run'} has a wider one)"
+    if not found:
+        row, column = _largest(heat, "activation")
+        share = heat.panels["activation"][row, column]
+        return (
+            f"largest: {_percent(share)} of {range_of}, {_name(heat, row)} at {_step(heat, column)}; none is near it."
+        )
+    lines = []
+    for danger in found[:3]:
+        line = f"{in_words(danger.modules)}: activations at {_percent(danger.share)} of {range_of}"
+        if danger.since is not None:
+            line += f", above {_percent(NEAR)} since step {danger.since:,}"
+        if danger.growth is not None and danger.overflow is not None:
+            line += f", growing {_growth(danger.growth)} per 100 steps"
+            what = "overflow expected" if fp16 else "FP16 would overflow"
+            line += f": {what} near step {danger.overflow:,}"
+        lines.append(line)
+    more = f" {len(found) - 3} more kinds of modules are near it." if len(found) > 3 else ""
+    return "; ".join(lines) + "." + more
+
+
+def _gradients(heat: Heat) -> str:
+    values = heat.panels["gradient"]
+    column = _newest(values)
+    newest = values[:, column]
+    low, high = int(np.nanargmin(newest)), int(np.nanargmax(newest))
+    text = (
+        f"at {_step(heat, column)} from {newest[low]:.2g} ({_name(heat, low)}) to {newest[high]:.2g} "
+        f"({_name(heat, high)})"
+    )
+    changed = _changed(heat, "gradient")
+    return f"{text}; {changed}." if changed else f"{text}."
+
+
+def _changed(heat: Heat, panel: str) -> str:
+    """Modules whose values changed by a large factor since the first quarter of the steps; empty when none did."""
+    values = heat.panels[panel]
+    count = values.shape[1]
+    if count < 8:
+        return ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of modules without a value
+        logs = np.log(np.where(values > 0, values, np.nan))
+        early, late = (np.nanmedian(part, axis=1) for part in (logs[:, count // 8 : count // 4 + 1], logs[:, -2:]))
+        # Against what all modules did: gradients shrink together as a run converges.
+        change = late - early - np.nanmedian(late - early)
+    rows = np.flatnonzero(np.abs(np.nan_to_num(change)) > math.log(_CHANGED))
+    if not rows.size:
+        return ""
+    strongest = rows[np.argsort(-np.abs(change[rows]))]
+    alike = [row for row in strongest if np.sign(change[row]) == np.sign(change[strongest[0]])]
+    factor = math.exp(abs(float(change[strongest[0]])))
+    how = "grew" if change[strongest[0]] > 0 else "shrank"
+    return f"{in_words([heat.rows[row] for row in sorted(alike)])} {how} up to {factor:.3g}x against the others"
+
+
+def _underflow(heat: Heat) -> str:
+    values = heat.panels["underflow"]
+    row, column = _largest(heat, "underflow")
+    worst = float(values[row, column])
+    if worst < _MUCH:
+        return f"at most {_percent(worst)} of a module's gradient values, {_name(heat, row)} at {_step(heat, column)}."
+    newest = _newest(values)
+    rows = np.flatnonzero(np.nan_to_num(values[:, newest]) >= max(_MUCH, 0.5 * float(np.nanmax(values[:, newest]))))
+    if not rows.size or float(np.nanmax(values[:, newest])) < _MUCH:
+        return f"up to {_percent(worst)} in {_name(heat, row)} at {_step(heat, column)}; under 1% at the last."
+    share = float(np.nanmax(values[rows, newest]))
+    names = in_words([heat.rows[index] for index in rows])
+    return f"{names}: {_percent(share)} of the gradient values at {_step(heat, newest)}."
+
+
+def _drift(heat: Heat) -> str:
+    values = heat.panels["drift"]
+    rows = np.flatnonzero(np.nan_to_num(np.nanmax(np.nan_to_num(values), axis=1)) > 0)
+    if not rows.size:
+        return "every 16-bit weight is its master rounded, at every step that was measured."
+    first = int(np.flatnonzero(np.nan_to_num(values[rows]).max(axis=0) > 0)[0])
+    names = in_words([heat.rows[row] for row in rows])
+    largest = float(np.nanmax(values[rows]))
+    return f"{names}: not their masters rounded since {_step(heat, first)}, up to {largest:.2g} away."
+
+
+def _updates(heat: Heat) -> str:
+    values = heat.panels["update"]
+    column = _newest(values)
+    newest = values[:, column]
+    low, high = int(np.nanargmin(newest)), int(np.nanargmax(newest))
+    middle = float(np.nanmedian(newest))
+    text = (
+        f"a usual module changes by {middle:.2g} of its weights a step; {_name(heat, high)} by {newest[high]:.2g}, "
+        f"{_name(heat, low)} by {newest[low]:.2g} ({_step(heat, column)})"
+    )
+    changed = _changed(heat, "update")
+    return f"{text}; {changed}." if changed else f"{text}."
+
+
+def _nonfinite(heat: Heat) -> str:
+    values = heat.panels["nonfinite"]
+    columns = np.flatnonzero(np.nansum(values, axis=0) > 0)
+    if not columns.size:
+        return "none."
+    first = int(columns[0])
+    rows = np.flatnonzero(values[:, first] > 0)
+    total = int(np.nansum(values))
+    where = in_words([heat.rows[row] for row in rows])
+    often = in_words([heat.rows[int(np.nanargmax(np.nansum(values, axis=1)))]])
+    return f"first in {where}, by {_step(heat, first)}; {total:,} in all, most in {often}."
+
+
+def _dtypes(heat: Heat) -> str:
+    values = np.nan_to_num(heat.panels["dtype"]).astype(int)
+    newest = values[:, -1]
+    parts = []
+    for code in sorted(set(newest[newest > 0]), key=lambda code: -int((newest == code).sum())):
+        names = [heat.rows[row] for row in np.flatnonzero(newest == code)]
+        parts.append(
+            f"{DTYPES[code]} in {len(names)} modules" if len(names) > 3 else f"{DTYPES[code]} in {in_words(names)}"
+        )
+    changed = np.flatnonzero((values != values[:, :1]).any(axis=1))
+    text = ", ".join(parts) if len(parts) > 1 else f"{DTYPES[int(newest.max())]} everywhere"
+    for row in changed[:1]:
+        at = int(np.flatnonzero(values[row] != values[row, 0])[0])
+        which = in_words([heat.rows[index] for index in changed])
+        text += f"; changed: {which}, to {DTYPES[int(values[row, at])] or 'unknown'} by {_step(heat, at)}"
+    return f"{text}."
+
+
+def _newest(values: np.ndarray) -> int:
+    """The last column with a value."""
+    return int(np.flatnonzero(np.isfinite(values).any(axis=0))[-1])
+
+
+def _largest(heat: Heat, panel: str) -> tuple[int, int]:
+    row, column = np.unravel_index(int(np.nanargmax(heat.panels[panel])), heat.panels[panel].shape)
+    return int(row), int(column)
+
+
+def _name(heat: Heat, row: int) -> str:
+    return in_words([heat.rows[row]])
+
+
+def _step(heat: Heat, column: int) -> str:
+    return f"step {int(heat.steps[column]):,}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%" if share < 0.995 else f"{100 * share:.0f}%"
+
+
+def _growth(share: float) -> str:
+    return f"{100 * share:.2g}%" if share < 1 else f"{1 + share:.3g}x"
+
+
+def under(lines: dict[str, str], panels: Sequence[str]) -> list[str]:
+    """`title: line` for each of `panels` that has one, for plain text."""
+    return [f"{PANELS[key].title}: {lines[key]}" for key in panels if key in lines]

@@ -1,0 +1,62 @@
+"""Show all runs of a folder on a live local page: `python -m tracking.serve [RUNS]`.
+
+An overview with the checked status, loss, skips, loss scale, incidents and config differences of every run; a page for
+each run with curves, heat maps of its layers, incidents and report; and any selection as a comparison. It reads the run
+folders and writes nothing, needs no network, and answers this machine alone unless --host says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+from pathlib import Path
+
+from config.cli import Arguments, entry_point
+from config.errors import UserError
+from config.printable import shown
+from tracking.serve.library import Library
+from tracking.serve.server import PageServer
+
+PORT = 8600
+
+
+@entry_point()
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until Ctrl-C; 2 when the folder does not exist or the port cannot be had."""
+    options = _parser().parse_args(arguments)
+    library = Library(options.runs)
+    try:
+        server = PageServer(options.host, options.port, library)
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--port {options.port}: cannot listen on {options.host} ({reason}); choose another") from error
+    print(shown(f"{library.root}: http://{_in_url(options.host)}:{server.port}/  (Ctrl-C ends it)"), flush=True)
+    if not _is_loopback(options.host):
+        print("anyone who reaches this machine's port can read these runs: there is no password", flush=True)
+    library.start()
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        server.server_close()
+    return 0
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Arguments("python -m tracking.serve", __doc__)
+    parser.add_argument("runs", nargs="?", type=Path, default=Path("runs"), help="folder of run folders (runs)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
+    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on ({PORT}; 0 takes a free one)")
+    return parser

@@ -1,0 +1,233 @@
+"""The runs in a folder: found, skimmed and looked after in the background.
+
+A run is a folder with an `events.jsonl`, at most DEPTH below the root. Its key is its path from there, and only keys
+of runs that were found are ever looked up, so no request can name a path. Links that lead out of the root are not
+followed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from config.errors import UserError
+from config.redact import redact
+from tracking.compare.differences import flat
+from tracking.run_dir import RunDir
+from tracking.run_lock import LOCK
+from tracking.serve.live import LiveRun
+from tracking.serve.skim import Skim, Skimmer
+from tracking.status import Status, run_status
+from tracking.summary import read_inputs
+
+DEPTH = 3
+"""Folders below the root that are searched: a sweep's trials are two deep."""
+MOST_RUNS = 2000
+_REFRESH_S = 2.0
+_LOOK_S = 5.0  # between two searches for new folders
+_CHECK_S = 10.0  # between two looks at the processes of a run whose events do not change
+_OPEN_RUNS = 4  # whole runs kept in memory
+_PASSED_OVER = frozenset({"checkpoints", "plots", "wandb", "profile"})
+_NO_SETTINGS = ("run.name", "run.dir", "run.resume", "run.hypothesis", "tracking.", "data.cache_dir", "parity.")
+"""Settings that change no number of a run."""
+_SEED = "run.seed"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run as the overview has it."""
+
+    key: str
+    folder: Path
+    skim: Skim
+    status: Status
+    settings: dict[str, Any]
+    """Dotted keys of the resolved config that may change a number, without secrets."""
+    hypothesis: str
+    planned: int | None
+    group: str
+    """The same for runs that differ in nothing but their seed; empty without a config."""
+    changed: float
+    """[seconds since the epoch] When its events last changed."""
+
+    @property
+    def name(self) -> str:
+        """The run's path below the root."""
+        return self.key
+
+
+class _Run:
+    """What is kept of one run between two looks at it."""
+
+    def __init__(self, key: str, folder: Path, root: Path) -> None:
+        self.key, self.folder, self._root = key, folder, root
+        self.skimmer = Skimmer(folder / "events.jsonl")
+        self.entry: Entry | None = None
+        self._config_seen: tuple[int, int] | None = None
+        self._config: dict[str, Any] = {}
+        self._checked = 0.0
+
+    def update(self, now: float) -> bool:
+        """Look at the run; whether anything about it changed."""
+        changed = self.skimmer.update()
+        due = now - self._checked >= _CHECK_S
+        if not changed and not due and self.entry is not None:
+            return False
+        self._checked = now
+        status = run_status(self.folder)
+        config = self._read_config()
+        before = self.entry
+        if before is not None and not changed and before.status == status:
+            return False
+        settings = {key: value for key, value in flat(config) if not key.startswith(_NO_SETTINGS)}
+        run = config.get("run") or {}
+        steps = run.get("steps")
+        self.entry = Entry(
+            key=self.key,
+            folder=self.folder,
+            skim=self.skimmer.skim,
+            status=status,
+            settings=settings,
+            hypothesis=str(run.get("hypothesis") or ""),
+            planned=steps if isinstance(steps, int) else None,
+            group=_digest(settings),
+            changed=(self.folder / "events.jsonl").stat().st_mtime,
+        )
+        return True
+
+    def _read_config(self) -> dict[str, Any]:
+        try:
+            require_inside(self.folder, self._root)
+            now = (self.folder / "config.yaml").stat()
+            seen = (now.st_mtime_ns, now.st_size)
+            if seen != self._config_seen:
+                self._config_seen = seen
+                self._config = redact(read_inputs(RunDir(self.folder))[0])
+        except (OSError, UserError):
+            self._config = {}
+        return self._config
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    if not settings:
+        return ""
+    same = {key: value for key, value in settings.items() if key != _SEED}
+    return hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+class Library:
+    """All runs below a folder. `start` looks after them from a thread; every method may be called from any thread."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises UserError when there is no such folder."""
+        if not root.is_dir():
+            raise UserError(f"{root}: there is no such folder; give one that holds run folders, such as runs/")
+        self.root = root.resolve()
+        self.version = 0
+        """Grows whenever an entry changed."""
+        self.left_out = 0
+        """Runs beyond MOST_RUNS."""
+        self.unread: set[str] = set()
+        """Keys that were found and not yet read, or cannot be read."""
+        self._runs: dict[str, _Run] = {}
+        self._open: dict[str, LiveRun] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._looked = -_LOOK_S
+
+    def start(self) -> None:
+        """Look after the runs until the process ends."""
+        threading.Thread(target=self._look_after, daemon=True, name="library").start()
+
+    def entries(self) -> list[Entry]:
+        """The runs that have been read, newest first."""
+        with self._lock:
+            found = [run.entry for run in self._runs.values() if run.entry is not None]
+        return sorted(found, key=lambda entry: -entry.changed)
+
+    def entry(self, key: str) -> Entry | None:
+        """One run; None for a key that is none."""
+        with self._lock:
+            run = self._runs.get(key)
+        return run.entry if run is not None else None
+
+    def live(self, key: str) -> LiveRun | None:
+        """The whole run, read from its events so far; None for a key that is none. The newest few stay in memory."""
+        entry = self.entry(key)
+        if entry is None:
+            return None
+        with self._lock:
+            live = self._open.pop(key, None) or LiveRun(entry.folder, key)
+            self._open[key] = live  # the newest last
+            while len(self._open) > _OPEN_RUNS:
+                del self._open[next(iter(self._open))]
+        return live
+
+    def look(self) -> None:
+        """Look for runs and at each of them, once."""
+        if time.monotonic() - self._looked >= _LOOK_S:
+            self._find()
+            self._looked = time.monotonic()
+        with self._lock:
+            runs = list(self._runs.values())
+        for run in sorted(runs, key=lambda run: run.entry is not None):
+            try:
+                changed = run.update(time.monotonic())
+            except OSError:
+                self.unread.add(run.key)
+                continue
+            self.unread.discard(run.key)
+            self.version += changed
+
+    def _look_after(self) -> None:
+        while True:
+            self.look()
+            self._wake.wait(_REFRESH_S)
+
+    def _find(self) -> None:
+        found = dict(self._folders())
+        kept = dict(list(found.items())[:MOST_RUNS])
+        self.left_out = len(found) - len(kept)
+        with self._lock:
+            for key in self._runs.keys() - kept.keys():
+                del self._runs[key]
+                self.version += 1
+            for key, folder in kept.items():
+                if key not in self._runs:
+                    self._runs[key] = _Run(key, folder, self.root)
+                    self.unread.add(key)
+
+    def _folders(self) -> Iterable[tuple[str, Path]]:
+        for folder, below, files in os.walk(self.root, followlinks=False):
+            path = Path(folder)
+            parts = path.relative_to(self.root).parts
+            if "events.jsonl" in files and _is_inside(path / "events.jsonl", self.root):
+                yield "/".join(parts) or ".", path
+            deep = len(parts) >= DEPTH
+            below[:] = [] if deep else sorted(name for name in below if name not in _PASSED_OVER)
+
+
+def require_inside(folder: Path, root: Path) -> None:
+    """Raise UserError when a file of the run folder is a link that leads out of `root`."""
+    run_dir = RunDir(folder)
+    for path in (
+        *(run_dir.events, run_dir.config, run_dir.deepspeed_config, run_dir.environment),
+        *(run_dir.plots / "run.png", folder / LOCK),
+    ):
+        if not _is_inside(path, root):
+            raise UserError(f"{path.name} of this run is a link that leads out of the runs' folder; it is not read")
+
+
+def _is_inside(path: Path, root: Path) -> bool:
+    """Whether a path leads to a place inside `root`, whatever links there are on the way."""
+    try:
+        return path.resolve().is_relative_to(root)
+    except (OSError, RuntimeError):
+        return False

@@ -1,0 +1,283 @@
+"""What the overview shows: a line for each run, or for each group of runs that differ in nothing but their seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tracking.console import duration, human
+from tracking.events import format_scale
+from tracking.report.context import percent
+from tracking.serve.library import Entry
+
+WIDTH, HEIGHT = 140, 30
+"""[pixels] Of a sparkline."""
+_PLACES = 60
+_MOST_SETTINGS = 4
+COLUMNS = {
+    "name": "run",
+    "status": "status",
+    "step": "step",
+    "loss": "loss",
+    "validation": "validation",
+    "speed": "tokens/s",
+    "skips": "skipped",
+    "scale": "loss scale",
+    "incidents": "incidents",
+    "changed": "changed",
+}
+"""By which one can sort, and the heads of the columns."""
+_DESCENDING = frozenset({"step", "speed", "skips", "scale", "incidents", "changed"})
+_ORDER = {"running": 0, "crashed": 1, "failed": 2, "stopped": 3, "finished": 4}
+_CONFIG_FIRST = ("precision.", "optimizer.", "deepspeed.", "model.", "batch.", "data.", "run.")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the reader wants to see."""
+
+    search: str
+    """Words that each have to be in the run's name, status, hypothesis or settings."""
+    sort: str
+    descending: bool
+    by_seed: bool
+
+    @classmethod
+    def of(cls, search: str, sort: str, group: str) -> Asked:
+        """From a query's fields. sort: a column, with `-` before it for the other direction."""
+        column = sort.removeprefix("-")
+        column = column if column in COLUMNS else "changed"
+        return cls(search.strip()[:200], column, (column in _DESCENDING) != sort.startswith("-"), group == "seed")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table. keys: of the runs it stands for."""
+
+    keys: tuple[str, ...]
+    name: str
+    state: str
+    cause: str
+    hypothesis: str
+    step: str
+    done: float
+    """[fraction] Of the planned steps; 0 where they are not known."""
+    loss: str
+    points: str
+    """The sparkline, as the points of an SVG polyline."""
+    band: str
+    """Around it from the lowest to the highest of a group, as the points of a polygon; empty for one run."""
+    validation: str
+    speed: str
+    skips: str
+    scale: str
+    incidents: tuple[tuple[str, int], ...]
+    changed: str
+    settings: tuple[tuple[str, str], ...]
+    """Of those that are not the same in all runs shown, the first few."""
+    more_settings: int
+    all_settings: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """The whole overview."""
+
+    lines: list[Line]
+    asked: Asked
+    runs: int
+    """In the folder."""
+    shown: int
+    states: dict[str, int]
+    columns: dict[str, str]
+    differing: int
+    """Settings that are not the same in all runs shown."""
+
+
+def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
+    """The overview of `entries`. now: seconds since the epoch."""
+    wanted = [entry for entry in entries if _matches(entry, asked.search)]
+    keys = differing(wanted)
+    groups = _groups(wanted) if asked.by_seed else [[entry] for entry in wanted]
+    value = _VALUES[asked.sort]
+    ranked = sorted(groups, key=lambda group: _rank(value(group), descending=asked.descending))
+    states: dict[str, int] = {}
+    for entry in entries:
+        states[entry.status.state] = states.get(entry.status.state, 0) + 1
+    lines = [_line(group, keys, now) for group in ranked]
+    return Table(lines, asked, len(entries), len(wanted), states, COLUMNS, len(keys))
+
+
+def differing(entries: Sequence[Entry]) -> list[str]:
+    """Dotted keys of the settings that are not the same in all of `entries`."""
+    names = dict.fromkeys(key for entry in entries for key in entry.settings)
+    found = [key for key in names if len({repr(entry.settings.get(key)) for entry in entries if entry.settings}) > 1]
+    place = {key: next((i for i, start in enumerate(_CONFIG_FIRST) if key.startswith(start)), 99) for key in found}
+    return sorted(found, key=lambda key: place[key])
+
+
+def _matches(entry: Entry, search: str) -> bool:
+    if not search:
+        return True
+    text = f"{entry.name} {entry.status} {entry.hypothesis} " + " ".join(f"{k}={v}" for k, v in entry.settings.items())
+    return all(word in text.lower() for word in search.lower().split())
+
+
+def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.group or entry.key, []).append(entry)
+    return list(groups.values())
+
+
+def _loss(entry: Entry) -> float:
+    finite = [loss for _, loss in entry.skim.losses[-3:] if math.isfinite(loss)]
+    return finite[-1] if finite else math.nan
+
+
+def _validation(entry: Entry) -> float:
+    return float(entry.skim.evals[-1]["loss"]) if entry.skim.evals else math.nan
+
+
+def _scale(entry: Entry) -> float:
+    return float(entry.skim.last.get("loss_scale") or math.nan)
+
+
+def _speed(entry: Entry) -> float:
+    return float(entry.skim.last.get("tokens_per_second") or math.nan)
+
+
+def _skips(entry: Entry) -> float:
+    return float(entry.skim.last.get("skipped_total") or 0)
+
+
+def _mean(group: Sequence[Entry], value: Any) -> float:
+    values = [found for entry in group if math.isfinite(found := value(entry))]
+    return sum(values) / len(values) if values else math.nan
+
+
+_VALUES: dict[str, Any] = {
+    "name": lambda group: group[0].name,
+    "status": lambda group: min(_ORDER[entry.status.state] for entry in group),
+    "step": lambda group: max(entry.status.step for entry in group),
+    "loss": lambda group: _mean(group, _loss),
+    "validation": lambda group: _mean(group, _validation),
+    "speed": lambda group: _mean(group, _speed),
+    "skips": lambda group: _mean(group, _skips),
+    "scale": lambda group: _mean(group, _scale),
+    "incidents": lambda group: sum(entry.skim.counts["incident"] for entry in group),
+    "changed": lambda group: max(entry.changed for entry in group),
+}
+
+
+def _rank(value: Any, *, descending: bool) -> tuple[bool, Any]:
+    """What is not known comes last in both directions."""
+    if isinstance(value, str):
+        return False, [-ord(letter) for letter in value] + [1] if descending else [ord(letter) for letter in value]
+    unknown = not math.isfinite(value)
+    return unknown, 0.0 if unknown else -value if descending else value
+
+
+def _line(group: Sequence[Entry], keys: Sequence[str], now: float) -> Line:
+    first = group[0]
+    skims = [entry.skim for entry in group]
+    incidents: dict[str, int] = {}
+    for skim in skims:
+        for kind, count in skim.counts.items():
+            if kind.startswith("incident "):
+                incidents[kind.removeprefix("incident ")] = incidents.get(kind.removeprefix("incident "), 0) + count
+    worst = min(group, key=lambda entry: _ORDER[entry.status.state])
+    seeds = sorted({str(entry.settings.get("run.seed")) for entry in group})
+    own = [(key, _value(first.settings[key])) for key in keys if key in first.settings]
+    if len(group) > 1:
+        own = [(key, value) for key, value in own if key != "run.seed"]
+    steps, planned = max(entry.status.step for entry in group), first.planned
+    points, band = _sparkline([skim.losses for skim in skims])
+    return Line(
+        keys=tuple(entry.key for entry in group),
+        name=first.name if len(group) == 1 else f"{_common([entry.name for entry in group])} ({len(group)} seeds)",
+        state=worst.status.state,
+        cause=worst.status.cause if len(group) == 1 else f"seeds {', '.join(seeds)}",
+        hypothesis=first.hypothesis,
+        step=f"{steps:,}" + (f" of {planned:,}" if planned else ""),
+        done=min(1.0, steps / planned) if planned else 0.0,
+        loss=_spread(group, _loss, "{:.4f}"),
+        points=points,
+        band=band,
+        validation=_spread(group, _validation, "{:.4f}"),
+        speed="" if math.isnan(speed := _mean(group, _speed)) else human(speed),
+        skips=_skipped(group),
+        scale=scale_text(_mean(group, _scale)),
+        incidents=tuple(sorted(incidents.items())),
+        changed=f"{duration(max(0.0, now - max(entry.changed for entry in group)))} ago",
+        settings=tuple((key.rpartition(".")[2], value) for key, value in own[:_MOST_SETTINGS]),
+        more_settings=max(0, len(own) - _MOST_SETTINGS),
+        all_settings="; ".join(f"{key} = {value}" for key, value in own),
+    )
+
+
+def _value(value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 40 else text[:39] + "\u2026"
+
+
+def _spread(group: Sequence[Entry], value: Any, how: str) -> str:
+    """The mean of a group and how far its seeds lie from it."""
+    values = [found for entry in group if math.isfinite(found := value(entry))]
+    if not values:
+        return ""
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return how.format(mean)
+    return f"{how.format(mean)} \u00b1 {max(max(values) - mean, mean - min(values)):.2g}"
+
+
+def _skipped(group: Sequence[Entry]) -> str:
+    skipped = sum(int(_skips(entry)) for entry in group)
+    steps = sum(entry.status.step for entry in group)
+    return f"{skipped:,} ({percent(skipped / steps, 2)})" if skipped and steps else "0" if steps else ""
+
+
+def scale_text(scale: float) -> str:
+    """A loss scale; empty where nothing is scaled."""
+    return "" if math.isnan(scale) or scale == 1.0 else format_scale(scale)
+
+
+def _common(names: Sequence[str]) -> str:
+    """The beginning that names share, without a dangling separator."""
+    low, high = min(names), max(names)
+    count = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    return low[:count].rstrip("-_.0123456789/ ") or names[0]
+
+
+def _sparkline(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[str, str]:
+    """Points of the mean curve, and of the band around it, in a box of WIDTH by HEIGHT."""
+    usable = [
+        np.array([point for point in curve if math.isfinite(point[1])])
+        for curve in curves
+        if sum(math.isfinite(loss) for _, loss in curve) > 1
+    ]
+    if not usable:
+        return "", ""
+    last = max(curve[-1, 0] for curve in usable)
+    steps = np.linspace(min(curve[0, 0] for curve in usable), last, _PLACES)
+    values = np.stack([np.interp(steps, curve[:, 0], curve[:, 1], right=np.nan) for curve in usable])
+    known = np.isfinite(values).any(axis=0)
+    steps, values = steps[known], values[:, known]
+    # A first loss far above all others would flatten the curve.
+    low, high = float(np.nanmin(values)), float(np.nanquantile(values, 0.97))
+    across = (steps - steps[0]) / max(1.0, steps[-1] - steps[0]) * (WIDTH - 4) + 2
+
+    def points(heights: np.ndarray, reverse: bool = False) -> str:
+        down = np.clip((high - heights) / max(high - low, 1e-12), 0, 1) * (HEIGHT - 6) + 3
+        pairs = [f"{x:.1f},{y:.1f}" for x, y in zip(across, down, strict=True)]
+        return " ".join(reversed(pairs) if reverse else pairs)
+
+    mean = np.nanmean(values, axis=0)
+    if len(usable) == 1:
+        return points(mean), ""
+    return points(mean), f"{points(np.nanmin(values, axis=0))} {points(np.nanmax(values, axis=0), reverse=True)}"

@@ -1,0 +1,24 @@
+"use strict";
+// Replaces an element's content by a part of a page that the server rendered, if it has changed.
+const tags = new Map();
+async function refresh(element, address) {
+  const answer = await fetch(address, { headers: tags.get(element)?.address === address ? { "If-None-Match": tags.get(element).tag } : {}, cache: "no-store" });
+  if (answer.status === 304 || !answer.ok) return false;
+  element.innerHTML = await answer.text();
+  tags.set(element, { address, tag: answer.headers.get("ETag") });
+  return true;
+}
+
+// Calls `work` again and again while the page is seen, `seconds` apart.
+function keepDoing(work, seconds) {
+  let timer = null;
+  const turn = async () => {
+    clearTimeout(timer);
+    if (!document.hidden) {
+      try { await work(); } catch { /* the server has ended, or is not back yet */ }
+    }
+    timer = setTimeout(turn, seconds * 1000);
+  };
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) turn(); });
+  timer = setTimeout(turn, seconds * 1000);
+}

@@ -1,0 +1,174 @@
+"""Every address of the server and what it answers: a template, or JSON for its script."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from tracking.pages.render import render, script_json
+from tracking.run_dir import RunDir
+from tracking.run_facts import RunFacts
+from tracking.serve import overview, run_page
+from tracking.serve.library import Entry, Library, require_inside
+from tracking.serve.live import LiveRun, sketch
+from tracking.summary import read_inputs
+
+MOST_COMPARED = 24
+Query = dict[str, list[str]]
+_HTML = "text/html; charset=utf-8"
+_TRACKING = Path(__file__).parent.parent
+_SCRIPT, _STYLE = "text/javascript; charset=utf-8", "text/css; charset=utf-8"
+_STATIC = {
+    "icon.svg": ("serve/icon.svg", "image/svg+xml"),
+    "style.css": ("pages/style.css", _STYLE),
+    "serve.css": ("serve/serve.css", _STYLE),
+    "charts.css": ("pages/charts.css", _STYLE),
+    "uPlot.css": ("pages/uplot/uPlot.min.css", _STYLE),
+    "heat.css": ("heatmap/heat.css", _STYLE),
+    "theme.js": ("pages/theme.js", _SCRIPT),
+    "page.js": ("serve/page.js", _SCRIPT),
+    "overview.js": ("serve/overview.js", _SCRIPT),
+    "run.js": ("serve/run.js", _SCRIPT),
+    "charts.js": ("pages/charts.js", _SCRIPT),
+    "uPlot.js": ("pages/uplot/uPlot.iife.min.js", _SCRIPT),
+    "heat.js": ("heatmap/heat.js", _SCRIPT),
+}
+"""Files by the name under which they are served."""
+
+
+class NotFound(Exception):
+    """There is no such address, or no such run."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer. policy: which scripts it may run."""
+
+    body: bytes
+    kind: str
+    policy: str = "page"
+    status: int = 200
+
+
+class Pages:
+    """Answers requests about the runs of a library."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._addresses: dict[str, Callable[[Query], Reply]] = {
+            "/": self._overview,
+            "/favicon.ico": lambda query: _static("icon.svg"),
+            "/runs": self._runs,
+            "/run": self._run,
+            "/run/state": self._state,
+            "/run/curves": self._curves,
+            "/run/heat": self._heat,
+            "/run/report": self._report,
+            "/compare": self._compare,
+        }
+
+    def reply(self, path: str, query: Query) -> Reply:
+        """The answer to a request. Raises NotFound, or ValueError, OSError or UserError: it cannot be answered."""
+        if path.startswith("/static/"):
+            return _static(path.removeprefix("/static/"))
+        try:
+            answer = self._addresses[path]
+        except KeyError:
+            raise NotFound("There is nothing at this address.") from None
+        return answer(query)
+
+    def _render(self, template: str, **values: Any) -> Reply:
+        return Reply(render(f"serve/{template}", quoted=_quoted, **values).encode(errors="replace"), _HTML)
+
+    def _entry(self, query: Query) -> Entry:
+        entry = self._library.entry(one(query, "key"))
+        if entry is None:
+            raise NotFound("There is no such run.")
+        return entry
+
+    def _overview(self, query: Query) -> Reply:
+        return self._render("overview.html", root=self._library.root, **self._table(query))
+
+    def _runs(self, query: Query) -> Reply:
+        return self._render("runs.html", **self._table(query))
+
+    def _table(self, query: Query) -> dict[str, Any]:
+        asked = overview.Asked.of(one(query, "q"), one(query, "sort"), one(query, "group"))
+        table = overview.table(self._library.entries(), asked, now=time.time())
+        return {"table": table, "unread": len(self._library.unread), "left_out": self._library.left_out}
+
+    def _run(self, query: Query) -> Reply:
+        entry = self._entry(query)
+        return self._render("run.html", entry=entry, repeats=False, state=run_page.state(entry, now=time.time()))
+
+    def _state(self, query: Query) -> Reply:
+        entry = self._entry(query)
+        return self._render("state.html", entry=entry, state=run_page.state(entry, now=time.time()))
+
+    def _live(self, query: Query) -> LiveRun:
+        live = self._library.live(one(query, "key"))
+        if live is None:
+            raise NotFound("There is no such run.")
+        return live
+
+    def _curves(self, query: Query) -> Reply:
+        live = self._live(query)
+        if live.ready():
+            return _json(run_page.curves(live.facts()) | {"sketch": False})
+        return _json(run_page.curves(sketch(live.folder, live.label)) | {"sketch": True})
+
+    def _heat(self, query: Query) -> Reply:
+        heat = self._live(query).heat()
+        return _json(run_page.heat(heat, one(query, "panel"), one(query, "fold"), query.get("open", [])))
+
+    def _report(self, query: Query) -> Reply:
+        entry = self._entry(query)
+        require_inside(entry.folder, self._library.root)
+        page = run_page.report(entry)
+        return Reply(page.encode(errors="replace"), _HTML, policy="single")
+
+    def _compare(self, query: Query) -> Reply:
+        from tracking.compare.divergence import Tolerance
+        from tracking.compare.html import page
+        from tracking.compare.result import compare
+
+        keys = list(dict.fromkeys(query.get("run", [])))
+        if not 1 <= len(keys) <= MOST_COMPARED:
+            raise ValueError(f"choose from 1 to {MOST_COMPARED} runs to compare; there are {len(keys)}")
+        found = compare([self._facts(key) for key in keys], tolerance=Tolerance(), price=None)
+        return Reply(page(found).encode(errors="replace"), _HTML, policy="single")
+
+    def _facts(self, key: str) -> RunFacts:
+        entry, live = self._library.entry(key), self._library.live(key)
+        if entry is None or live is None:
+            raise NotFound("There is no such run.")
+        require_inside(entry.folder, self._library.root)
+        config, deepspeed, environment = read_inputs(RunDir(entry.folder))
+        return replace(live.facts(), config=config, deepspeed=deepspeed, environment=environment)
+
+
+def _quoted(key: str) -> str:
+    """A run's key for a query, also of a folder whose name is no UTF-8."""
+    return quote(key, safe="", errors="surrogateescape")
+
+
+def one(query: Query, name: str) -> str:
+    """The value of a field; empty when it was not given."""
+    return query.get(name, [""])[0]
+
+
+def _json(value: Any) -> Reply:
+    return Reply(script_json(value).encode(), "application/json")
+
+
+@cache
+def _static(name: str) -> Reply:
+    if name not in _STATIC:
+        raise NotFound("There is no such file.")
+    file, kind = _STATIC[name]
+    return Reply((_TRACKING / file).read_bytes(), kind)

@@ -1,0 +1,125 @@
+"""The HTTP server of the pages: it reads, and answers GET and HEAD of a fixed set of addresses.
+
+Runs are named by their key in the query, which is looked up among the runs that were found; nothing of a request
+becomes a path. Scripts come from files of this package alone (Content-Security-Policy), so a text that got into a
+page as markup would still do nothing. On a loopback address a request has to name the address that it came to, or a
+page from elsewhere could have its own name resolved to this machine and read what is here.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import ipaddress
+import json
+import socket
+import sys
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from config.errors import UserError
+from config.printable import shown
+from tracking.serve.library import Library
+from tracking.serve.pages import NotFound, Pages, Reply
+
+_SECONDS = 30.0  # for a request, and for each part of the answer to be taken
+_FIELDS = 200  # of a query: a selection of runs
+_COMPRESSED_FROM = 4096
+_POLICIES = {
+    # Charts set styles on their elements.
+    "page": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    # A page that is one file: its own script runs, without an origin, so that it reaches nothing else of this server.
+    "single": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; sandbox allow-scripts",
+}
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves the pages of a library."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, library: Library) -> None:
+        """Open the port. Raises OSError, OverflowError or UnicodeError: it cannot be had."""
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = found[0][0]
+        self.pages = Pages(library)
+        self.names: frozenset[str] | None = None
+        """What a request's Host may be; None for any."""
+        super().__init__((str(found[0][4][0]), port), _Handler)
+        if ipaddress.ip_address(str(self.server_address[0])).is_loopback:
+            self.names = frozenset({host, "localhost", "127.0.0.1", "[::1]"})
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return int(self.server_address[1])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that leaves in the middle of an answer is no news; anything else is one line."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            print(shown(f"mantissa: a request failed: {type(error).__name__}: {error}"), file=sys.stderr, flush=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request and its answer."""
+
+    server: PageServer
+    timeout = _SECONDS
+    server_version, sys_version = "mantissa", ""
+
+    def do_GET(self) -> None:
+        """A page, a part of one, or its data."""
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        """The headers of the same."""
+        self._answer(with_body=False)
+
+    def _answer(self, *, with_body: bool) -> None:
+        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        if self.server.names is not None and host not in self.server.names:
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST, explain="This server has another name.")
+            return
+        try:
+            asked = urlsplit(self.path)
+            query = parse_qs(asked.query, keep_blank_values=True, max_num_fields=_FIELDS, errors="surrogateescape")
+            reply = self.server.pages.reply(asked.path, query)
+        except NotFound as problem:
+            self.send_error(HTTPStatus.NOT_FOUND, explain=shown(problem))
+            return
+        except (ValueError, UserError, OSError) as problem:
+            reply = Reply(json.dumps({"error": shown(problem)}).encode(), "application/json", status=400)
+        except Exception as problem:  # a page that fails must not look like a server that is gone
+            print(shown(f"mantissa: {self.path}: {type(problem).__name__}: {problem}"), file=sys.stderr, flush=True)
+            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR)
+            return
+        self._send(reply, with_body=with_body)
+
+    def _send(self, reply: Reply, *, with_body: bool) -> None:
+        body = reply.body
+        tag = f'"{hashlib.sha256(body).hexdigest()[:24]}"'
+        same = self.headers.get("If-None-Match") == tag
+        self.send_response(HTTPStatus.NOT_MODIFIED if same else reply.status)
+        self.send_header("ETag", tag)
+        self.send_header("Cache-Control", "no-cache")
+        self.send_header("Content-Security-Policy", _POLICIES[reply.policy])
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        if not same:
+            self.send_header("Content-Type", reply.kind)
+            if len(body) >= _COMPRESSED_FROM and "gzip" in self.headers.get("Accept-Encoding", ""):
+                body = gzip.compress(body, 1)
+                self.send_header("Content-Encoding", "gzip")
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body and not same:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Silent."""
