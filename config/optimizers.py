@@ -51,5 +51,33 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         settings=("betas", "eps"),
         offload_op="cpu_adam",
     ),
+    "sgd": OptimizerSpec(
+        summary="SGD's velocity in FP32",
+        states=("momentum_buffer",),
+        momentum="momentum_buffer",
+        counts_updates=False,
+        settings=("momentum",),
+    ),
+    "lion": OptimizerSpec(
+        summary="Lion's average in FP32",
+        states=("exp_avg",),
+        momentum="exp_avg",
+        counts_updates=False,
+        settings=("betas",),
+    ),
+    "lamb": OptimizerSpec(
+        summary="LAMB's two averages in FP32",
+        states=("exp_avg", "exp_avg_sq"),
+        momentum="exp_avg",
+        counts_updates=True,
+        settings=("betas", "eps"),
+    ),
+    "stable_adamw": OptimizerSpec(
+        summary="StableAdamW's two averages in FP32",
+        states=("exp_avg", "exp_avg_sq"),
+        momentum="exp_avg",
+        counts_updates=True,
+        settings=("betas", "eps"),
+    ),
 }
 """optimizer.name to its row."""

@@ -153,11 +153,13 @@ def _matches(pattern: str) -> bool:
 
 def _optimizer(config: Config) -> Iterator[Problem]:
     section = config.optimizer
-    read = OPTIMIZERS[section.name].settings
-    for other, spec in OPTIMIZERS.items():
+    readers: dict[str, list[str]] = {}
+    for name, spec in OPTIMIZERS.items():
         for key in spec.settings:
-            if key not in read and getattr(section, key) != getattr(OptimizerSection, key):
-                yield f"optimizer.{key}", f"is only read by optimizer.name = {other}; remove it"
+            readers.setdefault(key, []).append(name)
+    for key, names in readers.items():
+        if section.name not in names and getattr(section, key) != getattr(OptimizerSection, key):
+            yield f"optimizer.{key}", f"is only read by optimizer.name = {' or '.join(names)}; remove it"
 
 
 def _schedule(config: Config) -> Iterator[Problem]:

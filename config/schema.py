@@ -148,12 +148,17 @@ class BatchSection:
 class OptimizerSection:
     """The optimizer on the FP32 masters."""
 
-    name: Literal["adamw"] = "adamw"
-    """[choice] adamw: decoupled weight decay (Loshchilov and Hutter 2019), fused where torch has it."""
+    name: Literal["adamw", "stable_adamw", "lamb", "lion", "sgd"] = "adamw"
+    """[choice] adamw: decoupled weight decay (Loshchilov and Hutter 2019), fused where torch has it. stable_adamw:
+    smaller steps where gradients outgrow their average (Wortsman et al. 2023). lamb: Adam's direction with the norm of
+    each whole parameter (You et al. 2020). lion: the sign of an average (Chen et al. 2023). sgd: with momentum, its
+    weight decay part of the gradient (docs/optimizers.md)."""
     learning_rate: float = limit(3e-4, at_least=0.0)
     """[per step] Peak learning rate."""
     betas: tuple[float, float] = limit((0.9, 0.95), at_least=0.0, below=1.0)
-    """[fraction, fraction] Decay of the first and the second moment."""
+    """[fraction, fraction] Decay of the first and the second moment; for lion of the mix and of the average."""
+    momentum: float = limit(0.9, at_least=0.0, below=1.0)
+    """[fraction] What sgd keeps of its velocity in each step."""
     eps: float = limit(1e-8, above=0.0)
     """[gradient units] Added to the root of the second moment."""
     weight_decay: float = limit(0.1, at_least=0.0)

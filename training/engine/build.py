@@ -22,6 +22,7 @@ from modeling.kernels import require_liger
 from training.distributed import World
 from training.engine.engine import Engine
 from training.engine.kernels import choose_kernels
+from training.engine.pieces import tell_pieces
 from training.engine.weights import start_from_weights
 
 
@@ -44,6 +45,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         every=config.model.checkpointing_every,
     )
     engine = Engine(model, resolved, world)
+    tell_pieces(engine)
     engine.notes += notes
     if config.model.name_or_path is not None:
         start_from_weights(engine, config.model.name_or_path)

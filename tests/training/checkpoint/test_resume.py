@@ -19,7 +19,11 @@ SCALE = ["precision.loss_scale.initial=256", "precision.loss_scale.window=3", "p
 OVERFLOWS = ["faults=[{kind: inf_gradient, step: 3, rank: 1}, {kind: inf_gradient, step: 6}]"]
 
 JOBS = {
-    "FP32, ZeRO-1": ["deepspeed.config=ds_configs/zero1_fp32.json", "precision.compute=fp32"],
+    "FP32, ZeRO-1, LAMB": [
+        "deepspeed.config=ds_configs/zero1_fp32.json",
+        "precision.compute=fp32",
+        "optimizer.name=lamb",
+    ],
     "FP16, ZeRO-2, overflows": [
         "deepspeed.config=ds_configs/zero2_fp16.json",
         "precision.compute=fp16",
@@ -63,7 +67,7 @@ def folder(tmp_path_factory):
     for index in range(11):
         (folder / "text" / f"{index}.txt").write_text("".join(letters.choices("abcdefgh ", k=130)))
     (folder / "fp16.json").write_text(json.dumps(FP16_MANIFEST))
-    prepare(cases.resolve(str(folder), "prepared", JOBS["FP32, ZeRO-1"]).config.data, progress=False)
+    prepare(cases.resolve(str(folder), "prepared", JOBS["FP32, ZeRO-1, LAMB"]).config.data, progress=False)
     return folder
 
 
