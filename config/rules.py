@@ -12,7 +12,7 @@ from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from config.printable import line
 from config.redact import redact
-from config.schema import Config, Fault, ModelSection, OptimizerSection
+from config.schema import Config, DataSection, Fault, ModelSection, OptimizerSection
 from config.secrets import WITH_PASSWORD
 
 # Arguments of a Hugging Face config that a key of the run config decides.
@@ -36,7 +36,7 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
         UserError: the first broken rule: the keys that conflict and what to change.
     """
     for rule in (
-        *(_run, _model, _activation_checkpointing, _compile, _kernels, _data, _optimizer, _schedule),
+        *(_run, _model, _activation_checkpointing, _compile, _kernels, _task, _data, _optimizer, _schedule),
         *(_precision, _loss_scale, _evaluate, _tracking, _guard, _faults),
     ):
         for key, text in rule(config):
@@ -129,8 +129,28 @@ def _kernels(config: Config) -> Iterator[Problem]:
             yield "model.kernels", f"= liger {problem}; {fix}"
 
 
+def _task(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if config.task == "pretrain":
+        for key in ("format", "on_bad_row", "chat_template", "train_on", "packing", "too_long"):
+            value = getattr(data, key)
+            if value != getattr(DataSection, key):
+                yield f"data.{key}", f"= '{value}' is only read by task = sft; remove it, or set task=sft"
+        return
+    packed = data.packing == "best_fit"
+    if data.document_masking is not packed:
+        fix = "remove it" if packed else "remove it, or set data.packing=best_fit"
+        yield "data.document_masking", f"is {str(packed).lower()} by data.packing = {data.packing}; {fix}"
+    if data.source == "text":
+        yield "data.source", "= text has no rows; give task = sft rows as jsonl or parquet, or set task=pretrain"
+    if data.chat_template is not None and not Path(data.chat_template).expanduser().is_file():
+        yield "data.chat_template", f"= '{data.chat_template}' is not a file; give one with a Jinja template"
+
+
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
+    if data.tokenizer == "model":
+        yield "data.tokenizer", "= model needs model.name_or_path; set that, or name a tokenizer"
     if data.source == "stdlib" and data.path is not None:
         fix = "set data.source to text, jsonl, parquet or hub"
         yield "data.path", f"= '{data.path}' is not read by data.source = stdlib; {fix}"

@@ -99,9 +99,11 @@ class ModelSection:
 class DataSection:
     """Where the text comes from and how it becomes token sequences."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "hub"] = "stdlib"
-    """[choice] stdlib: the .py files of the running Python, on every machine. text, jsonl, parquet: files at data.path
-    (text: one document a file). hub: the dataset data.path of the Hugging Face hub, or a local dataset folder."""
+    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "hub"] = "stdlib"
+    """[choice] stdlib: the .py files of the running Python, on every machine; for task sft its functions, each with the
+    first sentence of its docstring. text, jsonl, parquet: files at data.path (text: one document a file). hub: the
+    dataset data.path of the Hugging Face hub, or a local dataset folder. auto: stdlib without a data.path, else what
+    its name says: .jsonl and .json, .parquet, and hub for the rest."""
     path: str | None = None
     """[path, glob or hub id] File, folder or glob of text, jsonl and parquet; the dataset's id for hub."""
     name: str | None = None
@@ -110,14 +112,32 @@ class DataSection:
     """[text] Split of a hub dataset."""
     text_field: str = "text"
     """[text] Field that holds the document, for jsonl, parquet and hub."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    """[choice] Form of the rows of task sft. messages: a list of role and content. sharegpt: `conversations` of from
+    and value. alpaca: instruction, input, output. prompt_completion: two texts, or two lists of messages. text: the
+    field data.text_field. auto: by the fields of the first row."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """[choice] A row that does not fit its format ends the preparation, or is left out and counted."""
+    chat_template: str | None = None
+    """[path] File with a Jinja chat template, in place of the tokenizer's own."""
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    """[choice] Which tokens of a row have labels: the assistant's turns with their ends (the completion, or the output,
+    where there are no turns), the last of them only, or all."""
+    packing: Literal["best_fit", "none"] = "best_fit"
+    """[choice] best_fit: whole rows share a sequence, and do not see each other. none: one row a sequence, padded to
+    the longest of its batch, which holds rows of similar length."""
+    too_long: Literal["drop", "truncate_left", "truncate_right"] = "drop"
+    """[choice] What becomes of a row longer than data.sequence_length + 1 tokens. truncate_left cuts off its start."""
     tokenizer: str = "bpe:4096"
-    """[bytes | bpe:<vocab> | path | hub id] bytes: 256 byte tokens and the end of a document. bpe:<vocab>: a
-    byte-level BPE of that vocabulary size, trained on this data. Otherwise a Hugging Face tokenizer."""
+    """[bytes | bpe:<vocab> | model | path | hub id] bytes: 256 byte tokens and the end of a document. bpe:<vocab>: a
+    byte-level BPE of that vocabulary size, trained on this data. model: that of model.name_or_path. Otherwise a Hugging
+    Face tokenizer."""
     sequence_length: int = limit(512, at_least=2)
     """[tokens] Length of one training sequence; documents are packed end to end to fill it."""
-    document_masking: bool = False
+    document_masking: bool | None = None
     """[true or false] Keep packed documents apart: attention stops where a document ends, positions start at 0 again,
-    and its end does not predict the next one. false: a sequence is attended to as a whole, as GPT-3's were."""
+    and its end does not predict the next one. false: a sequence is attended to as a whole, as GPT-3's were. null:
+    false, and for task sft true where rows are packed."""
     validation_fraction: float = limit(0.01, at_least=0.0, below=1.0)
     """[fraction] Share of documents held out for evaluation, drawn by a hash of their text."""
     hold_out: Literal["auto", "documents"] = "auto"
@@ -490,6 +510,9 @@ class GenerateSection:
 class Config:
     """A whole run config."""
 
+    task: Literal["pretrain", "sft"] = "pretrain"
+    """[choice] What is learned. pretrain: the next token of documents that fill every sequence. sft: the answers in
+    rows of chats, instructions or texts (docs/finetuning.md)."""
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)

@@ -1,4 +1,4 @@
-"""Batches of token windows as tensors: this rank's share of each global batch, read one step ahead.
+"""Batches of token windows, or of sequences of rows, as tensors: this rank's share of each global batch, read ahead.
 
 Nothing here has state worth saving but a number: the position, in global batches consumed. `restore(position)` and a
 run that never stopped give the same batches.
@@ -17,7 +17,8 @@ import torch
 
 from config.errors import UserError
 from data.documents import Documents, cumulative_lengths, document_positions
-from data.sampler import sample_ids, split_for_rank
+from data.row_shards import RowShards
+from data.sampler import grouped_sample_ids, sample_ids, split_for_rank
 from data.shards import TokenShards
 
 IGNORED_LABEL = -100
@@ -46,6 +47,13 @@ class Batch:
     """Same shape as input_ids, int64, from 0 in every document; None where sequences are attended to as a whole."""
     one_row: bool = False
     """`micro_batches` concatenates the sequences of a micro-batch into one row."""
+    places_of_all: int | None = None
+    """[tokens] Inputs over all ranks that are not padding; None where there is no padding."""
+
+    @property
+    def tokens(self) -> int:
+        """[tokens] Inputs of the global batch, padding aside."""
+        return self.sample_ids.size * self.input_ids.shape[-1] if self.places_of_all is None else self.places_of_all
 
     def micro_batches(self, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
         """The model's arguments and the labels of each micro-batch, on `device`.
@@ -87,7 +95,7 @@ class Batches:
 
     def __init__(
         self,
-        shards: TokenShards,
+        shards: TokenShards | RowShards,
         *,
         sequence_length: int,
         seed: int,
@@ -138,13 +146,17 @@ class Batches:
         return self._reader.submit(self._read, position)
 
     def _read(self, position: int) -> Batch:
-        ids = sample_ids(position, samples=self._samples, seed=self._seed, global_size=self._global_size)
+        options: dict[str, int] = {"samples": self._samples, "seed": self._seed, "global_size": self._global_size}
+        if isinstance(self._shards, RowShards) and self._documents is None:  # padded: rows of similar length together
+            ids = grouped_sample_ids(position, self._shards.places, **options)
+        else:
+            ids = sample_ids(position, **options)
         mine = split_for_rank(ids, micro_size=self._micro_size, rank=self._rank, world_size=self._world_size)
         return _make_batch(self._shards, self._sequence_length, position, ids, mine, self._documents)
 
 
 def validation_batches(
-    shards: TokenShards,
+    shards: TokenShards | RowShards,
     *,
     sequence_length: int,
     global_size: int,
@@ -174,13 +186,15 @@ def sample_ids_sha256(ids: np.ndarray) -> str:
 
 
 def _make_batch(
-    shards: TokenShards,
+    shards: TokenShards | RowShards,
     sequence_length: int,
     position: int,
     ids: np.ndarray,
     mine: np.ndarray,
     documents: Documents | None,
 ) -> Batch:
+    if isinstance(shards, RowShards):
+        return _batch_of_rows(shards, sequence_length, position, ids, mine, documents)
     real = mine.reshape(-1) != NO_SAMPLE
     windows = np.zeros((mine.size, sequence_length + 1), dtype=np.int64)
     windows[real] = shards.read(mine.reshape(-1)[real], sequence_length)
@@ -201,6 +215,54 @@ def _make_batch(
         label_tokens_of_all=int((ids != NO_SAMPLE).sum()) * sequence_length if documents is None else None,
         position_ids=positions,
         one_row=documents is not None and documents.one_row,
+    )
+
+
+_PADDED_TO = 8
+"""[tokens] Padded sequences are multiples of this, for tensor cores."""
+
+
+def _batch_of_rows(
+    shards: RowShards,
+    sequence_length: int,
+    position: int,
+    ids: np.ndarray,
+    mine: np.ndarray,
+    documents: Documents | None,
+) -> Batch:
+    """Sequences of whole rows, each padded at its end.
+
+    With `documents` all are `sequence_length` long and every row is a document, the padding too. Without, they are as
+    long as this rank's longest; nothing attends to what comes after it, so padding needs no mask.
+    """
+    samples, real = mine.reshape(-1), ids[ids != NO_SAMPLE]
+    length = sequence_length
+    if documents is None:
+        longest = int(shards.places[samples[samples != NO_SAMPLE]].max(initial=1))
+        length = min(-(-longest // _PADDED_TO) * _PADDED_TO, sequence_length)
+    inputs = np.zeros((mine.size, length), dtype=np.int64)
+    labels = np.full_like(inputs, IGNORED_LABEL)
+    positions = np.zeros_like(inputs)
+    for row, sample in enumerate(samples):
+        start = 0
+        for tokens, trained in shards.sequence(int(sample)) if sample != NO_SAMPLE else ():
+            place = slice(start, start + len(tokens) - 1)
+            inputs[row, place] = tokens[:-1]
+            labels[row, place] = np.where(trained[1:], tokens[1:].astype(np.int64), IGNORED_LABEL)
+            positions[row, place] = np.arange(len(tokens) - 1)
+            start = place.stop
+        positions[row, start:] = np.arange(length - start)
+    shape = (*mine.shape, length)
+    return Batch(
+        position=position,
+        input_ids=_on_host(inputs).reshape(shape),
+        labels=_on_host(labels).reshape(shape),
+        sample_ids=ids,
+        label_tokens=int((labels != IGNORED_LABEL).sum()),
+        label_tokens_of_all=int(shards.labels[real].sum()),
+        position_ids=None if documents is None else _on_host(positions).reshape(shape),
+        one_row=documents is not None and documents.one_row,
+        places_of_all=int(shards.places[real].sum()),
     )
 
 

@@ -41,6 +41,25 @@ def sample_ids(position: int, *, samples: int, seed: int, global_size: int) -> n
     return permute(within, samples=samples, seed=seed, epoch=epoch)
 
 
+STRETCH = 16
+"""[global batches] Samples of so many batches are grouped by length."""
+
+
+def grouped_sample_ids(position: int, lengths: np.ndarray, *, samples: int, seed: int, global_size: int) -> np.ndarray:
+    """`sample_ids` with samples of similar length in one batch, so that little of it is padding.
+
+    The samples of each stretch of STRETCH batches, which are those that `sample_ids` gives, are sorted by length and
+    dealt out again; the order of the batches in a stretch is shuffled. lengths: (samples,). A pure function too.
+    """
+    stretch, within = divmod(position, STRETCH)
+    first = stretch * STRETCH
+    options = {"samples": samples, "seed": seed, "global_size": global_size}
+    ids = np.concatenate([sample_ids(first + number, **options) for number in range(STRETCH)])
+    batches = ids[np.argsort(lengths[ids], kind="stable")].reshape(STRETCH, global_size)
+    place = np.array([within], dtype=np.int64)
+    return batches[permute(place, samples=STRETCH, seed=seed, epoch=np.array([stretch]))[0]]
+
+
 def split_for_rank(ids: np.ndarray, *, micro_size: int, rank: int, world_size: int) -> np.ndarray:
     """One rank's part of a global batch: (global_size,) -> (accumulation, micro_size).
 

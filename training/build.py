@@ -45,6 +45,9 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     state = checkpoints.load(found, engine) if found else None
     record = open_record(resolved, opened.corpus, engine, run_dir, world)
     said = [f"DeepSpeed JSON: {config.deepspeed.config}; attention: {config.model.attention}"]
+    for line in opened.corpus.notes:
+        said.append(line)
+        record.note(line)
     if opened.corpus.tail_tokens:
         tail = f"the last {opened.corpus.tail_tokens:,} tokens of the longest one are held out"
         said.append(f"data: no document was drawn for validation: {tail}")

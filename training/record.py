@@ -37,7 +37,6 @@ def record_step(
     where = {"step": progress.step, "tokens": progress.tokens}
     for fault in engine.faults.due(batch.position + 1):
         record.event("fault", **where, kind=fault.kind, rank=fault.rank, module=fault.module)
-    tokens = batch.sample_ids.size * batch.input_ids.shape[-1]
     record.event(
         "step",
         **where,
@@ -50,7 +49,7 @@ def record_step(
         skipped_total=progress.skipped,
         step_seconds=seconds,
         data_seconds=waited,
-        tokens_per_second=tokens / seconds,
+        tokens_per_second=batch.tokens / seconds,
         memory_bytes=health.memory_bytes,
         by_rank=health.by_rank,
         sample_ids_sha256=sample_ids_sha256(batch.sample_ids),

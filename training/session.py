@@ -18,7 +18,6 @@ from config.resolved import Resolved
 from data.corpus import Corpus
 from data.documents import Documents
 from data.loader import Batch, Batches, validation_batches
-from data.prepare import prepare
 from modeling.build import attention_of, count_parameters, model_config
 from tracking.run_dir import RunDir
 from tracking.run_lock import created_and_locked
@@ -27,6 +26,7 @@ from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
 from training.distributed import World
 from training.engine import Engine, build_engine
+from training.tasks.task import prepare
 from training.watchdog import watch
 
 
@@ -60,6 +60,7 @@ class Session:
             "data.sequence_length": config.data.sequence_length,
             "data.document_masking": config.data.document_masking,
             "batch.global_size": self.resolved.batch.global_size,
+            "task": config.task,
             "run.seed": config.run.seed,
             "world size": self.resolved.world_size,
             "ZeRO stage": self.resolved.zero_stage,
@@ -94,7 +95,7 @@ def session(
             ends.callback(distributed.stop)
         if trains:
             ends.enter_context(watch.watched(world))
-        corpus = corpus or prepare(config.data, progress=resolved.rank == 0)
+        corpus = corpus or prepare(config, progress=resolved.rank == 0)
         shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
         if trains:
             ends.enter_context(locked_run_dir(resolved, world))
