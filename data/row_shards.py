@@ -111,8 +111,12 @@ class RowShards:
 
     def sequence(self, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The rows of a sequence: (n,) tokens, and (n,) whether each is a label."""
-        for row in self._rows[self._ends[number - 1] if number else 0 : self._ends[number]]:
-            yield self.row(int(row))
+        yield from map(self.row, self.rows_of(number))
+
+    def rows_of(self, number: int) -> list[int]:
+        """The numbers of a sequence's rows, in their order in it."""
+        found: list[int] = self._rows[self._ends[number - 1] if number else 0 : self._ends[number]].tolist()
+        return found
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """One row, in the order of the source."""
