@@ -36,7 +36,7 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
         UserError: the first broken rule: the keys that conflict and what to change.
     """
     for rule in (
-        *(_run, _model, _activation_checkpointing, _compile, _kernels, _task, _data, _optimizer, _schedule),
+        *(_run, _model, _activation_checkpointing, _compile, _kernels, _task, _adapter, _data, _optimizer, _schedule),
         *(_precision, _loss_scale, _evaluate, _tracking, _guard, _faults),
     ):
         for key, text in rule(config):
@@ -145,6 +145,25 @@ def _task(config: Config) -> Iterator[Problem]:
         yield "data.source", "= text has no rows; give task = sft rows as jsonl or parquet, or set task=pretrain"
     if data.chat_template is not None and not Path(data.chat_template).expanduser().is_file():
         yield "data.chat_template", f"= '{data.chat_template}' is not a file; give one with a Jinja template"
+
+
+def _adapter(config: Config) -> Iterator[Problem]:
+    adapter, model = config.adapter, config.model
+    if adapter.kind == "none":
+        for item in fields(adapter):
+            value = getattr(adapter, item.name)
+            if value != item.default:
+                yield f"adapter.{item.name}", f"= {value} is not read by adapter.kind = none; set adapter.kind=lora"
+        return
+    if model.name_or_path is None:
+        yield "adapter.kind", f"= {adapter.kind} needs a model to adapt; set model.name_or_path"
+    if model.checkpointing_reentrant:
+        problem = "= true gives a frozen model no gradients"
+        yield "model.checkpointing_reentrant", f"{problem}; remove it, or set adapter.kind=none"
+    if not adapter.target_modules:
+        yield "adapter.target_modules", "is empty; name modules, or all-linear"
+    if len(adapter.target_modules) > 1 and "all-linear" in adapter.target_modules:
+        yield "adapter.target_modules", "names all-linear and others; all-linear stands alone"
 
 
 def _data(config: Config) -> Iterator[Problem]:

@@ -96,6 +96,30 @@ class ModelSection:
 
 
 @dataclass(frozen=True)
+class AdapterSection:
+    """Low-rank adapters on a frozen model, by the library peft (docs/finetuning.md)."""
+
+    kind: Literal["none", "lora", "dora"] = "none"
+    """[choice] none: all weights are trained. lora: W + (alpha / r) B A, of which B and A are. dora: the same with a
+    trained length of every row."""
+    r: int = limit(16, at_least=1)
+    """[rows] Rank: rows of A, columns of B."""
+    alpha: int = limit(32, at_least=1)
+    """[factor] Numerator of the adapter's factor."""
+    dropout: float = limit(0.0, at_least=0.0, below=1.0)
+    """[fraction] Dropout on the adapter's input."""
+    rslora: bool = False
+    """[true or false] Divide alpha by the root of r instead of r (Kalajdzievski 2023)."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """[names] Ends of the names of the modules that get an adapter, such as [q_proj, v_proj]. all-linear: every linear
+    layer but the output embedding."""
+    modules_to_save: tuple[str, ...] = ()
+    """[names] Modules that are trained whole and saved with the adapter, such as [lm_head]."""
+    init: Literal["default", "gaussian"] = "default"
+    """[choice] How A is drawn: default is uniform as torch's linear layers, gaussian is normal. B starts at zero."""
+
+
+@dataclass(frozen=True)
 class DataSection:
     """Where the text comes from and how it becomes token sequences."""
 
@@ -515,6 +539,7 @@ class Config:
     rows of chats, instructions or texts (docs/finetuning.md)."""
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
+    adapter: AdapterSection = field(default_factory=AdapterSection)
     data: DataSection = field(default_factory=DataSection)
     batch: BatchSection = field(default_factory=BatchSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)

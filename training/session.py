@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +17,7 @@ import torch
 from transformers import PretrainedConfig
 
 from config.resolved import Resolved
+from config.schema import ModelSection
 from data.corpus import Corpus
 from data.documents import Documents
 from data.loader import Batch, Batches, validation_batches
@@ -23,6 +26,7 @@ from tracking.run_dir import RunDir
 from tracking.run_lock import created_and_locked
 from training import distributed
 from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.manifest import file_sha256
 from training.checkpoint.retention import Retention
 from training.distributed import World
 from training.engine import Engine, build_engine
@@ -41,6 +45,8 @@ class Session:
     engine: Engine
     batches: Batches
     """At the start of the data order."""
+    base: str | None = None
+    """What an adapter is of: sha256 of the model's files, or a hub's revision. None without an adapter."""
 
     def validation(self) -> Iterable[Batch]:
         """The validation set's batches, from its start; `evaluate.batches` of them."""
@@ -62,6 +68,8 @@ class Session:
             "batch.global_size": self.resolved.batch.global_size,
             "task": config.task,
             "run.seed": config.run.seed,
+            "adapter": dataclasses.asdict(config.adapter) if config.adapter.kind != "none" else None,
+            "the base model": self.base,
             "world size": self.resolved.world_size,
             "ZeRO stage": self.resolved.zero_stage,
             "precision.compute": self.resolved.compute,
@@ -104,9 +112,22 @@ def session(
         if not joined:
             ends.callback(engine.close)
         seed_everything(config.run.seed + world.rank)
+        adapted = config.adapter.kind != "none"
         batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
         ends.callback(batches.close)
-        yield Session(resolved, corpus, shape, world, engine, batches)
+        base = world.from_main(base_identity(config.model, shape) if world.is_main else None) if adapted else None
+        yield Session(resolved, corpus, shape, world, engine, batches, base)
+
+
+def base_identity(model: ModelSection, shape: PretrainedConfig) -> str:
+    """What identifies a base model: sha256 over its weight files, or the revision of a hub's."""
+    folder = Path(str(model.name_or_path)).expanduser()
+    if not folder.is_dir():
+        return f"{model.name_or_path}@{getattr(shape, '_commit_hash', None)}"
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
+        digest.update(f"{path.name}\0{file_sha256(path)}\0".encode())
+    return f"sha256:{digest.hexdigest()}"
 
 
 def _with_attention(resolved: Resolved, attention: str) -> Resolved:

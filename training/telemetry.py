@@ -32,7 +32,7 @@ from precision.statistics import (
 )
 from training.engine import Engine
 from training.engine.rng import generators, restore_generators
-from training.engine.tensors import shape_of, whole_gradient, whole_master, whole_weight
+from training.engine.tensors import shape_of, trainable_parameters, whole_gradient, whole_master, whole_weight
 
 
 class Telemetry:
@@ -89,7 +89,7 @@ class Telemetry:
         if engine.compute == "fp32":
             return None
         largest, squares, count = 0.0, 0.0, 0
-        for parameter in engine.model.parameters():
+        for parameter in trainable_parameters(engine).values():
             drift = master_drift(whole_master(engine, parameter), whole_weight(engine, parameter))
             largest = max(largest, float(drift.maximum))
             squares += float(drift.rms) ** 2 * shape_of(parameter).numel()
@@ -123,18 +123,23 @@ class Telemetry:
         engine, device = self._engine, self._engine.world.device
         masters = {
             name: whole_master(engine, parameter).requires_grad_()
-            for name, parameter in engine.model.named_parameters()
+            for name, parameter in trainable_parameters(engine).items()
         }
+        weights = {name: whole_weight(engine, p).float() for name, p in _frozen(engine)}
         tokens = engine.world.sum(torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device))
         for inputs, labels in batch.micro_batches(device):
             options = {**inputs, "use_cache": False}
-            logits = torch.func.functional_call(engine.model, masters, args=(), kwargs=options).logits
+            logits = torch.func.functional_call(engine.model, masters | weights, args=(), kwargs=options).logits
             (label_loss_sum(logits, labels) / tokens.clamp(min=1).float()).backward()
         found = {}
         for name, master in masters.items():
             gradient = torch.zeros_like(master) if master.grad is None else master.grad
             found[name] = engine.world.sum(gradient).detach().cpu()
         return found
+
+
+def _frozen(engine: Engine) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return ((name, p) for name, p in engine.model.named_parameters() if not p.requires_grad)
 
 
 def _trimmed(counts: torch.Tensor | int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from config.resolved import Resolved
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.activation_checkpointing_budget import recompute_within_budget
+from modeling.adapter import add_adapter
 from modeling.build import Gather, build_model
 from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
@@ -36,6 +37,8 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
     gather = _gather_partitioned(world) if zero3 else _no_gather
     model = build_model(config.model, model_config, seed=config.run.seed, gather=gather)
+    if config.adapter.kind != "none":
+        model = add_adapter(model, config.adapter, seed=config.run.seed)
     notes = choose_kernels(model, resolved, world)
     apply_activation_checkpointing(
         model,
@@ -46,7 +49,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     engine = Engine(model, resolved, world)
     engine.notes += notes
     if config.model.name_or_path is not None:
-        start_from_weights(engine, config.model.name_or_path)
+        start_from_weights(engine, config.model.name_or_path, adapter=config.adapter, seed=config.run.seed)
     if config.data.document_masking:
         _require_documents_apart(engine)
     if config.model.activation_memory_gib is not None:

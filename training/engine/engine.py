@@ -90,6 +90,11 @@ class Engine:
         return self.deepspeed.module
 
     @property
+    def has_frozen(self) -> bool:
+        """Whether some parameters are not trained: they have no masters, and are in no checkpoint."""
+        return any(not parameter.requires_grad for parameter in self.model.parameters())
+
+    @property
     def loss_scale(self) -> float:
         """Factor on the loss in the backward pass."""
         return float(self._scaler.cur_scale) if self._scaler else 1.0
@@ -249,7 +254,9 @@ class Engine:
         """DeepSpeed's sharded checkpoint into folder/tag, written by `writer`; without `latest` and recovery script."""
         self.deepspeed._copy_recovery_script = lambda save_path: None
         with self._checkpoints_through(writer or self.deepspeed.checkpoint_engine):
-            self.deepspeed.save_checkpoint(str(folder), tag=tag, save_latest=False)
+            self.deepspeed.save_checkpoint(
+                str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=self.has_frozen
+            )
 
     def load(self, folder: Path, tag: str, reader: CheckpointEngine) -> None:
         """Restore weights, masters and the optimizer's state, from files that `reader` reads.
@@ -261,7 +268,9 @@ class Engine:
         keys = (*self.optimizer_spec.settings, "weight_decay")
         settings = [{key: group[key] for key in keys} for group in groups]
         with self._checkpoints_through(reader):
-            path, _ = self.deepspeed.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+            path, _ = self.deepspeed.load_checkpoint(
+                str(folder), tag=tag, load_lr_scheduler_states=False, load_module_strict=not self.has_frozen
+            )
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder / tag}")
         for group, setting in zip(self.deepspeed.optimizer.param_groups, settings, strict=True):

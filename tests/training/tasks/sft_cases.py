@@ -122,3 +122,15 @@ def labelled(tokenizer: Any, turns: list[dict[str, str]]) -> tuple[torch.Tensor,
     whole = tokenizer("".join(text for text, _ in SHAPE.segments(turns)), add_special_tokens=False).input_ids
     assert ids == whole, "the chats were made so that no token straddles a turn"
     return torch.tensor(ids), torch.tensor(labels)
+
+
+def base_of(folder: Path, adapter: dict[str, Any], first: dict[str, torch.Tensor]) -> Any:
+    """The base under plain `peft`, its adapter at the values `first`, by Mantissa's names."""
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **adapter)).get_base_model()
+    adapted.load_state_dict(first, strict=False)
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert trained == set(first)
+    return adapted
