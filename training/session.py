@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -68,7 +69,7 @@ class Session:
             "batch.global_size": self.resolved.batch.global_size,
             "task": config.task,
             "run.seed": config.run.seed,
-            "adapter": dataclasses.asdict(config.adapter) if config.adapter.kind != "none" else None,
+            "adapter": json.dumps(dataclasses.asdict(config.adapter)) if self.base is not None else None,
             "the base model": self.base,
             "world size": self.resolved.world_size,
             "ZeRO stage": self.resolved.zero_stage,

@@ -41,7 +41,7 @@ def write_chats(path: Path, rows: int, *, seed: int = 0) -> Path:
 ASKED = (("user", 5), ("assistant", 8))
 
 
-def write_base(folder: Path, family: str = "llama") -> Path:
+def write_base(folder: Path, family: str = "llama", *, seed: int = 0) -> Path:
     """A model of a few thousand random weights with a tokenizer that has a chat template, as `save_pretrained` does."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,7 +56,7 @@ def write_base(folder: Path, family: str = "llama") -> Path:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", clean_up_tokenization_spaces=False)
     fast.chat_template = SHAPE.jinja
     fast.save_pretrained(folder)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 128}
     if family == "gpt2":
