@@ -90,4 +90,5 @@ def base_name(name: str) -> str:
 
 def peft_name(name: str) -> str:
     """The name that a trained parameter has in a file of `peft`."""
-    return "base_model.model." + name.replace(f".modules_to_save.{NAME}", "").replace(f".{NAME}", "")
+    name = name.replace(f".modules_to_save.{NAME}", "").replace(f".{NAME}", "")
+    return "base_model.model." + name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
