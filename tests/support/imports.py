@@ -31,6 +31,7 @@ FLOORS = (
     ("finish",),
     ("parity",),
     ("analyze", "matrix", "envelope", "benchmark", "export_hf", "replay"),
+    ("generate",),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

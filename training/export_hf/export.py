@@ -59,8 +59,8 @@ def export(
 ) -> dict[str, Any]:
     """Write the folder `out`; the content of its mantissa.json.
 
-    A run's adapter is written as one of `peft`, or merged into its base. Raises UserError for what the user can correct,
-    TensorsDiffer when a tensor is not as expected.
+    A run's adapter is written as one of `peft`, or merged into its base. Raises UserError for what the user can
+    correct, TensorsDiffer when a tensor is not as expected.
     """
     adapted = source.config.adapter.kind != "none"
     if merged and not adapted:
