@@ -64,7 +64,7 @@ class Telemetry:
         modules: dict[str, Any] = {}
         agreement: dict[str, Agreement] = {}
         exponents: torch.Tensor | int = 0
-        for module, group in groupby(engine.model.named_parameters(), key=lambda item: item[0].rpartition(".")[0]):
+        for module, group in groupby(trainable_parameters(engine).items(), key=lambda item: item[0].rpartition(".")[0]):
             gradients = [(name, whole_gradient(engine, parameter)) for name, parameter in group]
             whole = [(name, gradient) for name, gradient in gradients if gradient is not None]
             modules |= gradient_statistics(whole, self._dtype(module), scale=engine.loss_scale)

@@ -134,3 +134,69 @@ def base_of(folder: Path, adapter: dict[str, Any], first: dict[str, torch.Tensor
     trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     assert trained == set(first)
     return adapted
+
+
+def parity_steps(world: World, *, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """Two steps, each compared with FP32 module by module."""
+    from training.parity.reference import Reference
+    from training.parity.steps import StepParity
+
+    resolved = resolve(folder, **options)
+    with session(resolved, world=world) as opened:
+        parity = StepParity(opened.engine, Reference(resolved, opened.model_config, world), resolved)
+        return [parity.step(opened.batches.next_step(), applied=step) for step in range(2)]
+
+
+def telemetry(world: World, *, folder: Path, probe: bool, **options: Any) -> dict[str, Any]:
+    """What is measured on the first step."""
+    from training.telemetry import Telemetry
+
+    with session(resolve(folder, **options), world=world) as opened:
+        meter, batch = Telemetry(opened.engine, probe=probe), opened.batches.next_step()
+        with meter.watching(batch):
+            outcome = opened.engine.forward_backward(batch, step=1)
+        opened.engine.health(outcome)
+        return meter.finish()
+
+
+def causes(world: World, *, folder: Path, **options: Any) -> list[tuple[int, Any]]:
+    """Who made the first step not finite."""
+    from training.attribution import attribute
+
+    with session(resolve(folder, **options), world=world) as opened:
+        batch = opened.batches.next_step()
+        outcome = opened.engine.forward_backward(batch, step=1)
+        assert not opened.engine.health(outcome).finite
+        return attribute(opened.engine, batch, outcome, step=1)
+
+
+def ledger(world: World, *, folder: Path, **options: Any) -> list[Any]:
+    """The ledger after a step."""
+    from training.engine.ledger import read_ledger
+
+    with session(resolve(folder, **options), world=world) as opened:
+        _step(opened)
+        return read_ledger(opened.engine, reduce="fp32")
+
+
+def with_a_frozen_gradient(world: World, *, folder: Path, **options: Any) -> str:
+    """What the ledger says when a frozen weight has a gradient."""
+    from training.engine.ledger import PrecisionError, read_ledger
+
+    with session(resolve(folder, **options), world=world) as opened:
+        frozen = next(p for p in opened.engine.model.parameters() if not p.requires_grad)
+        frozen.grad = torch.zeros_like(frozen)
+        try:
+            read_ledger(opened.engine, reduce="fp32")
+        except PrecisionError as error:
+            return str(error)
+    return ""
+
+
+def regions(world: World, *, folder: Path, **options: Any) -> dict[str, str]:
+    """The dtype of each region after a step under a manifest."""
+    resolved = resolve(folder, compute="auto", **options)
+    with session(resolved, world=world) as opened:
+        _step(opened)
+        assert opened.engine.regions is not None
+        return dict(opened.engine.regions.dtypes)
