@@ -60,8 +60,7 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
         config = settle(config, path, place)
     except UserError as error:
         raise UserError(f"{builder.origin('deepspeed.offload')}: {error}") from None
-    config = settle_task(config)
-    rules.check(config, builder.origin)
+    rules.check(settle_task(config), builder.origin)
     return config
 
 

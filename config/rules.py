@@ -104,8 +104,9 @@ def _compile(config: Config) -> Iterator[Problem]:
         yield key, f"= true is not verified with model.attention = {model.attention}; {fix}"
     if config.precision.path == "manifest":
         yield key, f"= true cannot be combined with precision.path = manifest; use the cast path, or remove {key}"
-    if config.data.document_masking:
-        yield key, "= true is not verified with data.document_masking = true; remove one of them"
+    if config.keeps_documents_apart:
+        other = "data.document_masking = true" if config.data.document_masking else "data.packing = best_fit"
+        yield key, f"= true is not verified with {other}; remove one of them"
     if config.profile.steps:
         fix = f"set profile.steps=0, or remove {key}"
         yield key, f"= true: a profile marks modules, whose blocks would then not run compiled; {fix}"
@@ -137,10 +138,8 @@ def _task(config: Config) -> Iterator[Problem]:
             if value != getattr(DataSection, key):
                 yield f"data.{key}", f"= '{value}' is only read by task = sft; remove it, or set task=sft"
         return
-    packed = data.packing == "best_fit"
-    if data.document_masking is not packed:
-        fix = "remove it" if packed else "remove it, or set data.packing=best_fit"
-        yield "data.document_masking", f"is {str(packed).lower()} by data.packing = {data.packing}; {fix}"
+    if data.document_masking and data.packing == "none":
+        yield "data.document_masking", "= true: rows are not packed by data.packing = none; remove one of them"
     if data.source == "text":
         yield "data.source", "= text has no rows; give task = sft rows as jsonl or parquet, or set task=pretrain"
     if data.chat_template is not None and not Path(data.chat_template).expanduser().is_file():

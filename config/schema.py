@@ -158,10 +158,10 @@ class DataSection:
     Face tokenizer."""
     sequence_length: int = limit(512, at_least=2)
     """[tokens] Length of one training sequence; documents are packed end to end to fill it."""
-    document_masking: bool | None = None
+    document_masking: bool = False
     """[true or false] Keep packed documents apart: attention stops where a document ends, positions start at 0 again,
-    and its end does not predict the next one. false: a sequence is attended to as a whole, as GPT-3's were. null:
-    false, and for task sft true where rows are packed."""
+    and its end does not predict the next one. false: a sequence is attended to as a whole, as GPT-3's were.
+    Packed rows of task sft are always apart."""
     validation_fraction: float = limit(0.01, at_least=0.0, below=1.0)
     """[fraction] Share of documents held out for evaluation, drawn by a hash of their text."""
     hold_out: Literal["auto", "documents"] = "auto"
@@ -558,3 +558,8 @@ class Config:
     """[list] Faults to inject, each {kind, step, rank, module}. For tests; empty in real runs."""
     defects: tuple[Defect, ...] = ()
     """[list] Defects to inject, each {kind, module, factor}. For tests of the parity gate; empty in real runs."""
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether attention and positions start anew within a sequence."""
+        return self.data.document_masking or (self.task == "sft" and self.data.packing == "best_fit")

@@ -12,14 +12,12 @@ _COMPRESSED = (".gz", ".zst")
 
 
 def settle_task(config: Config) -> Config:
-    """`config` with data.source = auto, data.tokenizer = model and data.document_masking = null decided."""
+    """`config` with data.source = auto and data.tokenizer = model decided, as far as they can be."""
     data = config.data
     if data.source == "auto":
         data = replace(data, source=_source_of(data.path))  # type: ignore[arg-type]  # one of the field's choices
     if data.tokenizer == "model" and config.model.name_or_path is not None:
         data = replace(data, tokenizer=config.model.name_or_path)
-    if data.document_masking is None:
-        data = replace(data, document_masking=config.task == "sft" and data.packing == "best_fit")
     return replace(config, data=data)
 
 

@@ -17,6 +17,7 @@ from config.cli import Arguments, entry_point, positive_int
 from config.errors import UserError
 from config.load import load_config
 from config.printable import printable
+from config.task import settle_task
 from data.corpus import Corpus
 from data.prepare import prepare
 from data.prepare_rows import prepare_rows
@@ -32,7 +33,7 @@ _LONGEST = 4000
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     options = read_options(arguments)
-    config = load_config(options.config, options.overrides, None)
+    config = settle_task(load_config(options.config, options.overrides, None))
     make = prepare if config.task == "pretrain" else prepare_rows
     corpus = make(config.data, progress=True)
     for line in shown_rows(corpus, config.data.sequence_length, options.rows, colour=sys.stdout.isatty()):

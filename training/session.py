@@ -65,7 +65,7 @@ class Session:
             "parameters": count_parameters(self.engine.model),
             "data fingerprint": self.corpus.fingerprint,
             "data.sequence_length": config.data.sequence_length,
-            "data.document_masking": config.data.document_masking,
+            "data.document_masking": config.keeps_documents_apart,
             "batch.global_size": self.resolved.batch.global_size,
             "task": config.task,
             "run.seed": config.run.seed,
@@ -142,7 +142,7 @@ def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:
     config = resolved.config
     one_row = config.model.attention.startswith("flash_attention")  # whose kernels take documents of any length
     return {
-        "documents": Documents(corpus.end_of_document, one_row=one_row) if config.data.document_masking else None,
+        "documents": Documents(corpus.end_of_document, one_row=one_row) if config.keeps_documents_apart else None,
         "sequence_length": config.data.sequence_length,
         "global_size": resolved.batch.global_size,
         "micro_size": resolved.batch.micro_size,

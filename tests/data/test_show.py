@@ -110,7 +110,7 @@ FILES: list[tuple[str | bytes, str, str]] = [
     (FIRST, "data.on_bad_row=ignore", "data.on_bad_row = 'ignore' is not one of error, skip"),
     (FIRST, "data.chat_template=nowhere.jinja", "data.chat_template = 'nowhere.jinja' is not a file"),
     (FIRST, "data.chat_template={folder}/bad.jinja", "rows.jsonl:1: messages: are refused by the chat template"),
-    (FIRST, "data.document_masking=false", "data.document_masking is true by data.packing = best_fit; remove it"),
+    (FIRST, "data.document_masking=true data.packing=none", "data.document_masking = true: rows are not packed by"),
     (FIRST, "data.path={folder}/none.jsonl", "none.jsonl' matches no file"),
     (FIRST, "data.source=text", "data.source = text has no rows"),
     (FIRST, "data.tokenizer=bytes", "rows.jsonl:1: is a conversation, and the tokenizer has no chat template"),

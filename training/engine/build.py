@@ -50,7 +50,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     engine.notes += notes
     if config.model.name_or_path is not None:
         start_from_weights(engine, config.model.name_or_path, adapter=config.adapter, seed=config.run.seed)
-    if config.data.document_masking:
+    if config.keeps_documents_apart:
         _require_documents_apart(engine)
     if config.model.activation_memory_gib is not None:
         _recompute_within(engine, resolved, config.model.activation_memory_gib)
@@ -70,7 +70,7 @@ def _one_micro_batch(engine: Engine, resolved: Resolved) -> Callable[[], None]:
     vocabulary = engine.model.config.get_text_config().vocab_size
     shape = (resolved.batch.micro_size, resolved.config.data.sequence_length)
     inputs: dict[str, Any] = {"input_ids": torch.arange(math.prod(shape)).remainder_(vocabulary).view(shape)}
-    if resolved.config.data.document_masking:  # the mask needs memory as well
+    if resolved.config.keeps_documents_apart:  # the mask needs memory as well
         inputs["position_ids"] = torch.arange(shape[1]).remainder_(max(shape[1] // 2, 1)).expand(shape)
     inputs = {name: ids.to(engine.world.device) for name, ids in inputs.items()}
 
