@@ -36,8 +36,8 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
         UserError: the first broken rule: the keys that conflict and what to change.
     """
     for rule in (
-        *(_run, _model, _activation_checkpointing, _compile, _kernels, _task, _adapter, _data, _optimizer, _schedule),
-        *(_precision, _loss_scale, _evaluate, _tracking, _guard, _faults),
+        *(_run, _model, _activation_checkpointing, _compile, _kernels, _task, _adapter, _mixture, _data),
+        *(_optimizer, _schedule, _precision, _loss_scale, _evaluate, _tracking, _guard, _faults),
     ):
         for key, text in rule(config):
             raise UserError(f"{origin(key)}: {key} {text}")
@@ -165,8 +165,32 @@ def _adapter(config: Config) -> Iterator[Problem]:
         yield "adapter.target_modules", "names all-linear and others; all-linear stands alone"
 
 
+def _mixture(config: Config) -> Iterator[Problem]:
+    sources = config.data.sources
+    if not sources:
+        return
+    if config.data.path is not None:
+        yield "data.path", f"= '{config.data.path}' is not read beside data.sources; make it one of them"
+    if len({item.name for item in sources}) < len(sources):
+        yield "data.sources", "has two sources of one name; give each its own"
+    weighted = [item for item in sources if item.weight is not None]
+    if weighted and (len(weighted) < len(sources) or any(item.epochs is not None for item in sources)):
+        yield "data.sources", "has sources with a weight and others without; give all a weight, or none"
+    if config.data.tokenizer.startswith("bpe:"):
+        yield "data.tokenizer", f"= {config.data.tokenizer} is trained on one source; name one for all data.sources"
+    for index, item in enumerate(sources):
+        if item.source != "stdlib" and item.path is None:
+            yield f"data.sources[{index}].path", f"is missing; source = {item.source} needs it"
+        if item.source in ("text", "jsonl", "parquet") and item.path is not None and not _matches(item.path):
+            yield f"data.sources[{index}].path", f"= '{item.path}' matches no file; give one that exists"
+        if item.source == "text" and config.task == "sft":
+            yield f"data.sources[{index}].source", "= text has no rows; give task = sft rows as jsonl or parquet"
+
+
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
+    if data.sources:
+        return
     if data.tokenizer == "model":
         yield "data.tokenizer", "= model needs model.name_or_path; set that, or name a tokenizer"
     if data.source == "stdlib" and data.path is not None:

@@ -120,6 +120,25 @@ class AdapterSection:
 
 
 @dataclass(frozen=True)
+class SourceSection:
+    """One source of a mixture."""
+
+    path: str | None = None
+    """[path, glob or hub id] As data.path."""
+    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "hub"] = "auto"
+    """[choice] As data.source."""
+    name: str | None = None
+    """[text] What the record calls it. null: source 1, source 2 and so on."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    """[choice] As data.format."""
+    weight: float | None = limit(None, above=0.0)
+    """[ratio] Its share of the samples, in proportion to the other weights. null: by data.sources.epochs."""
+    epochs: float | None = limit(None, above=0.0)
+    """[passes] In place of a weight: how often its samples come in the time in which those of a source with 1 come
+    once. null: 1, unless there is a weight."""
+
+
+@dataclass(frozen=True)
 class DataSection:
     """Where the text comes from and how it becomes token sequences."""
 
@@ -130,6 +149,9 @@ class DataSection:
     its name says: .jsonl and .json, .parquet, and hub for the rest."""
     path: str | None = None
     """[path, glob or hub id] File, folder or glob of text, jsonl and parquet; the dataset's id for hub."""
+    sources: tuple[SourceSection, ...] = ()
+    """[list] Several sources in place of data.path, each {path, name, format, weight or epochs}. Each is prepared and
+    held out by itself; samples are drawn by share (docs/data.md)."""
     name: str | None = None
     """[text] Configuration name of a hub dataset."""
     split: str = "train"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import PurePath
+from typing import Any
 
 from config.schema import Config
 
@@ -15,10 +16,20 @@ def settle_task(config: Config) -> Config:
     """`config` with data.source = auto and data.tokenizer = model decided, as far as they can be."""
     data = config.data
     if data.source == "auto":
-        data = replace(data, source=_source_of(data.path))  # type: ignore[arg-type]  # one of the field's choices
+        data = replace(data, source=_decided(data.source, data.path))
+    if data.sources:
+        named = (
+            replace(item, name=item.name or f"source {number}", source=_decided(item.source, item.path))
+            for number, item in enumerate(data.sources, 1)
+        )
+        data = replace(data, sources=tuple(named))
     if data.tokenizer == "model" and config.model.name_or_path is not None:
         data = replace(data, tokenizer=config.model.name_or_path)
     return replace(config, data=data)
+
+
+def _decided(source: str, path: str | None) -> Any:
+    return _source_of(path) if source == "auto" else source
 
 
 def _source_of(path: str | None) -> str:

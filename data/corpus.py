@@ -20,6 +20,7 @@ from typing import Any
 from config import json_text
 from config.errors import UserError
 from config.files import write_flushed
+from data.mixture import Mixture
 from data.row_shards import RowShards, open_tensors
 from data.shards import TokenShards, damaged, open_shard
 
@@ -58,6 +59,10 @@ class Corpus:
     """[tokens] Held out from the end of the longest document, because no whole document was (data/holdout.py)."""
     counts: dict[str, Any] = field(default_factory=dict)
     """Of rows: how many were dropped, truncated or skipped, and the like, by name. Empty for documents."""
+    mixture: Mixture | None = None
+    """Of the training samples, where they are of several sources."""
+    validation_by_source: dict[str, TokenShards | RowShards] = field(default_factory=dict)
+    """The validation set by source, where there are several."""
     notes: tuple[str, ...] = ()
     """What was decided and counted while the rows were prepared, in words."""
 

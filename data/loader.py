@@ -17,8 +17,9 @@ import torch
 
 from config.errors import UserError
 from data.documents import Documents, cumulative_lengths, document_positions
+from data.mixture import Mixture
 from data.row_shards import RowShards
-from data.sampler import grouped_sample_ids, sample_ids, split_for_rank
+from data.sampler import grouped, sample_ids, split_for_rank
 from data.shards import TokenShards
 
 IGNORED_LABEL = -100
@@ -49,6 +50,9 @@ class Batch:
     """`micro_batches` concatenates the sequences of a micro-batch into one row."""
     places_of_all: int | None = None
     """[tokens] Inputs over all ranks that are not padding; None where there is no padding."""
+
+    labels_by_source: dict[str, int] | None = None
+    """[tokens] Labels over all ranks, by source; None where there is one source."""
 
     @property
     def tokens(self) -> int:
@@ -104,7 +108,9 @@ class Batches:
         rank: int,
         world_size: int,
         documents: Documents | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
+        self._mixture = mixture
         self._shards, self._sequence_length, self._seed = shards, sequence_length, seed
         self._global_size, self._micro_size = global_size, micro_size
         self._rank, self._world_size = rank, world_size
@@ -146,13 +152,26 @@ class Batches:
         return self._reader.submit(self._read, position)
 
     def _read(self, position: int) -> Batch:
-        options: dict[str, int] = {"samples": self._samples, "seed": self._seed, "global_size": self._global_size}
         if isinstance(self._shards, RowShards) and self._documents is None:  # padded: rows of similar length together
-            ids = grouped_sample_ids(position, self._shards.places, **options)
+            ids = grouped(position, self._shards.places, self._sample_ids, seed=self._seed)
         else:
-            ids = sample_ids(position, **options)
+            ids = self._sample_ids(position)
         mine = split_for_rank(ids, micro_size=self._micro_size, rank=self._rank, world_size=self._world_size)
-        return _make_batch(self._shards, self._sequence_length, position, ids, mine, self._documents)
+        batch = _make_batch(self._shards, self._sequence_length, position, ids, mine, self._documents)
+        return batch if self._mixture is None else replace(batch, labels_by_source=self._by_source(ids))
+
+    def _sample_ids(self, position: int) -> np.ndarray:
+        options = {"seed": self._seed, "global_size": self._global_size}
+        if self._mixture is not None:
+            return self._mixture.sample_ids(position, **options)
+        return sample_ids(position, samples=self._samples, **options)
+
+    def _by_source(self, ids: np.ndarray) -> dict[str, int]:
+        assert self._mixture is not None
+        length, shards = self._sequence_length, self._shards
+        labels = shards.labels[ids] if isinstance(shards, RowShards) else np.full(len(ids), length)
+        owners = self._mixture.source_of(ids)
+        return {name: int(labels[owners == number].sum()) for number, name in enumerate(self._mixture.names)}
 
 
 def validation_batches(

@@ -75,6 +75,19 @@ class RowShards:
         self._lengths, self._labels = order["lengths"], order["labels"]
         self._first = np.cumsum([0, *(len(shard["ends"]) for shard in shards)], dtype=np.int64)
 
+    @classmethod
+    def joined(cls, parts: Sequence[RowShards]) -> RowShards:
+        """The sequences of several splits of one length, one after another."""
+        offsets = np.cumsum([0, *(part.rows for part in parts)])[:-1]
+        order = {
+            "rows": np.concatenate([part._rows + offset for part, offset in zip(parts, offsets, strict=True)]),
+            "ends": np.concatenate([part._ends + offset for part, offset in zip(parts, offsets, strict=True)]),
+            "lengths": np.concatenate([part._lengths for part in parts]),
+            "labels": np.concatenate([part._labels for part in parts]),
+        }
+        shards = [shard for part in parts for shard in part._shards]
+        return cls(shards, order, sequence_length=parts[0]._length)
+
     @property
     def rows(self) -> int:
         """Number of rows."""

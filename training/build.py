@@ -65,6 +65,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         checkpoints=checkpoints,
         state=state,
         validation=opened.validation,
+        validation_by_source=opened.validation_by_source,
         preemption=Preemption(config.run.max_minutes),
         telemetry=Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None,
         tracing=open_tracing(resolved, world, checkpoints=checkpoints, **watched),

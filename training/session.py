@@ -22,6 +22,8 @@ from config.schema import ModelSection
 from data.corpus import Corpus
 from data.documents import Documents
 from data.loader import Batch, Batches, validation_batches
+from data.row_shards import RowShards
+from data.shards import TokenShards
 from modeling.build import attention_of, count_parameters, model_config
 from tracking.run_dir import RunDir
 from tracking.run_lock import created_and_locked
@@ -51,9 +53,16 @@ class Session:
 
     def validation(self) -> Iterable[Batch]:
         """The validation set's batches, from its start; `evaluate.batches` of them."""
+        return self._validation(self.corpus.validation)
+
+    def validation_by_source(self) -> dict[str, Iterable[Batch]]:
+        """The same of each source of a mixture; empty where there is one source."""
+        return {name: self._validation(split) for name, split in self.corpus.validation_by_source.items()}
+
+    def _validation(self, split: TokenShards | RowShards) -> Iterable[Batch]:
         section = self.resolved.config.evaluate
         shape = batch_shape(self.resolved, self.corpus)
-        return validation_batches(self.corpus.validation, batches=section.batches, **shape)
+        return validation_batches(split, batches=section.batches, **shape)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -114,7 +123,8 @@ def session(
             ends.callback(engine.close)
         seed_everything(config.run.seed + world.rank)
         adapted = config.adapter.kind != "none"
-        batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
+        cut = batch_shape(resolved, corpus)
+        batches = Batches(corpus.train, seed=config.run.seed, mixture=corpus.mixture, **cut)
         ends.callback(batches.close)
         base = world.from_main(base_identity(config.model, shape) if world.is_main else None) if adapted else None
         yield Session(resolved, corpus, shape, world, engine, batches, base)

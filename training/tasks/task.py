@@ -11,6 +11,7 @@ from typing import Protocol, cast
 
 from config.schema import Config, DataSection
 from data.corpus import Corpus
+from data.mix import mixed
 
 
 class Task(Protocol):
@@ -26,5 +27,8 @@ def task_of(config: Config) -> Task:
 
 
 def prepare(config: Config, *, progress: bool) -> Corpus:
-    """The data of a config, as its task prepares it. Raises UserError."""
-    return task_of(config).prepare(config.data, progress=progress)
+    """The data of a config, as its task prepares it: of one source, or of several. Raises UserError."""
+    task = task_of(config)
+    if config.data.sources:
+        return mixed(config.data, lambda data: task.prepare(data, progress=progress))
+    return task.prepare(config.data, progress=progress)

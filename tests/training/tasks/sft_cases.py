@@ -200,3 +200,19 @@ def regions(world: World, *, folder: Path, **options: Any) -> dict[str, str]:
         _step(opened)
         assert opened.engine.regions is not None
         return dict(opened.engine.regions.dtypes)
+
+
+def mixture(world: World, *, folder: Path, count: int, first: int = 0, **options: Any) -> list[dict[str, Any]]:
+    """Some global batches of a mixture from position `first` on, and the validation loss by source."""
+    with session(resolve(folder, **options), world=world) as opened:
+        opened.batches.restore(first)
+        found = []
+        for _ in range(count):
+            batch = opened.batches.next_step()
+            assert batch.labels_by_source is not None
+            found.append({"ids": batch.sample_ids.tolist(), "labels": batch.labels_by_source})
+            mine = opened.engine.world.sum(opened.engine.world.numbers([batch.label_tokens]))
+            assert int(mine) == sum(batch.labels_by_source.values()) == batch.label_tokens_of_all
+        losses = {name: opened.engine.evaluate(own) for name, own in opened.validation_by_source().items()}
+        assert opened.corpus.mixture is not None
+        return [*found, {"shares": opened.corpus.mixture.shares(), "losses": losses}]
