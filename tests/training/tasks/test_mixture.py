@@ -29,12 +29,10 @@ def test_the_order_is_that_of_every_layout(pair: ProcessGroup, solo: ProcessGrou
     assert whole[-1]["shares"] == [0.75, 0.25]
     assert whole[-1]["losses"].keys() == {"a", "source 2"}
     assert whole[-1]["losses"] == pytest.approx(alone[-1]["losses"], rel=1e-6)
-    assert (
-        0.15
-        < sum(step["labels"]["source 2"] for step in whole[:6])
-        / sum(sum(step["labels"].values()) for step in whole[:6])
-        < 0.4
-    )
+    labels = [sum(step["labels"][name] for step in whole[:6]) for name in ("a", "source 2")]
+    assert min(labels) > 0
+    if packing == "best_fit":  # padded batches of a stretch are sorted by length, so six of them tell little
+        assert 0.15 < labels[1] / sum(labels) < 0.4
 
 
 def test_a_job_on_a_mixture_records_each_source(pair: ProcessGroup, folder: Path) -> None:
