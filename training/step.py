@@ -55,7 +55,11 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     judgement = guard.judge(health, can_promote=bool(modules), can_roll_back=parts.checkpoints.any_saved)
     rate = scheduled_rate(config, progress.applied) * guard.lr_factor
     apply = judgement.verdict is Verdict.STEP
+    if telemetry and measured is not None:
+        telemetry.hold_masters()
     update = engine.step(health, rate, apply=apply, measure=measured is not None)
+    if telemetry and measured is not None and update.applied:
+        measured["lost_updates"] = telemetry.lost_updates()
     progress = progress.after(tokens=batch.tokens, applied=update.applied)
     warm = progress.applied > config.schedule.warmup_steps
     guard.note(health, judgement, applied=update.applied, update_ratio=update.update_ratio if warm else None)

@@ -32,7 +32,15 @@ from precision.statistics import (
 )
 from training.engine import Engine
 from training.engine.rng import generators, restore_generators
-from training.engine.tensors import shape_of, trainable_parameters, whole_gradient, whole_master, whole_weight
+from training.engine.tensors import (
+    flat_masters,
+    shape_of,
+    shard_of,
+    trainable_parameters,
+    whole_gradient,
+    whole_master,
+    whole_weight,
+)
 
 
 class Telemetry:
@@ -49,6 +57,7 @@ class Telemetry:
         self._probe = probe
         self._reference: dict[str, torch.Tensor] = {}
         self._meter: ActivationMeter | None = None
+        self._before: list[torch.Tensor] = []
 
     @contextmanager
     def watching(self, batch: Batch) -> Iterator[None]:
@@ -77,6 +86,43 @@ class Telemetry:
         plain["activation_max"] = {name: max(seen[name] for seen in by_rank) for name in by_rank[0]}
         self._reference, self._meter = {}, None
         return {**plain, "drift": self._drift(), "gradient_exponents": _trimmed(exponents)}
+
+    def hold_masters(self) -> None:
+        """Call right before the optimizer step of a measured step. Copies this rank's masters."""
+        self._before = [master.detach().clone() for master in flat_masters(self._engine)]
+
+    def lost_updates(self) -> dict[str, float]:
+        """Share of each module's updated weights that compute with the same number as before; after the step.
+
+        The update was smaller than half a unit in the last place of the dtype that computes, so it shows only once more
+        of them have added up in the master. Modules in FP32, whose weights are the masters, are left out.
+        """
+        engine, world = self._engine, self._engine.world
+        modules = [(name.rpartition(".")[0], parameter) for name, parameter in trainable_parameters(engine).items()]
+        names = [name for name in dict.fromkeys(name for name, _ in modules) if self._dtype(name) != torch.float32]
+        counts = torch.zeros(len(names), 2, dtype=torch.float64, device=world.device)
+        after = flat_masters(engine)
+        place = {id(flat): number for number, flat in enumerate(after)}
+        for name, parameter in modules:
+            shard = shard_of(engine, parameter) if name in names else None
+            if shard is None:
+                continue
+            dtype = self._dtype(name)
+            old = shard.of(self._before[place[id(shard.flat)]]) if engine.stage else self._before_of(parameter)
+            new = shard.of(shard.flat)
+            updated = new != old
+            lost = updated & (new.to(dtype) == old.to(dtype))
+            counts[names.index(name)] += torch.stack([lost.sum(), updated.sum()]).double()
+        self._before = []
+        rows = (counts if engine.stage == 0 else world.sum(counts)).tolist()
+        return {name: lost / updated for name, (lost, updated) in zip(names, rows, strict=True) if updated}
+
+    def _before_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """At ZeRO-0, where every parameter is its own master."""
+        for flat, before in zip(flat_masters(self._engine), self._before, strict=True):
+            if flat.data_ptr() == parameter.data_ptr():
+                return before.view(-1)
+        raise LookupError("a trained parameter is in no group of the optimizer")
 
     def _dtype(self, module: str) -> torch.dtype:
         """The dtype in which the module's gradients are computed."""

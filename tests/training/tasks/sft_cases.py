@@ -216,3 +216,17 @@ def mixture(world: World, *, folder: Path, count: int, first: int = 0, **options
         losses = {name: opened.engine.evaluate(own) for name, own in opened.validation_by_source().items()}
         assert opened.corpus.mixture is not None
         return [*found, {"shares": opened.corpus.mixture.shares(), "losses": losses}]
+
+
+def lost_updates(world: World, *, folder: Path, rate: float, **options: Any) -> dict[str, Any]:
+    """What the meter says of the second step, and the whole masters before and after it."""
+    from training.telemetry import Telemetry
+
+    with session(resolve(folder, **options), world=world) as opened:
+        _step(opened)
+        engine, batch = opened.engine, opened.batches.next_step()
+        health = engine.health(engine.forward_backward(batch, step=2))
+        meter, before = Telemetry(engine, probe=False), masters(opened)
+        meter.hold_masters()
+        assert engine.step(health, rate).applied
+        return {"said": meter.lost_updates(), "before": before, "after": masters(opened)}
