@@ -21,6 +21,7 @@ from config import rules, yaml_text
 from config.deepspeed.choice import Place, settle
 from config.errors import UserError
 from config.schema import Config
+from config.task import settle_task
 
 COMMAND_LINE = "command line"
 """Where a value was written that is in no file."""
@@ -59,7 +60,7 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
         config = settle(config, path, place)
     except UserError as error:
         raise UserError(f"{builder.origin('deepspeed.offload')}: {error}") from None
-    rules.check(config, builder.origin)
+    rules.check(settle_task(config), builder.origin)
     return config
 
 

@@ -22,6 +22,7 @@ from config.load import load_config
 from config.machine.processes import launchers
 from config.schema import CheckpointSection, Config, DeepSpeedSection
 from config.secrets import parse_key_setting, refuse_secrets
+from config.task import settle_task
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ def _check_store(section: CheckpointSection, where: str) -> None:
 
 def _with_resolved_values(config: Config, compute: Dtype, path: Path, json_path: Path) -> Config:
     """`config` with its open values filled in, so that the run folder's config.yaml starts the same run again."""
+    config = settle_task(config)
     manifest = config.precision.manifest
     if manifest is not None:
         found = first_file(Path(manifest).expanduser(), [path.parent, Path(), REPOSITORY])

@@ -13,7 +13,7 @@ from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from config.printable import line
 from config.redact import redact
-from config.schema import Config, Fault, ModelSection, OptimizerSection
+from config.schema import Config, DataSection, Fault, ModelSection, OptimizerSection
 from config.secrets import WITH_PASSWORD
 
 # Arguments of a Hugging Face config that a key of the run config decides.
@@ -37,8 +37,8 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
         UserError: the first broken rule: the keys that conflict and what to change.
     """
     for rule in (
-        *(_run, _model, _activation_checkpointing, _compile, _kernels, _data, _optimizer, _schedule),
-        *(_precision, _loss_scale, _evaluate, _tracking, _guard, _faults),
+        *(_run, _model, _activation_checkpointing, _compile, _kernels, _task, _adapter, _mixture, _data),
+        *(_optimizer, _schedule, _precision, _loss_scale, _evaluate, _tracking, _guard, _faults),
     ):
         for key, text in rule(config):
             raise UserError(f"{origin(key)}: {key} {text}")
@@ -105,8 +105,9 @@ def _compile(config: Config) -> Iterator[Problem]:
         yield key, f"= true is not verified with model.attention = {model.attention}; {fix}"
     if config.precision.path == "manifest":
         yield key, f"= true cannot be combined with precision.path = manifest; use the cast path, or remove {key}"
-    if config.data.document_masking:
-        yield key, "= true is not verified with data.document_masking = true; remove one of them"
+    if config.keeps_documents_apart:
+        other = "data.document_masking = true" if config.data.document_masking else "data.packing = best_fit"
+        yield key, f"= true is not verified with {other}; remove one of them"
     if config.profile.steps:
         fix = f"set profile.steps=0, or remove {key}"
         yield key, f"= true: a profile marks modules, whose blocks would then not run compiled; {fix}"
@@ -130,8 +131,69 @@ def _kernels(config: Config) -> Iterator[Problem]:
             yield "model.kernels", f"= liger {problem}; {fix}"
 
 
+def _task(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if config.task == "pretrain":
+        for key in ("format", "on_bad_row", "chat_template", "train_on", "packing", "too_long"):
+            value = getattr(data, key)
+            if value != getattr(DataSection, key):
+                yield f"data.{key}", f"= '{value}' is only read by task = sft; remove it, or set task=sft"
+        return
+    if data.document_masking and data.packing == "none":
+        yield "data.document_masking", "= true: rows are not packed by data.packing = none; remove one of them"
+    if data.source == "text":
+        yield "data.source", "= text has no rows; give task = sft rows as jsonl or parquet, or set task=pretrain"
+    if data.chat_template is not None and not Path(data.chat_template).expanduser().is_file():
+        yield "data.chat_template", f"= '{data.chat_template}' is not a file; give one with a Jinja template"
+
+
+def _adapter(config: Config) -> Iterator[Problem]:
+    adapter, model = config.adapter, config.model
+    if adapter.kind == "none":
+        for item in fields(adapter):
+            value = getattr(adapter, item.name)
+            if value != item.default:
+                yield f"adapter.{item.name}", f"= {value} is not read by adapter.kind = none; set adapter.kind=lora"
+        return
+    if model.name_or_path is None:
+        yield "adapter.kind", f"= {adapter.kind} needs a model to adapt; set model.name_or_path"
+    if model.checkpointing_reentrant:
+        problem = "= true gives a frozen model no gradients"
+        yield "model.checkpointing_reentrant", f"{problem}; remove it, or set adapter.kind=none"
+    if not adapter.target_modules:
+        yield "adapter.target_modules", "is empty; name modules, or all-linear"
+    if len(adapter.target_modules) > 1 and "all-linear" in adapter.target_modules:
+        yield "adapter.target_modules", "names all-linear and others; all-linear stands alone"
+
+
+def _mixture(config: Config) -> Iterator[Problem]:
+    sources = config.data.sources
+    if not sources:
+        return
+    if config.data.path is not None:
+        yield "data.path", f"= '{config.data.path}' is not read beside data.sources; make it one of them"
+    if len({item.name for item in sources}) < len(sources):
+        yield "data.sources", "has two sources of one name; give each its own"
+    weighted = [item for item in sources if item.weight is not None]
+    if weighted and (len(weighted) < len(sources) or any(item.epochs is not None for item in sources)):
+        yield "data.sources", "has sources with a weight and others without; give all a weight, or none"
+    if config.data.tokenizer.startswith("bpe:"):
+        yield "data.tokenizer", f"= {config.data.tokenizer} is trained on one source; name one for all data.sources"
+    for index, item in enumerate(sources):
+        if item.source != "stdlib" and item.path is None:
+            yield f"data.sources[{index}].path", f"is missing; source = {item.source} needs it"
+        if item.source in ("text", "jsonl", "parquet") and item.path is not None and not _matches(item.path):
+            yield f"data.sources[{index}].path", f"= '{item.path}' matches no file; give one that exists"
+        if item.source == "text" and config.task == "sft":
+            yield f"data.sources[{index}].source", "= text has no rows; give task = sft rows as jsonl or parquet"
+
+
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
+    if data.sources:
+        return
+    if data.tokenizer == "model":
+        yield "data.tokenizer", "= model needs model.name_or_path; set that, or name a tokenizer"
     if data.source == "stdlib" and data.path is not None:
         fix = "set data.source to text, jsonl, parquet or hub"
         yield "data.path", f"= '{data.path}' is not read by data.source = stdlib; {fix}"

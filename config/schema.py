@@ -96,28 +96,94 @@ class ModelSection:
 
 
 @dataclass(frozen=True)
+class AdapterSection:
+    """Low-rank adapters on a frozen model, by the library peft (docs/finetuning.md)."""
+
+    kind: Literal["none", "lora", "dora"] = "none"
+    """[choice] none: all weights are trained. lora: W + (alpha / r) B A, of which B and A are. dora: the same with a
+    trained length of every row."""
+    r: int = limit(16, at_least=1)
+    """[rows] Rank: rows of A, columns of B."""
+    alpha: int = limit(32, at_least=1)
+    """[factor] Numerator of the adapter's factor."""
+    dropout: float = limit(0.0, at_least=0.0, below=1.0)
+    """[fraction] Dropout on the adapter's input."""
+    rslora: bool = False
+    """[true or false] Divide alpha by the root of r instead of r (Kalajdzievski 2023)."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """[names] Ends of the names of the modules that get an adapter, such as [q_proj, v_proj]. all-linear: every linear
+    layer but the output embedding."""
+    modules_to_save: tuple[str, ...] = ()
+    """[names] Modules that are trained whole and saved with the adapter, such as [lm_head]."""
+    init: Literal["default", "gaussian"] = "default"
+    """[choice] How A is drawn: default is uniform as torch's linear layers, gaussian is normal. B starts at zero."""
+
+
+@dataclass(frozen=True)
+class SourceSection:
+    """One source of a mixture."""
+
+    path: str | None = None
+    """[path, glob or hub id] As data.path."""
+    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "hub"] = "auto"
+    """[choice] As data.source."""
+    name: str | None = None
+    """[text] What the record calls it. null: source 1, source 2 and so on."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    """[choice] As data.format."""
+    weight: float | None = limit(None, above=0.0)
+    """[ratio] Its share of the samples, in proportion to the other weights. null: by data.sources.epochs."""
+    epochs: float | None = limit(None, above=0.0)
+    """[passes] In place of a weight: how often its samples come in the time in which those of a source with 1 come
+    once. null: 1, unless there is a weight."""
+
+
+@dataclass(frozen=True)
 class DataSection:
     """Where the text comes from and how it becomes token sequences."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "hub"] = "stdlib"
-    """[choice] stdlib: the .py files of the running Python, on every machine. text, jsonl, parquet: files at data.path
-    (text: one document a file). hub: the dataset data.path of the Hugging Face hub, or a local dataset folder."""
+    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "hub"] = "stdlib"
+    """[choice] stdlib: the .py files of the running Python, on every machine; for task sft its functions, each with the
+    first sentence of its docstring. text, jsonl, parquet: files at data.path (text: one document a file). hub: the
+    dataset data.path of the Hugging Face hub, or a local dataset folder. auto: stdlib without a data.path, else what
+    its name says: .jsonl and .json, .parquet, and hub for the rest."""
     path: str | None = None
     """[path, glob or hub id] File, folder or glob of text, jsonl and parquet; the dataset's id for hub."""
+    sources: tuple[SourceSection, ...] = ()
+    """[list] Several sources in place of data.path, each {path, name, format, weight or epochs}. Each is prepared and
+    held out by itself; samples are drawn by share (docs/data.md)."""
     name: str | None = None
     """[text] Configuration name of a hub dataset."""
     split: str = "train"
     """[text] Split of a hub dataset."""
     text_field: str = "text"
     """[text] Field that holds the document, for jsonl, parquet and hub."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    """[choice] Form of the rows of task sft. messages: a list of role and content. sharegpt: `conversations` of from
+    and value. alpaca: instruction, input, output. prompt_completion: two texts, or two lists of messages. text: the
+    field data.text_field. auto: by the fields of the first row."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """[choice] A row that does not fit its format ends the preparation, or is left out and counted."""
+    chat_template: str | None = None
+    """[path] File with a Jinja chat template, in place of the tokenizer's own."""
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    """[choice] Which tokens of a row have labels: the assistant's turns with their ends (the completion, or the output,
+    where there are no turns), the last of them only, or all."""
+    packing: Literal["best_fit", "none"] = "best_fit"
+    """[choice] best_fit: whole rows share a sequence, and do not see each other. none: one row a sequence, padded to
+    the longest of its batch, which holds rows of similar length."""
+    too_long: Literal["drop", "truncate_left", "truncate_right"] = "drop"
+    """[choice] What becomes of a row longer than data.sequence_length + 1 tokens. truncate_left cuts off its start."""
     tokenizer: str = "bpe:4096"
-    """[bytes | bpe:<vocab> | path | hub id] bytes: 256 byte tokens and the end of a document. bpe:<vocab>: a
-    byte-level BPE of that vocabulary size, trained on this data. Otherwise a Hugging Face tokenizer."""
+    """[bytes | bpe:<vocab> | model | path | hub id] bytes: 256 byte tokens and the end of a document. bpe:<vocab>: a
+    byte-level BPE of that vocabulary size, trained on this data. model: that of model.name_or_path. Otherwise a Hugging
+    Face tokenizer."""
     sequence_length: int = limit(512, at_least=2)
     """[tokens] Length of one training sequence; documents are packed end to end to fill it."""
     document_masking: bool = False
     """[true or false] Keep packed documents apart: attention stops where a document ends, positions start at 0 again,
-    and its end does not predict the next one. false: a sequence is attended to as a whole, as GPT-3's were."""
+    and its end does not predict the next one. false: a sequence is attended to as a whole, as GPT-3's were.
+    Packed rows of task sft are always apart."""
     validation_fraction: float = limit(0.01, at_least=0.0, below=1.0)
     """[fraction] Share of documents held out for evaluation, drawn by a hash of their text."""
     hold_out: Literal["auto", "documents"] = "auto"
@@ -506,8 +572,12 @@ class GenerateSection:
 class Config:
     """A whole run config."""
 
+    task: Literal["pretrain", "sft"] = "pretrain"
+    """[choice] What is learned. pretrain: the next token of documents that fill every sequence. sft: the answers in
+    rows of chats, instructions or texts (docs/finetuning.md)."""
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
+    adapter: AdapterSection = field(default_factory=AdapterSection)
     data: DataSection = field(default_factory=DataSection)
     batch: BatchSection = field(default_factory=BatchSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
@@ -526,3 +596,8 @@ class Config:
     """[list] Faults to inject, each {kind, step, rank, module}. For tests; empty in real runs."""
     defects: tuple[Defect, ...] = ()
     """[list] Defects to inject, each {kind, module, factor}. For tests of the parity gate; empty in real runs."""
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether attention and positions start anew within a sequence."""
+        return self.data.document_masking or (self.task == "sft" and self.data.packing == "best_fit")

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from config import json_text
 from config.errors import UserError
 from config.files import write_flushed
+from data.mixture import Mixture
+from data.row_shards import RowShards, open_tensors
 from data.shards import TokenShards, damaged, open_shard
 
 INDEX = "index.json"
@@ -38,8 +40,8 @@ class Corpus:
     """[ids] Embedding rows a model needs."""
     end_of_document: int
     """[id] Token after every document."""
-    train: TokenShards
-    validation: TokenShards
+    train: TokenShards | RowShards
+    validation: TokenShards | RowShards
     """May be empty."""
     train_documents: int
     validation_documents: int
@@ -48,13 +50,21 @@ class Corpus:
     validation_bytes: int
     """[bytes] UTF-8 text in the validation split."""
     skipped: dict[str, int]
-    """Documents left out, by reason: "not utf-8", "no text", "duplicate"."""
+    """Documents left out, by reason: "not utf-8", "no text", "duplicate"; rows: those that do not fit their format."""
     source: str
     """The config's key and value that named the source."""
     revision: str | None
     """Revision of the hub dataset that was read, when it is known."""
     tail_tokens: int = 0
     """[tokens] Held out from the end of the longest document, because no whole document was (data/holdout.py)."""
+    counts: dict[str, Any] = field(default_factory=dict)
+    """Of rows: how many were dropped, truncated or skipped, and the like, by name. Empty for documents."""
+    mixture: Mixture | None = None
+    """Of the training samples, where they are of several sources."""
+    validation_by_source: dict[str, TokenShards | RowShards] = field(default_factory=dict)
+    """The validation set by source, where there are several."""
+    notes: tuple[str, ...] = ()
+    """What was decided and counted while the rows were prepared, in words."""
 
 
 def is_prepared(folder: Path) -> bool:
@@ -85,10 +95,7 @@ def open_corpus(folder: Path, *, verify: bool) -> Corpus:
     Raises UserError naming the damaged file.
     """
     index = _read_index(folder)
-    train, validation = (
-        TokenShards([open_shard(folder / entry["file"], entry, verify=verify) for entry in index[split]["shards"]])
-        for split in SPLITS
-    )
+    train, validation = (_open_split(folder, index, split, verify=verify) for split in SPLITS)
     try:
         intact = tokenizer_sha256(folder / TOKENIZER) == index["tokenizer_sha256"]
     except OSError as error:
@@ -110,7 +117,19 @@ def open_corpus(folder: Path, *, verify: bool) -> Corpus:
         skipped=index["skipped"],
         source=index["source"],
         revision=index["revision"],
+        counts=index.get("counts", {}),
+        notes=tuple(index.get("notes", ())),
     )
+
+
+def _open_split(folder: Path, index: dict[str, Any], split: str, *, verify: bool) -> TokenShards | RowShards:
+    entries = index[split]["shards"]
+    if "sequences" not in index[split]:
+        return TokenShards([open_shard(folder / entry["file"], entry, verify=verify) for entry in entries])
+    shards = [open_tensors(folder / entry["file"], entry, verify=verify) for entry in entries]
+    order = index[split]["sequences"]
+    order = open_tensors(folder / order["file"], order, verify=verify)
+    return RowShards(shards, order, sequence_length=index["sequence_length"])
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

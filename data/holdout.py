@@ -21,6 +21,7 @@ TAIL = "+tail"
 
 def hold_out_tail(corpus: Corpus, *, fraction: float, sequence_length: int) -> Corpus:
     """`corpus` with the end of its longest document held out; unchanged where that is too short."""
+    assert isinstance(corpus.train, TokenShards), "rows are held out whole"
     start, end = _longest_document(corpus.train, corpus.end_of_document)
     wanted = max(1, round(fraction * corpus.train.tokens / sequence_length))
     sequences = min(wanted, ((end - start) // 2 - 1) // sequence_length)

@@ -1,4 +1,4 @@
-"""Batches of token windows as tensors: this rank's share of each global batch, read one step ahead.
+"""Batches of token windows, or of sequences of rows, as tensors: this rank's share of each global batch, read ahead.
 
 Nothing here has state worth saving but a number: the position, in global batches consumed. `restore(position)` and a
 run that never stopped give the same batches.
@@ -17,7 +17,9 @@ import torch
 
 from config.errors import UserError
 from data.documents import Documents, cumulative_lengths, document_positions
-from data.sampler import sample_ids, split_for_rank
+from data.mixture import Mixture
+from data.row_shards import RowShards
+from data.sampler import grouped, sample_ids, split_for_rank
 from data.shards import TokenShards
 
 IGNORED_LABEL = -100
@@ -46,6 +48,16 @@ class Batch:
     """Same shape as input_ids, int64, from 0 in every document; None where sequences are attended to as a whole."""
     one_row: bool = False
     """`micro_batches` concatenates the sequences of a micro-batch into one row."""
+    places_of_all: int | None = None
+    """[tokens] Inputs over all ranks that are not padding; None where there is no padding."""
+
+    labels_by_source: dict[str, int] | None = None
+    """[tokens] Labels over all ranks, by source; None where there is one source."""
+
+    @property
+    def tokens(self) -> int:
+        """[tokens] Inputs of the global batch, padding aside."""
+        return self.sample_ids.size * self.input_ids.shape[-1] if self.places_of_all is None else self.places_of_all
 
     def micro_batches(self, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
         """The model's arguments and the labels of each micro-batch, on `device`.
@@ -87,7 +99,7 @@ class Batches:
 
     def __init__(
         self,
-        shards: TokenShards,
+        shards: TokenShards | RowShards,
         *,
         sequence_length: int,
         seed: int,
@@ -96,7 +108,9 @@ class Batches:
         rank: int,
         world_size: int,
         documents: Documents | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
+        self._mixture = mixture
         self._shards, self._sequence_length, self._seed = shards, sequence_length, seed
         self._global_size, self._micro_size = global_size, micro_size
         self._rank, self._world_size = rank, world_size
@@ -138,13 +152,30 @@ class Batches:
         return self._reader.submit(self._read, position)
 
     def _read(self, position: int) -> Batch:
-        ids = sample_ids(position, samples=self._samples, seed=self._seed, global_size=self._global_size)
+        if isinstance(self._shards, RowShards) and self._documents is None:  # padded: rows of similar length together
+            ids = grouped(position, self._shards.places, self._sample_ids, seed=self._seed)
+        else:
+            ids = self._sample_ids(position)
         mine = split_for_rank(ids, micro_size=self._micro_size, rank=self._rank, world_size=self._world_size)
-        return _make_batch(self._shards, self._sequence_length, position, ids, mine, self._documents)
+        batch = _make_batch(self._shards, self._sequence_length, position, ids, mine, self._documents)
+        return batch if self._mixture is None else replace(batch, labels_by_source=self._by_source(ids))
+
+    def _sample_ids(self, position: int) -> np.ndarray:
+        options = {"seed": self._seed, "global_size": self._global_size}
+        if self._mixture is not None:
+            return self._mixture.sample_ids(position, **options)
+        return sample_ids(position, samples=self._samples, **options)
+
+    def _by_source(self, ids: np.ndarray) -> dict[str, int]:
+        assert self._mixture is not None
+        length, shards = self._sequence_length, self._shards
+        labels = shards.labels[ids] if isinstance(shards, RowShards) else np.full(len(ids), length)
+        owners = self._mixture.source_of(ids)
+        return {name: int(labels[owners == number].sum()) for number, name in enumerate(self._mixture.names)}
 
 
 def validation_batches(
-    shards: TokenShards,
+    shards: TokenShards | RowShards,
     *,
     sequence_length: int,
     global_size: int,
@@ -174,13 +205,15 @@ def sample_ids_sha256(ids: np.ndarray) -> str:
 
 
 def _make_batch(
-    shards: TokenShards,
+    shards: TokenShards | RowShards,
     sequence_length: int,
     position: int,
     ids: np.ndarray,
     mine: np.ndarray,
     documents: Documents | None,
 ) -> Batch:
+    if isinstance(shards, RowShards):
+        return _batch_of_rows(shards, sequence_length, position, ids, mine, documents)
     real = mine.reshape(-1) != NO_SAMPLE
     windows = np.zeros((mine.size, sequence_length + 1), dtype=np.int64)
     windows[real] = shards.read(mine.reshape(-1)[real], sequence_length)
@@ -201,6 +234,54 @@ def _make_batch(
         label_tokens_of_all=int((ids != NO_SAMPLE).sum()) * sequence_length if documents is None else None,
         position_ids=positions,
         one_row=documents is not None and documents.one_row,
+    )
+
+
+_PADDED_TO = 8
+"""[tokens] Padded sequences are multiples of this, for tensor cores."""
+
+
+def _batch_of_rows(
+    shards: RowShards,
+    sequence_length: int,
+    position: int,
+    ids: np.ndarray,
+    mine: np.ndarray,
+    documents: Documents | None,
+) -> Batch:
+    """Sequences of whole rows, each padded at its end.
+
+    With `documents` all are `sequence_length` long and every row is a document, the padding too. Without, they are as
+    long as this rank's longest; nothing attends to what comes after it, so padding needs no mask.
+    """
+    samples, real = mine.reshape(-1), ids[ids != NO_SAMPLE]
+    length = sequence_length
+    if documents is None:
+        longest = int(shards.places[samples[samples != NO_SAMPLE]].max(initial=1))
+        length = min(-(-longest // _PADDED_TO) * _PADDED_TO, sequence_length)
+    inputs = np.zeros((mine.size, length), dtype=np.int64)
+    labels = np.full_like(inputs, IGNORED_LABEL)
+    positions = np.zeros_like(inputs)
+    for row, sample in enumerate(samples):
+        start = 0
+        for tokens, trained in shards.sequence(int(sample)) if sample != NO_SAMPLE else ():
+            place = slice(start, start + len(tokens) - 1)
+            inputs[row, place] = tokens[:-1]
+            labels[row, place] = np.where(trained[1:], tokens[1:].astype(np.int64), IGNORED_LABEL)
+            positions[row, place] = np.arange(len(tokens) - 1)
+            start = place.stop
+        positions[row, start:] = np.arange(length - start)
+    shape = (*mine.shape, length)
+    return Batch(
+        position=position,
+        input_ids=_on_host(inputs).reshape(shape),
+        labels=_on_host(labels).reshape(shape),
+        sample_ids=ids,
+        label_tokens=int((labels != IGNORED_LABEL).sum()),
+        label_tokens_of_all=int(shards.labels[real].sum()),
+        position_ids=None if documents is None else _on_host(positions).reshape(shape),
+        one_row=documents is not None and documents.one_row,
+        places_of_all=int(shards.places[real].sum()),
     )
 
 

@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -57,20 +57,41 @@ def prepare(data: DataSection, *, progress: bool) -> Corpus:
     Raises UserError for a source or tokenizer that cannot be read, an empty source, a wait of more than
     data.wait_minutes for another process, damaged prepared data, and a cache folder that cannot be written.
     """
+    source, fingerprint = identified(data, corpus_fingerprint)
+    folder = published(data, source, fingerprint, _fill_text, progress=progress)
+    corpus = open_corpus(folder, verify=data.verify)
+    if data.hold_out == "auto" and data.validation_fraction and not corpus.validation_documents:
+        return hold_out_tail(corpus, fraction=data.validation_fraction, sequence_length=data.sequence_length)
+    return corpus
+
+
+Fill = Callable[[DataSection, Source, str, Path, "ProgressFile"], None]
+"""Writes a whole corpus: of which data and source, its fingerprint, the folder to fill, and where progress goes."""
+
+
+def identified(data: DataSection, fingerprint: Callable[[DataSection, Source], str]) -> tuple[Source, str]:
+    """The source that a config names, and the corpus's fingerprint. Raises UserError for files that cannot be read."""
     try:
         source = open_source(data)
-        fingerprint = corpus_fingerprint(data, source)
+        return source, fingerprint(data, source)
     except OSError as error:
         key = "data.path" if data.path else "data.source"
         reason = f"{error.filename or 'its files'} cannot be read ({error.strerror or error})"
         raise UserError(f"{key}={data.path or data.source}: {reason}. Change the permissions, or {key}.") from error
+
+
+def published(data: DataSection, source: Source, fingerprint: str, fill: Fill, *, progress: bool) -> Path:
+    """The folder of a finished corpus, which `fill` writes if it is not there; one process does, others wait.
+
+    Raises UserError.
+    """
     folder = cache_folder(data, fingerprint, say=progress)
     if not is_prepared(folder):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with Display(source.label, shown=progress) as display, _lock(folder, data.wait_minutes, display):
                 if not is_prepared(folder):
-                    _prepare_locked(data, source, folder, display)
+                    _prepare_locked(data, source, folder, display, fill)
                 display.finish()
         except WorkerDied as error:
             raise UserError(
@@ -81,10 +102,7 @@ def prepare(data: DataSection, *, progress: bool) -> Corpus:
             raise UserError(
                 f"data.cache_dir={data.cache_dir}: cannot be written ({error}). Free space there or set another folder."
             ) from error
-    corpus = open_corpus(folder, verify=data.verify)
-    if data.hold_out == "auto" and data.validation_fraction and not corpus.validation_documents:
-        return hold_out_tail(corpus, fraction=data.validation_fraction, sequence_length=data.sequence_length)
-    return corpus
+    return folder
 
 
 def corpus_fingerprint(data: DataSection, source: Source) -> str:
@@ -123,7 +141,7 @@ def _lock(folder: Path, wait_minutes: float, display: Display) -> Iterator[None]
         lock.release()
 
 
-def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Display) -> None:
+def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Display, fill: Fill) -> None:
     for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
         shutil.rmtree(leftover)
     if folder.exists():
@@ -133,17 +151,22 @@ def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Di
     partial.mkdir()
     try:
         with ProgressFile(partial, display) as report:
-            try:
-                _fill(data, source, folder.name, partial, report)
-            except _AllHeldOut:
-                if data.hold_out != "auto":
-                    raise
-                for file in partial.glob("*.safetensors"):
-                    file.unlink()
-                _fill(replace(data, validation_fraction=0.0), source, folder.name, partial, report)
+            fill(data, source, folder.name, partial, report)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _fill_text(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:
+    """`_fill`, with nothing held out where all of it was and the end of a document can be instead."""
+    try:
+        _fill(data, source, fingerprint, folder, report)
+    except _AllHeldOut:
+        if data.hold_out != "auto":
+            raise
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        _fill(replace(data, validation_fraction=0.0), source, fingerprint, folder, report)
 
 
 def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:

@@ -17,6 +17,7 @@ batch may straddle the end of an epoch, and within an epoch each sample is seen 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -39,6 +40,24 @@ def sample_ids(position: int, *, samples: int, seed: int, global_size: int) -> n
     index = position * global_size + np.arange(global_size, dtype=np.int64)
     epoch, within = np.divmod(index, samples)
     return permute(within, samples=samples, seed=seed, epoch=epoch)
+
+
+STRETCH = 16
+"""[global batches] Samples of so many batches are grouped by length."""
+
+
+def grouped(position: int, lengths: np.ndarray, sample_ids_of: Callable[[int], np.ndarray], *, seed: int) -> np.ndarray:
+    """A global batch of samples of similar length, so that little of it is padding.
+
+    The samples of each stretch of STRETCH batches, which are those that `sample_ids_of` gives, are sorted by length and
+    dealt out again; the order of the batches in a stretch is shuffled. lengths: (samples,). A pure function too.
+    """
+    stretch, within = divmod(position, STRETCH)
+    first = stretch * STRETCH
+    ids = np.concatenate([sample_ids_of(first + number) for number in range(STRETCH)])
+    batches = ids[np.argsort(lengths[ids], kind="stable")].reshape(STRETCH, -1)
+    place = np.array([within], dtype=np.int64)
+    return batches[permute(place, samples=STRETCH, seed=seed, epoch=np.array([stretch]))[0]]
 
 
 def split_for_rank(ids: np.ndarray, *, micro_size: int, rank: int, world_size: int) -> np.ndarray:

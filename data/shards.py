@@ -129,6 +129,10 @@ class TokenShards:
         """Number of windows of `sequence_length` tokens plus the next one."""
         return int(self._window_ends(sequence_length)[-1])
 
+    def label_tokens(self, sequence_length: int) -> int:
+        """Labels in all windows."""
+        return self.sequences(sequence_length) * sequence_length
+
     def read(self, ids: np.ndarray, sequence_length: int) -> np.ndarray:
         """Windows number `ids`, (n,) int64 -> (n, sequence_length + 1) int64. Raises IndexError outside the range."""
         ends = self._window_ends(sequence_length)

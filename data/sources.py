@@ -53,6 +53,8 @@ class Source:
     """Leave out repeated documents. Keeps 16 bytes in memory for each document."""
     revision: Callable[[], str | None] = field(default=lambda: None)
     """Revision of a hub dataset, once it was opened."""
+    files: tuple[str, ...] = ()
+    """Local files that hold rows, in order."""
 
     def documents(self, skipped: Counter[str]) -> Iterator[str]:
         """Yield every document's text; what is left out is counted in `skipped` by reason.
@@ -61,7 +63,7 @@ class Source:
         read, has no field `text_field`, or holds something else than text there.
         """
         seen: set[bytes] = set()
-        for row in self._rows():
+        for row in self.rows():
             if self.text_field not in row:
                 raise UserError(
                     f"data.text_field={self.text_field}: not a field of {self.label}; its fields are "
@@ -82,7 +84,8 @@ class Source:
             else:
                 yield text
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every row as it is. Raises UserError when the source cannot be read."""
         from data.streams import READ_ERRORS
 
         try:
@@ -124,6 +127,7 @@ def open_source(data: DataSection) -> Source:
         total_bytes=sum(path.stat().st_size for path in files),
         text_field=data.text_field,
         open=lambda: _streams().files(builder, names),
+        files=tuple(names),
     )
 
 

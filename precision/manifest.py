@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -185,12 +186,19 @@ def _class_names(module: torch.nn.Module) -> list[str]:
     return [kind.__name__ for kind in type(module).__mro__ if kind not in (torch.nn.Module, object)]
 
 
+def without_adapter(name: str) -> str:
+    """The module that a part of an adapter is in: `...q_proj` of `...q_proj.base_layer`, `...q_proj.lora_A.default`."""
+    return _PART_OF_ADAPTER.sub("", name)
+
+
+_PART_OF_ADAPTER = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+|lora_\w+\.\w+)$")
+
+
 def _matches(rule: Rule, name: str, module: torch.nn.Module, kind: RegionKind) -> bool:
+    matches = any(fnmatchcase(known, rule.match or "*") for known in (name, without_adapter(name)))
     if rule.module_class is None:
-        return kind != "norm" and fnmatchcase(name, rule.match or "*")
-    return fnmatchcase(name, rule.match or "*") and any(
-        fnmatchcase(class_name, rule.module_class) for class_name in _class_names(module)
-    )
+        return kind != "norm" and matches
+    return matches and any(fnmatchcase(class_name, rule.module_class) for class_name in _class_names(module))
 
 
 def _matches_nothing(

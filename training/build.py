@@ -45,6 +45,9 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     state = checkpoints.load(found, engine) if found else None
     record = open_record(resolved, opened.corpus, engine, run_dir, world)
     said = [f"DeepSpeed JSON: {config.deepspeed.config}; attention: {config.model.attention}"]
+    for line in opened.corpus.notes:
+        said.append(line)
+        record.note(line)
     if opened.corpus.tail_tokens:
         tail = f"the last {opened.corpus.tail_tokens:,} tokens of the longest one are held out"
         said.append(f"data: no document was drawn for validation: {tail}")
@@ -62,6 +65,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         checkpoints=checkpoints,
         state=state,
         validation=opened.validation,
+        validation_by_source=opened.validation_by_source,
         preemption=Preemption(config.run.max_minutes),
         telemetry=Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None,
         tracing=open_tracing(resolved, world, checkpoints=checkpoints, **watched),

@@ -47,7 +47,8 @@ def train(parts: Parts, progress: Progress) -> Ending:
         validation_loss = None
         if _due(config.evaluate.every_steps, progress.step, planned):
             validation_loss = parts.engine.evaluate(parts.validation())
-            record_evaluation(parts.record, progress, validation_loss)
+            by_source = {name: parts.engine.evaluate(own) for name, own in parts.validation_by_source().items()}
+            record_evaluation(parts.record, progress, validation_loss, by_source)
         if progress.step == planned:
             problem = save_now(parts, progress, validation_loss)
         elif _due(config.checkpoint.every_steps, progress.step, planned):

@@ -36,6 +36,8 @@ class Parts:
     """Steps attempted before this session."""
     validation: Callable[[], Iterable[Batch]] = tuple
     """Gives the validation set's batches, from its start."""
+    validation_by_source: Callable[[], dict[str, Iterable[Batch]]] = dict
+    """The same of each source of a mixture."""
     preemption: Preemption = field(default_factory=lambda: Preemption(signals=False))
     telemetry: Telemetry | None = None
     tracing: Tracing | None = None

@@ -37,7 +37,9 @@ def record_step(
     where = {"step": progress.step, "tokens": progress.tokens}
     for fault in engine.faults.due(batch.position + 1):
         record.event("fault", **where, kind=fault.kind, rank=fault.rank, module=fault.module)
-    tokens = batch.sample_ids.size * batch.input_ids.shape[-1]
+    further: dict[str, Any] = {}
+    if batch.labels_by_source is not None:
+        further["labels_by_source"] = batch.labels_by_source
     record.event(
         "step",
         **where,
@@ -50,11 +52,12 @@ def record_step(
         skipped_total=progress.skipped,
         step_seconds=seconds,
         data_seconds=waited,
-        tokens_per_second=tokens / seconds,
+        tokens_per_second=batch.tokens / seconds,
         memory_bytes=health.memory_bytes,
         by_rank=health.by_rank,
         sample_ids_sha256=sample_ids_sha256(batch.sample_ids),
         position=batch.position,
+        **further,
     )
     if update.scale_change is not None:
         record.scale(
@@ -114,10 +117,13 @@ def record_incident(
     )
 
 
-def record_evaluation(record: Record, progress: Progress, loss: float) -> None:
-    """The `eval` event. loss: nats per label token of the validation set."""
+def record_evaluation(
+    record: Record, progress: Progress, loss: float, by_source: dict[str, float] | None = None
+) -> None:
+    """The `eval` event. loss: nats per label token of the validation set; by_source: of each source of a mixture."""
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    record.event("eval", step=progress.step, tokens=progress.tokens, loss=loss, perplexity=perplexity)
+    further = {"by_source": by_source} if by_source else {}
+    record.event("eval", step=progress.step, tokens=progress.tokens, loss=loss, perplexity=perplexity, **further)
 
 
 def record_checkpoint(record: Record, saved: Saved) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,19 +18,23 @@ import torch
 from transformers import PretrainedConfig
 
 from config.resolved import Resolved
+from config.schema import ModelSection
 from data.corpus import Corpus
 from data.documents import Documents
 from data.loader import Batch, Batches, validation_batches
-from data.prepare import prepare
+from data.row_shards import RowShards
+from data.shards import TokenShards
 from modeling.build import attention_of, count_parameters, model_config
 from tracking.crash import Crash
 from tracking.run_dir import RunDir
 from tracking.run_lock import created_and_locked
 from training import distributed
 from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.manifest import file_sha256
 from training.checkpoint.retention import Retention
 from training.distributed import World
 from training.engine import Engine, build_engine
+from training.tasks.task import prepare
 from training.watchdog import watch
 
 
@@ -42,12 +49,21 @@ class Session:
     engine: Engine
     batches: Batches
     """At the start of the data order."""
+    base: str | None = None
+    """What an adapter is of: sha256 of the model's files, or a hub's revision. None without an adapter."""
 
     def validation(self) -> Iterable[Batch]:
         """The validation set's batches, from its start; `evaluate.batches` of them."""
+        return self._validation(self.corpus.validation)
+
+    def validation_by_source(self) -> dict[str, Iterable[Batch]]:
+        """The same of each source of a mixture; empty where there is one source."""
+        return {name: self._validation(split) for name, split in self.corpus.validation_by_source.items()}
+
+    def _validation(self, split: TokenShards | RowShards) -> Iterable[Batch]:
         section = self.resolved.config.evaluate
         shape = batch_shape(self.resolved, self.corpus)
-        return validation_batches(self.corpus.validation, batches=section.batches, **shape)
+        return validation_batches(split, batches=section.batches, **shape)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -59,9 +75,12 @@ class Session:
             "parameters": count_parameters(self.engine.model),
             "data fingerprint": self.corpus.fingerprint,
             "data.sequence_length": config.data.sequence_length,
-            "data.document_masking": config.data.document_masking,
+            "data.document_masking": config.keeps_documents_apart,
             "batch.global_size": self.resolved.batch.global_size,
+            "task": config.task,
             "run.seed": config.run.seed,
+            "adapter": json.dumps(dataclasses.asdict(config.adapter)) if self.base is not None else None,
+            "the base model": self.base,
             "world size": self.resolved.world_size,
             "ZeRO stage": self.resolved.zero_stage,
             "precision.compute": self.resolved.compute,
@@ -95,7 +114,7 @@ def session(
             ends.callback(distributed.stop)
         if trains:
             ends.enter_context(watch.watched(world, Crash(run_dir_of(resolved).events, world.rank).write))
-        corpus = corpus or prepare(config.data, progress=resolved.rank == 0)
+        corpus = corpus or prepare(config, progress=resolved.rank == 0)
         shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
         if trains:
             ends.enter_context(locked_run_dir(resolved, world))
@@ -104,9 +123,23 @@ def session(
         if not joined:
             ends.callback(engine.close)
         seed_everything(config.run.seed + world.rank)
-        batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
+        adapted = config.adapter.kind != "none"
+        cut = batch_shape(resolved, corpus)
+        batches = Batches(corpus.train, seed=config.run.seed, mixture=corpus.mixture, **cut)
         ends.callback(batches.close)
-        yield Session(resolved, corpus, shape, world, engine, batches)
+        base = world.from_main(base_identity(config.model, shape) if world.is_main else None) if adapted else None
+        yield Session(resolved, corpus, shape, world, engine, batches, base)
+
+
+def base_identity(model: ModelSection, shape: PretrainedConfig) -> str:
+    """What identifies a base model: sha256 over its weight files, or the revision of a hub's."""
+    folder = Path(str(model.name_or_path)).expanduser()
+    if not folder.is_dir():
+        return f"{model.name_or_path}@{getattr(shape, '_commit_hash', None)}"
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
+        digest.update(f"{path.name}\0{file_sha256(path)}\0".encode())
+    return f"sha256:{digest.hexdigest()}"
 
 
 def _with_attention(resolved: Resolved, attention: str) -> Resolved:
@@ -120,7 +153,7 @@ def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:
     config = resolved.config
     one_row = config.model.attention.startswith("flash_attention")  # whose kernels take documents of any length
     return {
-        "documents": Documents(corpus.end_of_document, one_row=one_row) if config.data.document_masking else None,
+        "documents": Documents(corpus.end_of_document, one_row=one_row) if config.keeps_documents_apart else None,
         "sequence_length": config.data.sequence_length,
         "global_size": resolved.batch.global_size,
         "micro_size": resolved.batch.micro_size,

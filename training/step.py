@@ -58,7 +58,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     rate = scheduled_rate(config, progress.applied) * guard.lr_factor
     apply = judgement.verdict is Verdict.STEP
     update = engine.step(health, rate, apply=apply)
-    progress = progress.after(tokens=parts.resolved.tokens_per_step, applied=update.applied)
+    progress = progress.after(tokens=batch.tokens, applied=update.applied)
     warm = progress.applied > config.schedule.warmup_steps
     guard.note(health, judgement, applied=update.applied, update_ratio=update.update_ratio if warm else None)
 

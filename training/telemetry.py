@@ -48,11 +48,12 @@ from training.engine.tensors import (
     trainable_parameters,
     whole_gradient,
     whole_master,
+    whole_weight,
 )
 
 _DIGITS = 6  # of a recorded number: telemetry has thousands of them
-_COLUMNS = ("squares", "largest", "apart", "apart_squares", "change", "size")
-_SUMMED = (0, 3, 4, 5)  # columns that are added up over ranks; of the others the largest counts
+_COLUMNS = ("squares", "largest", "apart", "apart_squares", "change", "size", "updated", "lost")
+_SUMMED = (0, 3, 4, 5, 6, 7)  # columns that are added up over ranks; of the others the largest counts
 
 
 class Telemetry:
@@ -149,11 +150,19 @@ class Telemetry:
             self._numbers[row, 2:4] = distances(shard.of(shard.flat).to(weight.device), weight)
 
     def _measure_update(self) -> None:
-        """Squares of how much the masters changed, and of the masters before, estimated from their samples."""
+        """What the step did to the masters, estimated from samples of them.
+
+        Squares of how much they changed, and of what they were; how many changed, and how many of these compute with
+        the same number as before.
+        """
+        names = list(self._parameters)
         for row, (shard, before) in self._masters.items():
-            after = sampled(shard.of(shard.flat))
-            squares = torch.stack([(after - before).double().square().sum(), before.double().square().sum()])
-            self._numbers[row, 4:6] = squares.to(self._numbers.device) * (shard.length / len(before))
+            after, dtype = sampled(shard.of(shard.flat)), self._dtype(names[row].rpartition(".")[0])
+            updated = after != before
+            lost = updated & (after.to(dtype) == before.to(dtype))
+            found = ((after - before).double().square(), before.double().square(), updated, lost)
+            sums = torch.stack([values.sum().double() for values in found])
+            self._numbers[row, 4:8] = sums.to(self._numbers.device) * (shard.length / len(before))
 
     @torch.no_grad()
     def finish(self, *, applied: bool) -> dict[str, Any]:
@@ -178,6 +187,7 @@ class Telemetry:
             "drift": self._drift(total),
             "update_ratio": _ratio(total[:, 4].sum(), total[:, 5].sum()) if applied else None,
             "update_ratios": self._updates(total) if applied else {},
+            "lost_updates": self._lost(total),
             "gradient_exponents": _trimmed(counts[:, 1:EXPONENTS].sum(0)),
         }
         self._reference, self._agreement, self._masters, self._meter = {}, {}, {}, None
@@ -231,6 +241,19 @@ class Telemetry:
             for module, rows in self._by_module().items()
         }
 
+    def _lost(self, total: torch.Tensor) -> dict[str, float]:
+        """By module: share of the weights that the step changed in the master and not in the number computed with.
+
+        The update was smaller than half a unit in the last place there, and shows only once more of them have added up.
+        Modules in FP32, whose weights are the masters, are left out.
+        """
+        counts = {module: total[rows, 6:8].sum(0).tolist() for module, rows in self._by_module().items()}
+        return {
+            module: _short(lost / updated)
+            for module, (updated, lost) in counts.items()
+            if updated and self._dtype(module) != torch.float32
+        }
+
     def _dtype(self, module: str) -> torch.dtype:
         """The dtype in which the module's gradients are computed."""
         regions = self._engine.regions
@@ -240,7 +263,7 @@ class Telemetry:
         """Whole gradients, module by module, against those of the FP32 pass."""
         engine = self._engine
         agreement: dict[str, Agreement] = {}
-        for _, group in groupby(engine.model.named_parameters(), key=lambda item: item[0].rpartition(".")[0]):
+        for _, group in groupby(self._parameters.items(), key=lambda item: item[0].rpartition(".")[0]):
             gradients = [(name, whole_gradient(engine, parameter)) for name, parameter in group]
             whole = [(name, gradient) for name, gradient in gradients if gradient is not None]
             agreement |= compare_gradients(whole, [(name, self._reference[name]) for name, _ in whole])
@@ -262,7 +285,7 @@ class Telemetry:
         for name in before:
             regions.set(name, "fp32", "telemetry probe")
         engine.forward_backward(batch, step=0)
-        pairs = [(name, whole_gradient(engine, parameter)) for name, parameter in engine.model.named_parameters()]
+        pairs = [(name, whole_gradient(engine, parameter)) for name, parameter in self._parameters.items()]
         engine.discard_gradients()
         for name, compute in before.items():
             regions.set(name, compute, "telemetry probe")
@@ -272,19 +295,23 @@ class Telemetry:
         """On the cast path: the module called with the masters in place of its 16-bit parameters."""
         engine, device = self._engine, self._engine.world.device
         masters = {
-            name: whole_master(engine, parameter).requires_grad_()
-            for name, parameter in engine.model.named_parameters()
+            name: whole_master(engine, parameter).requires_grad_() for name, parameter in self._parameters.items()
         }
+        weights = {name: whole_weight(engine, p).float() for name, p in _frozen(engine)}
         tokens = engine.world.sum(torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device))
         for inputs, labels in batch.micro_batches(device):
             options = {**inputs, "use_cache": False}
-            logits = torch.func.functional_call(engine.model, masters, args=(), kwargs=options).logits
+            logits = torch.func.functional_call(engine.model, masters | weights, args=(), kwargs=options).logits
             (label_loss_sum(logits, labels) / tokens.clamp(min=1).float()).backward()
         found = {}
         for name, master in masters.items():
             gradient = torch.zeros_like(master) if master.grad is None else master.grad
             found[name] = engine.world.sum(gradient).detach().cpu()
         return found
+
+
+def _frozen(engine: Engine) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in engine.model.named_parameters() if not p.requires_grad)
 
 
 def _short(value: float) -> float:

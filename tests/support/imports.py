@@ -18,7 +18,7 @@ MAY_IMPORT = {
 }
 # The order inside training/, from below: a file or package imports itself and what stands on floors below its own.
 FLOORS = (
-    ("rendezvous",),
+    ("rendezvous", "tasks"),
     ("distributed", "progress", "schedule", "promotions", "loss_scaler", "jobs", "preemption"),
     ("engine", "watchdog"),
     ("checkpoint", "telemetry", "attribution", "sinks"),
@@ -31,6 +31,7 @@ FLOORS = (
     ("finish",),
     ("parity",),
     ("analyze", "matrix", "envelope", "benchmark", "export_hf", "replay"),
+    ("generate",),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

@@ -19,7 +19,7 @@ from modeling.build import model_config
 from training.checkpoint.checkpoints import Checkpoints
 from training.distributed import World
 from training.engine import Engine, build_engine
-from training.engine.tensors import whole_master
+from training.engine.tensors import trainable_parameters, whole_master
 from training.progress import Progress
 
 VOCABULARY = 64
@@ -103,7 +103,7 @@ def restored(checkpoints: Checkpoints, path: Path | None, engine: Engine) -> Pro
 
 def masters_of(engine: Engine) -> dict[str, torch.Tensor]:
     """Every FP32 master, whole, by name. A collective."""
-    return {name: whole_master(engine, parameter) for name, parameter in engine.model.named_parameters()}
+    return {name: whole_master(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
 
 
 def plain_model(resolved: Resolved, weights: dict[str, torch.Tensor]) -> torch.nn.Module:

@@ -115,6 +115,10 @@ def resolve(options: argparse.Namespace, processes: int) -> tuple[Resolved, tupl
     if resolved.config.model.activation_checkpointing not in ("none", "full") or resolved.config.data.document_masking:
         problem = "model.activation_checkpointing other than none and full, and data.document_masking, are"
         raise UserError(f"{options.config}: {problem} only Mantissa's; set what the others have, too")
+    if resolved.config.task != "pretrain":
+        raise UserError(f"{options.config}: task = {resolved.config.task} is not what the contestants train; remove it")
+    if resolved.config.adapter.kind != "none" or resolved.config.data.sources:
+        raise UserError(f"{options.config}: adapter and data.sources are only Mantissa's; remove them")
     if resolved.config.faults or resolved.config.defects:
         raise UserError(f"{options.config}: faults and defects have no place in a benchmark; remove them")
     return resolved, tuple(arguments)

@@ -375,7 +375,9 @@ def random_corpus(vocabulary: int, folder: Path, *, seed: int) -> Corpus:
     tokens = np.random.default_rng(seed).integers(vocabulary, size=4096).astype(token_dtype(vocabulary))
     path = folder / "random.safetensors"
     shards = TokenShards([open_shard(path, write_shard(path, tokens, {}), verify=True)])
-    counts = dict.fromkeys(("train_documents", "validation_documents", "train_bytes", "validation_bytes"), 0)
+    counts: dict[str, Any] = dict.fromkeys(
+        ("train_documents", "validation_documents", "train_bytes", "validation_bytes"), 0
+    )
     return Corpus(
         folder=folder,
         fingerprint="random",

@@ -120,6 +120,7 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
 
     from data.prepare import prepare
     from data.sampler import sample_ids
+    from data.shards import TokenShards
     from modeling.build import attention_of, build_model, count_parameters, model_config
     from training.schedule import scheduled_rate
 
@@ -130,6 +131,7 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
     model = build_model(config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True))
     if config.model.name_or_path is None:
         model.save_pretrained(folder / "weights")
+    assert isinstance(corpus.train, TokenShards), "benchmarks pretrain"
     samples = corpus.train.sequences(length)
     size = resolved.batch.global_size
     order = [sample_ids(step, samples=samples, seed=config.run.seed, global_size=size) for step in range(steps)]

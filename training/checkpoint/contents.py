@@ -69,7 +69,7 @@ LAYOUT = ("world size", "ZeRO stage", "precision.compute", "offload")
 
 ATTENTION = "model.attention"
 """May change on resume too, and is noted: another implementation rounds differently. Older checkpoints do not say."""
-_DEFAULTS = {"data.document_masking": False}
+_DEFAULTS = {"data.document_masking": False, "task": "pretrain"}
 """Values for checkpoints that were written before the key existed."""
 
 

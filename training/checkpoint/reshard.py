@@ -93,7 +93,8 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
     engine.world.raise_first(problem, UserError)
     with partitioned(engine):
         for name, parameter in engine.model.named_parameters():
-            _restore(engine, parameter, saved.tensors[name])
+            if parameter.requires_grad or not engine.has_frozen_base:
+                _restore(engine, parameter, saved.tensors[name])
     updates = max((tensor.state.updates for tensor in saved.tensors.values() if tensor.state), default=0)
     _restore_padding(engine, updates)
     buffers = _restore_buffers(engine, saved)
@@ -156,6 +157,8 @@ def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
     counts: dict[int, tuple[int, str]] = {}
     for name, parameter in engine.model.named_parameters():
         tensor, shape = saved.tensors.get(name), shape_of(parameter)
+        if engine.has_frozen_base and not parameter.requires_grad:
+            continue  # no checkpoint has it
         if tensor is None or tensor.shape != shape:
             there = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
             return f"{folder}: {name} {there}, and shape {list(shape)} in this run; it is of another model"

@@ -15,6 +15,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from config.resolved import Resolved
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.activation_checkpointing_budget import recompute_within_budget
+from modeling.adapter import add_adapter
 from modeling.build import Gather, build_model
 from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
@@ -37,6 +38,8 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
     gather = _gather_partitioned(world) if zero3 else _no_gather
     model = build_model(config.model, model_config, seed=config.run.seed, gather=gather)
+    if config.adapter.kind != "none":
+        model = add_adapter(model, config.adapter, seed=config.run.seed)
     notes = choose_kernels(model, resolved, world)
     apply_activation_checkpointing(
         model,
@@ -48,8 +51,8 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     tell_pieces(engine)
     engine.notes += notes
     if config.model.name_or_path is not None:
-        start_from_weights(engine, config.model.name_or_path)
-    if config.data.document_masking:
+        start_from_weights(engine, config.model.name_or_path, adapter=config.adapter, seed=config.run.seed)
+    if config.keeps_documents_apart:
         _require_documents_apart(engine)
     if config.model.activation_memory_gib is not None:
         _recompute_within(engine, resolved, config.model.activation_memory_gib)
@@ -69,7 +72,7 @@ def _one_micro_batch(engine: Engine, resolved: Resolved) -> Callable[[], None]:
     vocabulary = engine.model.config.get_text_config().vocab_size
     shape = (resolved.batch.micro_size, resolved.config.data.sequence_length)
     inputs: dict[str, Any] = {"input_ids": torch.arange(math.prod(shape)).remainder_(vocabulary).view(shape)}
-    if resolved.config.data.document_masking:  # the mask needs memory as well
+    if resolved.config.keeps_documents_apart:  # the mask needs memory as well
         inputs["position_ids"] = torch.arange(shape[1]).remainder_(max(shape[1] // 2, 1)).expand(shape)
     inputs = {name: ids.to(engine.world.device) for name, ids in inputs.items()}
 

@@ -54,6 +54,8 @@ class Engine:
         self.compute = resolved.compute
         self.optimizer_spec = OPTIMIZERS[optimizer_section.name]
         """The optimizer's state tensors and settings."""
+        self.has_frozen_base = resolved.config.adapter.kind != "none"
+        """Whether the weights that are not trained are those of a base: they are in no checkpoint."""
         self.clipping = optimizer_section.gradient_clipping
         allow_fp16_on_cpu()
         self.faults = Faults(resolved.config.faults, rank=world.rank, model=model)
@@ -249,7 +251,9 @@ class Engine:
         """DeepSpeed's sharded checkpoint into folder/tag, written by `writer`; without `latest` and recovery script."""
         self.deepspeed._copy_recovery_script = lambda save_path: None
         with self._checkpoints_through(writer or self.deepspeed.checkpoint_engine):
-            self.deepspeed.save_checkpoint(str(folder), tag=tag, save_latest=False)
+            self.deepspeed.save_checkpoint(
+                str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=self.has_frozen_base
+            )
 
     def load(self, folder: Path, tag: str, reader: CheckpointEngine) -> None:
         """Restore weights, masters and the optimizer's state, from files that `reader` reads.
@@ -261,7 +265,9 @@ class Engine:
         keys = (*self.optimizer_spec.settings, "weight_decay")
         settings = [{key: group[key] for key in keys} for group in groups]
         with self._checkpoints_through(reader):
-            path, _ = self.deepspeed.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+            path, _ = self.deepspeed.load_checkpoint(
+                str(folder), tag=tag, load_lr_scheduler_states=False, load_module_strict=not self.has_frozen_base
+            )
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder / tag}")
         for group, setting in zip(self.deepspeed.optimizer.param_groups, settings, strict=True):

@@ -74,7 +74,9 @@ def _corrupt_first(output: Any, corrupt: Callable[[torch.Tensor], torch.Tensor])
 def _target(fault: Fault, model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:
     for name, module in model.named_modules():
         whole = fault.module is not None or fault.kind == "gradient_spike"
-        parameters = list(module.parameters(recurse=whole))
+        parameters = [parameter for parameter in module.parameters(recurse=whole) if parameter.requires_grad]
+        if not parameters and fault.module == name and fault.kind == "nan_activation":
+            return module, []  # a frozen module has activations too
         if parameters and fault.module in (None, name):
             return module, parameters
     raise UserError(f"faults: module = {fault.module}: the model has no such module with parameters")

@@ -11,6 +11,7 @@ from config.errors import UserError
 from precision.dtypes import DTYPES
 from training.engine.engine import Engine
 from training.engine.masters import local_masters, local_states
+from training.engine.tensors import shape_of
 
 
 class PrecisionError(UserError):
@@ -38,6 +39,8 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     optimizer = engine.deepspeed.optimizer
     compute = DTYPES[engine.compute]
     parameters = [getattr(p, "ds_tensor", p).data for p in engine.model.parameters()]
+    frozen = [getattr(p, "ds_tensor", p).data for p in engine.model.parameters() if not p.requires_grad]
+    _require_no_state_of_frozen(engine)
     masters = local_masters(optimizer)
     states = engine.optimizer_spec.states
     moments = [tensor for name in states for tensor in local_states(engine.deepspeed.basic_optimizer, name)]
@@ -55,6 +58,7 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
         raise PrecisionError(f"gradients are reduced in {_name(communication)}, the config promises {_name(promised)}")
     return [
         _entry("parameters", parameters),
+        *([_entry("of these frozen", frozen)] if frozen else []),
         _entry("masters", masters),
         _entry("moments", moments, absent="float32, from the first step on" if states else "none"),
         Entry("gradients of a micro-batch", _name(compute), 0),
@@ -62,6 +66,25 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
         Entry("gradients reduced", _name(communication), 0),
         Entry("softmax and loss", "float32", 0),
     ]
+
+
+def _require_no_state_of_frozen(engine: Engine) -> None:
+    """A frozen parameter is held once: without master, moments and gradient."""
+    frozen = {id(p): name for name, p in engine.model.named_parameters() if not p.requires_grad}
+    if not frozen:
+        return
+    for name, parameter in engine.model.named_parameters():
+        if id(parameter) in frozen and (parameter.grad is not None or getattr(parameter, "_hp_mapping", None)):
+            raise PrecisionError(f"{name} is frozen, and has a gradient or a master")
+    trained = sum(shape_of(p).numel() for p in engine.model.parameters() if p.requires_grad)
+    held = sum(master.numel() for master in local_masters(engine.deepspeed.optimizer))
+    ranks = engine.world.world_size if engine.stage else 1
+    if held * ranks > trained + _LARGEST_PADDING * ranks * ranks:
+        raise PrecisionError(f"{held:,} masters on {ranks} ranks each, where {trained:,} parameters are trained")
+
+
+_LARGEST_PADDING = 1024
+"""[values] A rank's partition may be so much larger than its share, at least."""
 
 
 def as_plain(ledger: Iterable[Entry]) -> list[dict]:

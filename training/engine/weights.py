@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from config.schema import AdapterSection
+from modeling.adapter import base_name, initial_value
 from modeling.disk_names import equivalent_names
 from training.engine.engine import Engine
 from training.engine.ledger import PrecisionError
@@ -24,14 +26,18 @@ class StaleMaster(PrecisionError):
     """A master and the weight computed with are not the same number; a step would undo what was loaded."""
 
 
-def start_from_weights(engine: Engine, name_or_path: str) -> int:
+def start_from_weights(
+    engine: Engine, name_or_path: str, *, adapter: AdapterSection | None = None, seed: int = 0
+) -> int:
     """Refresh the masters from a folder of safetensors, then require that all are fresh; how many were refreshed.
 
-    A hub id, or a folder in another format, is not read again: its masters are the rounded weights. A collective.
-    Raises StaleMaster.
+    A hub id, or a folder in another format, is not read again: its masters are the rounded weights. adapter: drawn with
+    `seed`; its masters become the values before rounding. A collective. Raises StaleMaster.
     """
     folder = Path(name_or_path).expanduser()
     refreshed = refresh_masters(engine, folder) if engine.world.from_main(folder.is_dir()) else 0
+    if adapter is not None:
+        _refresh_adapter(engine, adapter, seed=seed)
     require_fresh_masters(engine)
     return refreshed
 
@@ -55,12 +61,25 @@ def refresh_masters(engine: Engine, folder: Path) -> int:
             file, key = where[name]
             value = files[file].get_tensor(key).to(device=engine.world.device, dtype=torch.float32)
             problems += _difference(name, whole_weight(engine, parameter), value, f"{folder} has")
-            shard = shard_of(engine, parameter) if parameter.requires_grad else None
-            if shard is not None and engine.stage > 0:
-                # not safe_set_full_fp32_param: at ZeRO-3 it fails where the ranks do not divide the parameter's size
-                shard.of(shard.flat).copy_(value.view(-1)[shard.start : shard.start + shard.length])
+            _set_master(engine, parameter, value)
     engine.world.raise_first(next(iter(problems), None), StaleMaster)
     return len(where)
+
+
+@torch.no_grad()
+def _refresh_adapter(engine: Engine, section: AdapterSection, *, seed: int) -> None:
+    for name, parameter in engine.model.named_parameters():
+        value = initial_value(section, name, shape_of(parameter), seed=seed)
+        if value is not None:
+            _set_master(engine, parameter, value.to(engine.world.device))
+
+
+def _set_master(engine: Engine, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Give this rank's part of a parameter's master its value; a frozen one has none, at ZeRO-0 it is the parameter."""
+    shard = shard_of(engine, parameter) if parameter.requires_grad else None
+    if shard is not None and engine.stage > 0:
+        # not safe_set_full_fp32_param: at ZeRO-3 it fails where the ranks do not divide the parameter's size
+        shard.of(shard.flat).copy_(value.reshape(-1)[shard.start : shard.start + shard.length])
 
 
 @torch.no_grad()
@@ -87,7 +106,7 @@ def _find(engine: Engine, folder: Path) -> dict[str, tuple[str, str]]:
     found = {}
     for name, parameter in engine.model.named_parameters():
         shape = shape_of(parameter)
-        for key in equivalent_names(engine.model, name, shape):
+        for key in equivalent_names(engine.model, base_name(name), shape):
             if key in shapes and shapes[key][1] == shape:
                 found[name] = shapes[key][0], key
     return found

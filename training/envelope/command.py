@@ -30,11 +30,11 @@ from config.errors import UserError
 from config.launcher import as_launched
 from config.load import load_config
 from config.schema import Config, LossScaleSection
-from data.prepare import prepare
 from precision.envelope import CONTROL, Bounds, Setting
 from training.envelope.report import Missing, explore_finished, write_results
 from training.envelope.worker import TRIAL_PREFIX, Study
 from training.jobs import add_processes_option, default_processes, error_line_of, launch
+from training.tasks.task import prepare
 
 NOTHING_STABLE = 3
 STEPS, RATES = 40, "0.002:0.256:8"
@@ -182,7 +182,7 @@ def check_data_and_model(study: Study, processes: int) -> None:
 
     for setting in {setting.depth: setting for setting in study.settings}.values():
         config = study.resolve(setting, study.rates[0], as_launched(processes)).config
-        corpus = prepare(config.data, progress=True)
+        corpus = prepare(config, progress=True)
         model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
 
 

@@ -13,7 +13,6 @@ from config.optimizers import OPTIMIZERS
 from config.redact import redact_arguments
 from config.resolved import Resolved
 from config.schema import LossScaleSection
-from data.prepare import prepare
 from precision.envelope import CONTROL, RISE, Bounds, Cell, Setting, Trial, explore, window_of
 from precision.trajectories import NUDGE
 from tracking.environment import environment
@@ -21,6 +20,7 @@ from tracking.jsonl import read_events
 from tracking.pages.document import write_document
 from training.envelope.plot import draw_envelope, envelope_page
 from training.envelope.worker import TRIALS, Study, device_name, read_trials, trial_key
+from training.tasks.task import prepare
 
 
 class Missing(LookupError):
@@ -30,8 +30,8 @@ class Missing(LookupError):
 def explore_finished(study: Study, processes: int) -> tuple[list[Cell], set[str]]:
     """The cells according to trials.jsonl, and the keys of the trials used; runs nothing. Raises Missing."""
     launched = as_launched(processes)
-    data = study.resolve(study.settings[0], study.rates[0], launched).config.data
-    fingerprint, device = prepare(data, progress=False).fingerprint, device_name()
+    config = study.resolve(study.settings[0], study.rates[0], launched).config
+    fingerprint, device = prepare(config, progress=False).fingerprint, device_name()
     known = read_trials(Path(study.folder))
     used: set[str] = set()
 
@@ -53,7 +53,7 @@ def write_results(study: Study, processes: int, *, command: Sequence[str]) -> li
     folder = Path(study.folder)
     cells, used = explore_finished(study, processes)
     first = study.resolve(study.settings[0], study.rates[0], as_launched(processes))
-    fingerprint = prepare(first.config.data, progress=False).fingerprint
+    fingerprint = prepare(first.config, progress=False).fingerprint
     rows = [_row(cell, cells) for cell in sorted(cells, key=lambda cell: _order(study, cell.setting))]
     others = len(read_trials(folder)) - len(used)
     seconds = sum(line["seconds"] for line in read_events(folder / TRIALS) if line["key"] in used)

@@ -208,11 +208,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("study", type=Path)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     study = Study.read(parser.parse_args(arguments).study)
-    from data.prepare import prepare
     from training import distributed
+    from training.tasks.task import prepare
 
     first = study.resolve(study.settings[0], study.rates[0], os.environ)
-    corpus = prepare(first.config.data, progress=False)
+    corpus = prepare(first.config, progress=False)
     world = distributed.start(rank=first.rank, world_size=first.world_size, local_rank=first.local_rank)
     try:
         work(study, corpus, world, log=lambda text: print(text, flush=True))

@@ -25,7 +25,11 @@ def model_card(facts: Mapping[str, Any]) -> str:
     )
     if model["base"]:
         sections.append(f"The run started from the weights of {code(model['base'])}.")
-    sections.append(f"```python\n{_EXAMPLE}```")
+    adapter = facts.get("adapter")
+    alone = adapter is not None and adapter["merged"] is None
+    sections.append(f"```python\n{_ADAPTER_EXAMPLE if alone else _EXAMPLE}```")
+    if adapter is not None:
+        sections.append(_section("Adapter", {key: _listed(value) for key, value in adapter.items() if key != "merged"}))
     sections.append(_section("Training", facts["training"]))
     sections.append(_section("Data", facts["data"]))
     sections.append(_precision(facts["precision"]))
@@ -40,6 +44,18 @@ _EXAMPLE = """from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 """
+
+
+_ADAPTER_EXAMPLE = """from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+model = AutoPeftModelForCausalLM.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+"""
+
+
+def _listed(value: Any) -> Any:
+    return ", ".join(value) or None if isinstance(value, list | tuple) else value
 
 
 def _front_matter(facts: Mapping[str, Any]) -> str:

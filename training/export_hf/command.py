@@ -1,6 +1,7 @@
 """Turn a checkpoint into a Hugging Face model folder: safetensors, config, tokenizer, model card, hashes.
 
-    python -m training.export_hf CHECKPOINT OUT --dtype bf16 [--parity parity.json] [--force] [--push-to-hub REPO_ID]
+    python -m training.export_hf CHECKPOINT OUT --dtype bf16 [--merge-adapters] [--parity parity.json] [--force]
+        [--push-to-hub REPO_ID]
 
 CHECKPOINT is a `checkpoints/step-N` folder of a run at any ZeRO stage and of any number of ranks; one process, no GPU.
 The masters are rounded to --dtype, once, to nearest even. Every tensor is compared with what else the checkpoint has of
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, help="the run folder, where the checkpoint does not lie in it")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer folder, where the prepared data are gone")
     parser.add_argument("--shard-size", default="5GB", help="largest file; one is in memory at a time (default 5GB)")
+    parser.add_argument("--merge-adapters", action="store_true", help="a whole model: base + adapter, added in FP32")
     parser.add_argument("--force", action="store_true", help="replace an exported model that is at OUT")
     parser.add_argument(
         "--push-to-hub", metavar="REPO_ID", help="upload OUT to this model repository of the Hugging Face hub"
@@ -60,7 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         source = find_source(options.checkpoint, run=options.run, tokenizer=options.tokenizer, parity=options.parity)
         repo = hub.find_repo(options.push_to_hub, private=options.private) if options.push_to_hub else None
         with read_lock(options.checkpoint):
-            facts = export(source, options.out, dtype=options.dtype, shard_size=options.shard_size, force=options.force)
+            facts = export(
+                source,
+                options.out,
+                dtype=options.dtype,
+                shard_size=options.shard_size,
+                force=options.force,
+                merged=options.merge_adapters,
+            )
         if repo:
             what = f"Export step {facts['training']['step']} of {facts['run']} in {options.dtype} (Mantissa {VERSION})"
             print(f"uploaded to {hub.upload(repo, options.out, message=what)}")

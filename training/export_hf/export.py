@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from training.checkpoint.manifest import check_hashes, file_sha256, find_problem
 from training.checkpoint.partitions import SavedModel, open_saved_model
 from training.checkpoint.reader import Opener
 from training.export_hf import facts as export_facts
+from training.export_hf.adapter import merge, words_of, write_adapter
 from training.export_hf.card import model_card
 from training.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_copy, parameter_count, write_shards
 
@@ -53,11 +54,17 @@ class Source:
     opener: Opener
 
 
-def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: bool, log: Log = print) -> dict[str, Any]:
+def export(
+    source: Source, out: Path, *, dtype: str, shard_size: str, force: bool, merged: bool = False, log: Log = print
+) -> dict[str, Any]:
     """Write the folder `out`; the content of its mantissa.json.
 
-    Raises UserError for what the user can correct, TensorsDiffer when a tensor is not as expected.
+    A run's adapter is written as one of `peft`, or merged into its base. Raises UserError for what the user can
+    correct, TensorsDiffer when a tensor is not as expected.
     """
+    adapted = source.config.adapter.kind != "none"
+    if merged and not adapted:
+        raise UserError(f"--merge-adapters: {source.run.config} has adapter.kind = none; leave it out")
     _require_free(source.checkpoint, out, force=force)
     _require_whole(source.checkpoint)
     saved = open_saved_model(source.checkpoint / DEEPSPEED, source.opener)
@@ -67,26 +74,38 @@ def export(source: Source, out: Path, *, dtype: str, shard_size: str, force: boo
         reason = f"cannot be loaded ({one_line(error)})"
         raise UserError(f"{source.tokenizer}: {reason}; give another tokenizer's folder with --tokenizer") from error
     skeleton, shape = build_skeleton(source.config, vocab_size=vocabulary_size(tokenizer), dtype=DTYPES[dtype])
-    tensors = Tensors(saved, skeleton, DTYPES[dtype])
     parity = export_facts.parity_facts(source.parity, source.config, source.environment) if source.parity else None
     started = time.perf_counter()
     compared = compare_with_second_copy(saved)
+    found = merge(saved, source.config, dtype=DTYPES[dtype], corpus=source.tokenizer.parent) if merged else None
+    tensors = None
+    if found is not None or not adapted:
+        tensors = Tensors(found.saved if found else saved, skeleton, DTYPES[dtype])
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         try:
             aside.mkdir(parents=True)
-            write_shards(tensors, aside, shard_size)
-            _write_settings(aside, source.config.model, shape, tokenizer)
+            if tensors is None:
+                write_adapter(saved, source.config, aside, DTYPES[dtype])
+                tokenizer.save_pretrained(aside)
+            else:
+                write_shards(tensors, aside, shard_size)
+                _write_settings(aside, source.config.model, shape, tokenizer)
         except OSError as error:
             raise UserError(f"{out}: cannot be written ({error.strerror or error}); choose another OUT") from error
-        _require_loadable(aside, skeleton, source.config.model)
+        if tensors is not None:
+            _require_loadable(aside, skeleton, source.config.model)
         facts = _facts(source, saved, skeleton, dtype=dtype, compared=compared, parity=parity)
+        if adapted:
+            facts["adapter"] = {**asdict(source.config.adapter), "merged": found.facts if found else None}
         _seal(aside, facts)
         _publish(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     log(facts["export"]["compared"])
+    for line in words_of(found.facts, dtype) if found else ():
+        log(line)
     log(f"exported {source.checkpoint} to {out} as {dtype} in {time.perf_counter() - started:.1f} s")
     log(f"record it in wandb: python -m tracking.wandb.deliver {source.run.path} --export {out} --online")
     return facts

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from config.resolved import Resolved
 from data.loader import Batch
 from modeling.activation_checkpointing import apply_activation_checkpointing
+from modeling.adapter import add_adapter
 from modeling.build import build_model
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
@@ -32,6 +33,8 @@ class Reference:
         self.model: PreTrainedModel = build_model(
             section, shape, seed=resolved.config.run.seed, gather=lambda _: nullcontext(True)
         )
+        if resolved.config.adapter.kind != "none":
+            self.model = add_adapter(self.model, resolved.config.adapter, seed=resolved.config.run.seed)
         apply_activation_checkpointing(
             self.model,
             section.activation_checkpointing,
@@ -48,9 +51,9 @@ class Reference:
 
     @torch.no_grad()
     def load(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Set the weights. masters: by the name in `named_parameters`, unpartitioned."""
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(masters[name])
+        """Set the weights that are trained. masters: by the name in `named_parameters`, unpartitioned."""
+        for name, master in masters.items():
+            self.model.get_parameter(name).copy_(master)
 
     def weight_decay(self, name: str) -> float:
         """The weight decay of this parameter."""
@@ -68,6 +71,8 @@ class Reference:
             totals[0] += loss.detach().double()
         found = {}
         for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             found[name] = self._world.sum(gradient.detach())
         return float(self._world.sum(totals)[0] / tokens), found

@@ -36,7 +36,7 @@ from tracking.run_dir import RunDir
 from training.build import assemble
 from training.engine import Engine
 from training.engine.optimizer import implementation
-from training.engine.tensors import whole_gradient, whole_master, whole_state, whole_weight
+from training.engine.tensors import trainable_parameters, whole_gradient, whole_master, whole_state, whole_weight
 from training.parity.outputs import OutputErrors
 from training.parity.reference import Reference, clip_coefficient, has_dropout
 from training.progress import Progress
@@ -78,7 +78,7 @@ class StepParity:
         with errors.of_candidate():
             outcome = engine.forward_backward(batch, step=batch.position + 1)
         health = engine.health(outcome)
-        own = {name: whole_gradient(engine, parameter) for name, parameter in engine.model.named_parameters()}
+        own = {name: whole_gradient(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
         found = {name: gradient for name, gradient in own.items() if gradient is not None}
         agreement = to_plain(compare_gradients(found.items(), gradients.items()))
         lr = scheduled_rate(self._resolved.config, applied)
@@ -104,7 +104,7 @@ class StepParity:
     def _before(self) -> Before:
         engine = self._engine
         masters, states = {}, {}
-        for name, parameter in engine.model.named_parameters():
+        for name, parameter in trainable_parameters(engine).items():
             masters[name] = whole_master(engine, parameter)
             states[name] = [whole_state(engine, parameter, key) for key in engine.optimizer_spec.states]
         return Before(masters, states)
@@ -113,7 +113,7 @@ class StepParity:
         if self._engine.stage == 0:
             return {}  # the weights are the masters
         found = {}
-        for name, parameter in self._engine.model.named_parameters():
+        for name, parameter in trainable_parameters(self._engine).items():
             found[name] = master_drift(before.masters[name], whole_weight(self._engine, parameter)).maximum
         return to_plain(found)
 

@@ -1,0 +1,42 @@
+"""Rows into sequences: as few as best-fit decreasing makes, or one row each."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack rows of (n,) int `lengths` into sequences of `capacity`: (rows, ends).
+
+    Best-fit decreasing (Johnson 1973, "Near-optimal bin packing algorithms": at most 11/9 of the fewest possible, and a
+    constant): the longest row first, each into the fullest sequence that still has room. rows: (n,) int64, the row
+    numbers in the order of the sequences. ends: (sequences,) int64, where in `rows` each sequence ends. The same
+    lengths give the same sequences. Raises ValueError for a row that is longer than the capacity, or empty.
+    """
+    if len(lengths) and not 0 < int(lengths.min()) <= int(lengths.max()) <= capacity:
+        raise ValueError(f"rows of {lengths.min()} to {lengths.max()} tokens in sequences of {capacity}")
+    filled: list[list[int]] = []
+    open_with: dict[int, list[int]] = {}  # room that is left -> sequences
+    rooms = 0  # bit r is set where a sequence has room r
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[row])
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            number = open_with[room].pop()
+            if not open_with[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, number = capacity, len(filled)
+            filled.append([])
+        filled[number].append(row)
+        if room > length:
+            open_with.setdefault(room - length, []).append(number)
+            rooms |= 1 << (room - length)
+    rows = np.array([row for sequence in filled for row in sequence], dtype=np.int64)
+    return rows, np.cumsum([len(sequence) for sequence in filled], dtype=np.int64)
+
+
+def one_each(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same for sequences of one row."""
+    return np.arange(rows, dtype=np.int64), np.arange(1, rows + 1, dtype=np.int64)

@@ -1,0 +1,383 @@
+"""Prepare rows for fine-tuning once: read, turn into tokens, cut or drop what is too long, pack, publish.
+
+It publishes as `prepare` does: one process prepares under a lock, the folder appears by one rename, later runs with the
+same fingerprint open it. The fingerprint has everything that decides the tokens, `data.sequence_length` and the chat
+template included. What was dropped, cut or skipped is counted in the index, and so in the record of every run on it.
+
+Rows do not depend on the number of workers: their results are taken in the order of the batches. A few thousand rows
+are prepared in this process, since starting another takes longer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from config.errors import UserError
+from config.schema import DataSection
+from data.chat import Chat, Tokens
+from data.corpus import SPLITS, TOKENIZER, Corpus, open_corpus, tokenizer_sha256, write_index
+from data.encode import is_validation
+from data.packing import best_fit, one_each
+from data.preparation_progress import Progress, ProgressFile
+from data.prepare import identified, published
+from data.row_formats import BadRow, Example, read_example, recognise
+from data.row_shards import write_tensors
+from data.row_sources import Found, located_rows
+from data.shards import token_dtype
+from data.sources import Source
+from data.tokenizer import load_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size
+from data.workers import Workers
+
+_VERSION = "rows-1"
+_BATCH_ROWS = 512
+_ROWS_HERE = 8192
+"""Up to so many rows are prepared in this process: a worker takes seconds to import transformers."""
+_SHARD_TOKENS = 1 << 26
+"""[tokens] A shard is closed when it has so many."""
+_FIX = "correct the row, or set data.on_bad_row=skip"
+
+
+def prepare_rows(data: DataSection, *, progress: bool) -> Corpus:
+    """Open the rows that a config names, preparing them first if need be. progress: as for `prepare`.
+
+    Raises UserError for a source or tokenizer that cannot be read, a row that does not fit (data.on_bad_row), and what
+    `prepare` raises it for.
+    """
+    source, fingerprint = identified(data, rows_fingerprint)
+    return open_corpus(published(data, source, fingerprint, _fill, progress=progress), verify=data.verify)
+
+
+def rows_fingerprint(data: DataSection, source: Source) -> str:
+    """Name of the prepared rows: 20 hex digits of a hash over everything that decides them."""
+    own = Path(data.tokenizer).expanduser() / "chat_template.jinja"
+    parts = [
+        _VERSION,
+        data.source,
+        source.identity,
+        tokenizer_identity(data.tokenizer),
+        own.read_text(encoding="utf-8") if own.is_file() else "",
+        _template(data),
+        *(getattr(data, key) for key in _DECIDING),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+
+
+_DECIDING = (
+    *("text_field", "format", "on_bad_row", "train_on", "packing", "too_long", "sequence_length"),
+    "validation_fraction",
+)
+
+
+def _template(data: DataSection) -> str | None:
+    """The content of data.chat_template. Raises UserError."""
+    if data.chat_template is None:
+        return None
+    try:
+        return Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"data.chat_template={data.chat_template}: cannot be read ({error}); name another file"
+        ) from error
+
+
+@dataclass
+class EncodedRows:
+    """The rows of a batch that were kept, and what became of the others."""
+
+    tokens: list[np.ndarray] = field(default_factory=list)
+    trained: list[np.ndarray] = field(default_factory=list)
+    held_out: list[bool] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    longest: int = 0
+    """[tokens] Of a row, before it was cut."""
+    first_bad: str | None = None
+    """Where and why, of the first row that was skipped."""
+
+
+@dataclass(frozen=True)
+class RowEncoder:
+    """Turns located rows into tokens as a config says."""
+
+    data: DataSection
+    """Its format is known."""
+    chat: Chat
+
+    def __call__(self, batch: list[Found]) -> EncodedRows:
+        """Raises UserError for the first row that does not fit, unless those are to be skipped."""
+        found = EncodedRows()
+        for where, row in batch:
+            found.counts["rows"] += 1
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                tokens, held_out = self.chat.tokens(self.example(row)), self._held_out(row)
+            except BadRow as error:
+                if self.data.on_bad_row == "error":
+                    raise UserError(f"{where}: {error}; {_FIX}") from error
+                found.counts["skipped"] += 1
+                found.first_bad = found.first_bad or f"{where}: {error}"
+                continue
+            found.longest = max(found.longest, len(tokens.ids))
+            kept = self._fitted(tokens, found.counts)
+            if kept is not None:
+                found.tokens.append(kept.ids)
+                found.trained.append(kept.trained)
+                found.held_out.append(held_out)
+        return found
+
+    def example(self, row: dict[str, Any]) -> Example:
+        """The row in its common form. Raises BadRow."""
+        return read_example(row, self.data.format, self.data.text_field)
+
+    def _held_out(self, row: dict[str, Any]) -> bool:
+        try:
+            return is_validation(json.dumps(row, sort_keys=True, ensure_ascii=False), self.data.validation_fraction)
+        except UnicodeEncodeError as error:
+            raise BadRow("", "holds a lone surrogate, which is no character") from error
+
+    def _fitted(self, row: Tokens, counts: Counter[str]) -> Tokens | None:
+        longest = self.data.sequence_length + 1
+        if len(row.ids) <= longest:
+            return row
+        if self.data.too_long == "drop":
+            counts["dropped"] += 1
+            return None
+        part = slice(-longest, None) if self.data.too_long == "truncate_left" else slice(longest)
+        trained = row.trained[part].copy()
+        trained[0] = False
+        if not trained.any():
+            counts["dropped, because no label was left when cut"] += 1
+            return None
+        counts["truncated"] += 1
+        return Tokens(row.ids[part], trained)
+
+
+_encoder: RowEncoder | None = None
+
+
+def start_encoder(data: DataSection, tokenizer: str) -> None:
+    """Initialise a worker process. tokenizer: its folder."""
+    global _encoder
+    _encoder = make_encoder(data, tokenizer)
+
+
+def make_encoder(data: DataSection, tokenizer: str) -> RowEncoder:
+    """An encoder with the tokenizer in a folder. data: with its format. Raises UserError."""
+    return RowEncoder(data, Chat(load_tokenizer(tokenizer), template=_template(data), train_on=data.train_on))
+
+
+def encode_in_worker(batch: list[Found]) -> EncodedRows:
+    """`RowEncoder` in a worker process."""
+    assert _encoder is not None, "start_encoder was not called in this process"
+    return _encoder(batch)
+
+
+def with_format(data: DataSection, source: Source) -> DataSection:
+    """`data` with the format of its rows: of the first that has one. Raises UserError."""
+    if data.format != "auto":
+        return data
+    problem = f"{source.label}: holds no row. Point it at rows."
+    for where, row in located_rows(data, source):
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            return replace(data, format=recognise(row, data.text_field))  # type: ignore[arg-type]  # one of its choices
+        except BadRow as error:
+            problem = f"{where}: {error}; {_FIX}, or name its form with data.format"
+            if data.on_bad_row == "error":
+                break
+    raise UserError(problem)
+
+
+def tokenizer_of_rows(data: DataSection, source: Source) -> Any:
+    """The tokenizer that data.tokenizer names; a BPE is trained on the text of the rows. data: with its format."""
+
+    def texts() -> Iterator[dict[str, Any]]:
+        for _, row in located_rows(data, source):
+            if isinstance(row, BadRow):
+                continue
+            try:
+                example = read_example(row, data.format, data.text_field)
+            except BadRow:
+                continue
+            contents = [message["content"] for message in example.messages or []]
+            yield {
+                "text": "\n".join(text for text in contents if isinstance(text, str))
+                or example.prompt + example.completion
+            }
+
+    of_rows = replace(source, open=texts, text_field="text", deduplicate=False)
+    return make_tokenizer(data.tokenizer, of_rows, data.validation_fraction)
+
+
+def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:
+    report(Progress("tokenizer", 0, None))
+    said = data.format
+    data = with_format(data, source)
+    tokenizer = tokenizer_of_rows(data, source)
+    tokenizer.chat_template = _template(data) or tokenizer.chat_template
+    tokenizer.save_pretrained(folder / TOKENIZER)
+    vocab_size = vocabulary_size(tokenizer)
+    writers = {split: _SplitWriter(folder, split, token_dtype(vocab_size)) for split in SPLITS}
+    counts: Counter[str] = Counter()
+    longest, first_bad = 0, None
+    for part in _encoded(data, source, str(folder / TOKENIZER)):
+        counts.update(part.counts)
+        longest, first_bad = max(longest, part.longest), first_bad or part.first_bad
+        for ids, trained, held_out in zip(part.tokens, part.trained, part.held_out, strict=True):
+            writers[SPLITS[int(held_out)]].add(ids, trained)
+        report(Progress("tokens", sum(writer.tokens for writer in writers.values()), None))
+    splits = {split: writer.finish(data) for split, writer in writers.items()}
+    found: dict[str, Any] = {"format": data.format, "longest": longest, **counts}
+    found |= {"tokens": sum(w.tokens for w in writers.values()), "trained": sum(w.labels for w in writers.values())}
+    if not writers["train"].rows:
+        raise _nothing_to_train_on(data, source, found, first_bad, writers["validation"].rows)
+    own = make_encoder(data, str(folder / TOKENIZER)).chat
+    write_index(
+        folder,
+        {
+            "fingerprint": fingerprint,
+            "source": source.label,
+            "revision": source.revision(),
+            "vocab_size": vocab_size,
+            "end_of_document": tokenizer.eos_token_id,
+            "tokenizer_sha256": tokenizer_sha256(folder / TOKENIZER),
+            "sequence_length": data.sequence_length,
+            "skipped": {"does not fit its format": counts["skipped"]} if counts["skipped"] else {},
+            "counts": found,
+            "notes": _notes(data, found, writers, own, recognised=said == "auto", first_bad=first_bad),
+            **splits,
+        },
+    )
+
+
+def _encoded(data: DataSection, source: Source, tokenizer: str) -> Iterator[EncodedRows]:
+    """The batches of the source in their order."""
+    rows = located_rows(data, source)
+    batches = iter(lambda: list(islice(rows, _BATCH_ROWS)), [])
+    first = list(islice(batches, _ROWS_HERE // _BATCH_ROWS + 1))
+    if len(first) <= _ROWS_HERE // _BATCH_ROWS:
+        encode = make_encoder(data, tokenizer)
+        yield from map(encode, first)
+        return
+    running: deque[Future[EncodedRows]] = deque()
+    with Workers(data.workers, start_encoder, data, tokenizer) as workers:
+        for batch in (*first, *batches):
+            running.append(workers.submit(encode_in_worker, batch))
+            if len(running) >= 2 * data.workers:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+
+
+def _nothing_to_train_on(
+    data: DataSection, source: Source, counts: dict[str, Any], first_bad: str | None, held_out: int
+) -> UserError:
+    if held_out:
+        return UserError(
+            f"data.validation_fraction={data.validation_fraction:g}: all {held_out} rows of {source.label} were drawn "
+            "for validation. Set it to 0 or give more rows."
+        )
+    dropped, skipped = counts.get("dropped", 0), counts.get("skipped", 0)
+    reason = f"{dropped} dropped as longer than {data.sequence_length + 1} tokens, {skipped} skipped"
+    first = f" (first: {first_bad})" if first_bad else ""
+    return UserError(
+        f"{source.label}: no row of {counts.get('rows', 0)} is left to train on: {reason}{first}. Raise "
+        "data.sequence_length, or correct the rows."
+    )
+
+
+def _notes(
+    data: DataSection,
+    counts: dict[str, Any],
+    writers: dict[str, _SplitWriter],
+    chat: Chat,
+    *,
+    recognised: bool,
+    first_bad: str | None,
+) -> list[str]:
+    """What was decided and counted, in words."""
+    how = "recognised by their fields" if recognised else "as data.format says"
+    form = f"data: {counts['rows']:,} rows of format {data.format} ({how})"
+    if data.format in ("messages", "sharegpt", "alpaca") and chat.template is not None:
+        which = "of data.chat_template" if data.chat_template else "of the tokenizer"
+        located = "" if data.train_on == "all" else ", answers located by its generation markers"
+        located = located if chat.has_markers or not located else ", answers located by rendering turn by turn"
+        form += f"; chat template {which}{located}"
+    train, held_out = writers["train"], writers["validation"]
+    kept = f"data: {train.rows:,} rows in {train.sequences:,} sequences to train on, {held_out.rows:,} rows held out"
+    reasons = {key: counts.get(key, 0) for key in ("dropped", "truncated", "skipped")}
+    kept += "".join(f", {count:,} {key}" for key, count in reasons.items() if count)
+    kept += f"; the longest row has {counts['longest']:,} tokens"
+    share = f"data: {counts['trained'] / max(counts['tokens'], 1):.1%} of {counts['tokens']:,} tokens are labels"
+    full = train.places / max(train.sequences * data.sequence_length, 1)
+    share += f"; sequences of {data.sequence_length:,} are {full:.1%} full" if data.packing == "best_fit" else ""
+    return [form, kept, share, *([f"data: first row skipped: {first_bad}"] if first_bad else [])]
+
+
+class _SplitWriter:
+    """Collects the rows of one split and writes a shard of every _SHARD_TOKENS."""
+
+    def __init__(self, folder: Path, split: str, dtype: str) -> None:
+        self._folder, self._split, self._dtype = folder, split, dtype
+        self._ids: list[np.ndarray] = []
+        self._trained: list[np.ndarray] = []
+        self._held = 0
+        self._shards: list[dict[str, Any]] = []
+        self._lengths: list[int] = []
+        self._labels: list[int] = []
+        self.tokens = self.labels = 0
+        """Of all rows so far."""
+        self.sequences = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows so far."""
+        return len(self._lengths)
+
+    @property
+    def places(self) -> int:
+        """Inputs so far."""
+        return self.tokens - self.rows
+
+    def add(self, ids: np.ndarray, trained: np.ndarray) -> None:
+        """Append a row."""
+        self._ids.append(ids.astype(self._dtype))
+        self._trained.append(trained.astype(np.uint8))
+        self._lengths.append(len(ids))
+        self._labels.append(int(trained.sum()))
+        self.tokens, self.labels = self.tokens + self._lengths[-1], self.labels + self._labels[-1]
+        self._held += len(ids)
+        if self._held >= _SHARD_TOKENS:
+            self._flush()
+
+    def finish(self, data: DataSection) -> dict[str, Any]:
+        """Write what is left and the sequences; this split's part of the index."""
+        if self._held:
+            self._flush()
+        lengths = np.array(self._lengths, dtype=np.int32)
+        if data.packing == "best_fit":
+            rows, ends = best_fit(lengths.astype(np.int64) - 1, data.sequence_length)
+        else:
+            rows, ends = one_each(len(lengths))
+        self.sequences = len(ends)
+        order = {"rows": rows, "ends": ends, "lengths": lengths, "labels": np.array(self._labels, dtype=np.int32)}
+        entry = write_tensors(self._folder / f"{self._split}-sequences.safetensors", order)
+        return {"shards": self._shards, "sequences": entry, "documents": self.rows, "text_bytes": 0}
+
+    def _flush(self) -> None:
+        ends = np.cumsum([len(ids) for ids in self._ids], dtype=np.int64)
+        tensors = {"tokens": np.concatenate(self._ids), "trained": np.concatenate(self._trained), "ends": ends}
+        path = self._folder / f"{self._split}-{len(self._shards):05d}.safetensors"
+        self._shards.append(write_tensors(path, tensors))
+        self._ids, self._trained, self._held = [], [], 0

@@ -1,0 +1,224 @@
+"""The forms in which rows for fine-tuning come, and the one they are turned into.
+
+| format | fields |
+|---|---|
+| messages | `messages`: list of {role, content}, as OpenAI's API has it; `tools` beside them |
+| sharegpt | `conversations`: list of {from, value}; `system`, `tools` beside them |
+| alpaca | `instruction`, `output`; `input`, `system` may be empty or absent |
+| prompt_completion | `prompt`, `completion`: two texts, or two lists of messages |
+| text | one text |
+
+What does not fit is a `BadRow` that names the field. Whoever reads the rows knows the file and the line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Messages = list[dict[str, Any]]
+
+
+class BadRow(ValueError):
+    """A row that does not fit: the field, and what is wrong with it."""
+
+    def __init__(self, where: str, problem: str) -> None:
+        super().__init__(f"{where}: {problem}" if where else problem)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row in the common form: messages for a chat template, or two texts of which the second is the answer."""
+
+    messages: Messages | None = None
+    tools: list[Any] | None = None
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template, of the row's `chat_template_kwargs`."""
+    prompt: str = ""
+    completion: str = ""
+
+
+def recognise(row: Mapping[str, Any], text_field: str) -> str:
+    """The format of a row with these fields. Raises BadRow, which names the fields that there are."""
+    there = {name for name, value in row.items() if value is not None}
+    for name, needed in _FIELDS.items():
+        if needed <= there:
+            return name
+    if text_field in there:
+        return "text"
+    known = ", ".join("+".join(sorted(needed)) for needed in _FIELDS.values())
+    fields = ", ".join(sorted(row)) or "none"
+    raise BadRow("", f"is of no known format: its fields are {fields}, known are {known} and {text_field} (text)")
+
+
+def read_example(row: Mapping[str, Any], format: str, text_field: str) -> Example:
+    """A row in its common form. format: not auto. Raises BadRow."""
+    if format == "text":
+        return Example(completion=_text(row, text_field))
+    return _READERS[format](row)
+
+
+_FIELDS = {
+    "messages": {"messages"},
+    "sharegpt": {"conversations"},
+    "prompt_completion": {"prompt", "completion"},
+    "alpaca": {"instruction", "output"},
+}
+
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
+
+ALPACA_PROMPT = (
+    "Below is an instruction that describes a task{also}. Write a response that appropriately completes the \
+request.\n\n### Instruction:\n{instruction}\n\n{given}### Response:\n"
+)
+"""The prompt that Stanford Alpaca was trained with (Taori et al. 2023), for tokenizers without a chat template."""
+
+
+def alpaca_prompt(instruction: str, given: str) -> str:
+    """The text of a row's prompt where there is no chat template."""
+    also = ", paired with an input that provides further context" if given else ""
+    return ALPACA_PROMPT.format(also=also, instruction=instruction, given=f"### Input:\n{given}\n\n" if given else "")
+
+
+def _messages(row: Mapping[str, Any]) -> Example:
+    return Example(messages=_conversation(row, "messages"), **_beside(row))
+
+
+def _sharegpt(row: Mapping[str, Any]) -> Example:
+    turns = _list(row, "conversations")
+    if turns and all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        return Example(messages=_conversation(row, "conversations"), **_beside(row))
+    messages: Messages = []
+    for index, turn in enumerate(turns):
+        where = f"conversations[{index}]"
+        if not isinstance(turn, dict):
+            raise BadRow(where, f"is {_kind(turn)}, not an object with from and value")
+        speaker = turn.get("from")
+        if speaker not in _SHAREGPT_ROLES:
+            raise BadRow(f"{where}.from", f"is {speaker!r}, not one of {', '.join(_SHAREGPT_ROLES)}")
+        if not isinstance(turn.get("value"), str):
+            raise BadRow(f"{where}.value", f"is {_kind(turn.get('value'))}, not text")
+        messages.append({"role": _SHAREGPT_ROLES[speaker], "content": turn["value"]})
+    return Example(messages=_with_system(row, messages, "conversations"), **_beside(row))
+
+
+def _alpaca(row: Mapping[str, Any]) -> Example:
+    instruction, output = _text(row, "instruction"), _text(row, "output", may_be_empty=True)
+    given = _text(row, "input", may_be_empty=True) if row.get("input") is not None else ""
+    question = f"{instruction}\n\n{given}" if given else instruction
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+    return Example(
+        messages=_with_system(row, messages, "instruction"),
+        prompt=alpaca_prompt(instruction, given),
+        completion=output,
+    )
+
+
+def _prompt_completion(row: Mapping[str, Any]) -> Example:
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, list) != isinstance(completion, list):
+        raise BadRow("completion", f"is {_kind(completion)} and prompt is {_kind(prompt)}; give two of a kind")
+    if isinstance(prompt, list):
+        answer = _conversation(row, "completion")
+        if any(message["role"] != "assistant" for message in answer[:1]):
+            raise BadRow(
+                "completion[0].role", f"is {answer[0]['role']!r}; a completion starts with the assistant's turn"
+            )
+        return Example(messages=_conversation(row, "prompt") + answer, **_beside(row))
+    return Example(prompt=_text(row, "prompt", may_be_empty=True), completion=_text(row, "completion"))
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], Example]] = {
+    "messages": _messages,
+    "sharegpt": _sharegpt,
+    "alpaca": _alpaca,
+    "prompt_completion": _prompt_completion,
+}
+
+
+def _conversation(row: Mapping[str, Any], name: str) -> Messages:
+    """A list of messages with a role and a content each; other keys, such as tool_calls, stay as they are."""
+    found: Messages = []
+    for index, message in enumerate(_list(row, name)):
+        where = f"{name}[{index}]"
+        if not isinstance(message, dict):
+            raise BadRow(where, f"is {_kind(message)}, not an object with role and content")
+        message = _without_nulls(message)
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise BadRow(f"{where}.role", f"is {_kind(role)}, not text such as user or assistant")
+        parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
+        if not isinstance(content, str) and not parts and not (content is None and message.get("tool_calls")):
+            raise BadRow(f"{where}.content", f"is {_kind(content)}, not text")
+        found.append(message if content is not None else {**message, "content": ""})
+    return found
+
+
+def _beside(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row may have beside its messages."""
+    tools, options = row.get("tools"), row.get("chat_template_kwargs")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise BadRow("tools", f"is text that is not JSON ({error})") from error
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadRow("tools", f"is {_kind(tools)}, not a list of JSON schemas")
+    if options is not None and not isinstance(options, dict):
+        raise BadRow("chat_template_kwargs", f"is {_kind(options)}, not an object")
+    return {"tools": _without_nulls(tools) or None, "template_options": _without_nulls(options) or {}}
+
+
+def _with_system(row: Mapping[str, Any], messages: Messages, name: str) -> Messages:
+    system = row.get("system")
+    if system is None or system == "":
+        return messages
+    if not isinstance(system, str):
+        raise BadRow("system", f"is {_kind(system)}, not text")
+    if messages and messages[0]["role"] == "system":
+        raise BadRow("system", f"is there, and {name} opens with a system turn too; remove one of them")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _list(row: Mapping[str, Any], name: str) -> list[Any]:
+    value = row.get(name)
+    if not isinstance(value, list):
+        raise BadRow(name, f"is {_kind(value)}, not a list")
+    if not value:
+        raise BadRow(name, "is an empty list")
+    return value
+
+
+def _text(row: Mapping[str, Any], name: str, *, may_be_empty: bool = False) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise BadRow(name, f"is {_kind(value)}, not text")
+    if not value and not may_be_empty:
+        raise BadRow(name, "is empty")
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without keys whose value is null: Arrow, which `datasets` reads rows with, adds every key to every row."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _kind(value: Any) -> str:
+    """What a JSON value is, in words."""
+    names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+    return "missing or null" if value is None else names.get(type(value), type(value).__name__)

@@ -1,0 +1,87 @@
+"""Rows as they will be trained: `python -m data.show --config FILE [--rows 3] [key.sub=value ...]`.
+
+Prepares the data of a run config, if need be, and prints the first rows with the tokens that have labels in colour (on
+a terminal; elsewhere between brackets), then the totals. Starts no training and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from config.cli import Arguments, entry_point, positive_int
+from config.errors import UserError
+from config.load import load_config
+from config.printable import printable
+from config.task import settle_task
+from data.corpus import Corpus
+from data.prepare import prepare
+from data.prepare_rows import prepare_rows
+from data.row_shards import RowShards
+from data.tokenizer import load_tokenizer
+
+_ON, _OFF = ("\x1b[32m", "\x1b[0m"), ("[", "]")
+_LONGEST = 4000
+"""[tokens] Printed of a row, or of a sequence of documents."""
+
+
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    options = read_options(arguments)
+    config = settle_task(load_config(options.config, options.overrides, None))
+    make = prepare if config.task == "pretrain" else prepare_rows
+    corpus = make(config.data, progress=True)
+    for line in shown_rows(corpus, config.data.sequence_length, options.rows, colour=sys.stdout.isatty()):
+        print(line)
+    return 0
+
+
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. Raises UserError."""
+    parser = Arguments("python -m data.show", __doc__)
+    parser.add_argument("--config", type=Path, required=True, help="run config")
+    parser.add_argument("--rows", type=positive_int, default=3, help="how many rows to print (default 3)")
+    parser.add_argument("overrides", nargs="*", help="key.sub=value, as for train.py")
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        raise UserError(f"command line: no such option {unknown[0]}; see python -m data.show --help")
+    return options
+
+
+def shown_rows(corpus: Corpus, sequence_length: int, rows: int, *, colour: bool) -> list[str]:
+    """The first rows, then the totals, as lines of text."""
+    tokenizer = load_tokenizer(corpus.tokenizer_folder)
+    marks = _ON if colour else _OFF
+    found = []
+    for number, (ids, trained) in enumerate(_first(corpus, sequence_length, rows), 1):
+        edges = np.flatnonzero(np.diff(trained.astype(np.int8))) + 1
+        parts = zip(np.split(ids[:_LONGEST], edges), np.split(trained[:_LONGEST], edges), strict=True)
+        pieces = [(printable(str(tokenizer.decode(part))), bool(on.any())) for part, on in parts if len(part)]
+        text = "".join(f"{marks[0]}{piece}{marks[1]}" if on else piece for piece, on in pieces)
+        found += [f"--- {number}: {len(ids):,} tokens, {int(trained.sum()):,} of them labels", text]
+    counts = ", ".join(f"{key} {value:,}" for key, value in corpus.counts.items() if isinstance(value, int))
+    found += ["---", *corpus.notes]
+    if counts:
+        found.append(f"data: {counts}")
+    else:
+        labels = corpus.train.label_tokens(sequence_length)
+        found.append(f"data: {corpus.train_documents:,} documents, {labels:,} labels, all tokens are labels")
+    return found
+
+
+def _first(corpus: Corpus, sequence_length: int, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    train = corpus.train
+    if isinstance(train, RowShards):
+        pairs = (train.row(number) for number in range(min(rows, train.rows)))
+        return [(np.asarray(ids), np.asarray(trained, dtype=bool)) for ids, trained in pairs]
+    windows = train.read(np.arange(min(rows, train.sequences(sequence_length))), sequence_length)
+    return [(ids, np.arange(len(ids)) > 0) for ids in windows]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Low-rank adapters on a frozen model (Hu et al. 2021, LoRA; Liu et al. 2024, DoRA), by the library `peft`.
+
+The adapters are put into the model's own layers: it stays the class it is, `q_proj` becomes a layer that holds the
+frozen `base_layer` and the trainable `lora_A.default` and `lora_B.default`. Their first values depend on the seed and
+their names alone, so every rank and every layout starts from the same numbers, in FP32 before anything is rounded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from config.errors import UserError, one_line
+from config.schema import AdapterSection
+
+NAME = "default"
+"""Of the only adapter, in the names of its parameters."""
+
+
+def adapter_config(section: AdapterSection) -> Any:
+    """The `peft.LoraConfig` of the config's section."""
+    from peft import LoraConfig
+
+    targets = section.target_modules
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=section.r,
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        use_rslora=section.rslora,
+        use_dora=section.kind == "dora",
+        target_modules=targets[0] if targets == ("all-linear",) else list(targets),
+        modules_to_save=list(section.modules_to_save) or None,
+        init_lora_weights="gaussian" if section.init == "gaussian" else True,
+    )
+
+
+def add_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int) -> PreTrainedModel:
+    """Freeze the model and put the adapter into it; the same model, changed in place.
+
+    Under ZeRO-3 its weights may be partitioned already. Raises UserError for target modules that it does not have.
+    """
+    from peft import get_peft_model
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        try:
+            wrapped = get_peft_model(model, adapter_config(section), autocast_adapter_dtype=False)
+        except (ValueError, TypeError) as error:
+            problem = f"adapter.target_modules = {', '.join(section.target_modules)}: {one_line(error)}"
+            raise UserError(f"{problem}; name modules of the model, such as q_proj and v_proj") from error
+    adapted: Any = wrapped.get_base_model()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            value = initial_value(section, name, parameter.shape, seed=seed)
+            if value is not None:
+                parameter.copy_(value)
+    return adapted
+
+
+def initial_value(section: AdapterSection, name: str, shape: torch.Size, *, seed: int) -> torch.Tensor | None:
+    """A factor's first value in FP32; None for a parameter that is no factor.
+
+    A: uniform in +-1/sqrt(inputs) as torch's linear layers, or normal with deviation 1/r (`init: gaussian`). B: zero,
+    so that the model starts as its base.
+    """
+    if f".lora_B.{NAME}." in name:
+        return torch.zeros(shape)
+    if f".lora_A.{NAME}." not in name:
+        return None
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
+    if section.init == "gaussian":
+        return torch.randn(shape, generator=generator) / section.r
+    bound = 1 / math.sqrt(shape[1:].numel())
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def base_name(name: str) -> str:
+    """The name that a parameter or module has in the model without adapter; a factor's stays as it is."""
+    for part in (".base_layer", ".original_module", f".modules_to_save.{NAME}"):
+        name = name.replace(part, "")
+    return name
+
+
+def peft_name(name: str) -> str:
+    """The name that a trained parameter has in a file of `peft`."""
+    name = name.replace(f".modules_to_save.{NAME}", "").replace(f".{NAME}", "")
+    return "base_model.model." + name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")

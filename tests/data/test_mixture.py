@@ -1,0 +1,62 @@
+"""Mixtures: exact shares, every sample once an epoch, the same order whatever the batch size."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.mixture import BLOCK, Mixture
+
+MIXED = Mixture(("a", "b", "c"), (100, 3000, 7), (1.0, 2.5, 0.1))
+
+
+def order(mixture: Mixture, count: int, *, seed: int = 0, size: int = 8) -> np.ndarray:
+    return np.concatenate([mixture.sample_ids(n, seed=seed, global_size=size) for n in range(-(-count // size))])[
+        :count
+    ]
+
+
+def test_the_order_does_not_depend_on_the_batch_size() -> None:
+    whole = order(MIXED, 3 * BLOCK, size=64)
+    for size in (8, 48, 2 * BLOCK):
+        assert np.array_equal(order(MIXED, 3 * BLOCK, size=size), whole)
+    assert not np.array_equal(order(MIXED, 3 * BLOCK, seed=1), whole)
+
+
+def test_shares_are_exact_and_every_sample_comes_once_an_epoch() -> None:
+    ids = order(MIXED, 20 * BLOCK, size=BLOCK)
+    counts = Counter(MIXED.source_of(ids).tolist())
+    for source, share in enumerate(MIXED.shares()):
+        assert counts[source] == pytest.approx(20 * BLOCK * share, abs=3)
+    first = 0
+    for source, size in enumerate(MIXED.samples):
+        own = ids[MIXED.source_of(ids) == source] - first
+        for epoch in range(len(own) // size):
+            assert sorted(own[epoch * size : (epoch + 1) * size]) == list(range(size))
+        if len(own) >= 2 * size:
+            assert own[:size].tolist() != own[size : 2 * size].tolist()
+        first += size
+
+
+def test_a_block_is_shuffled() -> None:
+    sources = MIXED.source_of(order(MIXED, BLOCK))
+    runs = int((np.diff(sources) != 0).sum())
+    assert runs > BLOCK / 4
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.floats(1e-3, 1e3)), min_size=1, max_size=6),
+    st.integers(0, 2**31),
+    st.integers(0, 50),
+)
+def test_any_mixture_has_samples_of_its_sources(sources: list[tuple[int, float]], seed: int, position: int) -> None:
+    samples, weights = zip(*sources, strict=True)
+    mixture = Mixture(tuple(map(str, range(len(sources)))), samples, weights)
+    ids = mixture.sample_ids(position, seed=seed, global_size=100)
+    assert ids.min() >= 0
+    assert ids.max() < sum(samples)

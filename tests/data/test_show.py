@@ -1,0 +1,140 @@
+"""`python -m data.show` prints rows and totals; every malformed file or config is one line and exit code 2."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.show import main
+from tests.support.chats import write_base, write_chats
+
+GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+def shown(base: Path, folder: Path, *overrides: str) -> int:
+    """Exit code of the tool on a config for `folder`/rows.jsonl."""
+    config = folder / "run.yaml"
+    if not config.exists():
+        config.write_text(
+            f"task: sft\nmodel: {{name_or_path: {base}}}\ndata: {{source: auto, path: {folder}/rows.jsonl, "
+            f"tokenizer: model, sequence_length: 64, cache_dir: {folder}/cache, validation_fraction: 0}}\n"
+        )
+    return main(["--config", str(config), *overrides])
+
+
+def test_it_prints_rows_with_their_labels_and_totals(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_chats(tmp_path / "rows.jsonl", 5)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"messages": [GOOD["messages"][0], {"role": "assistant", "content": "b " * 80}]}) + "\n")
+    assert shown(base, tmp_path, "--rows", "2") == 0
+    out = capsys.readouterr().out
+    assert out.count("<|im_start|>assistant\n[") >= 2
+    assert out.count("<|im_end|>]\n") >= 2
+    assert "--- 2: " in out
+    assert "--- 3: " not in out
+    assert "6 rows of format messages (recognised by their fields); chat template of the tokenizer" in out
+    assert "5 rows in " in out
+    assert ", 1 dropped; the longest row has " in out
+    assert shown(base, tmp_path, "data.too_long=truncate_right") == 0
+    assert "6 rows in " in (out := capsys.readouterr().out)
+    assert ", 1 truncated; " in out
+
+
+def test_bad_rows_are_skipped_and_counted_when_that_is_asked_for(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["{", json.dumps(GOOD), json.dumps({"messages": []}), "[1]", "", json.dumps(GOOD)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    assert shown(base, tmp_path, "data.on_bad_row=skip") == 0
+    out = capsys.readouterr().out
+    assert "2 rows in 1 sequences to train on, 0 rows held out, 3 skipped" in out
+    assert "rows.jsonl:1: is not JSON" in out
+
+
+def test_compressed_files_and_one_list_are_read(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
+        file.write(json.dumps(GOOD) + "\n")
+    assert shown(base, tmp_path, f"data.path={tmp_path}/rows.jsonl.gz") == 0
+    assert "1 rows of format messages" in capsys.readouterr().out
+    (tmp_path / "rows.json").write_text(json.dumps([GOOD, GOOD], indent=1))
+    assert shown(base, tmp_path, f"data.path={tmp_path}/rows.json") == 0
+    assert "2 rows of format messages" in capsys.readouterr().out
+
+
+def row(**fields: Any) -> str:
+    return json.dumps(fields)
+
+
+def turns(*contents: str, roles: str = "ua") -> str:
+    names = {"u": "user", "a": "assistant", "s": "system"}
+    return row(messages=[{"role": names[r], "content": c} for r, c in zip(roles, contents, strict=True)])
+
+
+FIRST = json.dumps(GOOD)
+FILES: list[tuple[str | bytes, str, str]] = [
+    ("", "", "holds no row. Point it at rows"),
+    ("\n\n", "", "holds no row. Point it at rows"),
+    ("{", "", "rows.jsonl:1: is not JSON"),
+    (FIRST + "\n{'messages': 1}", "", "rows.jsonl:2: is not JSON"),
+    (FIRST + '\n{"messages": [', "", "rows.jsonl:2: is not JSON"),
+    (b"\xff\xfe\x00", "", "rows.jsonl:1: is not JSON"),
+    ("3", "", "rows.jsonl:1: is 3, not an object with fields"),
+    ("[3]", "", "rows.jsonl: item 1: is 3, not an object with fields"),
+    ("[3", "", "rows.jsonl: cannot be read"),
+    (row(question="a", answer="b"), "", "rows.jsonl:1: is of no known format: its fields are answer, question"),
+    (FIRST + "\n" + row(prompt="a", completion="b"), "", "rows.jsonl:2: messages: is missing or null, not a list"),
+    (FIRST + "\n" + row(messages=[{"role": "user"}]), "", "rows.jsonl:2: messages[0].content: is missing or null"),
+    (FIRST + "\n" + row(messages="x"), "", "rows.jsonl:2: messages: is text, not a list"),
+    (FIRST + "\n" + row(messages=None), "", "rows.jsonl:2: messages: is missing or null, not a list"),
+    (turns("a", roles="u"), "", "rows.jsonl:1: messages: has no assistant's turn to train on"),
+    (turns("a <|im_end|>", "b"), "", "rows.jsonl:1: messages[0].content: spells the control token <|im_end|>"),
+    ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "", "rows.jsonl:1: "),
+    (row(messages=GOOD["messages"], tools="{"), "", "rows.jsonl:1: tools: is text that is not JSON"),
+    (turns("a", "b " * 200), "", "no row of 1 is left to train on: 1 dropped as longer than 65 tokens"),
+    (FIRST, "data.format=alpaca", "rows.jsonl:1: instruction: is missing or null, not text"),
+    (FIRST, "data.format=chatml", "data.format = 'chatml' is not one of auto, messages, sharegpt"),
+    (FIRST, "data.train_on=user", "data.train_on = 'user' is not one of assistant, last_assistant, all"),
+    (FIRST, "data.packing=bfd", "data.packing = 'bfd' is not one of best_fit, none"),
+    (FIRST, "data.too_long=cut", "data.too_long = 'cut' is not one of drop, truncate_left, truncate_right"),
+    (FIRST, "data.on_bad_row=ignore", "data.on_bad_row = 'ignore' is not one of error, skip"),
+    (FIRST, "data.chat_template=nowhere.jinja", "data.chat_template = 'nowhere.jinja' is not a file"),
+    (FIRST, "data.chat_template={folder}/bad.jinja", "rows.jsonl:1: messages: are refused by the chat template"),
+    (FIRST, "data.document_masking=true data.packing=none", "data.document_masking = true: rows are not packed by"),
+    (FIRST, "data.path={folder}/none.jsonl", "none.jsonl' matches no file"),
+    (FIRST, "data.source=text", "data.source = text has no rows"),
+    (FIRST, "data.tokenizer=bytes", "rows.jsonl:1: is a conversation, and the tokenizer has no chat template"),
+    (FIRST, "task=pretrain data.train_on=all", "data.train_on = 'all' is only read by task = sft"),
+    (FIRST, "task=stf", "task = 'stf' is not one of pretrain, sft; did you mean sft?"),
+    (FIRST, "adapter.kind=lora adapter.target_modules=[]", "adapter.target_modules is empty; name modules"),
+    (FIRST, "adapter.r=4", "adapter.r = 4 is not read by adapter.kind = none; set adapter.kind=lora"),
+    (FIRST, "data.validation_fraction=0.9999999", "all 1 rows of data.path="),
+]
+
+
+@pytest.mark.parametrize(("content", "overrides", "problem"), FILES)
+def test_what_is_malformed_is_one_line_and_exit_code_2(
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str | bytes,
+    overrides: str,
+    problem: str,
+) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "bad.jinja").write_text("{% for x in %}")
+    assert shown(base, tmp_path, *overrides.replace("{folder}", str(tmp_path)).split()) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("data: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: ")
+    assert problem in errors[0]

@@ -1,0 +1,283 @@
+"""Chat templates in the shapes that public models use, and what each makes of a conversation, written down by hand.
+
+A shape says how a turn of each role looks: what stands before its content, what ends it (which an answer learns), and
+what follows (which it does not). The Jinja beside it is written in the style of that family's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Segments = list[tuple[str, bool]]
+"""Text, and whether it is trained."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One family's template."""
+
+    jinja: str
+    before: dict[str, str]
+    end: str
+    """Of an answer: trained."""
+    after: str = ""
+    """Of an answer: not trained."""
+    other_end: dict[str, str] = field(default_factory=dict)
+    """Of the other roles, where it is not `end` + `after`."""
+    opening: str = ""
+    strip: bool = False
+    special: tuple[str, ...] = ()
+    system: bool = True
+    """Whether it has system turns."""
+    lead: str = ""
+    """Between the prompt to generate and an answer's content: trained."""
+    only_between: bool = False
+    """What follows a turn is not there after the last one."""
+    appended: bool = False
+    """Whether the end of the document is appended, since the template ends its answers with no control token."""
+
+    def segments(self, messages: list[dict[str, str]], train: str = "assistant") -> Segments:
+        """The conversation as this family writes it. train: assistant or last_assistant."""
+        found: Segments = [(self.opening, False)]
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        trained = answers if train == "assistant" else answers[-1:]
+        for index, message in enumerate(messages):
+            role, content = message["role"], message["content"].strip() if self.strip else message["content"]
+            last = self.only_between and index + 1 == len(messages)
+            if role == "assistant":
+                learned, after = index in trained, "" if last else self.after
+                answer = self.lead + content + self.end
+                found += [(self.before[role], False), (answer, learned), (after, False)]
+            else:
+                end = "" if last else self.other_end.get(role, self.end + self.after)
+                found += [(self.before[role] + content + end, False)]
+        return found
+
+
+def _roles(pattern: str, **names: str) -> dict[str, str]:
+    named = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool", **names}
+    return {role: pattern.format(name) for role, name in named.items()}
+
+
+_LOOP = "{% for message in messages %}"
+_CHATML = "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+_CHATML_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+_HEADER = "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+_HEADER_PROMPT = "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+IM = ("<|im_start|>", "<|im_end|>")
+LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+SHAPES: dict[str, Shape] = {
+    "chatml": Shape(_LOOP + _CHATML + _CHATML_PROMPT, _roles("<|im_start|>{}\n"), "<|im_end|>", "\n", special=IM),
+    "chatml, default system": Shape(
+        "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{% endif %}"
+        + _LOOP
+        + _CHATML
+        + _CHATML_PROMPT,
+        _roles("<|im_start|>{}\n"),
+        "<|im_end|>",
+        "\n",
+        opening="<|im_start|>system\nBe brief.<|im_end|>\n",
+        special=IM,
+        system=False,
+    ),
+    "chatml, markers": Shape(
+        _LOOP + "{% if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}{% generation %}"
+        "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+        "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        + _CHATML_PROMPT,
+        _roles("<|im_start|>{}\n"),
+        "<|im_end|>",
+        "\n",
+        special=IM,
+    ),
+    "chatml, markers without the end": Shape(
+        _LOOP + "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}{% generation %}"
+        "{{ message['content'] }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}" + _CHATML_PROMPT,
+        _roles("<|im_start|>{}\n"),
+        "<|im_end|>",
+        "\n",
+        special=IM,
+    ),
+    "llama 3": Shape(
+        "{{ '<|begin_of_text|>' }}"
+        + _LOOP
+        + _HEADER
+        + "{{ message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+        + _HEADER_PROMPT,
+        _roles("<|start_header_id|>{}<|end_header_id|>\n\n"),
+        "<|eot_id|>",
+        opening="<|begin_of_text|>",
+        strip=True,
+        special=LLAMA3,
+    ),
+    "llama 3, markers": Shape(
+        "{{ '<|begin_of_text|>' }}" + _LOOP + _HEADER + "{% if message['role'] == 'assistant' %}{% generation %}"
+        "{{ message['content'] | trim }}{% endgeneration %}{% else %}{{ message['content'] | trim }}{% endif %}"
+        "{{ '<|eot_id|>' }}{% endfor %}" + _HEADER_PROMPT,
+        _roles("<|start_header_id|>{}<|end_header_id|>\n\n"),
+        "<|eot_id|>",
+        opening="<|begin_of_text|>",
+        strip=True,
+        special=LLAMA3,
+    ),
+    "llama 2": Shape(
+        "{{ '<s>' }}" + _LOOP + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+        "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + ' ' + eos_token }}"
+        "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}",
+        {"user": "[INST] ", "assistant": " "},
+        " </s>",
+        other_end={"user": " [/INST]"},
+        opening="<s>",
+        special=("<s>",),
+        system=False,
+    ),
+    "mistral": Shape(
+        "{{ '<s>' }}" + _LOOP + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + '[/INST]' }}"
+        "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}",
+        {"user": "[INST] ", "assistant": " "},
+        "</s>",
+        other_end={"user": "[/INST]"},
+        opening="<s>",
+        special=("<s>", "[INST]", "[/INST]"),
+        system=False,
+    ),
+    "gemma": Shape(
+        "{{ '<bos>' }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        + _LOOP
+        + "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+        "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
+        _roles("<start_of_turn>{}\n", assistant="model"),
+        "<end_of_turn>",
+        "\n",
+        opening="<bos>",
+        strip=True,
+        special=("<bos>", "<start_of_turn>", "<end_of_turn>"),
+        system=False,
+    ),
+    "phi 3": Shape(
+        _LOOP + "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+        _roles("<|{}|>\n"),
+        "<|end|>",
+        "\n",
+        special=("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    ),
+    "zephyr": Shape(
+        _LOOP + "{{ '<|' + message['role'] + '|>\n' + message['content'] + eos_token + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+        _roles("<|{}|>\n"),
+        "</s>",
+        "\n",
+    ),
+    "olmo 2": Shape(
+        "{{ '<s>' }}" + _LOOP + "{{ '<|' + message['role'] + '|>\n' + message['content'] }}"
+        "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% if not loop.last %}{{ '\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '\n<|assistant|>\n' }}{% endif %}",
+        {"system": "<|system|>\n", "user": "<|user|>\n", "assistant": "<|assistant|>\n"},
+        "</s>",
+        "\n",
+        other_end={"system": "\n", "user": "\n"},
+        only_between=True,
+        opening="<s>",
+        special=("<s>",),
+    ),
+    "vicuna": Shape(
+        _LOOP + "{% if message['role'] == 'system' %}{{ message['content'] + ' ' }}"
+        "{% elif message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
+        "{% else %}{{ 'ASSISTANT: ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}",
+        {"system": "", "user": "USER: ", "assistant": "ASSISTANT: "},
+        "</s>",
+        other_end={"system": " ", "user": " "},
+    ),
+    "vicuna, no prompt to generate": Shape(
+        _LOOP + "{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
+        "{% else %}{{ 'ASSISTANT: ' + message['content'] + eos_token }}{% endif %}{% endfor %}",
+        {"user": "USER: ", "assistant": "ASSISTANT: "},
+        "</s>",
+        other_end={"user": " "},
+        system=False,
+    ),
+    "command r": Shape(
+        "{{ '<BOS>' }}" + _LOOP + "{% set who = {'user': '<|USER|>', 'assistant': '<|BOT|>', 'system': '<|SYSTEM|>'} %}"
+        "{{ '<|START|>' + who[message['role']] + message['content'] | trim + '<|END|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|START|><|BOT|>' }}{% endif %}",
+        {"system": "<|START|><|SYSTEM|>", "user": "<|START|><|USER|>", "assistant": "<|START|><|BOT|>"},
+        "<|END|>",
+        opening="<BOS>",
+        strip=True,
+        special=("<BOS>", "<|START|>", "<|END|>", "<|USER|>", "<|BOT|>", "<|SYSTEM|>"),
+    ),
+    "deepseek": Shape(
+        "{{ '<s>' }}" + _LOOP + "{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\n\n' }}"
+        "{% elif message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] + eos_token }}"
+        "{% else %}{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
+        {"system": "", "user": "User: ", "assistant": "Assistant:"},
+        "</s>",
+        lead=" ",
+        other_end={"system": "\n\n", "user": "\n\n"},
+        opening="<s>",
+        special=("<s>",),
+    ),
+    "solar": Shape(
+        _LOOP + "{% set who = {'user': 'User', 'assistant': 'Assistant', 'system': 'System'} %}"
+        "{{ '### ' + who[message['role']] + ':\n' + message['content'] + '\n\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}",
+        _roles("### {}:\n", user="User", assistant="Assistant", system="System"),
+        "\n\n",
+        appended=True,
+    ),
+    "starling": Shape(
+        "{{ '<s>' }}" + _LOOP + "{{ 'GPT4 Correct ' + message['role'] | title + ': ' + message['content'] + "
+        "'<|end_of_turn|>' }}{% endfor %}{% if add_generation_prompt %}{{ 'GPT4 Correct Assistant: ' }}{% endif %}",
+        _roles("GPT4 Correct {}: ", user="User", assistant="Assistant", system="System"),
+        "<|end_of_turn|>",
+        opening="<s>",
+        special=("<s>", "<|end_of_turn|>"),
+    ),
+    "granite": Shape(
+        _LOOP
+        + "{{ '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] + eos_token + '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}",
+        _roles("<|start_of_role|>{}<|end_of_role|>"),
+        "</s>",
+        "\n",
+        special=("<|start_of_role|>", "<|end_of_role|>"),
+    ),
+    "harmony": Shape(
+        _LOOP + "{% if message['role'] == 'assistant' %}"
+        "{{ '<|start|>assistant<|channel|>final<|message|>' + message['content'] + '<|end|>' }}{% else %}"
+        "{{ '<|start|>' + message['role'] + '<|message|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant<|channel|>final<|message|>' }}{% endif %}",
+        {
+            "system": "<|start|>system<|message|>",
+            "user": "<|start|>user<|message|>",
+            "assistant": "<|start|>assistant<|channel|>final<|message|>",
+            "tool": "<|start|>tool<|message|>",
+        },
+        "<|end|>",
+        special=("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
+    ),
+    "falcon": Shape(
+        _LOOP + "{% if not loop.first %}{{ '\n' }}{% endif %}"
+        "{{ message['role'] | title + ': ' + message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\nAssistant: ' }}{% endif %}",
+        {"system": "System: ", "user": "User: ", "assistant": "Assistant: "},
+        "",
+        "\n",
+        other_end={"system": "\n", "user": "\n"},
+        only_between=True,
+        appended=True,
+    ),
+}
+"""End of document: </s>."""
+
+THINKING = (
+    _LOOP + "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' and loop.last %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ message['content'] + '<|im_end|>\n' }}{% endfor %}" + _CHATML_PROMPT
+)
+"""As Qwen 3 does: the last answer only has an empty thought, so earlier ones cannot be located by rendering."""

@@ -1,0 +1,234 @@
+"""What runs inside the processes of test_sft.py, and the oracle in plain torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from config.cli import REPOSITORY
+from config.command_line import read_command_line
+from config.resolved import Resolved
+from data.row_shards import RowShards
+from modeling.parameter_groups import parameter_groups
+from tests.support.chats import LENGTH, SHAPE
+from training.distributed import World
+from training.engine.tensors import trainable_parameters, whole_master
+from training.session import Session, session
+
+STEPS = 3
+GLOBAL = 8
+RATE = 0.01
+CLIPPING = 0.5
+
+
+def resolve(folder: Path, *, stage: int = 2, compute: str = "fp32", overrides: tuple[str, ...] = ()) -> Resolved:
+    """A fine-tuning of the base in `folder` on its chats."""
+    return read_command_line(
+        [
+            "--config",
+            str(REPOSITORY / "config/recipes/demo.yaml"),
+            "task=sft",
+            f"run.dir={folder}/runs",
+            "run.resume=auto",
+            "run.steps=6",
+            "model.architecture=null",
+            "model.config={}",
+            f"model.name_or_path={folder}/base",
+            "model.activation_checkpointing=none",
+            "data.source=auto",
+            f"data.path={folder}/chats.jsonl",
+            "data.tokenizer=model",
+            f"data.sequence_length={LENGTH}",
+            "data.validation_fraction=0",
+            f"data.cache_dir={folder}/cache",
+            f"batch.global_size={GLOBAL}",
+            "batch.micro_size=2",
+            f"optimizer.learning_rate={RATE}",
+            f"optimizer.gradient_clipping={CLIPPING}",
+            "schedule={name: constant, warmup_steps: 0}",
+            f"precision.compute={compute}",
+            f"deepspeed.stage={stage}",
+            "evaluate.every_steps=0",
+            "checkpoint.every_steps=0",
+            "tracking.wandb=disabled",
+            "generate.tokens=0",
+            *overrides,
+        ]
+    )
+
+
+def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
+    """Losses, norms and rows of some steps, and the masters before and after."""
+    with session(resolve(folder, **options), world=world) as opened:
+        before = masters(opened)
+        found = [_step(opened) for _ in range(STEPS)]
+        return {"steps": found, "before": before, "after": masters(opened)}
+
+
+def masters(opened: Session) -> dict[str, torch.Tensor]:
+    """Every master, whole, by name. A collective."""
+    engine = opened.engine
+    return {name: whole_master(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
+
+
+def _step(opened: Session) -> dict[str, Any]:
+    engine, batch, train = opened.engine, opened.batches.next_step(), opened.corpus.train
+    assert isinstance(train, RowShards)
+    health = engine.health(engine.forward_backward(batch, step=batch.position + 1))
+    assert engine.step(health, RATE).applied
+    rows = [row for sample in batch.sample_ids for row in train.rows_of(int(sample))]
+    return {"loss": health.loss, "grad_norm": health.grad_norm, "rows": rows, "tokens": batch.tokens}
+
+
+def oracle(folder: Path, rows_of_steps: list[list[int]], model: Any = None) -> dict[str, Any]:
+    """The same steps in plain torch: one row at a time, unpadded, its labels derived from the shape's description."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    if model is None:
+        model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    model.train()
+    chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines()]
+    groups = parameter_groups(model, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = []
+    for numbers in rows_of_steps:
+        rows = [labelled(tokenizer, chats[number]) for number in numbers]
+        count = sum(int((labels[1:] != -100).sum()) for _, labels in rows)
+        total = 0.0
+        for ids, labels in rows:
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+            loss = torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum")
+            (loss / count).backward()
+            total += float(loss.detach())
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), CLIPPING))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({"loss": total / count, "grad_norm": norm, "tokens": sum(len(ids) - 1 for ids, _ in rows)})
+    return {"steps": found, "after": {name: parameter.detach().clone() for name, parameter in parameters.items()}}
+
+
+def labelled(tokenizer: Any, turns: list[dict[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(n,) ids of a conversation, and (n,) the ids that are trained, -100 elsewhere."""
+    ids: list[int] = []
+    labels: list[int] = []
+    for text, learned in SHAPE.segments(turns):
+        part = tokenizer(text, add_special_tokens=False).input_ids
+        ids += part
+        labels += part if learned else [-100] * len(part)
+    whole = tokenizer("".join(text for text, _ in SHAPE.segments(turns)), add_special_tokens=False).input_ids
+    assert ids == whole, "the chats were made so that no token straddles a turn"
+    return torch.tensor(ids), torch.tensor(labels)
+
+
+def base_of(folder: Path, adapter: dict[str, Any], first: dict[str, torch.Tensor]) -> Any:
+    """The base under plain `peft`, its adapter at the values `first`, by Mantissa's names."""
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **adapter)).get_base_model()
+    adapted.load_state_dict(first, strict=False)
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert trained == set(first)
+    return adapted
+
+
+def parity_steps(world: World, *, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """Two steps, each compared with FP32 module by module."""
+    from training.parity.reference import Reference
+    from training.parity.steps import StepParity
+
+    resolved = resolve(folder, **options)
+    with session(resolved, world=world) as opened:
+        parity = StepParity(opened.engine, Reference(resolved, opened.model_config, world), resolved)
+        return [parity.step(opened.batches.next_step(), applied=step) for step in range(2)]
+
+
+def telemetry(world: World, *, folder: Path, probe: bool, **options: Any) -> dict[str, Any]:
+    """What is measured on the first step."""
+    from training.telemetry import Telemetry
+
+    with session(resolve(folder, **options), world=world) as opened:
+        meter, batch = Telemetry(opened.engine, probe=probe), opened.batches.next_step()
+        with meter.watching(batch):
+            outcome = opened.engine.forward_backward(batch, step=1)
+        opened.engine.health(outcome)
+        return meter.finish()
+
+
+def causes(world: World, *, folder: Path, **options: Any) -> list[tuple[int, Any]]:
+    """Who made the first step not finite."""
+    from training.attribution import attribute
+
+    with session(resolve(folder, **options), world=world) as opened:
+        batch = opened.batches.next_step()
+        outcome = opened.engine.forward_backward(batch, step=1)
+        assert not opened.engine.health(outcome).finite
+        return attribute(opened.engine, batch, outcome, step=1)
+
+
+def ledger(world: World, *, folder: Path, **options: Any) -> list[Any]:
+    """The ledger after a step."""
+    from training.engine.ledger import read_ledger
+
+    with session(resolve(folder, **options), world=world) as opened:
+        _step(opened)
+        return read_ledger(opened.engine, reduce="fp32")
+
+
+def with_a_frozen_gradient(world: World, *, folder: Path, **options: Any) -> str:
+    """What the ledger says when a frozen weight has a gradient."""
+    from training.engine.ledger import PrecisionError, read_ledger
+
+    with session(resolve(folder, **options), world=world) as opened:
+        frozen = next(p for p in opened.engine.model.parameters() if not p.requires_grad)
+        frozen.grad = torch.zeros_like(frozen)
+        try:
+            read_ledger(opened.engine, reduce="fp32")
+        except PrecisionError as error:
+            return str(error)
+    return ""
+
+
+def regions(world: World, *, folder: Path, **options: Any) -> dict[str, str]:
+    """The dtype of each region after a step under a manifest."""
+    resolved = resolve(folder, compute="auto", **options)
+    with session(resolved, world=world) as opened:
+        _step(opened)
+        assert opened.engine.regions is not None
+        return dict(opened.engine.regions.dtypes)
+
+
+def mixture(world: World, *, folder: Path, count: int, first: int = 0, **options: Any) -> list[dict[str, Any]]:
+    """Some global batches of a mixture from position `first` on, and the validation loss by source."""
+    with session(resolve(folder, **options), world=world) as opened:
+        opened.batches.restore(first)
+        found = []
+        for _ in range(count):
+            batch = opened.batches.next_step()
+            assert batch.labels_by_source is not None
+            found.append({"ids": batch.sample_ids.tolist(), "labels": batch.labels_by_source})
+            mine = opened.engine.world.sum(opened.engine.world.numbers([batch.label_tokens]))
+            assert int(mine) == sum(batch.labels_by_source.values()) == batch.label_tokens_of_all
+        losses = {name: opened.engine.evaluate(own) for name, own in opened.validation_by_source().items()}
+        assert opened.corpus.mixture is not None
+        return [*found, {"shares": opened.corpus.mixture.shares(), "losses": losses}]
+
+
+def lost_updates(world: World, *, folder: Path, rate: float, **options: Any) -> dict[str, Any]:
+    """What the meter says of the second step, and the whole masters before and after it."""
+    from training.telemetry import Telemetry
+
+    with session(resolve(folder, **options), world=world) as opened:
+        _step(opened)
+        engine, batch = opened.engine, opened.batches.next_step()
+        meter, before = Telemetry(engine, probe=False), masters(opened)
+        with meter.watching(batch):
+            outcome = engine.forward_backward(batch, step=2)
+        health = engine.health(outcome)
+        meter.measure()
+        assert engine.step(health, rate).applied
+        return {"said": meter.finish(applied=True)["lost_updates"], "before": before, "after": masters(opened)}

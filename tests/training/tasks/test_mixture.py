@@ -1,0 +1,56 @@
+"""A mixture's order is the same at every layout and after a resume; each source has its labels and its own loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.chats import write_chats
+from tests.support.process_group import ProcessGroup
+from tests.training.checkpoint import resume_cases
+from tests.training.tasks import sft_cases as cases
+from tests.training.tasks.test_resume import SFT
+from tests.training.tasks.test_sft import folder
+
+__all__ = ["folder"]
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+def test_the_order_is_that_of_every_layout(pair: ProcessGroup, solo: ProcessGroup, folder: Path, packing: str) -> None:
+    write_chats(folder / "more.jsonl", 40, seed=1)
+    sources = f"[{{path: {folder}/chats.jsonl, weight: 3, name: a}}, {{path: {folder}/more.jsonl, weight: 1}}]"
+    given = (f"data.sources={sources}", "data.path=null", "data.validation_fraction=0.2", f"data.packing={packing}")
+    whole, _ = pair.run(cases.mixture, folder=folder, count=6, overrides=given)
+    [alone] = solo.run(cases.mixture, folder=folder, count=6, overrides=(*given, "batch.micro_size=8"))
+    [later] = solo.run(cases.mixture, folder=folder, count=2, first=4, overrides=given)
+    assert alone[:6] == whole[:6]
+    assert later[:2] == whole[4:6]
+    assert whole[-1]["shares"] == [0.75, 0.25]
+    assert whole[-1]["losses"].keys() == {"a", "source 2"}
+    assert whole[-1]["losses"] == pytest.approx(alone[-1]["losses"], rel=1e-6)
+    labels = [sum(step["labels"][name] for step in whole[:6]) for name in ("a", "source 2")]
+    assert min(labels) > 0
+    if packing == "best_fit":  # padded batches of a stretch are sorted by length, so six of them tell little
+        assert 0.15 < labels[1] / sum(labels) < 0.4
+
+
+def test_a_job_on_a_mixture_records_each_source(pair: ProcessGroup, folder: Path) -> None:
+    from tracking.jsonl import read_events
+
+    write_chats(folder / "more.jsonl", 40, seed=1)
+    overrides = [
+        item.replace("{folder}", str(folder)) for item in SFT if not item.startswith(("data.path", "data.sou"))
+    ]
+    sources = f"[{{path: {folder}/chats.jsonl, name: a}}, {{path: {folder}/more.jsonl, epochs: 2, name: b}}]"
+    overrides += [f"data.sources={sources}", "data.validation_fraction=0.2", "evaluate.every_steps=5"]
+    overrides += ["data.source=stdlib", "data.path=null"]
+    whole = pair.run(resume_cases.job, folder=str(folder), name="mixed", overrides=overrides, passes=None)
+    pair.run(resume_cases.job, folder=str(folder), name="mixed-broken", overrides=overrides, passes=13)
+    broken = pair.run(resume_cases.job, folder=str(folder), name="mixed-broken", overrides=overrides, passes=None)
+    assert broken == whole
+    events = list(read_events(folder / "runs" / "mixed" / "events.jsonl"))
+    steps = [event for event in events if event["event"] == "step"]
+    assert all(step["labels_by_source"].keys() == {"a", "b"} for step in steps)
+    evals = [event for event in events if event["event"] == "eval"]
+    assert [event["by_source"].keys() for event in evals] == [{"a", "b"}] * 2

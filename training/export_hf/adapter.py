@@ -1,0 +1,180 @@
+"""An adapter as a folder of `peft`, or merged into its base.
+
+The merge is computed in FP32 from the masters, on the base in the dtype that the run computed it in, and rounded once.
+A merge into 16 bits can undo a fine-tuning: an update smaller than half a unit in the last place of a weight is lost.
+So what is lost is measured: by layer, and on rows of the run's own data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from config.errors import UserError, one_line
+from config.files import flush
+from config.schema import Config
+from data.corpus import open_corpus
+from data.row_shards import RowShards
+from modeling.adapter import adapter_config, peft_name
+from precision.dtypes import DTYPES
+from training.checkpoint.partitions import SavedModel, SavedTensor
+from training.export_hf.tensors import TensorsDiffer, rounded
+
+WEIGHTS = "adapter_model.safetensors"
+_PROBE_ROWS, _PROBE_TOKENS = 8, 512
+
+
+def write_adapter(saved: SavedModel, config: Config, folder: Path, dtype: torch.dtype) -> None:
+    """The adapter's masters, rounded, and its config, as `peft` writes them. Raises TensorsDiffer."""
+    tensors = {peft_name(name): rounded(name, saved.tensors[name].read(), dtype) for name in trained(saved)}
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"}
+    )
+    flush(folder / WEIGHTS)
+    found = load_file(folder / WEIGHTS)
+    for key, tensor in tensors.items():
+        if key not in found or not torch.equal(found[key], tensor):
+            raise TensorsDiffer(f"{key} in {WEIGHTS} is not what was written")
+    own = adapter_config(config.adapter)
+    own.base_model_name_or_path, own.inference_mode = config.model.name_or_path, True
+    own.save_pretrained(folder)
+
+
+def trained(saved: SavedModel) -> list[str]:
+    """Names of the trained parameters, those of a layer under its first name."""
+    return [name for name in saved.tensors if name not in saved.frozen]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A merged model, and what rounding did to it."""
+
+    saved: SavedModel
+    """Its FP32 weights in place of a checkpoint's."""
+    facts: dict[str, Any]
+
+
+@torch.no_grad()
+def merge(saved: SavedModel, config: Config, *, dtype: torch.dtype, corpus: Path) -> Merged:
+    """Base + adapter in FP32, whole in this process's memory.
+
+    dtype: of the export, for the rounding error. corpus: the run's prepared data; the error on its rows is left out
+    where it is gone. Raises UserError when the base cannot be loaded or is another one than the adapter was trained on.
+    """
+    from peft import get_peft_model
+
+    name = str(config.model.name_or_path)
+    try:
+        base = AutoModelForCausalLM.from_pretrained(
+            name, dtype=DTYPES[str(config.precision.compute)], trust_remote_code=config.model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.name_or_path = {name}: the base cannot be loaded ({one_line(error)})") from error
+    wrapped = get_peft_model(base.float(), adapter_config(config.adapter), autocast_adapter_dtype=False)
+    adapted: Any = wrapped.get_base_model()
+    parameters = dict(adapted.named_parameters())
+    for key in trained(saved):
+        if key not in parameters or parameters[key].shape != saved.tensors[key].shape:
+            raise UserError(f"{name}: has no {key} of the checkpoint's shape; it is another base than was trained on")
+        parameters[key].copy_(saved.tensors[key].read())
+    before = {layer: module.base_layer.weight.clone() for layer, module in _adapted_layers(adapted)}
+    model: Any = wrapped.merge_and_unload(safe_merge=True)
+    modules = dict(model.named_modules())
+    lost = {layer: _loss_of_rounding(weight, modules[layer].weight, dtype) for layer, weight in before.items()}
+    facts: dict[str, Any] = {
+        "layers": len(lost),
+        "lost by rounding": {layer: share for layer, (share, _) in sorted(lost.items(), key=lambda item: -item[1][0])},
+        "weights that did not change": sum(kept for _, kept in lost.values()) / max(len(lost), 1),
+    }
+    facts |= _on_rows(model, dtype, _probe(corpus))
+    tensors = {key: SavedTensor(value.shape, _read(value.detach())) for key, value in model.named_parameters()}
+    return Merged(SavedModel(stage=saved.stage, ranks=saved.ranks, tensors=tensors), facts)
+
+
+def words_of(facts: dict[str, Any], dtype: str) -> list[str]:
+    """What a merge lost, as lines for the console."""
+    worst = next(iter(facts["lost by rounding"].items()), ("", 0.0))
+    lines = [
+        f"merged {facts['layers']} layers in FP32; rounding to {dtype} lost {worst[1]:.2%} of the update of "
+        f"{worst[0]}, the most of any; {facts['weights that did not change']:.1%} of the adapted weights did not change"
+    ]
+    if "kl" in facts:
+        lines.append(
+            f"on {facts['rows']} rows, against base and adapter in FP32: KL {facts['kl']:.3g} nats a token, largest "
+            f"difference of a log-probability {facts['largest']:.3g}"
+        )
+    if worst[1] > 0.5:
+        lines.append("more than half of an update was lost: export in fp32 or fp16, or the adapter by itself")
+    return lines
+
+
+def _adapted_layers(model: Any) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
+
+
+def _loss_of_rounding(base: torch.Tensor, merged: torch.Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """||round(W') - W'|| / ||W' - W||, and the share of weights whose rounded value is the base's."""
+    written = merged.to(dtype).float()
+    update = float((merged - base).double().norm())
+    error = float((written - merged).double().norm())
+    share = error / update if update else 0.0
+    return share, float((written == base.to(dtype).float()).double().mean())
+
+
+def _read(value: torch.Tensor) -> Any:
+    return lambda: value
+
+
+def _probe(folder: Path) -> list[torch.Tensor]:
+    """A few rows of the run's held-out data, or of its training data; none where they are gone."""
+    try:
+        corpus = open_corpus(folder, verify=False)
+    except UserError:
+        return []
+    for split in (corpus.validation, corpus.train):
+        if isinstance(split, RowShards) and split.rows:
+            rows = range(min(_PROBE_ROWS, split.rows))
+            return [torch.as_tensor(split.row(row)[0][:_PROBE_TOKENS].astype("int64"))[None] for row in rows]
+        if not isinstance(split, RowShards) and split.sequences(_PROBE_TOKENS):
+            return [torch.as_tensor(window)[None] for window in split.read(_few(split), _PROBE_TOKENS)]
+    return []
+
+
+def _few(split: Any) -> Any:
+    return np.arange(min(_PROBE_ROWS, split.sequences(_PROBE_TOKENS)))
+
+
+def _on_rows(model: PreTrainedModel, dtype: torch.dtype, rows: list[torch.Tensor]) -> dict[str, Any]:
+    """KL(exact || rounded) a token in nats, FP32, and the largest difference of a log-probability."""
+    if not rows:
+        return {}
+    model.eval()
+    exact = [_log_probabilities(model, row) for row in rows]
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype).float())
+    found = [_log_probabilities(model, row) for row in rows]
+    for name, parameter in model.named_parameters():
+        parameter.copy_(values[name])
+    divergences = torch.cat([_divergence(p, q) for p, q in zip(exact, found, strict=True)])
+    largest = max(float((p - q).abs().max()) for p, q in zip(exact, found, strict=True))
+    return {
+        "rows": len(rows),
+        "kl": float(divergences.mean()),
+        "largest kl": float(divergences.max()),
+        "largest": largest,
+    }
+
+
+def _log_probabilities(model: Any, row: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(model(input_ids=row, use_cache=False).logits[0].double(), dim=-1)
+
+
+def _divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return (p.exp() * (p - q)).sum(dim=-1)

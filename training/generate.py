@@ -1,0 +1,152 @@
+"""Text from a trained model: `python -m training.generate MODEL --prompt TEXT`, or `--chat`.
+
+MODEL is an exported folder, an adapter's folder, or a checkpoints/step-N folder, which is exported to a temporary
+folder first (FP32, an adapter merged). --prompt continues TEXT; with --chat it is a user's turn that the tokenizer's
+chat template renders, and without a TEXT the turns are read from the terminal, one a line, as one conversation. Greedy
+unless --temperature is given; one process, on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from config.cli import Arguments, entry_point, positive_int, positive_number
+from config.errors import UserError, one_line
+from config.printable import printable
+
+
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    options = read_options(arguments)
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with model_folder(options.model) as folder:
+        model, tokenizer = load(folder, dtype=options.dtype)
+        if options.chat and tokenizer.chat_template is None:
+            raise UserError(f"--chat: the tokenizer in {options.model} has no chat template; leave it out")
+        for answer in answers(model, tokenizer, options):
+            print(printable(answer), flush=True)
+    return 0
+
+
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. Raises UserError."""
+    parser = Arguments("python -m training.generate", __doc__)
+    parser.add_argument("model", type=Path, help="exported folder, adapter's folder or checkpoints/step-N folder")
+    parser.add_argument("--prompt", help="what to continue, or with --chat what the user says")
+    parser.add_argument("--chat", action="store_true", help="render turns with the chat template")
+    parser.add_argument("--tokens", type=positive_int, default=128, help="at most so many new ones (default 128)")
+    parser.add_argument("--temperature", type=positive_number, help="sample at this temperature (default: greedy)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="to compute in")
+    options = parser.parse_args(arguments)
+    if options.prompt is None and not options.chat:
+        raise UserError("--prompt: is missing; give what to continue, or --chat")
+    return options
+
+
+@contextmanager
+def model_folder(given: Path) -> Iterator[Path]:
+    """`given`, or where it is a checkpoint a temporary export of it. Raises UserError."""
+    if (given / "config.json").is_file() or (given / "adapter_config.json").is_file():
+        yield given
+        return
+    if not (given / "deepspeed").is_dir():
+        raise UserError(f"{given}: is no exported folder and no checkpoint; give one of them")
+    from training.checkpoint.retention import read_lock
+    from training.export_hf.export import export, find_source
+
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "model"
+        source = find_source(given, run=None, tokenizer=None, parity=None)
+        with read_lock(given):
+            adapted = source.config.adapter.kind != "none"
+            export(source, out, dtype="fp32", shard_size="5GB", force=False, merged=adapted, log=lambda text: None)
+        yield out
+
+
+def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
+    """The model in evaluation mode, on the device, and its tokenizer. Raises UserError."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from precision.dtypes import DTYPES
+
+    try:
+        if (folder / "adapter_config.json").is_file():
+            from peft import AutoPeftModelForCausalLM
+
+            model: Any = AutoPeftModelForCausalLM.from_pretrained(str(folder), dtype=DTYPES[dtype])
+        else:
+            model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=DTYPES[dtype])
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # the Rust tokenizers raise plain Exception for a file that they cannot parse
+        raise UserError(f"{folder}: cannot be loaded ({one_line(error)}); export the checkpoint again") from error
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device).eval(), tokenizer
+
+
+def answers(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[str]:
+    """What the model adds to the prompt, or to each of the user's turns."""
+    if not options.chat:
+        ids = tokenizer(options.prompt, add_special_tokens=False).input_ids
+        yield options.prompt + generate(model, tokenizer, ids or [tokenizer.eos_token_id], options)
+        return
+    messages: list[dict[str, str]] = []
+    for said in [options.prompt] if options.prompt is not None else _typed():
+        messages.append({"role": "user", "content": said})
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        answer = generate(model, tokenizer, tokenizer(text, add_special_tokens=False).input_ids, options)
+        messages.append({"role": "assistant", "content": answer})
+        yield answer
+
+
+def generate(model: Any, tokenizer: Any, ids: list[int], options: argparse.Namespace) -> str:
+    """The new tokens as text, up to the end of the turn or of the document."""
+    import torch
+
+    torch.manual_seed(options.seed)
+    given = torch.tensor([ids], device=model.device)
+    sampling = {"do_sample": False}
+    if options.temperature is not None:
+        sampling = {"do_sample": True, "temperature": options.temperature}
+    with torch.no_grad():
+        found = model.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=options.tokens,
+            pad_token_id=tokenizer.eos_token_id,
+            eos_token_id=_ends(tokenizer, chat=options.chat),
+            **sampling,
+        )
+    return str(tokenizer.decode(found[0, len(ids) :], skip_special_tokens=True))
+
+
+def _ends(tokenizer: Any, *, chat: bool) -> list[int]:
+    """The end of a document, and in a chat every control token: one of them ends a turn, and none is part of one."""
+    return sorted({tokenizer.eos_token_id, *(tokenizer.all_special_ids if chat else ())})
+
+
+def _typed() -> Iterator[str]:
+    """Lines from the terminal or a pipe."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
