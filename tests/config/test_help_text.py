@@ -11,6 +11,7 @@ def test_every_key_is_there_with_a_unit_and_a_meaning() -> None:
     leaves = {key for key in all_keys() if not any(other.startswith(f"{key}.") for other in all_keys())}
     assert leaves <= found.keys()
     entries = {"faults": "kind step rank module factor", "defects": "kind module factor"}
+    entries["data.sources"] = "path source name format weight epochs"
     assert found.keys() - leaves == {f"{name}[].{key}" for name, all_of in entries.items() for key in all_of.split()}
     for item in found.values():
         assert item.unit, item.key
