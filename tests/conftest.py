@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing.util
 import os
 import pty
@@ -40,7 +41,7 @@ def pytest_sessionstart() -> None:
     They use the ops that Mantissa has built.
     """
     op_builds.use_own_folder()
-    op_builds.clear_abandoned("*", print)
+    op_builds.clear_abandoned("*", functools.partial(print, flush=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

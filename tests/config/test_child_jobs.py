@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -45,10 +46,13 @@ def test_the_modules_are_there_to_be_started() -> None:
 
 def test_the_command_that_resumes_names_train_py_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert launch_command(RANK_0, {}, ["a=1"]) == f"deepspeed --num_gpus 2 {REPOSITORY}/train.py a=1"
+    monkeypatch.setattr(sys, "executable", "/work/.venv/bin/python")
+    expected = ["deepspeed", "--num_gpus", "2", f"{REPOSITORY}/train.py", "a=1"]
+    assert shlex.split(launch_command(RANK_0, {}, ["a=1"])) == expected
 
 
 def test_the_command_that_resumes_can_be_pasted_where_the_path_has_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/work/.venv/bin/python")
     assert launch_command(RANK_0, {}, ["a=1"]) == "deepspeed --num_gpus 2 train.py a=1"
     monkeypatch.setattr(sys, "executable", "/my work/.venv/bin/python")
     command = launch_command(RANK_0, {}, ["a=1"])

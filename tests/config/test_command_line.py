@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from config.batch import BatchPlan
+from config.child_jobs import deepspeed_program
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.deepspeed.choice import find_deepspeed_json
@@ -64,8 +66,8 @@ def test_a_run_is_completely_decided(run_config: Path, monkeypatch: pytest.Monke
     assert resolved.deepspeed["gradient_accumulation_steps"] == 2
     assert resolved.overrides == tuple(overrides)
     assert resolved.command == (
-        f"deepspeed --num_gpus 2 train.py --config {run_config} --deepspeed_config ds_configs/zero3_fp16_offload.json "
-        "run.steps=20 'optimizer.betas=[0.9,0.95]'"
+        f"{shlex.join(deepspeed_program())} --num_gpus 2 train.py --config {run_config} "
+        "--deepspeed_config ds_configs/zero3_fp16_offload.json run.steps=20 'optimizer.betas=[0.9,0.95]'"
     )
     with pytest.raises(dataclasses.FrozenInstanceError):
         resolved.compute = "fp32"  # type: ignore[misc]
