@@ -23,12 +23,12 @@ PURE = ("yaml", "rich", "pygments", "markdown_it", "mdurl")
 COMPILE = """
 import sys
 from pathlib import Path
-for name in sys.stdin.read().split():
+for name in sys.stdin.read().splitlines():
     compile(Path(name).read_text(encoding="utf-8"), name, "exec", dont_inherit=True)
 """
 IMPORT = """
 import importlib, sys
-for name in sys.stdin.read().split():
+for name in sys.stdin.read().splitlines():
     importlib.import_module(name)
 """
 

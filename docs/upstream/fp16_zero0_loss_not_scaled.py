@@ -17,6 +17,7 @@ Printed (torch 2.13.0, gloo on a CPU):
 """
 
 import copy
+import importlib
 import sys
 
 import deepspeed
@@ -26,7 +27,7 @@ from deepspeed.utils import logger
 
 logger.setLevel("ERROR")
 # Else the first run compiles an op for a minute that has nothing to do with this.
-deepspeed.comm.torch.build_shm_op = lambda: None
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 # torch's FP16 kernels are right, only slow, on a CPU without FP16 instructions, which DeepSpeed refuses.
 get_accelerator().is_fp16_supported = lambda: True
 CONFIG = {

@@ -20,6 +20,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import PreTrainedModel
 
 from config.cli import REPOSITORY
@@ -42,6 +43,15 @@ from training.engine.rng import generators
 from training.engine.work_time import WorkTime, by_rank, peak_memory_bytes
 from training.loss_scaler import LossScaler
 from training.progress import START, Progress
+
+
+def _by_value(stage: ZeroStageEnum, protocol: Any) -> tuple[type[ZeroStageEnum], tuple[int]]:
+    return type(stage), (stage.value,)
+
+
+# Checkpoints name the ZeRO stage. Python 3.11.0 to 3.11.3 pickle an enum as a call of getattr, which a reader that
+# runs no code refuses.
+ZeroStageEnum.__reduce_ex__ = _by_value
 
 
 class Engine:

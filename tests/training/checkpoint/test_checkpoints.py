@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+import pickletools
+
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from tests.training.checkpoint import checkpoint_cases
 from training.checkpoint.contents import attention_difference, identity_difference, layout_difference
+from training.engine import engine
 
 
 @pytest.mark.parametrize(
@@ -52,3 +57,11 @@ def test_a_run_that_trained_on_all_of_its_text_is_told_how_to_resume():
     saved, now = {"data fingerprint": "ab12"}, {"data fingerprint": "ab12+tail"}
     assert "set data.hold_out=documents" in (identity_difference(saved, now) or "")
     assert "data.hold_out" not in (identity_difference(now, {"data fingerprint": "cd34+tail"}) or "")
+
+
+def test_a_zero_stage_is_saved_by_its_value():
+    """Debian 12's Python 3.11.2 would save a call of getattr, and no checkpoint could be read again."""
+    named = [argument for _, argument, _ in pickletools.genops(pickle.dumps(ZeroStageEnum.weights, 2))]
+    assert not any("getattr" in str(argument) for argument in named)
+    assert pickle.loads(pickle.dumps(ZeroStageEnum.weights)) is ZeroStageEnum.weights
+    assert ZeroStageEnum.__reduce_ex__ is engine._by_value
