@@ -179,7 +179,7 @@ def _look_at_wandb(run_dir: RunDir, steps: int) -> None:
         command = [str(Path(sys.executable).with_name("wandb")), "sync", "--yes", str(copy)]
         done = subprocess.run(command, env=own | settings, cwd=copy, capture_output=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
-    assert server.config["run"]["value"]["run"]["name"] == "demo"
+    assert server.config["run"]["value"]["name"] == "demo"
     assert [row["step"] for row in server.history if "train/loss" in row] == list(range(1, steps + 1))
 
 

@@ -46,7 +46,7 @@ def test_a_run_is_whole_beside_variables_named_like_secrets_and_shows_no_real_on
     rows, kept = offline(run / "wandb")
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["checkpoint/path"] for row in rows if "checkpoint/path" in row][0] == str(run / "checkpoints/step-2")
-    assert kept["run"]["run"] == config["run"] and kept["run"]["data"] == config["data"]
+    assert kept["run"] == config["run"] and kept["data"] == config["data"]
 
     more = finish(command("python", folder, "demo-run", *overrides, "run.steps=8"), ranks=2)
     assert "switched off" not in more and events(folder, "demo-run", "run_start")[-1]["resumed_from"]
@@ -71,4 +71,4 @@ def test_a_run_whose_names_are_markup_ends_well_and_prints_them_as_text(tmp_path
     assert (run / "report.md").is_file()
     assert yaml_text.parse((run / "config.yaml").read_text())["run"]["hypothesis"] == said
     rows, kept = offline(run / "wandb")
-    assert kept["run"]["run"]["name"] == name and [row["step"] for row in rows if "train/loss" in row][-1] == 6
+    assert kept["run"]["name"] == name and [row["step"] for row in rows if "train/loss" in row][-1] == 6
