@@ -113,11 +113,18 @@ def session(
             world = distributed.join(resolved)
             ends.callback(distributed.stop)
         if trains:
-            ends.enter_context(watch.watched(world, Crash(run_dir_of(resolved).events, world.rank).write))
+            crash, owned = Crash(run_dir_of(resolved).events, world.rank), list[bool]()
+
+            def write_end(cause: str, exit_code: int) -> bool:
+                """A job that was refused the run folder must not end the run of the one that has it."""
+                return bool(owned) and crash.write(cause, exit_code)
+
+            ends.enter_context(watch.watched(world, write_end))
         corpus = corpus or prepare(config, progress=resolved.rank == 0)
         shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
         if trains:
             ends.enter_context(locked_run_dir(resolved, world))
+            owned.append(True)
         engine = build_engine(resolved, shape, world)
         resolved = _with_attention(resolved, attention_of(engine.model))
         if not joined:
