@@ -52,7 +52,8 @@ def looks(world: World, *, kernels: str) -> dict[str, Any]:
         with telemetry.watching(batch):
             engine.forward_backward(batch, step=1)
         probe = dict(telemetry._reference)
-        event = telemetry.finish()
+        telemetry.measure()
+        event = telemetry.finish(applied=False)
         engine.discard_gradients()
         with Observation(engine.model) as seen:
             engine.forward_backward(batch, step=1)

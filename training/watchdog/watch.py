@@ -65,7 +65,7 @@ def watched(world: World, on_failure: OnFailure = lambda cause, exit_code: None)
         watch.close()
         world.wait_for_all()  # no rank counts as lost that leaves while another one still writes its report
     except Exception as error:
-        lost = watch.find_culprit() if _of_a_collective(error) else None
+        lost = watch.find_culprit(error) if _of_a_collective(error) else None
         if lost is None:
             on_failure(watch.describe_failure(error), CONFIG_ERROR if isinstance(error, UserError) else CRASH)
             watch.publish_failure(error)
@@ -137,8 +137,8 @@ class Watch:
                 )
             self._reported = True
 
-    def find_culprit(self) -> str | None:
-        """Which rank a collective failed for, in words; None when the others look healthy.
+    def find_culprit(self, error: Exception) -> str | None:
+        """Which rank a collective failed for, in words; None when the others look healthy, or report this very error.
 
         Takes up to 15 seconds, in which reports of other ranks still arrive.
         """
@@ -150,12 +150,12 @@ class Watch:
                     self._declare_lost(describe_exit(member, exit_status(member), self._kills))
             self._known.wait(0.1)
         if self._lost:
-            return self._lost
+            return None if f" stopped: {_named(error)}" in self._lost else self._lost
         return "; ".join(self._silent_members() or self._at_other_lines()) or None
 
     def describe_failure(self, error: Exception) -> str:
         """This rank's own exception in words, and which line raised it."""
-        return f"{self._me} stopped: {type(error).__name__}: {str(error)[:200]} {_raised_at(error)}"
+        return f"{self._me} stopped: {_named(error)} {_raised_at(error)}".rstrip()
 
     def publish_failure(self, error: Exception) -> None:
         """Let the others know of this rank's own exception, long before its process is gone."""
@@ -285,6 +285,10 @@ def _of_a_collective(error: Exception) -> bool:
     if not isinstance(error, RuntimeError):  # torch raises dist.DistError for some backends only
         return False
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS_OF_A_FAILED_COLLECTIVE)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def _raised_at(error: BaseException) -> str:

@@ -156,7 +156,8 @@ def telemetry(world: World, *, folder: Path, probe: bool, **options: Any) -> dic
         with meter.watching(batch):
             outcome = opened.engine.forward_backward(batch, step=1)
         opened.engine.health(outcome)
-        return meter.finish()
+        meter.measure()
+        return meter.finish(applied=False)
 
 
 def causes(world: World, *, folder: Path, **options: Any) -> list[tuple[int, Any]]:
