@@ -80,12 +80,19 @@ def run_status(run_dir: Path, now: float | None = None) -> Status:
     return Status("crashed", line(cause), None, step, newest["time"] if newest else None)
 
 
+_STEPS_AFTER_AN_END = 2
+"""A rank cannot make more steps without the one that has ended: each is a collective."""
+
+
 def newest_session(events: Path) -> tuple[Event | None, Event | None]:
     """The `run_end` of the newest session, and the newest event that has the run's step; None where there is none.
 
-    Read backwards, until the newest step, start or end: of notes and checkpoints that follow there are few.
+    Read backwards, until the end, the start or a few steps: of notes and checkpoints that follow there are few. An end
+    that another rank wrote may come before the last step of rank 0, which was about to record it.
     """
     newest: Event | None = None
+    last: Event | None = None
+    steps = 0
     try:
         with events.open("rb") as file:
             for text in _lines_backwards(file):
@@ -96,14 +103,17 @@ def newest_session(events: Path) -> tuple[Event | None, Event | None]:
                     continue
                 kind = event["event"]
                 if kind == "run_end":
-                    return event, newest or event
+                    return event, last or newest or event
                 if kind in ("step", "run_start"):
                     # what came after it tells when the run was last seen; a checkpoint may be of an earlier step
-                    return None, {**event, "time": newest["time"] if newest else event["time"]}
+                    last = last or {**event, "time": newest["time"] if newest else event["time"]}
+                    steps += 1
+                    if kind == "run_start" or steps > _STEPS_AFTER_AN_END:
+                        break
                 newest = newest or event
     except OSError:
         return None, None
-    return None, newest
+    return None, last or newest
 
 
 def _lines_backwards(file: BinaryIO) -> Iterator[bytes]:

@@ -72,6 +72,26 @@ def test_one_end_is_written_however_many_ranks_try(tmp_path):
     assert (end["reason"], end["step"], end["tokens"]) == ("rank 9 is gone", 2, 2 * TOKENS_PER_STEP)
 
 
+def test_an_end_written_before_the_last_step_of_rank_0_stays_the_only_one(tmp_path):
+    path = tmp_path / "run" / "events.jsonl"
+    path.parent.mkdir()
+    crashes = [Crash(path, rank) for rank in range(2)]
+    record = Record([JsonlSink(path)])
+    record.event("run_start", step=0, tokens=0, **start_fields())
+    record.event("step", step=1, tokens=TOKENS_PER_STEP, **step_fields(1))
+    assert crashes[1].write("rank 1 stopped: ValueError", 1)
+    record.event("step", step=2, tokens=2 * TOKENS_PER_STEP, **step_fields(2))
+    record.close()
+    assert not crashes[0].write("rank 1 is gone", 69)
+    status = run_status(path.parent)
+    assert (status.state, status.cause, status.exit_code, status.step) == (
+        "crashed",
+        "rank 1 stopped: ValueError",
+        1,
+        2,
+    )
+
+
 def test_no_end_is_written_into_an_earlier_session_or_a_folder_that_is_not_there(tmp_path):
     path = tmp_path / "events.jsonl"
     session(path)
