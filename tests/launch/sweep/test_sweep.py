@@ -386,7 +386,8 @@ def test_a_wandb_agent_forms_a_command_that_train_py_takes(tmp_path, monkeypatch
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
-    monkeypatch.setenv("WANDB_RUN_ID", "")  # the agent sets it, for good
+    for name in ("WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):
+        monkeypatch.setenv(name, "")  # the agent sets it, for good
     monkeypatch.chdir(REPOSITORY)
     agent = Agent(api=None, queue=None, sweep_id="s1")
     agent._sweep_command = sweep["command"]
