@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import operator
@@ -80,6 +81,7 @@ def to_yaml(config: Config) -> str:
     return yaml_text.dump(to_dict(config))
 
 
+@functools.cache
 def field_types(section: type) -> dict[str, Any]:
     """Field name to its evaluated type annotation."""
     return typing.get_type_hints(section)

@@ -104,14 +104,15 @@ def draw_weights(model: PreTrainedModel, *, seed: int, gather: Gather) -> None:
     children drew) and leaves torch's global generators as they were.
     """
     model.tie_weights()  # before drawing: under ZeRO-3 the constructor leaves tied weights apart
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=[]):
         for name, module, owner in _bottom_up(model, "", model):
             parameters = list(module.parameters(recurse=False))
             for child in module.children():
                 parameters.extend(child.parameters(recurse=False))
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            torch.manual_seed(int.from_bytes(digest[:8], "little"))
+            # Weights are drawn on the CPU. torch.manual_seed would seed every kind of device, and where one is missing
+            # keep the call with its stack for later: 2 ms and a growing list for each module.
+            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
             with gather(parameters) as writes:
                 if writes:
                     with _in_fp32(parameters):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing.util
 import os
 import pty
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     users = {item.path for item in items if {"pair", "solo"} & set(getattr(item, "fixturenames", ()))}
     starters = {path for path in {item.path for item in items} if _STARTS_JOBS.search(path.read_text(encoding="utf-8"))}
     items.sort(key=lambda item: 0 if item.path in starters else 1 if item.path in users else 2)
+
+
+def pytest_collection_finish() -> None:
+    """Imports and collected tests stay: collecting garbage need not look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

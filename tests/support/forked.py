@@ -22,17 +22,6 @@ from unittest.mock import patch
 
 from config.cli import REPOSITORY
 
-PRELOADED = [
-    "tests.support.chaos",
-    "tests.training.watchdog.watch_cases",
-    "training.build",
-    "training.finish",
-    "training.loop",
-    "training.session",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # imported by deepspeed.initialize
-    "transformers.models.llama.modeling_llama",
-]
-
 
 def context() -> BaseContext:
     """Starts such processes. Where there is a GPU they start from nothing: CUDA does not survive a fork."""
@@ -41,7 +30,7 @@ def context() -> BaseContext:
     # The server looks for modules on PYTHONPATH only.
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths), OMP_NUM_THREADS="1"):
-        forkserver.set_forkserver_preload(PRELOADED)
+        forkserver.set_forkserver_preload(["tests.support.preloaded"])
         forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 
