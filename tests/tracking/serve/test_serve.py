@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from html.parser import HTMLParser
 
 import pytest
@@ -297,12 +298,16 @@ def test_a_scale_is_shown_where_there_is_one():
 def test_the_command_serves_until_it_is_interrupted(tmp_path):
     write_run(tmp_path, "mine")
     command = [sys.executable, "-m", "tracking.serve", str(tmp_path), "--port", "0"]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as server:
-        address = re.search(r"http://127\.0\.0\.1:\d+/", server.stdout.readline())[0]
-        with urllib.request.urlopen(address) as answer:
-            assert answer.status == 200
-        server.send_signal(signal.SIGINT)
-        assert server.wait(20) == 0
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's job in the background ignores it
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, preexec_fn=listens) as server:
+        try:
+            address = re.search(r"http://127\.0\.0\.1:\d+/", server.stdout.readline())[0]
+            with urllib.request.urlopen(address) as answer:
+                assert answer.status == 200
+            server.send_signal(signal.SIGINT)
+            assert server.wait(20) == 0
+        finally:
+            server.kill()
 
 
 def test_a_mistake_is_one_line(tmp_path, capsys):
