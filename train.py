@@ -41,9 +41,6 @@ def main(arguments: Sequence[str]) -> int:
 def run(resolved: Resolved) -> int:
     """Prepare the data, build the parts, restore, train, report."""
     # Imported here so that --help and a mistyped key answer at once.
-    from training.deepspeed_imports import import_deepspeed
-
-    import_deepspeed()
     from training.build import build
     from training.finish import finish
     from training.loop import train

@@ -18,7 +18,7 @@ MAY_IMPORT = {
 }
 # The order inside training/, from below: a file or package imports itself and what stands on floors below its own.
 FLOORS = (
-    ("rendezvous", "deepspeed_imports", "tasks"),
+    ("rendezvous", "tasks"),
     ("distributed", "progress", "schedule", "promotions", "loss_scaler", "jobs", "preemption"),
     ("engine", "watchdog"),
     ("checkpoint", "telemetry", "attribution", "sinks"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 
-from training.deepspeed_imports import import_deepspeed, import_muon_uncompiled
+from training.engine.optimizer import import_muon_uncompiled
 
 MODULES = (
     "tests.support.chaos",
@@ -19,7 +19,6 @@ MODULES = (
     "matplotlib.figure",
 )
 
-import_deepspeed()
 import_muon_uncompiled()
 for name in MODULES:
     importlib.import_module(name)

@@ -27,6 +27,7 @@ class ProcessGroup:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._workers: list[tuple[Any, Connection]] = []
+        self._known: dict[str, list[Any]] = {}
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -54,6 +55,13 @@ class ProcessGroup:
             self._stop()  # the ranks may now be at different collectives
             raise AssertionError("\n".join(problems))
         return results
+
+    def once(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """As `run`, but only the first time with these arguments: for what several tests are compared with."""
+        what = f"{function.__module__}.{function.__qualname__}{sorted(arguments.items())}"
+        if what not in self._known:
+            self._known[what] = self.run(function, **arguments)
+        return self._known[what]
 
     def _start(self) -> None:
         port = free_port()

@@ -11,7 +11,7 @@ import pytest
 MUON = """
 import sys, torch
 from deepspeed.runtime import compiler
-from training.deepspeed_imports import import_muon_uncompiled
+from training.engine.optimizer import import_muon_uncompiled
 import_muon_uncompiled()
 print("deepspeed.runtime.zero.muon.original_muon" in sys.modules, "torch._inductor.compile_fx" in sys.modules)
 print(compiler.compile() is torch.compile)
@@ -19,8 +19,7 @@ print(compiler.compile() is torch.compile)
 
 MLFLOW = """
 import sys
-from training.deepspeed_imports import import_deepspeed
-import_deepspeed()
+import training.session
 print("deepspeed" in sys.modules, "mlflow" in sys.modules)
 import mlflow.version
 print("mlflow" in sys.modules)

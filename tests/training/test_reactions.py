@@ -23,7 +23,7 @@ def test_the_cause_is_named_by_rank_module_and_tensor_and_the_run_goes_on(pair, 
         "inf_gradient": (rank, f"{HIT}.weight", "gradient", "inf", 1),
         "nan_loss": (rank, "loss", "loss", "nan", 1),
     }[kind]
-    clean = pair.run(reaction_cases.clean_losses, stage=stage, compute=compute)
+    clean = pair.once(reaction_cases.clean_losses, stage=stage, compute=compute)
     for index, result in enumerate(pair.run(reaction_cases.attributed, checkpointing="none", **arguments)):
         assert result["found"][0] == expected
         assert {found[0] for found in result["found"]} == {rank}
@@ -74,7 +74,7 @@ FP16 = {
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_a_mixed_manifest_follows_fp32(pair, tmp_path, stage, manifest, checkpointing):
     overrides = ["precision.loss_scale.initial=256", "precision.loss_scale.window=2"]
-    expected = pair.run(engine_cases.norms_over_steps, stage=2, compute="fp32", steps=6, overrides=[])[0]
+    expected = pair.once(engine_cases.norms_over_steps, stage=2, compute="fp32", steps=6, overrides=[])[0]
     overrides.append(f"model.activation_checkpointing={checkpointing}")
     arguments = {"stage": stage, "folder": str(tmp_path), "manifest": manifest, "overrides": overrides}
     for result in pair.run(reaction_cases.manifest_steps, **arguments):
@@ -100,7 +100,7 @@ def test_ranks_that_disagree_stop_the_run_and_are_named(pair, stage):
 
 
 def test_a_manifest_of_fp32_is_fp32(pair, tmp_path):
-    expected = pair.run(engine_cases.norms_over_steps, stage=2, compute="fp32", steps=6, overrides=[])[0]
+    expected = pair.once(engine_cases.norms_over_steps, stage=2, compute="fp32", steps=6, overrides=[])[0]
     for stage in (0, 1, 2, 3):
         arguments = {"stage": stage, "folder": str(tmp_path), "manifest": {"default": "fp32", "rules": []}}
         for result in pair.run(reaction_cases.manifest_steps_plain, **arguments):

@@ -31,7 +31,6 @@ from data.loader import Batch
 from precision.manifest import load_manifest
 from precision.regions import Regions
 from precision.step_health import Health
-from training.deepspeed_imports import import_muon_uncompiled
 from training.distributed import World, allow_fp16_on_cpu
 from training.engine.defects import Defects
 from training.engine.faults import Faults
@@ -39,7 +38,7 @@ from training.engine.gradients import ReducedGradients
 from training.engine.health import Outcome, Update, require_equal
 from training.engine.loss import LossPath, label_tokens_of_all
 from training.engine.masters import UpdateMeter, local_states, sum_of_squares
-from training.engine.optimizer import build_optimizer
+from training.engine.optimizer import build_optimizer, import_muon_uncompiled
 from training.engine.rng import generators
 from training.engine.work_time import WorkTime, by_rank, peak_memory_bytes
 from training.loss_scaler import LossScaler

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 import torch
+from deepspeed.runtime import compiler
 from transformers import PreTrainedModel
 
 from config.optimizers import OPTIMIZERS
@@ -57,3 +58,16 @@ def build_optimizer(
     options = {"lr": section.learning_rate}
     options |= {key: getattr(section, key) for key in OPTIMIZERS[section.name].settings}
     return implementation(section.name).build(groups, options, offload_to_host=offload and device.type == "cuda")
+
+
+def import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon without `torch.compile`, before its ZeRO stages do, whatever the optimizer is.
+
+    Compiling its kernels imports all of torch's compiler, in the first step of every run: 1.3 s of CPU time of each
+    process of a small Llama's start (python -X importtime). Mantissa never calls it.
+    """
+    compile_, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = compile_

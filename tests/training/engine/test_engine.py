@@ -57,7 +57,7 @@ def test_a_batch_without_labels_neither_hangs_nor_makes_nan(pair, stage):
 
 
 def test_weights_drawn_from_a_seed_are_the_same_at_every_stage_and_world_size(pair, solo):
-    expected = solo.run(engine_cases.one_step, stage=0, compute="fp32", micro=8, mask="uneven")[0]["before"]
+    expected = solo.once(engine_cases.one_step, stage=0, compute="fp32", micro=8, mask="uneven")[0]["before"]
     for stage in (1, 2, 3):
         for result in pair.run(engine_cases.one_step, stage=stage, compute="fp32", micro=4, mask="uneven"):
             assert difference(result["before"], expected) == 0.0
@@ -74,7 +74,7 @@ def test_half_precision_follows_fp32(pair, stage, compute):
     """Norm and loss stay near FP32's over steps in which the FP16 scale grows; unclipped, so that scaling shows."""
     options = {"steps": 6, "overrides": ["optimizer.gradient_clipping=0", "precision.loss_scale.window=2"]}
     options["overrides"].append("precision.loss_scale.initial=256")
-    expected = pair.run(engine_cases.norms_over_steps, stage=2, compute="fp32", **options)[0]
+    expected = pair.once(engine_cases.norms_over_steps, stage=2, compute="fp32", **options)[0]
     for rows in pair.run(engine_cases.norms_over_steps, stage=stage, compute=compute, **options):
         if compute == "fp16":
             assert [row["change"] for row in rows].count("growth") >= 2
