@@ -8,12 +8,16 @@ memory and the settings that a load leaves alone follow from a row of it. To add
 - `training/engine/optimizers/NAME.py`: `build`, which makes the torch optimizer, and `update`, the same in FP64.
 
 Every state tensor is FP32, has its parameter's shape and starts at zero, so that ZeRO can cut it up as it cuts up the
-master. Torch makes them with the first update.
+master. They are made with the first update.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from config.schema import OptimizerSection
 
 COUNT = "step"
 """torch's key for the number of updates in a parameter's state, in every optimizer that counts them."""
@@ -33,13 +37,25 @@ class OptimizerSpec:
     """Whether it keeps COUNT, for a bias correction."""
     settings: tuple[str, ...]
     """Keys of OptimizerSection that it alone decides about, called alike in torch's parameter groups."""
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """What a setting is where the config says null."""
+    matrix_states: tuple[str, ...] | None = None
+    """Those of hidden matrices (`modeling.parameter_groups`), where these have a rule of their own. None: all."""
     offload_op: str | None = None
     """Op that DeepSpeed compiles to update masters in the host memory of a GPU run; None where torch's own does it."""
 
     @property
-    def state_bytes(self) -> int:
-        """[bytes] Of its state tensors for one parameter."""
-        return 4 * len(self.states)
+    def splits_matrices(self) -> bool:
+        """Whether hidden matrices have a rule of their own, and so a parameter group."""
+        return self.matrix_states is not None
+
+    def states_of(self, *, matrix: bool) -> tuple[str, ...]:
+        """The state tensors of a parameter; matrix: whether it is a hidden matrix."""
+        return self.matrix_states if matrix and self.matrix_states is not None else self.states
+
+    def state_bytes(self, *, matrix: bool) -> int:
+        """[bytes] Of its state tensors for one value of a parameter."""
+        return 4 * len(self.states_of(matrix=matrix))
 
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {
@@ -57,6 +73,16 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         momentum="momentum_buffer",
         counts_updates=False,
         settings=("momentum",),
+        defaults={"momentum": 0.9},
+    ),
+    "muon": OptimizerSpec(
+        summary="Muon's average of hidden matrices, AdamW's two of the rest, in FP32",
+        states=("exp_avg", "exp_avg_sq"),
+        matrix_states=("exp_avg",),
+        momentum="exp_avg",
+        counts_updates=True,
+        settings=("momentum", "orthogonalization", "betas", "eps"),
+        defaults={"momentum": 0.95},
     ),
     "lion": OptimizerSpec(
         summary="Lion's average in FP32",
@@ -81,3 +107,10 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     ),
 }
 """optimizer.name to its row."""
+
+
+def settings_of(section: OptimizerSection) -> dict[str, Any]:
+    """The settings that the chosen optimizer reads, with its own defaults."""
+    spec = OPTIMIZERS[section.name]
+    given = {key: getattr(section, key) for key in spec.settings}
+    return {key: spec.defaults[key] if value is None else value for key, value in given.items()}

@@ -222,6 +222,8 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     for key, names in readers.items():
         if section.name not in names and getattr(section, key) != getattr(OptimizerSection, key):
             yield f"optimizer.{key}", f"is only read by optimizer.name = {' or '.join(names)}; remove it"
+    if section.learning_rate == 0 and any(group.learning_rate for group in section.groups):
+        yield "optimizer.groups", "gives a learning rate where optimizer.learning_rate = 0 gives none; set the latter"
 
 
 def _schedule(config: Config) -> Iterator[Problem]:

@@ -211,26 +211,45 @@ class BatchSection:
 
 
 @dataclass(frozen=True)
+class ParameterGroupSection:
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    match: str = "*"
+    """[glob] Of parameters' names, such as model.embed_tokens.* ; of several groups that match, the last one counts."""
+    learning_rate: float | None = limit(None, at_least=0.0)
+    """[per step] Their peak learning rate, which follows the same schedule. null: optimizer.learning_rate."""
+    weight_decay: float | None = limit(None, at_least=0.0)
+    """[per step and learning rate] Their decay, whatever their shape. null: as without the group."""
+
+
+@dataclass(frozen=True)
 class OptimizerSection:
     """The optimizer on the FP32 masters."""
 
-    name: Literal["adamw", "stable_adamw", "lamb", "lion", "sgd"] = "adamw"
-    """[choice] adamw: decoupled weight decay (Loshchilov and Hutter 2019), fused where torch has it. stable_adamw:
-    smaller steps where gradients outgrow their average (Wortsman et al. 2023). lamb: Adam's direction with the norm of
-    each whole parameter (You et al. 2020). lion: the sign of an average (Chen et al. 2023). sgd: with momentum, its
-    weight decay part of the gradient (docs/optimizers.md)."""
+    name: Literal["adamw", "muon", "stable_adamw", "lamb", "lion", "sgd"] = "adamw"
+    """[choice] adamw: decoupled weight decay (Loshchilov and Hutter 2019), fused where torch has it. muon: orthogonal
+    steps of hidden matrices (Jordan et al. 2024, Liu et al. 2025), adamw for the rest. stable_adamw: smaller steps
+    where gradients outgrow their average (Wortsman et al. 2023). lamb: Adam's direction with the norm of each whole
+    parameter (You et al. 2020). lion: the sign of an average (Chen et al. 2023). sgd: with momentum, its weight decay
+    part of the gradient (docs/optimizers.md)."""
     learning_rate: float = limit(3e-4, at_least=0.0)
     """[per step] Peak learning rate."""
     betas: tuple[float, float] = limit((0.9, 0.95), at_least=0.0, below=1.0)
     """[fraction, fraction] Decay of the first and the second moment; for lion of the mix and of the average."""
-    momentum: float = limit(0.9, at_least=0.0, below=1.0)
-    """[fraction] What sgd keeps of its velocity in each step."""
+    momentum: float | None = limit(None, at_least=0.0, below=1.0)
+    """[fraction] What sgd keeps of its velocity in each step, and muon of its average. null: 0.9 for sgd, 0.95 for
+    muon."""
+    orthogonalization: Literal["fp32", "bf16"] = "fp32"
+    """[choice] Precision of the Newton-Schulz iteration of muon. bf16 is faster on GPUs, and moves the update by about
+    1%."""
     eps: float = limit(1e-8, above=0.0)
     """[gradient units] Added to the root of the second moment."""
     weight_decay: float = limit(0.1, at_least=0.0)
     """[per step and learning rate] Decoupled decay; not applied to norms, biases and embeddings."""
     gradient_clipping: float = limit(1.0, at_least=0.0)
     """[gradient units] Largest global gradient norm; 0 leaves gradients as they are."""
+    groups: tuple[ParameterGroupSection, ...] = ()
+    """[list] Learning rate and weight decay by parameters' names, each {match, learning_rate, weight_decay}."""
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,69 @@
-"""Which parameters the optimizer decays."""
+"""Which parameters the optimizer treats alike: with their weight decay, learning rate and rule."""
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
+from config.errors import UserError
+from config.optimizers import OPTIMIZERS
+from config.schema import OptimizerSection
 
-def parameter_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Two optimizer groups: matrices that decay, and norms, biases and embeddings, which do not.
 
-    A parameter shared by an embedding and an output head counts as an embedding. Frozen parameters are left out.
-    Shapes are read from `ds_shape` where ZeRO-3 has already partitioned a parameter to an empty tensor.
+def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
+    """torch's groups: `params`, and what they have in common. None is empty.
+
+    weight_decay: that of matrices; 0 for norms, biases and embeddings. A parameter shared by an embedding and an output
+    head counts as an embedding.
+    lr_factor: of the learning rate that the schedule gives, 1.0 but for `optimizer.groups`.
+    matrix: whether they are hidden matrices and the optimizer has a rule for these: the 2-D weights that decay, but for
+    the output head.
+
+    Frozen parameters are left out. Shapes are read from `ds_shape` where ZeRO-3 has already partitioned a parameter to
+    an empty tensor. Raises UserError for a group of the config that matches no parameter.
     """
-    embeddings = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
-    decayed: list[torch.nn.Parameter] = []
-    plain: list[torch.nn.Parameter] = []
-    for parameter in model.parameters():
+    embeddings = _ids_of(module for module in model.modules() if isinstance(module, torch.nn.Embedding))
+    head = _ids_of([_output_head(model)])
+    splits = OPTIMIZERS[section.name].splits_matrices
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    matched = [False] * len(section.groups)
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
-        (plain if dimensions < 2 or id(parameter) in embeddings else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+        decays = dimensions >= 2 and id(parameter) not in embeddings
+        matrix = splits and decays and dimensions == 2 and id(parameter) not in head
+        own = max((i for i, group in enumerate(section.groups) if fnmatchcase(name, group.match)), default=-1)
+        decay, factor = section.weight_decay if decays else 0.0, 1.0
+        if own >= 0:
+            matched[own], chosen = True, section.groups[own]
+            decay = decay if chosen.weight_decay is None else chosen.weight_decay
+            factor = 1.0 if chosen.learning_rate is None else chosen.learning_rate / section.learning_rate
+        options = {"weight_decay": decay, "lr_factor": factor, "matrix": matrix}
+        groups.setdefault((not matrix, not decays, own), {"params": [], **options})["params"].append(parameter)
+    for group, found in zip(section.groups, matched, strict=True):
+        if not found:
+            raise UserError(
+                f"optimizer.groups: match '{group.match}' is the last match of no parameter that is trained; names are "
+                f"like {next(name for name, parameter in model.named_parameters() if parameter.requires_grad)}"
+            )
+    return [groups[key] for key in sorted(groups)]
+
+
+def group_of_each(model: torch.nn.Module, section: OptimizerSection) -> dict[int, dict[str, Any]]:
+    """id of each trainable parameter, in the order of the groups, to what its group has in common."""
+    groups = parameter_groups(model, section)
+    common = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return {id(p): shared for group, shared in zip(groups, common, strict=True) for p in group["params"]}
+
+
+def _ids_of(modules: Any) -> set[int]:
+    return {id(parameter) for module in modules if module is not None for parameter in module.parameters(recurse=False)}
+
+
+def _output_head(model: torch.nn.Module) -> torch.nn.Module | None:
+    get: Any = getattr(model, "get_output_embeddings", None)
+    found: torch.nn.Module | None = get() if get is not None else None
+    return found

@@ -81,6 +81,15 @@ class World:
         dist.all_reduce(values, group=self.group)
         return values
 
+    def exchange(self, values: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """values: (n,), first those for rank 0, then those for rank 1, ... -> (m,), first those from rank 0, ...
+
+        sent, received: how many for and from each rank.
+        """
+        result = values.new_empty(sum(received))
+        dist.all_to_all_single(result, values, received, sent, group=self.group)
+        return result
+
     def on_own_group(self) -> World:
         """The same ranks on a new gloo group, whose collectives may run in a thread at the same time as training's.
 

@@ -219,7 +219,7 @@ def check_offload(
     """
     if offload == "none" or parameters is None:
         return
-    each = sum({"optimizer": 8 + optimizer.state_bytes, "param": 2}[part] for part in offload.split("+"))
+    each = sum({"optimizer": 8 + optimizer.state_bytes(matrix=False), "param": 2}[part] for part in offload.split("+"))
     needed, memory = each * parameters / hosts, facts["memory"]
     room = min(memory["available"], memory["cgroup_limit"] or memory["available"])
     total = f"{parameters:,} parameters x {each} bytes / {hosts} = {format_bytes(needed)}"

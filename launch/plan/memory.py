@@ -43,14 +43,14 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
     """
     whole, part = float(shape.parameters), shape.parameters / layout.world
     gradients = 4 * (whole if layout.stage < 2 else part)
-    kept = layout.optimizer.state_bytes
+    kept = _state_bytes(shape, layout)
     if layout.stage == 0:
-        items = {"parameters": 4 * whole, "moments": kept * whole, "gradients": gradients}
+        items = {"parameters": 4 * whole, "moments": kept, "gradients": gradients}
     else:
         items = {
             "parameters": layout.width * (part if layout.stage == 3 else whole),
             "masters": 4 * part,
-            "moments": kept * part,
+            "moments": kept / layout.world,
             "gradients": gradients,
         }
     away = {"masters", "moments", "gradients"} if "optimizer" in layout.offload else set()
@@ -58,6 +58,15 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
     return (
         {name: size for name, size in items.items() if name not in away},
         {name: size for name, size in items.items() if name in away},
+    )
+
+
+def _state_bytes(shape: Shape, layout: Layout) -> float:
+    """[bytes] The optimizer's state of the whole model."""
+    matrices = shape.hidden_matrix_parameters
+    rest = shape.parameters - matrices
+    return float(
+        sum(layout.optimizer.state_bytes(matrix=is_matrix) * n for is_matrix, n in ((True, matrices), (False, rest)))
     )
 
 
@@ -149,9 +158,8 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     items = {name: size for name, size in moments[moment].items() if size}
     if layout.background_save:
-        saved = (4 + layout.optimizer.state_bytes) * part + layout.width * (
-            part if layout.stage == 3 else shape.parameters
-        )
+        computing = layout.width * (part if layout.stage == 3 else shape.parameters)
+        saved = 4 * part + _state_bytes(shape, layout) / layout.world + computing
         if not layout.on_cpu:
             host["checkpoint copy"] = saved
         elif layout.saves_between:

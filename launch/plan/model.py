@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import UserError, one_line
-from config.schema import Config
+from config.schema import Config, OptimizerSection
 
 _BYTES_VOCABULARY = 257  # data.tokenizer = bytes: 256 bytes and the end of a document
 
@@ -30,6 +30,8 @@ class Shape:
     """[parameters] Of one transformer block."""
     matmul_parameters: int
     """[parameters] In a token's matmuls: not embeddings that are only looked up, but the head."""
+    hidden_matrix_parameters: int
+    """[parameters] In 2-D weights other than embeddings and the head: those that Muon updates."""
     layers: int
     hidden: int
     intermediate: int
@@ -76,6 +78,8 @@ def shape_of(hugging_face: Any, *, trust_remote_code: bool = False) -> Shape:
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
+    from modeling.parameter_groups import parameter_groups
+
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(hugging_face, trust_remote_code=trust_remote_code)
@@ -106,6 +110,11 @@ def shape_of(hugging_face: Any, *, trust_remote_code: bool = False) -> Shape:
         largest_parameter=max(item.numel() for item in model.parameters()),
         block_parameters=sum(item.numel() for item in block.parameters()),
         matmul_parameters=parameters - looked_up,
+        hidden_matrix_parameters=sum(
+            group["matrix"] * item.numel()
+            for group in parameter_groups(model, OptimizerSection(name="muon"))
+            for item in group["params"]
+        ),
         layers=text.num_hidden_layers,
         hidden=hidden,
         intermediate=getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden,

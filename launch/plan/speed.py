@@ -29,7 +29,7 @@ class Traffic:
     gradients: float
     """[bytes] Through the ring, before the factor (n - 1) / n."""
     parameters: float
-    """[bytes] The same, of parameters gathered."""
+    """[bytes] The same, of parameters gathered, and of pieces that an optimizer of whole matrices sends and gets."""
     collectives: float
     """[collectives] In one step."""
 
@@ -42,6 +42,7 @@ def traffic(shape: Shape, layout: Layout) -> Traffic:
     gather the parameters), and stages 2 and 3 reduce once for each micro-batch.
     """
     whole, every = float(shape.parameters), layout.accumulation
+    exchanged = 8.0 * shape.hidden_matrix_parameters / layout.world if layout.optimizer.splits_matrices else 0.0
     bucket = (
         BUFFERED_ALLREDUCE if layout.stage == 0 or layout.bf16_optimizer else layout.size("reduce_bucket_size", whole)
     )
@@ -49,10 +50,10 @@ def traffic(shape: Shape, layout: Layout) -> Traffic:
     if layout.stage == 0:
         return Traffic(2 * whole * layout.reduced, 0.0, times)
     if layout.stage == 3:
-        gathered = 2 * every * whole * layout.width
+        gathered = 2 * every * whole * layout.width + exchanged
         return Traffic(every * whole * layout.reduced, gathered, every * (times + 2 * (shape.layers + 2)))
     reductions = every if layout.stage == 2 else 1
-    return Traffic(2 * reductions * whole * layout.reduced, whole * layout.width, reductions * times + 1)
+    return Traffic(2 * reductions * whole * layout.reduced, whole * layout.width + exchanged, reductions * times + 1)
 
 
 def ring_bandwidth(device: Device, world: int) -> float:

@@ -12,6 +12,7 @@ def test_every_key_is_there_with_a_unit_and_a_meaning() -> None:
     assert leaves <= found.keys()
     entries = {"faults": "kind step rank module factor", "defects": "kind module factor"}
     entries["data.sources"] = "path source name format weight epochs"
+    entries["optimizer.groups"] = "match learning_rate weight_decay"
     assert found.keys() - leaves == {f"{name}[].{key}" for name, all_of in entries.items() for key in all_of.split()}
     for item in found.values():
         assert item.unit, item.key

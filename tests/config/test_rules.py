@@ -125,11 +125,16 @@ def test_a_glob_from_the_root_is_found(folder: Path) -> None:
 
 def test_a_setting_of_another_optimizer_is_refused(folder: Path) -> None:
     """What the chosen one does not read must not look as if it did."""
-    for overrides in (["optimizer.eps=1e-6"], ["optimizer.name=sgd", "optimizer.momentum=0.5"]):
+    for overrides in (
+        ["optimizer.eps=1e-6"],
+        ["optimizer.name=sgd", "optimizer.momentum=0.5"],
+        ["optimizer.name=muon"],
+    ):
         load_config(folder / "demo.yaml", overrides, None)
     for override, name, readers in (
-        ("optimizer.eps=1e-6", "lion", "adamw or lamb or stable_adamw"),
-        ("optimizer.momentum=0.5", "adamw", "sgd"),
+        ("optimizer.eps=1e-6", "lion", "adamw or muon or lamb or stable_adamw"),
+        ("optimizer.momentum=0.5", "adamw", "sgd or muon"),
+        ("optimizer.orthogonalization=bf16", "sgd", "muon"),
     ):
         key = override.partition("=")[0]
         with pytest.raises(UserError, match=f"{key} is only read by optimizer.name = {readers}; remove it"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from config.errors import UserError
-from config.schema import ModelSection
+from config.schema import ModelSection, OptimizerSection, ParameterGroupSection
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config
 from modeling.generate import sample_text
@@ -19,9 +19,9 @@ from tests.support.recomputed_models import bytes_kept, gradients, tokens
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
 
 
-def llama() -> torch.nn.Module:
+def llama(*, tied: bool = True) -> torch.nn.Module:
     """A four-block Llama for 64 tokens."""
-    section = ModelSection(architecture="llama", config={**SMALL, "tie_word_embeddings": True})
+    section = ModelSection(architecture="llama", config={**SMALL, "tie_word_embeddings": tied})
     config = model_config(section, vocab_size=64, sequence_length=32)
     return build_model(section, config, seed=0, gather=lambda parameters: nullcontext(True)).train()
 
@@ -51,12 +51,46 @@ def test_norms_biases_and_embeddings_do_not_decay():
     model = llama()
     model.model.layers[0].mlp.up_proj.bias = torch.nn.Parameter(torch.zeros(48))
     model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
-    decayed, plain = parameter_groups(model, weight_decay=0.3)
+    decayed, plain = parameter_groups(model, OptimizerSection(weight_decay=0.3))
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert all("proj.weight" in names[id(p)] for p in decayed["params"])
     assert all("norm" in names[id(p)] or "embed" in names[id(p)] or "bias" in names[id(p)] for p in plain["params"])
     assert len(decayed["params"]) + len(plain["params"]) == len(names) - 1
+
+
+def test_muon_gets_the_hidden_matrices_by_themselves():
+    model = llama(tied=False)
+    matrices, head, rest = parameter_groups(model, OptimizerSection(name="muon", weight_decay=0.3))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert [group["matrix"] for group in (matrices, head, rest)] == [True, False, False]
+    assert all("layers" in names[id(p)] and p.dim() == 2 for p in matrices["params"])
+    assert [names[id(p)] for p in head["params"]] == ["lm_head.weight"]
+    assert (matrices["weight_decay"], head["weight_decay"], rest["weight_decay"]) == (0.3, 0.3, 0.0)
+    tied = parameter_groups(llama(), OptimizerSection(name="muon"))
+    assert [group["matrix"] for group in tied] == [True, False]
+
+
+def test_a_group_of_the_config_has_its_own_rate_and_decay_and_the_last_match_counts():
+    groups = (
+        ParameterGroupSection(match="model.layers.*", learning_rate=0.002),
+        ParameterGroupSection(match="model.layers.1.*norm*", weight_decay=0.5),
+    )
+    model = llama()
+    section = OptimizerSection(learning_rate=0.008, weight_decay=0.3, groups=groups)
+    found = {id(p): group for group in parameter_groups(model, section) for p in group["params"]}
+    assert len(found) == len(list(model.parameters()))
+    for name, parameter in model.named_parameters():
+        last = "layers.1." in name and "norm" in name
+        factor = 0.25 if ".layers." in name and not last else 1.0
+        decay = 0.5 if last else 0.3 if name.endswith("proj.weight") else 0.0
+        assert (found[id(parameter)]["lr_factor"], found[id(parameter)]["weight_decay"]) == (factor, decay), name
+
+
+def test_a_group_of_the_config_that_matches_nothing_is_refused():
+    groups = (ParameterGroupSection(match="model.layer.*"),)
+    with pytest.raises(UserError, match=r"'model.layer.\*' is the last match of no parameter.*model.embed_tokens"):
+        parameter_groups(llama(), OptimizerSection(groups=groups))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

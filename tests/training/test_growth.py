@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from config.cli import REPOSITORY
 from config.errors import UserError
-from config.schema import GuardSection
+from config.schema import GuardSection, OptimizerSection
 from modeling.build import count_parameters
 from modeling.parameter_groups import parameter_groups
 from precision.guard import Guard, Judgement, Verdict
@@ -36,7 +36,7 @@ from training.checkpoint.contents import parameter_shapes
 MANIFEST = Manifest("bf16", (Rule("*.q_proj", None, "fp16", "to have one"),), Path("a manifest"))
 AT_START: dict[str, Callable[[PreTrainedModel], Any]] = {
     "regions": lambda model: Regions(model, MANIFEST).close(),
-    "parameter groups": lambda model: parameter_groups(model, weight_decay=0.1),
+    "parameter groups": lambda model: parameter_groups(model, OptimizerSection(weight_decay=0.1)),
     "count": count_parameters,
     "identity": parameter_shapes,
     "flops": lambda model: flops_per_token(model, 2048),

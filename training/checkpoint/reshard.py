@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from config.errors import UserError
-from modeling.parameter_groups import parameter_groups
 from training.checkpoint.contents import TAG
 from training.checkpoint.partitions import SavedModel, SavedTensor, open_saved_model
 from training.checkpoint.reader import PLAIN, Opener, Reader
@@ -33,6 +32,7 @@ from training.engine.tensors import (
     shape_of,
     shard_of,
     state_after,
+    states_of,
     tensor_kinds,
     trainable_parameters,
 )
@@ -65,8 +65,12 @@ def restore(
     recorded: its checksums. change: how the layout differs; None: it does not, and DeepSpeed loads its own files, bit
     for bit. Returns a line about the change, for the log. A collective. Raises UserError as `load_resharded` does.
     """
-    kept = [kind for kind in recorded or {} if kind != "master"]  # none before the first update
-    engine.world.raise_first(_optimizer_difference(engine, path, kept) if kept else None, UserError)
+    kept = {kind: texts for kind, texts in (recorded or {}).items() if kind != "master"}
+    differences = (
+        _optimizer_difference(engine, parameter, path, [kind for kind, texts in kept.items() if name in texts])
+        for name, parameter in (trainable_parameters(engine) if kept else {}).items()  # none before the first update
+    )
+    engine.world.raise_first(next(filter(None, differences), None), UserError)
     if change is None:
         engine.load(path, TAG, Reader(opener))
         require_same_checksums(engine, path, recorded or {})
@@ -117,9 +121,9 @@ def require_same_checksums(engine: Engine, where: Path, recorded: Checksums) -> 
     engine.world.raise_first(_difference(where, recorded, checksums_of(engine)), UserError)
 
 
-def _optimizer_difference(engine: Engine, where: Path, saved: Collection[str]) -> str | None:
-    """An error message where the saved state tensors, by name, are not those of this run's optimizer; else None."""
-    mine = engine.optimizer_spec.states
+def _optimizer_difference(engine: Engine, parameter: Any, where: Path, saved: Collection[str]) -> str | None:
+    """An error message where the saved state tensors of a parameter, by name, are not this run's; else None."""
+    mine = states_of(engine, parameter)
     if set(saved) == set(mine):
         return None
     there, here = (", ".join(names) or "nothing" for names in (saved, mine))
@@ -134,7 +138,7 @@ def _with_named_states(engine: Engine, saved: SavedModel, folder: Path) -> Saved
     if not saved.unnamed_states:
         return saved
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    order = [names[id(p)] for group in parameter_groups(engine.model, weight_decay=0.0) for p in group["params"]]
+    order = [names[parameter] for parameter in engine.group_of]
     if len(order) != len(saved.unnamed_states):
         raise UserError(
             f"{folder}: its optimizer has {len(saved.unnamed_states)} parameters, this run's {len(order)}; freeze the "
@@ -165,7 +169,7 @@ def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
         if parameter.requires_grad is (tensor.master is None):
             here = "trains" if parameter.requires_grad else "is frozen"
             return f"{folder}: {name} {here} in this run and not there; freeze the same parameters"
-        problem = _optimizer_difference(engine, folder, tensor.state.tensors) if tensor.state else None
+        problem = _optimizer_difference(engine, parameter, folder, tensor.state.tensors) if tensor.state else None
         if problem is not None:
             return problem
         shard = shard_of(engine, parameter) if parameter.requires_grad else None
@@ -186,8 +190,9 @@ def _restore(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
         return
     shard.of(shard.flat).copy_(tensor.master.slice(shard.start, shard.length))
     saved = tensor.state
-    state = state_after(engine, shard.flat, saved.updates if saved else 0)
-    for name in engine.optimizer_spec.states:
+    names = states_of(engine, parameter)
+    state = state_after(engine, shard.flat, names, saved.updates if saved else 0)
+    for name in names:
         if saved is None:
             shard.of(state[name]).zero_()
         else:
@@ -200,9 +205,12 @@ def _restore_padding(engine: Engine, updates: int) -> None:
         return
     held = [shard_of(engine, parameter) for parameter in trainable_parameters(engine).values()]
     flats = {id(shard.flat) for shard in held if shard is not None}
-    for flat in flat_masters(engine):
+    groups = engine.deepspeed.optimizer.param_groups
+    of_flat = getattr(engine.deepspeed.optimizer, "sub_group_to_group_id", range(len(groups)))  # ZeRO-3 cuts groups
+    for index, flat in enumerate(flat_masters(engine)):
         if id(flat) not in flats:
-            state_after(engine, flat, updates)
+            names = engine.optimizer_spec.states_of(matrix=groups[of_flat[index]]["matrix"])
+            state_after(engine, flat, names, updates)
 
 
 def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:

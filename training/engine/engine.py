@@ -28,6 +28,7 @@ from config.deepspeed.combinations import Combination, refuse_combination
 from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from data.loader import Batch
+from modeling.parameter_groups import group_of_each
 from precision.manifest import load_manifest
 from precision.regions import Regions
 from precision.step_health import Health
@@ -64,6 +65,8 @@ class Engine:
         self.compute = resolved.compute
         self.optimizer_spec = OPTIMIZERS[optimizer_section.name]
         """The optimizer's state tensors and settings."""
+        self.group_of = group_of_each(model, optimizer_section)
+        """id of each trainable parameter to what its group has in common, in the order of the groups."""
         self.has_frozen_base = resolved.config.adapter.kind != "none"
         """Whether the weights that are not trained are those of a base: they are in no checkpoint."""
         self.clipping = optimizer_section.gradient_clipping
@@ -198,12 +201,14 @@ class Engine:
     def step(self, health: Health, lr: float, *, apply: bool = True) -> Update:
         """Clip the gradients that `health` measured and apply them at learning rate `lr`, or discard them.
 
+        A group of `optimizer.groups` with a rate of its own takes it in proportion.
+
         Gradients that are not finite are never applied. The loss scaler sees their overflow, but not a finite step that
         is discarded. The ratio of the update to the weights is measured, which copies the masters, where the guard
         bounds it.
         """
         for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_factor"]
         scale = self.loss_scale
         finite = math.isfinite(health.grad_norm)
         applied = apply and finite
@@ -272,7 +277,7 @@ class Engine:
         settings and a new scaler of ours (`install_scaler` gives it the state that Mantissa saved).
         """
         groups = self.deepspeed.optimizer.param_groups
-        keys = (*self.optimizer_spec.settings, "weight_decay")
+        keys = (*self.optimizer_spec.settings, "weight_decay", "lr_factor", "matrix")
         settings = [{key: group[key] for key in keys} for group in groups]
         with self._checkpoints_through(reader):
             path, _ = self.deepspeed.load_checkpoint(

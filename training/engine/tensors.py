@@ -11,7 +11,7 @@ changes it, and so does any exchange of two different ones. It detects accidents
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -136,8 +136,16 @@ def shard_of(engine: Engine, parameter: Any) -> Shard | None:
     return Shard(local_masters(optimizer)[mapping.param_group_index], there.start, here.start, here.numel)
 
 
+def states_of(engine: Engine, parameter: torch.nn.Parameter) -> tuple[str, ...]:
+    """torch's keys of the optimizer's state tensors of a parameter."""
+    return engine.optimizer_spec.states_of(matrix=engine.group_of[id(parameter)]["matrix"])
+
+
 def tensor_kinds(engine: Engine) -> tuple[str, ...]:
-    """The FP32 tensors of each trainable parameter: its master, and the optimizer's state tensors by torch's keys."""
+    """The FP32 tensors of trainable parameters: masters, and the optimizer's state tensors by torch's keys.
+
+    Not every parameter has all of the latter (`states_of`).
+    """
     return ("master", *engine.optimizer_spec.states)
 
 
@@ -173,7 +181,8 @@ def checksums_of(engine: Engine) -> Checksums:
     return {
         kind: {
             name: as_text((lower[column][k] + lifted[column][k] * _HALF) for k in range(2))
-            for name, lower, lifted in zip(parameters, low, high, strict=True)
+            for (name, parameter), lower, lifted in zip(parameters.items(), low, high, strict=True)
+            if kind == "master" or kind in states_of(engine, parameter)
         }
         for column, kind in enumerate(names)
         if anywhere[column]
@@ -204,11 +213,14 @@ def flat_masters(engine: Engine) -> list[torch.Tensor]:
     return local_masters(engine.deepspeed.optimizer)
 
 
-def state_after(engine: Engine, flat: torch.Tensor, updates: int) -> dict[str, Any]:
-    """The optimizer's state of one flat tensor after `updates` updates, initialized as its first update would."""
+def state_after(engine: Engine, flat: torch.Tensor, names: Iterable[str], updates: int) -> dict[str, Any]:
+    """The optimizer's state of one flat tensor after `updates` updates, initialized as its first update would.
+
+    names: of its state tensors.
+    """
     optimizer = engine.deepspeed.basic_optimizer
     state = optimizer.state[flat]
-    for name in engine.optimizer_spec.states:
+    for name in names:
         if state.get(name) is None:
             state[name] = torch.zeros_like(flat)
     if engine.optimizer_spec.counts_updates:  # torch counts in a tensor, DeepSpeed's kernels in a plain integer

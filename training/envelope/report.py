@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from config.launcher import as_launched
-from config.optimizers import OPTIMIZERS
+from config.optimizers import settings_of
 from config.redact import redact_arguments
 from config.resolved import Resolved
 from config.schema import LossScaleSection
@@ -127,8 +127,8 @@ def _conditions(study: Study, first: Resolved, fingerprint: str) -> dict[str, st
     """The conditions under which the numbers were measured, as text."""
     config, optimizer, schedule = first.config, first.config.optimizer, first.config.schedule
     settings = ", ".join(
-        f"{key} {list(value) if isinstance(value, tuple) else format(value, 'g')}"
-        for key, value in ((key, getattr(optimizer, key)) for key in OPTIMIZERS[optimizer.name].settings)
+        f"{key} {list(value) if isinstance(value, tuple) else format(value, '' if isinstance(value, str) else 'g')}"
+        for key, value in settings_of(optimizer).items()
     )
     model = config.model.name_or_path or config.model.architecture
     shapes = [json.loads(text) for text in study.models.values()]

@@ -147,9 +147,7 @@ def reference(config: Config, dtype: str, *, clipping: bool, steps: int, world: 
     model: torch.nn.Module = fp32_model(config.model, seed=config.run.seed)
     model = model.to(DTYPES[dtype]).float().to(device).train()
     section = config.optimizer
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, weight_decay=section.weight_decay), betas=section.betas, eps=section.eps
-    )
+    optimizer = torch.optim.AdamW(parameter_groups(model, section), betas=section.betas, eps=section.eps)
     found = Trajectory(_weights(model))
     for step in range(1, steps + 1):
         inputs, labels = (tensor.to(device) for tensor in rows(step, size))
@@ -192,9 +190,7 @@ def bare(world: World, config: Config, document: dict[str, Any], *, steps: int) 
     section, stage = config.optimizer, document["zero_optimization"]["stage"]
     model = fp32_model(config.model, seed=config.run.seed)
     apply_activation_checkpointing(model, config.model.activation_checkpointing, reentrant=False)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, weight_decay=section.weight_decay), betas=section.betas, eps=section.eps
-    )
+    optimizer = torch.optim.AdamW(parameter_groups(model, section), betas=section.betas, eps=section.eps)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=document)
     accumulation = document["gradient_accumulation_steps"]
     try:

@@ -21,7 +21,6 @@ from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.adapter import add_adapter
 from modeling.build import build_model
 from modeling.linear_cross_entropy import label_loss_sum
-from modeling.parameter_groups import parameter_groups
 from training.distributed import World
 
 
@@ -43,21 +42,12 @@ class Reference:
         )
         torch.nn.Module.to(self.model, world.device)
         self._world = world
-        self._decay = {
-            id(parameter): group["weight_decay"]
-            for group in parameter_groups(self.model, weight_decay=resolved.config.optimizer.weight_decay)
-            for parameter in group["params"]
-        }
 
     @torch.no_grad()
     def load(self, masters: Mapping[str, torch.Tensor]) -> None:
         """Set the weights that are trained. masters: by the name in `named_parameters`, unpartitioned."""
         for name, master in masters.items():
             self.model.get_parameter(name).copy_(master)
-
-    def weight_decay(self, name: str) -> float:
-        """The weight decay of this parameter."""
-        return float(self._decay.get(id(self.model.get_parameter(name)), 0.0))
 
     def loss_and_gradients(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
         """Mean loss over the global batch in nats, and its gradients by name, FP32. A collective."""

@@ -36,7 +36,15 @@ from tracking.run_dir import RunDir
 from training.build import assemble
 from training.engine import Engine
 from training.engine.optimizer import implementation
-from training.engine.tensors import trainable_parameters, whole_gradient, whole_master, whole_state, whole_weight
+from training.engine.optimizers.rule import UpdateInputs
+from training.engine.tensors import (
+    states_of,
+    trainable_parameters,
+    whole_gradient,
+    whole_master,
+    whole_state,
+    whole_weight,
+)
 from training.parity.outputs import OutputErrors
 from training.parity.reference import Reference, clip_coefficient, has_dropout
 from training.progress import Progress
@@ -106,7 +114,7 @@ class StepParity:
         masters, states = {}, {}
         for name, parameter in trainable_parameters(engine).items():
             masters[name] = whole_master(engine, parameter)
-            states[name] = [whole_state(engine, parameter, key) for key in engine.optimizer_spec.states]
+            states[name] = [whole_state(engine, parameter, key) for key in states_of(engine, parameter)]
         return Before(masters, states)
 
     def _drift(self, before: Before) -> dict[str, float]:
@@ -128,16 +136,18 @@ class StepParity:
         for name, parameter in self._engine.model.named_parameters():
             if name not in gradients:
                 continue
-            master = before.masters[name]
-            expected = update(
+            master, group = before.masters[name], self._engine.group_of[id(parameter)]
+            given = UpdateInputs(
                 master,
                 gradients[name] * clip,
                 before.states[name],
                 section=section,
-                weight_decay=self._reference.weight_decay(name),
-                lr=lr,
+                weight_decay=group["weight_decay"],
+                lr=lr * group["lr_factor"],
                 step=step,
+                matrix=group["matrix"],
             )
+            expected = update(given)
             actual = whole_master(self._engine, parameter).double() - master.double()
             rounding = 2.0**-24 * float(master.double().norm())
             off = max(0.0, float((actual - expected).norm()) - rounding)

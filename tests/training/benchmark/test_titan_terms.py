@@ -13,6 +13,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from config.errors import UserError
+from config.schema import OptimizerSection
 from modeling.parameter_groups import parameter_groups
 from training.benchmark.command import DEFAULT_CONTESTANTS, read_bounds
 from training.benchmark.contestants import choose, skip_unsupported
@@ -128,7 +129,10 @@ def test_it_decays_what_mantissa_decays(tied) -> None:
     """As many numbers in each group: its names, and ours for the same model."""
     config = LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=tied)
     model = LlamaForCausalLM(config)
-    ours = [sum(each.numel() for each in group["params"]) for group in parameter_groups(model, weight_decay=0.1)]
+    ours = [
+        sum(each.numel() for each in group["params"])
+        for group in parameter_groups(model, OptimizerSection(weight_decay=0.1))
+    ]
     block = {"attention.qkv_linear.wqkv": (4 + 2 * 2) * 8 * 32, "attention.wo": 32 * 32}
     block |= {f"feed_forward.{name}": 32 * 48 for name in ("w1", "w2", "w3")} | {"attention_norm": 32, "ffn_norm": 32}
     sizes = {f"layers.{index}.{name}.weight": size for index in range(3) for name, size in block.items()}

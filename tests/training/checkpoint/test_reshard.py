@@ -68,6 +68,8 @@ def layout(stage, compute, **options):
             {"overrides": (*UNTIED, "optimizer.name=stable_adamw")},
         ),
         ("1 -> 2", (0, "fp32"), (2, "fp16"), {"overrides": ("optimizer.name=lion",)}),
+        ("1 -> 2", (0, "fp32"), (3, "bf16"), {"overrides": (*UNTIED, "optimizer.name=muon")}),
+        ("2 -> 1", (2, "bf16"), (1, "fp32"), {"overrides": (*ODD, "optimizer.name=muon")}),
     ],
 )
 def test_masters_and_moments_carry_over_bit_for_bit(pair, solo, tmp_path, ranks, before, after, common):

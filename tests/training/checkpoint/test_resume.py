@@ -24,6 +24,12 @@ JOBS = {
         "precision.compute=fp32",
         "optimizer.name=lamb",
     ],
+    "FP32, ZeRO-3, Muon": [
+        "deepspeed.config=ds_configs/zero3_fp32.json",
+        "precision.compute=fp32",
+        "optimizer.name=muon",
+        "optimizer.groups=[{match: model.layers.1.*, learning_rate: 1e-3}]",
+    ],
     "FP16, ZeRO-2, overflows": [
         "deepspeed.config=ds_configs/zero2_fp16.json",
         "precision.compute=fp16",

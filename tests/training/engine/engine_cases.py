@@ -39,9 +39,7 @@ def reference_step(world: World, *, mask: str, clipping: float) -> dict[str, Any
         weights = masters_of(engine)
     model = plain_model(resolved, weights)
     section = resolved.config.optimizer
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, weight_decay=section.weight_decay), lr=0.001, betas=section.betas, eps=section.eps
-    )
+    optimizer = torch.optim.AdamW(parameter_groups(model, section), lr=0.001, betas=section.betas, eps=section.eps)
     batch = batch_of(world, 8, seed=1, mask=mask)
     loss = label_loss_sum(model(input_ids=batch.input_ids[0]).logits, batch.labels[0]) / max(batch.label_tokens, 1)
     loss.backward()

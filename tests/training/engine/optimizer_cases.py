@@ -10,7 +10,18 @@ from config.optimizers import OPTIMIZERS
 from tests.support.small_run import batch_of, engine_of, resolve
 from training.distributed import World
 from training.engine.optimizer import implementation
-from training.engine.tensors import checksums_of, trainable_parameters, whole_gradient, whole_master, whole_state
+from training.engine.optimizers import muon
+from training.engine.optimizers.rule import UpdateInputs
+from training.engine.tensors import (
+    checksums_of,
+    shape_of,
+    shard_of,
+    states_of,
+    trainable_parameters,
+    whole_gradient,
+    whole_master,
+    whole_state,
+)
 
 RATES = (0.004, 0.01, 0.01, 0.006)
 SKIPPED = 3
@@ -28,9 +39,6 @@ def sharded_steps(world: World, *, name: str, stage: int, compute: str, variant:
     section, applied, clips, unchanged, error = resolved.config.optimizer, [], [], True, 0.0
     with engine_of(world, resolved) as engine:
         parameters = trainable_parameters(engine)
-        decays = {
-            id(parameter): group["weight_decay"] for group in _groups(engine, section) for parameter in group["params"]
-        }
         updates = 0
         for step, rate in enumerate(RATES, start=1):
             health = engine.health(engine.forward_backward(batch_of(world, 2, seed=step), step=step))
@@ -39,7 +47,7 @@ def sharded_steps(world: World, *, name: str, stage: int, compute: str, variant:
                 key: (
                     whole_master(engine, parameter),
                     whole_gradient(engine, parameter) * clip,
-                    [whole_state(engine, parameter, state) for state in OPTIMIZERS[name].states],
+                    [whole_state(engine, parameter, state) for state in states_of(engine, parameter)],
                 )
                 for key, parameter in parameters.items()
             }
@@ -53,22 +61,50 @@ def sharded_steps(world: World, *, name: str, stage: int, compute: str, variant:
             updates += 1
             for key, parameter in parameters.items():
                 master, gradient, states = before[key]
-                expected = implementation(name).update(
+                group = engine.group_of[id(parameter)]
+                given = UpdateInputs(
                     master,
                     gradient,
                     states,
                     section=section,
-                    weight_decay=decays[id(parameter)],
-                    lr=rate,
+                    weight_decay=group["weight_decay"],
+                    lr=rate * group["lr_factor"],
                     step=updates,
+                    matrix=group["matrix"],
                 )
+                expected = implementation(name).update(given)
                 apart = (whole_master(engine, parameter).double() - master.double() - expected).abs()
                 apart -= torch.finfo(torch.float32).eps * master.abs()
                 error = max(error, float(apart.max() / expected.abs().max().clamp(min=1e-30)))
     return {"applied": applied, "clip": clips, "skipped_unchanged": unchanged, "error": error}
 
 
-def _groups(engine: Any, section: Any) -> list[dict[str, Any]]:
-    from modeling.parameter_groups import parameter_groups
+def shared_work(world: World, *, stage: int) -> dict[str, Any]:
+    """Who computed how many matrices in one step of Muon, and how many values of them went where."""
+    settings = ["optimizer.name=muon"]
+    computed, sent, exchange = [], [], World.exchange
 
-    return parameter_groups(engine.model, weight_decay=section.weight_decay)
+    def counted(self: World, values: torch.Tensor, out: list[int], back: list[int]) -> torch.Tensor:
+        sent.append(len(values))
+        return exchange(self, values, out, back)
+
+    with engine_of(world, resolve(world, stage=stage, compute="fp32", micro=2, overrides=settings)) as engine:
+        shards = [
+            (shape_of(parameter).numel(), shard_of(engine, parameter))
+            for parameter in trainable_parameters(engine).values()
+            if engine.group_of[id(parameter)]["matrix"]
+        ]
+        health = engine.health(engine.forward_backward(batch_of(world, 2, seed=1), step=1))
+        step_of = muon.step_of
+        muon.step_of = lambda matrix, *, bf16: computed.append(matrix.shape) or step_of(matrix, bf16=bf16)
+        World.exchange = counted  # type: ignore[method-assign]
+        try:
+            engine.step(health, 0.01)
+        finally:
+            muon.step_of, World.exchange = step_of, exchange  # type: ignore[method-assign]
+    return {
+        "computed": len(computed),
+        "matrices": [numel for numel, _ in shards],
+        "own": sum(shard.length for _, shard in shards if shard is not None),
+        "sent": sent,
+    }

@@ -10,10 +10,12 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 
-from config.optimizers import COUNT, OPTIMIZERS
+from config.optimizers import COUNT, OPTIMIZERS, settings_of
 from config.schema import OptimizerSection
 from tests.training.engine import optimizer_cases
 from training.engine.optimizer import build_optimizer, implementation
+from training.engine.optimizers import muon
+from training.engine.optimizers.rule import UpdateInputs
 from training.engine.pieces import Pieces, WholeParameterOptimizer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -22,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_every_choice_of_the_config_has_a_row_and_a_file() -> None:
     assert set(get_args(get_type_hints(OptimizerSection)["name"])) == OPTIMIZERS.keys()
     files = {path.stem for path in (ROOT / "training/engine/optimizers").glob("*.py")}
-    assert files - {"__init__"} == OPTIMIZERS.keys()
+    assert files - {"__init__", "rule"} == OPTIMIZERS.keys()
     for spec in OPTIMIZERS.values():
         assert set(spec.settings) <= {item.name for item in fields(OptimizerSection)}
         assert spec.momentum is None or spec.momentum in spec.states
@@ -58,21 +60,25 @@ def test_an_optimizer_keeps_what_its_row_says_and_updates_as_its_file_says(name:
             for parameter in group["params"]:
                 parameter.grad = torch.randn_like(parameter)
                 kept = optimizer.state.get(parameter, {})
-                expected[parameter] = parameter.detach().double() + implementation(name).update(
+                given = UpdateInputs(
                     parameter.detach(),
                     parameter.grad,
-                    [kept.get(key, torch.zeros_like(parameter)) for key in spec.states],
+                    [kept.get(key, torch.zeros_like(parameter)) for key in spec.states_of(matrix=group["matrix"])],
                     section=section,
                     weight_decay=group["weight_decay"],
                     lr=group["lr"],
                     step=step,
+                    matrix=group["matrix"],
                 )
+                expected[parameter] = parameter.detach().double() + implementation(name).update(given)
         optimizer.step()
+        of_matrices = {id(p): group["matrix"] for group in optimizer.param_groups for p in group["params"]}
         for parameter, value in expected.items():
+            states = spec.states_of(matrix=of_matrices[id(parameter)])
             assert torch.allclose(parameter.detach().double(), value, rtol=0, atol=3e-7)
             state = optimizer.state[parameter]
-            assert set(state) - {COUNT} == set(spec.states) and (COUNT in state) == spec.counts_updates
-            for key in spec.states:
+            assert set(state) - {COUNT} == set(states) and (COUNT in state) == spec.counts_updates
+            for key in states:
                 assert state[key].dtype == torch.float32 and state[key].shape == parameter.shape
 
 
@@ -89,7 +95,57 @@ def test_sharded_masters_move_as_those_of_one_process_in_fp64(pair: Any, name: s
         assert result["error"] < {"fp32": 1e-5, "bf16": 1e-5, "fp16": 1e-5}[compute], result
 
 
-@pytest.mark.parametrize("name", ["lamb", "lion"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((24, 40), torch.float64), ((40, 24), torch.float32), ((7, 7), torch.float64)]
+)
+def test_muons_step_is_the_quintic_of_the_singular_values(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Computed by an SVD in FP64."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / (matrix.norm() + 1e-7)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    expected = left @ torch.diag(values) @ right * 0.2 * max(shape) ** 0.5
+    found = muon.step_of(matrix.to(dtype), bf16=False)
+    assert found.dtype == dtype
+    assert torch.allclose(found.double(), expected, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
+    rough = muon.step_of(matrix.to(dtype), bf16=True).double()
+    assert 1e-4 < float((rough - expected).norm() / expected.norm()) < 0.03
+
+
+def test_muon_moves_as_torchs_own() -> None:
+    """Which always orthogonalizes in BF16, and knows only matrices on one device."""
+    generator = torch.Generator().manual_seed(2)
+    start = torch.randn(24, 40, generator=generator)
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    group = {"params": [ours], "weight_decay": 0.1, "lr_factor": 1.0, "matrix": True}
+    section = OptimizerSection(name="muon", orthogonalization="bf16")
+    optimizer = muon.build([group], {"lr": 0.02, **settings_of(section)}, offload_to_host=False)
+    assert isinstance(optimizer, WholeParameterOptimizer)
+    optimizer.told = Pieces()
+    of_torch = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        ours.grad = torch.randn(24, 40, generator=generator)
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        of_torch.step()
+    assert float((ours - theirs).detach().norm() / (theirs - start).detach().norm()) < 0.02
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_matrix_is_orthogonalized_once_and_pieces_travel_twice(pair: Any, stage: int) -> None:
+    """Ranks share the work: what a rank sends is its own part at most, to the owners, and theirs back."""
+    results = pair.run(optimizer_cases.shared_work, stage=stage)
+    matrices = results[0]["matrices"]
+    assert sum(result["computed"] for result in results) == len(matrices)
+    assert max(result["computed"] for result in results) < len(matrices)
+    for result in results:
+        assert result["sent"][0] == result["own"]
+        assert sum(result["sent"]) <= 2 * sum(matrices)
+    assert sum(sum(result["sent"]) for result in results) == 2 * sum(matrices)
+
+
+@pytest.mark.parametrize("name", ["lamb", "lion", "muon"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_states_in_host_memory_change_nothing(pair: Any, name: str, stage: int) -> None:
     options = {"name": name, "stage": stage, "compute": "fp32", "variant": "_offload"}

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
+from config.schema import OptimizerSection
 from data.row_shards import RowShards
 from modeling.parameter_groups import parameter_groups
 from tests.support.chats import LENGTH, SHAPE
@@ -91,7 +92,7 @@ def oracle(folder: Path, rows_of_steps: list[list[int]], model: Any = None) -> d
         model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     model.train()
     chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines()]
-    groups = parameter_groups(model, weight_decay=0.1)
+    groups = parameter_groups(model, OptimizerSection(weight_decay=0.1))
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from config.schema import OptimizerSection
 from training.engine.ops import load_op
+from training.engine.optimizers.rule import UpdateInputs, adam_averages
 
 
 def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
@@ -24,22 +23,7 @@ def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_h
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
-def update(
-    master: torch.Tensor,
-    gradient: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    *,
-    section: OptimizerSection,
-    weight_decay: float,
-    lr: float,
-    step: int,
-) -> torch.Tensor:
+def update(given: UpdateInputs) -> torch.Tensor:
     """Algorithm 2 of the paper, the schedule inside `lr`."""
-    first, second = (state.double() for state in states)
-    beta1, beta2 = section.betas
-    g, w = gradient.double(), master.double()
-    first = beta1 * first + (1 - beta1) * g
-    second = beta2 * second + (1 - beta2) * g.square()
-    corrected = first / (1 - beta1**step)
-    spread = second.div(1 - beta2**step).sqrt().add(section.eps)
-    return -lr * (weight_decay * w + corrected / spread)
+    first, second = adam_averages(given)
+    return -given.lr * (given.weight_decay * given.master + first / (second.sqrt() + given.section.eps))

@@ -2,53 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from config.optimizers import OPTIMIZERS
-from config.schema import OptimizerSection
+from training.engine.optimizers.rule import UpdateInputs
+from training.engine.pieces import FlatOptimizer
 
 (AVERAGE,) = OPTIMIZERS["lion"].states
 
 
-class Lion(torch.optim.Optimizer):
-    """Elementwise, so it may be given any piece of any parameter."""
+class Lion(FlatOptimizer):
+    """Elementwise, so it may be given any piece of any parameter: three passes over the values."""
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            (mix, decay), rate = group["betas"], group["lr"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state[AVERAGE] = torch.zeros_like(parameter)
-                direction = state[AVERAGE].lerp(parameter.grad, 1 - mix).sign_()
-                parameter.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate)
-                state[AVERAGE].lerp_(parameter.grad, 1 - decay)
+    def update_flat(self, flat: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        assert flat.grad is not None
+        (mix, decay), rate = group["betas"], group["lr"]
+        if not state:
+            state[AVERAGE] = torch.zeros_like(flat)
+        direction = state[AVERAGE].lerp(flat.grad, 1 - mix).sign_()
+        flat.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate)
+        state[AVERAGE].lerp_(flat.grad, 1 - decay)
 
 
 def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
-    """The same on every device: three passes over the values."""
+    """The same on every device."""
     return Lion(groups, options)
 
 
-def update(
-    master: torch.Tensor,
-    gradient: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    *,
-    section: OptimizerSection,
-    weight_decay: float,
-    lr: float,
-    step: int,
-) -> torch.Tensor:
+def update(given: UpdateInputs) -> torch.Tensor:
     """Algorithm 2 of the paper."""
-    (average,) = (state.double() for state in states)
-    mix, _ = section.betas
-    direction = (mix * average + (1 - mix) * gradient.double()).sign()
-    return -lr * (direction + weight_decay * master.double())
+    (average,), (mix, _) = given.states, given.section.betas
+    direction = (mix * average + (1 - mix) * given.gradient).sign()
+    return -given.lr * (direction + given.weight_decay * given.master)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from config.schema import OptimizerSection
+from config.optimizers import settings_of
+from training.engine.optimizers.rule import UpdateInputs
 
 
 def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
@@ -15,16 +15,9 @@ def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_h
     return torch.optim.SGD(groups, fused=True, **options)
 
 
-def update(
-    master: torch.Tensor,
-    gradient: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    *,
-    section: OptimizerSection,
-    weight_decay: float,
-    lr: float,
-    step: int,
-) -> torch.Tensor:
+def update(given: UpdateInputs) -> torch.Tensor:
     """v <- momentum v + (g + decay w); w <- w - lr v."""
-    (velocity,) = (state.double() for state in states)
-    return -lr * (section.momentum * velocity + gradient.double() + weight_decay * master.double())
+    (velocity,) = given.states
+    return -given.lr * (
+        settings_of(given.section)["momentum"] * velocity + given.gradient + given.weight_decay * given.master
+    )

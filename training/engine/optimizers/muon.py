@@ -1,0 +1,75 @@
+"""Muon (Jordan et al. 2024): hidden matrices move along the nearest orthogonal matrix to their averaged gradient.
+
+With weight decay and the size of AdamW's steps (Liu et al. 2025, "Muon is Scalable for LLM Training", equation 4), so
+that one learning rate and one decay serve both; all other parameters are AdamW's. Gradients are clipped before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from config.optimizers import COUNT, OPTIMIZERS, settings_of
+from training.engine.optimizers.rule import UpdateInputs, adam_averages, advance_adam
+from training.engine.pieces import WholeParameterOptimizer
+
+(AVERAGE,) = OPTIMIZERS["muon"].states_of(matrix=True)
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic; singular values end between about 0.7 and 1.2."""
+ITERATIONS = 5
+RMS = 0.2
+"""Root mean square of an update, as AdamW's typically is (section 2.2 of Liu et al.)."""
+
+
+class Muon(WholeParameterOptimizer):
+    """Each whole matrix is computed by one of the ranks that share it."""
+
+    def update_flat(self, flat: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        assert flat.grad is not None
+        rate = group["lr"]
+        if group["matrix"]:
+            if not state:
+                state[COUNT], state[AVERAGE] = 0, torch.zeros_like(flat)
+            state[COUNT] += 1
+            state[AVERAGE].lerp_(flat.grad, 1 - group["momentum"])
+            direction = flat.grad.lerp(state[AVERAGE], group["momentum"])
+            bf16 = group["orthogonalization"] == "bf16"
+            direction = self.pieces.replace_matrices(flat, direction, lambda matrix: step_of(matrix, bf16=bf16))
+        else:
+            first, second = advance_adam(flat, state, group, OPTIMIZERS["muon"].states)
+            direction = first.div_(second.sqrt_().add_(group["eps"]))
+        flat.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate)
+
+
+def step_of(direction: torch.Tensor, *, bf16: bool) -> torch.Tensor:
+    """(m, n) nearest orthogonal matrix, with RMS of about 0.2 whatever the shape; in the dtype of `direction`."""
+    x = direction.bfloat16() if bf16 else direction
+    tall = x.shape[0] > x.shape[1]
+    x = x.mT if tall else x
+    x = x / (x.norm() + 1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        square = x @ x.mT
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    x = x.mT if tall else x
+    return x.to(direction.dtype) * (RMS * max(direction.shape) ** 0.5)
+
+
+def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
+    """The same on every device."""
+    return Muon(groups, options)
+
+
+def update(given: UpdateInputs) -> torch.Tensor:
+    """Equation 4 of Liu et al. for a matrix, with Nesterov's momentum; AdamW's rule for the rest."""
+    if given.matrix:
+        settings, (average,) = settings_of(given.section), given.states
+        momentum = settings["momentum"]
+        average = momentum * average + (1 - momentum) * given.gradient
+        direction = momentum * average + (1 - momentum) * given.gradient
+        direction = step_of(direction, bf16=settings["orthogonalization"] == "bf16")
+    else:
+        first, second = adam_averages(given)
+        direction = first / (second.sqrt() + given.section.eps)
+    return -given.lr * (direction + given.weight_decay * given.master)
