@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import UserError, one_line
-from config.schema import Config, OptimizerSection
+from config.schema import Config
 
 _BYTES_VOCABULARY = 257  # data.tokenizer = bytes: 256 bytes and the end of a document
 
@@ -78,8 +78,6 @@ def shape_of(hugging_face: Any, *, trust_remote_code: bool = False) -> Shape:
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    from modeling.parameter_groups import parameter_groups
-
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(hugging_face, trust_remote_code=trust_remote_code)
@@ -110,11 +108,7 @@ def shape_of(hugging_face: Any, *, trust_remote_code: bool = False) -> Shape:
         largest_parameter=max(item.numel() for item in model.parameters()),
         block_parameters=sum(item.numel() for item in block.parameters()),
         matmul_parameters=parameters - looked_up,
-        hidden_matrix_parameters=sum(
-            group["matrix"] * item.numel()
-            for group in parameter_groups(model, OptimizerSection(name="muon"))
-            for item in group["params"]
-        ),
+        hidden_matrix_parameters=_hidden_matrices(model),
         layers=text.num_hidden_layers,
         hidden=hidden,
         intermediate=getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden,
@@ -131,6 +125,14 @@ def shape_of(hugging_face: Any, *, trust_remote_code: bool = False) -> Shape:
         exact="experts" not in names and (gated or hugging_face.model_type == "gpt2"),
         attention=str(model.config._attn_implementation),
     )
+
+
+def _hidden_matrices(model: Any) -> int:
+    """Parameters of the group `matrix` of `modeling.parameter_groups`."""
+    beside = [module for module in model.modules() if type(module).__name__ == "Embedding"]
+    beside.append(model.get_output_embeddings())
+    apart = {id(item) for module in beside if module is not None for item in module.parameters(recurse=False)}
+    return sum(item.numel() for item in model.parameters() if item.dim() == 2 and id(item) not in apart)
 
 
 def _block(model: Any, layers: int) -> Any:

@@ -116,11 +116,12 @@ ALLOWED = [
 
 @pytest.mark.parametrize("overrides", ALLOWED)
 def test_allowed(folder: Path, overrides: list[str]) -> None:
-    load_config(folder / "demo.yaml", overrides, None)
+    assert load_config(folder / "demo.yaml", overrides, None) != load_config(folder / "demo.yaml", [], None)
 
 
 def test_a_glob_from_the_root_is_found(folder: Path) -> None:
-    load_config(folder / "demo.yaml", ["data.source=text", f"data.path={folder}/**/*.txt"], None)
+    glob = f"{folder}/**/*.txt"
+    assert load_config(folder / "demo.yaml", ["data.source=text", f"data.path={glob}"], None).data.path == glob
 
 
 def test_a_setting_of_another_optimizer_is_refused(folder: Path) -> None:

@@ -33,6 +33,7 @@ from training.engine.tensors import (
     shard_of,
     state_after,
     states_of,
+    states_of_flat_masters,
     tensor_kinds,
     trainable_parameters,
 )
@@ -205,11 +206,8 @@ def _restore_padding(engine: Engine, updates: int) -> None:
         return
     held = [shard_of(engine, parameter) for parameter in trainable_parameters(engine).values()]
     flats = {id(shard.flat) for shard in held if shard is not None}
-    groups = engine.deepspeed.optimizer.param_groups
-    of_flat = getattr(engine.deepspeed.optimizer, "sub_group_to_group_id", range(len(groups)))  # ZeRO-3 cuts groups
-    for index, flat in enumerate(flat_masters(engine)):
+    for flat, names in zip(flat_masters(engine), states_of_flat_masters(engine), strict=True):
         if id(flat) not in flats:
-            names = engine.optimizer_spec.states_of(matrix=groups[of_flat[index]]["matrix"])
             state_after(engine, flat, names, updates)
 
 

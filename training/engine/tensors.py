@@ -213,6 +213,17 @@ def flat_masters(engine: Engine) -> list[torch.Tensor]:
     return local_masters(engine.deepspeed.optimizer)
 
 
+def states_of_flat_masters(engine: Engine) -> list[tuple[str, ...]]:
+    """torch's keys of the state tensors of each of `flat_masters`; from ZeRO-1 on."""
+    optimizer: Any = engine.deepspeed.optimizer
+    groups = optimizer.param_groups
+    of_flat = getattr(optimizer, "sub_group_to_group_id", range(len(groups)))  # ZeRO-3 may cut a group
+    return [
+        engine.optimizer_spec.states_of(matrix=groups[of_flat[index]]["matrix"])
+        for index in range(len(flat_masters(engine)))
+    ]
+
+
 def state_after(engine: Engine, flat: torch.Tensor, names: Iterable[str], updates: int) -> dict[str, Any]:
     """The optimizer's state of one flat tensor after `updates` updates, initialized as its first update would.
 

@@ -66,7 +66,8 @@ def test_a_json_resolves_where_the_table_verifies_and_is_refused_where_it_refuse
 def test_what_a_refusal_proposes_resolves(make: Any) -> None:
     for row in [row for row in UPSTREAM if row.refused]:
         path = REPOSITORY / next(word for word in row.instead.split() if "ds_configs/" in word)
-        resolve_json(make(), path, read_document(path), world_size=2)
+        found = resolve_json(make(), path, read_document(path), world_size=2)
+        assert f"zero{found['zero_optimization']['stage']}" in path.name
 
 
 @pytest.mark.parametrize("compute", COMPUTES["manifest"])

@@ -14,11 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.launcher import as_launched
+from config.optimizers import OPTIMIZERS
+from config.schema import OptimizerSection
 from launch.plan.layout import layout_of
 from launch.plan.memory import activations, block_bytes, model_states, peak_memory
 from launch.plan.model import read_shape, shape_of
 from modeling.build import count_parameters
 from modeling.linear_cross_entropy import label_loss_sum
+from modeling.parameter_groups import parameter_groups
 from tests.launch.plan import plan_cases
 
 pytestmark = pytest.mark.slow
@@ -81,7 +84,19 @@ def test_a_block_keeps_what_the_formula_says(family: str, compute: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_the_real_model(family: str) -> None:
     config = hugging_face(family, 3)
-    assert shape_of(config).parameters == count_parameters(AutoModelForCausalLM.from_config(config))
+    model = AutoModelForCausalLM.from_config(config)
+    shape = shape_of(config)
+    assert shape.parameters == count_parameters(model)
+    groups = parameter_groups(model, OptimizerSection(name="muon"))
+    matrices = [parameter.numel() for group in groups if group["matrix"] for parameter in group["params"]]
+    assert shape.hidden_matrix_parameters == sum(matrices) > 0
+
+
+def test_muon_keeps_one_state_of_a_hidden_matrix_and_two_of_the_rest() -> None:
+    shape, demo = layout()
+    kept = {name: model_states(shape, replace(demo, optimizer=OPTIMIZERS[name]))[0] for name in ("adamw", "muon")}
+    saved = 4 * shape.hidden_matrix_parameters / (demo.world if demo.stage else 1)
+    assert kept["adamw"]["moments"] - kept["muon"]["moments"] == saved
 
 
 PEAKS = [(1, "none", 4), (2, "none", 4), (2, "full", 2), (3, "none", 4)]
