@@ -41,8 +41,8 @@ ON_CPU := $(if $(wildcard /dev/nvidia* /dev/kfd /dev/dri /dev/dxg /dev/accel*),,
 demo: setup  ## Train a small Llama on real text and leave runs/demo
 	$(ON_CPU) $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
 
-test: setup  ## Run all tests, two files at a time (ARGS="-n 0" for one)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: setup  ## Run all tests, three files at a time (ARGS="-n 0" for one)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: setup  ## The tests that start no process
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-processes -rfE --durations=10 $(ARGS)
@@ -50,7 +50,7 @@ test-fast: setup  ## The tests that start no process
 test-cluster: setup  ## Test on machines made of network namespaces, and on a Slurm of two nodes (root; skips with the reason)
 	$(BIN)/python -m pytest -rs -m cluster $(ARGS)
 
-test-long: setup  ## Long tests: the planner on real ranks, killed sweeps, benchmark contestants, compiled blocks
+test-long: setup  ## Long tests: the planner on real ranks, killed sweeps, contestants, the rest of matrices
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-machines: setup  ## The demo on strange machines: paths, users, full disks, variables (some need root; skips with the reason)

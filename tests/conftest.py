@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,11 +46,22 @@ def pytest_sessionstart() -> None:
     op_builds.clear_abandoned("*", functools.partial(print, flush=True))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start jobs first, then those that use the process groups, then the rest.
+    """Mark as slow what `one_in` leaves out, and sort the files.
+
+    Files that start jobs first, then those that use the process groups, then the rest.
 
     Files are handed out one by one: a long one at the end would leave the other worker without work.
     """
+    seen: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is not None and isinstance(item, pytest.Function):
+            case = item.path, item.originalname
+            if seen[case] % mark.args[0]:
+                item.add_marker("slow")
+            seen[case] += 1
     users = {item.path for item in items if {"pair", "solo"} & set(getattr(item, "fixturenames", ()))}
     starters = {path for path in {item.path for item in items} if _STARTS_JOBS.search(path.read_text(encoding="utf-8"))}
     items.sort(key=lambda item: 0 if item.path in starters else 1 if item.path in users else 2)

@@ -221,6 +221,7 @@ print(measure(way, vocabulary=131072, hidden=16, tokens=1024, dtype=dtype, repea
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("way", "compute"), [("full", "fp32"), ("chunked", "bf16")])
 def test_logits_of_a_large_vocabulary_take_what_the_planner_says(way: str, compute: str) -> None:
     """1,024 tokens of 131,072 logits are 512 MiB in FP32: three times that all at once, half of it in chunks of 512."""

@@ -13,6 +13,7 @@ from tests.training.reaction_cases import HIT
 SHARDED = [(stage, compute) for stage in (1, 2, 3) for compute in ("fp32", "bf16", "fp16")]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), *SHARDED])
 @pytest.mark.parametrize("kind", ["nan_activation", "inf_gradient", "nan_loss"])
 def test_the_cause_is_named_by_rank_module_and_tensor_and_the_run_goes_on(pair, stage, compute, kind):
@@ -69,6 +70,7 @@ FP16 = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("manifest", [MIXED, FP16], ids=["bf16 ambient", "fp16 ambient"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

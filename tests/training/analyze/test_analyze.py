@@ -36,6 +36,7 @@ def test_dropout_is_the_same_in_every_pass(pair, tmp_path):
         assert result["without the random numbers"] > 0.01 and result["repeated"] == 0.0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_survey_measures_every_region_and_leaves_no_trace(pair, tmp_path, stage):
     results = pair.run(analyze_cases.surveyed, stage=stage, folder=str(tmp_path))

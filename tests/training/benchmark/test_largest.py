@@ -36,6 +36,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, said, tmp_path, capsys
     assert code == 2 and line.startswith("error: ") and line.count("\n") == 1 and said in line
 
 
+@pytest.mark.slow
 def test_a_job_that_takes_too_much_is_ended_and_the_one_before_is_the_largest(tmp_path, capsys) -> None:
     """One block of width 512 beside 600, whose weights alone are 4 GB. Other children of this process stay."""
     bystander = subprocess.Popen([sys.executable, "-c", "held = bytearray(2**30); input()"], stdin=subprocess.PIPE)

@@ -71,6 +71,7 @@ def test_what_the_plain_loop_does_not_have_is_refused(override, said) -> None:
         require_comparable(read_command_line(["--config", RECIPE, override]))
 
 
+@pytest.mark.slow
 def test_two_ranks_train_both_to_the_same_losses(tmp_path) -> None:
     port = free_port()
     launch = [part.format(port=port) for part in LAUNCHERS["torchrun"]]

@@ -14,6 +14,7 @@ from training.checkpoint.contents import attention_difference, identity_differen
 from training.engine import engine
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("stage", "compute"),
     [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16"), (1, "fp16"), (2, "fp16"), (3, "fp16")],

@@ -8,6 +8,7 @@ from tests.support.process_group import ProcessGroup
 from tests.training.engine import document_cases
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("stage", "compute", "loss", "attention"),
     [

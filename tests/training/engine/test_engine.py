@@ -69,6 +69,7 @@ def test_zero_3_builds_the_model_partitioned(pair):
         assert result["resident"] == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("stage", "compute"), SHARDED)
 def test_half_precision_follows_fp32(pair, stage, compute):
     """Norm and loss stay near FP32's over steps in which the FP16 scale grows; unclipped, so that scaling shows."""
@@ -85,6 +86,7 @@ def test_half_precision_follows_fp32(pair, stage, compute):
             assert row["momentum"] == pytest.approx(reference["momentum"], rel=3e-2)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), *SHARDED])
 @pytest.mark.parametrize(("kind", "rank"), [("inf_gradient", 1), ("nan_gradient", 0)])
 def test_a_step_with_a_non_finite_gradient_changes_nothing(pair, stage, compute, kind, rank):
@@ -98,6 +100,7 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing(pair, stage, compute,
             assert result["changes"][2] == "overflow"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("reentrant", ["true", "false"])
@@ -116,6 +119,7 @@ def test_saved_weights_become_the_masters_at_every_stage(pair, solo, tmp_path):
             assert difference(masters, expected) == 0.0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), *SHARDED])
 def test_the_ledger_is_what_the_config_promises(pair, stage, compute):
     name = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[compute]

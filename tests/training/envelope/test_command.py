@@ -93,6 +93,7 @@ def test_a_setting_that_bears_less_gets_a_smaller_rate_and_nothing_runs_twice(pa
     assert "1 of 8 steps" in page and "8 more in trials.jsonl" in page
 
 
+@pytest.mark.slow
 def test_the_whole_command(tmp_path, cache, capsys):
     common = ["--precisions=fp32", "--steps=6", "data.sequence_length=16"]
     assert main(arguments(tmp_path, cache, *common, "--rates=0.01,1000,2000")) == 0

@@ -47,6 +47,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.one_in(2)
 def test_plain_peft_loads_the_folder_and_the_merge_computes_the_same(run: Path, tmp_path: Path) -> None:
     base = run.parents[3] / "base"
     facts, _ = exported(run, tmp_path / "adapter", "fp32")

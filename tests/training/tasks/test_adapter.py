@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_and_two_ranks_equal_plain_peft(pair: ProcessGroup, solo: ProcessGroup, folder: Path, kind: str) -> None:
     overrides, given = KINDS[kind]
@@ -64,6 +65,7 @@ def test_the_base_is_held_once_in_the_compute_dtype(pair: ProcessGroup, folder: 
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_single_steps_are_compared_with_fp32(pair: ProcessGroup, folder: Path, stage: int) -> None:
     [exact, _], _ = pair.run(cases.parity_steps, folder=folder, stage=stage, overrides=(LORA,))
