@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from config.cli import REPOSITORY
 from tracking.compare.divergence import Tolerance
 from tracking.compare.result import compare
@@ -50,6 +52,7 @@ def _start(kind: str, folder: Path, text: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_another_seed_in_the_middle_of_a_real_run_is_found(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.mkdir()

@@ -18,7 +18,7 @@ from tests.training.engine import document_cases
         (2, "bf16", "full", "sdpa"),
         (3, "bf16", "chunked", "sdpa"),
         (2, "bf16", "full", "flex_attention"),
-        (3, "fp32", "chunked", "flex_attention"),
+        pytest.param(3, "fp32", "chunked", "flex_attention", marks=pytest.mark.slow),
     ],
 )
 def test_packed_documents_train_as_each_one_alone(

@@ -76,6 +76,7 @@ def test_bare_deepspeed_is_wrong_where_the_table_says(pair, row) -> None:
         assert unexpected([cell], results) == []
 
 
+@pytest.mark.slow
 def test_a_setting_comes_out_as_the_table_says(pair) -> None:
     first = {}
     for cell in CELLS:
