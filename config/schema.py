@@ -240,8 +240,7 @@ class OptimizerSection:
     """[fraction] What sgd keeps of its velocity in each step, and muon of its average. null: 0.9 for sgd, 0.95 for
     muon."""
     orthogonalization: Literal["fp32", "bf16"] = "fp32"
-    """[choice] Precision of the Newton-Schulz iteration of muon. bf16 is faster on GPUs, and moves the update by about
-    1%."""
+    """[choice] Precision of the Newton-Schulz iteration of muon."""
     eps: float = limit(1e-8, above=0.0)
     """[gradient units] Added to the root of the second moment."""
     weight_decay: float = limit(0.1, at_least=0.0)

@@ -21,7 +21,7 @@ Rule = Callable[[torch.Tensor], torch.Tensor]
 """A whole matrix to what replaces it."""
 
 _BATCH = 1 << 26
-"""[values] That a rank sends, and gets, at a time: 256 MiB."""
+"""[values] Of the matrices of one exchange, for each rank: 256 MiB. Who sends how many of them is up to ZeRO."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class ShardedPieces(Pieces):
                 yield owners
                 owners, size = {}, 0
             owners[row] = work.index(min(work))
-            work[owners[row]] += numel * min(self._shapes[row])
+            work[owners[row]] += numel * min(self._shapes[row], default=1)
             size += numel
         if owners:
             yield owners
@@ -160,9 +160,6 @@ def _spread(values: torch.Tensor, places: list[torch.Tensor]) -> None:
 
 class FlatOptimizer(torch.optim.Optimizer):
     """An optimizer that is given flat tensors, one after the other."""
-
-    def __init__(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> None:
-        super().__init__(groups, options)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
