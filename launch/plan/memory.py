@@ -63,11 +63,8 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
 
 def _state_bytes(shape: Shape, layout: Layout) -> float:
     """[bytes] The optimizer's state of the whole model."""
-    matrices = shape.hidden_matrix_parameters
-    rest = shape.parameters - matrices
-    return float(
-        sum(layout.optimizer.state_bytes(matrix=is_matrix) * n for is_matrix, n in ((True, matrices), (False, rest)))
-    )
+    matrices, bytes_of = shape.hidden_matrix_parameters, layout.optimizer.state_bytes
+    return float(bytes_of(matrix=True) * matrices + bytes_of(matrix=False) * (shape.parameters - matrices))
 
 
 def block_bytes(shape: Shape, layout: Layout) -> float:
