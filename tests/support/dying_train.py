@@ -1,7 +1,7 @@
 """train.py that dies on purpose: one argument is HOW:RANK:STEP:MARK, the others are train.py's own command line.
 
-HOW is the name of a signal, or `error` for an exception. That rank dies when it has made that step, and leaves the file
-MARK; where the file is, it lives. Without a MARK it dies each time.
+HOW is the name of a signal, or `error` for an exception. That rank dies when it has made that step and rank 0 has
+recorded it, and leaves the file MARK; where the file is, it lives. Without a MARK it dies each time.
 """
 
 from __future__ import annotations
@@ -9,11 +9,27 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import train
+from tracking.status import newest_session
 from training import loop
+from training.session import run_dir_of
+
+_WAIT_SECONDS = 30.0
+
+
+def _await_record(events: Path, step: int) -> None:
+    """Wait until the step is recorded: ranks end a step together, but only rank 0 writes, a moment later."""
+    ends = time.monotonic() + _WAIT_SECONDS
+    while time.monotonic() < ends:
+        _, newest = newest_session(events)
+        if newest is not None and newest["step"] >= step:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} was not recorded within {_WAIT_SECONDS} s: {events}")
 
 
 def main(arguments: list[str]) -> int:
@@ -25,6 +41,7 @@ def main(arguments: list[str]) -> int:
     def die(parts: Any, progress: Any) -> Any:
         made = train_step(parts, progress)
         if (parts.engine.world.rank, made[0].step) == (int(rank), int(step)) and not (mark and Path(mark).exists()):
+            _await_record(run_dir_of(parts.resolved).events, int(step))
             if mark:
                 Path(mark).touch()
             if how == "error":
