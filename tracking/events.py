@@ -134,7 +134,8 @@ def _describe(event: Event) -> str:
             return f"injected fault {event['kind']} on rank {event['rank']}, {event['module']}"
         case "eval":
             perplexity = f", perplexity {event['perplexity']:.2f}" if event.get("perplexity") else ""
-            return f"validation loss {event['loss']:.4f}{perplexity}"
+            metrics = "".join(f", {name} {value:.4g}" for name, value in event.get("metrics", {}).items())
+            return f"validation loss {event['loss']:.4f}{perplexity}{metrics}"
         case "checkpoint":
             seconds = f" in {event['seconds']:.1f} s" if event.get("seconds") is not None else ""
             size = f", {event['bytes'] / 2**20:,.0f} MiB" if event.get("bytes") else ""

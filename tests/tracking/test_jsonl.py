@@ -48,7 +48,7 @@ def _same(left: Any, right: Any) -> bool:
     return left == right
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.dictionaries(st.from_regex(r"x_[a-z]{1,5}", fullmatch=True), _VALUES), min_size=1, max_size=4))
 def test_every_value_comes_back_as_it_was(path: Path, payloads: list[dict[str, Any]]) -> None:
     path.unlink(missing_ok=True)

@@ -37,6 +37,7 @@ def _words(said: str) -> str:
     return " ".join(line(said).split())
 
 
+@pytest.mark.one_in(2)
 @SAID
 def test_the_page_of_parity_is_text(said: str, tmp_path: Path) -> None:
     content = found()
@@ -64,7 +65,14 @@ def test_a_model_card_is_text(said: str) -> None:
     parity = {"lines": [], "differences": [said], "checks": []}
     facts: dict[str, Any] = {
         "run": said,
-        "model": {"class": said, "type": "llama", "parameters": 3, "base": said, "frozen": []},
+        "model": {
+            "class": said,
+            "auto_class": "AutoModelForCausalLM",
+            "type": "llama",
+            "parameters": 3,
+            "base": said,
+            "frozen": [],
+        },
         "training": {"step": 3, "hypothesis": said},
         "data": {"source": said},
         "precision": {"path": said, "manifest": {"rules": [said]}},

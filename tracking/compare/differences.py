@@ -178,7 +178,7 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     ),
     (
         ("processes", "accelerator.device", "cpu.model", "cpu.usable_cores"),
-        "different hardware: times are not comparable",
+        "different hardware: losses at equal time compare the machines",
         _TIMES,
     ),
 )

@@ -46,7 +46,12 @@ def seed_groups(runs: Sequence[RunFacts]) -> list[Group]:
                 break
         else:
             found.append([index])
-    return [Group(_label([runs[index].label for index in members]), tuple(members)) for members in found]
+    names = [[runs[index].label for index in members] for members in found]
+    labels = [_label(repeats) for repeats in names]
+    return [
+        Group(label if labels.count(label) == 1 else repeats[0], tuple(members))
+        for label, repeats, members in zip(labels, names, found, strict=True)
+    ]
 
 
 def _work(run: RunFacts) -> Any:

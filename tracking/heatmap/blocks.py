@@ -15,7 +15,7 @@ _LABEL = 24
 _SHADES = " .:-=+*#%@"
 # From matplotlib's viridis, at eight even places.
 _COLOURS = ("#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725")
-_DTYPE_COLOURS = ("#7f7f7f", "#1f77b4", "#2ca02c", "#d62728")
+_DTYPE_COLOURS = ("#7f7f7f", "#1f77b4", "#2ca02c", "#d62728", "#9467bd")
 
 
 def draw_blocks(heat: Heat, key: str, *, width: int, height: int, ascii_only: bool = False) -> Text:

@@ -8,7 +8,7 @@ from typing import Literal
 RANGES = {"fp16": 65504.0, "bf16": 3.3895313892515355e38, "fp32": 3.4028234663852886e38}
 """Largest finite number of each format (IEEE 754-2019 table 3.5 for binary16 and binary32; bfloat16 is binary32 with 7
 stored bits of significand)."""
-DTYPES = ("", "fp32", "bf16", "fp16")
+DTYPES = ("", "fp32", "bf16", "fp16", "fp8")
 """The dtypes of the panel `dtype`, which holds positions in this tuple; 0 where none is known."""
 
 

@@ -56,7 +56,7 @@ def _draw(figure: Figure, axis: Axes, heat: Heat, key: str, line: str) -> None:
     shown = np.ma.masked_invalid(np.where(values > 0, values, np.nan) if panel.log else values)
     norm: Any
     if key == "dtype":
-        colours: Any = ListedColormap(["#7f7f7f", "#1f77b4", "#2ca02c", "#d62728"])
+        colours: Any = ListedColormap(["#7f7f7f", "#1f77b4", "#2ca02c", "#d62728", "#9467bd"])
         norm = BoundaryNorm(np.arange(-0.5, len(DTYPES)), len(DTYPES))
     else:
         colours = "Reds" if key == "nonfinite" else "viridis"
@@ -74,7 +74,8 @@ def _draw(figure: Figure, axis: Axes, heat: Heat, key: str, line: str) -> None:
         drawn = axis.pcolormesh(heat.edges, edges, shown, cmap=colours, norm=norm, rasterized=True)
     axis.invert_yaxis()
     axis.set_title(panel.title)
-    axis.set_xlabel(plots.plain("\n".join(textwrap.wrap(line, _WIDTH))), loc="left", fontsize=10)
+    under = "\n".join(plots.plain(part) for part in textwrap.wrap(line, _WIDTH))
+    axis.set_xlabel(under, loc="left", fontsize=10)
     places, labels, borders = row_labels(heat.rows)
     axis.set_yticks(places, [plots.plain(label) for label in labels], fontsize=8)
     for border in borders:

@@ -75,7 +75,8 @@ class _Renderer(RendererHTML):
         file = self._folder / name
         if _NO_PICTURE.match(name) or ".." in Path(name).parts or not file.is_file():
             return str(Markup("<em>{}</em>").format(said))
-        return str(Markup('<img class="plot" alt="{}" src="{}">').format(said, picture(file)))
+        shown = Markup('<span class="picture"><img class="plot" alt="{}" src="{}"></span>')
+        return str(shown.format(said, picture(file)))
 
     def table_open(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
         """A table and the box that it scrolls in."""

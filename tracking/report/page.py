@@ -127,9 +127,10 @@ def results(summary: Summary) -> list[tuple[str, str]]:
         ("training loss (nats)", f"{_number(summary.first_loss)} -> {_number(summary.last_loss)} ({best})"),
         ("losses that were not finite", str(summary.nonfinite_losses) if summary.nonfinite_losses else ""),
     ]
-    if summary.eval_loss is not None and summary.perplexity is not None:
+    if summary.eval_loss is not None:
         evaluated = f"{_number(summary.first_eval_loss)} -> {_number(summary.eval_loss)}"
-        rows.append(("validation loss (nats)", f"{evaluated} (perplexity {summary.perplexity:.2f})"))
+        perplexity = "" if summary.perplexity is None else f" (perplexity {summary.perplexity:.2f})"
+        rows.append(("validation loss (nats)", evaluated + perplexity))
     rows += [
         ("steps", f"{summary.steps} attempted, {summary.applied} applied, {summary.skipped} skipped"),
         ("loss scale", _scale_summary(summary)),

@@ -11,6 +11,9 @@ from typing import Any, Protocol
 from config.files import write_atomically
 from tracking.compare.differences import flat
 
+DELIVERED = ".{}_delivered"
+"""File of the run folder: how many events the tracker of that name has taken. The first session makes it."""
+
 CSV_COLUMNS = (
     *("attempt", "step", "time", "tokens", "train/loss", "train/grad_norm", "train/clip_coefficient", "train/lr"),
     *("train/loss_scale", "train/applied", "train/skipped_total", "train/step_seconds", "train/tokens_per_second"),
@@ -120,11 +123,14 @@ class Trackio:
         self._trackio = trackio
         config = dict(flat(job["config"]))
         options = {"group": job["group"]} if job["group"] else {}
-        trackio.init(project=job["project"], name=job["name"], config=config, resume="allow", **options)
+        # Trackio finds the run to resume by its name, and every run folder of that name would be the same run.
+        resume = "allow" if (Path(job["folder"]) / DELIVERED.format("trackio")).exists() else "never"
+        trackio.init(project=job["project"], name=job["name"], config=config, resume=resume, **options)
 
     def log(self, numbers: dict[str, float], attempt: int, time: float) -> None:
-        """Metrics."""
-        self._trackio.log(numbers, step=attempt)
+        """Metrics; Trackio's own axis is called "step", so the step of the run is "train/step"."""
+        named = {"train/step" if name == "step" else name: value for name, value in numbers.items()}
+        self._trackio.log(named, step=attempt)
 
     def flush(self) -> None:
         """Trackio sends by itself."""

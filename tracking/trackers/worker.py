@@ -19,7 +19,7 @@ from config.errors import one_line
 from config.redact import Redactor
 from tracking.events import Event, fault_in
 from tracking.jsonl import decode
-from tracking.trackers.clients import Client, open_client
+from tracking.trackers.clients import DELIVERED, Client, open_client
 from tracking.wandb.charts import AXIS, Rows
 from tracking.wandb.follow import Delivered, Follower, Line, exclusive_lock
 
@@ -68,7 +68,7 @@ class Delivery:
 def follow(client: Client, job: dict[str, Any]) -> None:
     """Deliver events as they come; returns when training said "end" or is gone and every event is delivered."""
     folder = Path(job["folder"])
-    delivered = Delivered(folder / f".{job['tracker']}_delivered")
+    delivered = Delivered(folder / DELIVERED.format(job["tracker"]))
     delivery = Delivery(client, delivered, job["log_every_steps"])
     follower, last_round = Follower(folder / "events.jsonl"), False
     while not last_round:

@@ -80,8 +80,10 @@ def chart_values(event: Event) -> dict[str, Any]:
     kind = event["event"]
     if kind == "step":
         values = {f"train/{name}": event[name] for name in _STEP_FIELDS} | {"train/applied": int(event["applied"])}
+        values |= {f"train/{name}": value for name, value in event.get("metrics", {}).items()}
     elif kind in _OWN_CHARTS:
         values = {f"{kind}/{name}": value for name, value in event.items() if name not in COMMON_FIELDS}
+        values |= {f"{kind}/{name}": value for name, value in event.get("metrics", {}).items()}
     elif kind == "telemetry":
         values = dict(_flatten(event))
     elif kind == "precision":

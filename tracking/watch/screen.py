@@ -65,8 +65,14 @@ class View:
 
     @property
     def room(self) -> int:
-        """Lines below the head, which has one more where there is a cause."""
-        return self.height - 2 - bool(self.status.cause)
+        """Lines below the head, which holds the cause as well."""
+        return self.height - 2 - len(self.cause)
+
+    @property
+    def cause(self) -> list[str]:
+        """Lines of the status's cause, whole unless it would fill more than a quarter of the screen."""
+        most = max(1, self.height // 4)
+        return textwrap.wrap(shown(self.status.cause), self.width, max_lines=most, placeholder=" ...")
 
 
 def frame(state: WatchState, view: View) -> RenderableType:
@@ -157,9 +163,14 @@ def _curve(
         lines.append(Line(state.validation, "bold yellow", points=True))
     axes = Axes(width - 4, height, max(1, state.step), log_steps=view.log_steps, log_values=log, ascii=view.ascii)
     newest = (state.newest or {}).get(name)
-    number = format_scale if name == "loss_scale" else _number
+    number, label = (format_scale, _power_of_two) if name == "loss_scale" else (_number, _number)
     shown = f"{title} {number(newest)}" if newest is not None else title
-    return _panel(draw(lines, state.skips, axes, _number), shown, view, width=width)
+    return _panel(draw(lines, state.skips, axes, label), shown, view, width=width)
+
+
+def _power_of_two(value: float) -> str:
+    """A place on the axis of the loss scale: 2^18, or 2^17.5 between two."""
+    return f"2^{math.log2(value):.3g}" if value > 0 else "0"
 
 
 def _number(value: float) -> str:
@@ -185,7 +196,7 @@ def _head(state: WatchState, view: View) -> RenderableType:
         ranks = f"{start['world_size']} rank{'' if start['world_size'] == 1 else 's'}"
         what = f"{human(start['parameters'])} parameters, {'+'.join(computes)}, ZeRO-{start['zero_stage']}, {ranks}"
         first.append(shown(f"  {what}"), style="dim")
-    cause = [Text(shown(view.status.cause), style=style, no_wrap=True, overflow="ellipsis")] * bool(view.status.cause)
+    cause = (Text(text, style=style, no_wrap=True) for text in view.cause)
     return Group(first, *cause, _progress(state, view))
 
 

@@ -6,16 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.markdown import code, fenced, text
+from config.markdown import code, table, text
 from tracking.pages.document import write_document
 
 
 def write_page(
-    out: Path, result: dict[str, Any], *, reason: str | None, verdict: Sequence[str], table: Sequence[str]
+    out: Path,
+    result: dict[str, Any],
+    *,
+    reason: str | None,
+    verdict: Sequence[str],
+    regions: Sequence[tuple[str, ...]],
 ) -> Path:
     """Write the page beside the manifest `out`, as OUT.analysis.md and .html; returns the former.
 
-    reason: why the proposal is rejected; None when it is not. verdict, table: as they are printed.
+    reason: why the proposal is rejected; None when it is not. verdict: lines, as they are printed. regions: rows of the
+    table, the first of them its head.
     """
     parity = result.get("parity")
     judged = f" `training.parity` over {parity['steps']} steps: {text(parity['verdict'])}." if parity else ""
@@ -29,7 +35,7 @@ def write_page(
         "## Rules\n",
         "".join(f"- {code(rule['match'])}: {text(rule['reason'])}\n" for rule in rules) or "None: one dtype for all.\n",
         "## Regions\n",
-        fenced("\n".join(table)),
+        table(regions[0], [(code(region), *map(text, rest)) for region, *rest in regions[1:]]),
         "## How it was measured\n",
         "The gradient error is the relative distance of the gradients from FP32's on held-out batches. A region's "
         "share of BF16's squared error is measured with that region alone in BF16. docs/analyze.md has the method.\n",

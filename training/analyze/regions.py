@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from data.loader import Batch
-from modeling.linear_cross_entropy import label_loss_sum
 from precision.manifest import find_regions
 from precision.proposal import Limits, Unit, largest_scale, pattern_of
 from precision.ranges import GradientMeter, OperandMeter, Ranges, Spread, merged
@@ -49,7 +48,7 @@ def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, l
     ranges = Ranges(kinds, world.device)
     with torch.no_grad(), OperandMeter(model, kinds, ranges) as operands:
         for inputs, labels in batch.micro_batches(world.device):
-            label_loss_sum(engine.logits(inputs), labels)
+            engine.score(inputs, labels)
     with GradientMeter(model, kinds, ranges):
         reference = Fp32Gradients(engine, batch)
     world.sum(ranges.counts)

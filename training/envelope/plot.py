@@ -64,7 +64,7 @@ def _draw_panel(axis: Axes, rows: Sequence[Row], depths: Sequence[int], batches:
         dark = row["largest"] is not None and sum(face[:3]) < 1.3
         text: dict[str, Any] = {"color": "white" if dark else "black", "ha": "center", "va": "center"}
         axis.text(x, y + 0.14, _rate(row["largest"]), fontsize=13, fontweight="bold", **text)
-        axis.text(x, y - 0.2, _small_print(row), fontsize=8.5, **text)
+        axis.text(x, y - 0.2, _small_print(row), fontsize=8, **text)
     axis.set_xlim(-0.5, len(batches) - 0.5)
     axis.set_ylim(-0.5, len(depths) - 0.5)
     axis.set_xticks(range(len(batches)), [str(batch) for batch in batches])
@@ -74,8 +74,7 @@ def _draw_panel(axis: Axes, rows: Sequence[Row], depths: Sequence[int], batches:
 
 def _small_print(row: Row) -> str:
     failed = first_failure(row)
-    reference = "control" if row["control"] and row["label"] != "control" else "fp32"
-    whose = "the control's" if reference == "control" else "FP32's"
+    reference, whose = _reference(row)
     lines = [] if row["label"] == "fp32" or row["largest"] is None else [f"{_ratio(row, reference)} of {whose}"]
     if failed:
         lines.append(f"{failed['rate']:g} fails at step {failed['step']}")
@@ -128,7 +127,7 @@ def envelope_page(
 
 
 def _verdict(rows: Sequence[Row]) -> str:
-    """One line for each precision: how much of FP32's learning rates it can take, at its worst."""
+    """One line for each precision: how much of FP32's learning rates it can take at its worst, and of the control's."""
     lines = []
     for label in dict.fromkeys(row["label"] for row in rows if row["label"] not in ("fp32", "control")):
         known = [row for row in rows if row["label"] == label and row["fp32"]]
@@ -136,13 +135,23 @@ def _verdict(rows: Sequence[Row]) -> str:
         if not stable:
             lines.append(f"- **{text(label)}** is stable at no rate that was tried")
             continue
-        worst = min(stable, key=lambda row: row["largest"] / row["fp32"])
+        worst = min(stable, key=lambda row: row["largest"] / row[_reference(row)[0]])
+        reference, whose = _reference(worst)
+        share = "all" if worst["largest"] == worst[reference] else _ratio(worst, reference)
+        exact = f" ({_ratio(worst, 'fp32')} of FP32's)" if reference != "fp32" else ""
+        layers = f"{worst['depth']} layer{'' if worst['depth'] == 1 else 's'}"
         none = f"; at none in {len(known) - len(stable)} of {len(known)} places" if len(stable) < len(known) else ""
         lines.append(
-            f"- **{text(label)}** takes {worst['largest'] / worst['fp32']:.3g} of FP32's largest learning rate at its "
-            f"worst, {worst['largest']:g} with {worst['depth']} layers and batch {worst['batch']}{none}"
+            f"- **{text(label)}** takes {share} of {whose} largest learning rate at its worst"
+            f"{exact}, {worst['largest']:g} with {layers} and batch {worst['batch']}{none}"
         )
     return "\n".join(lines) or "No precision but FP32 was tried."
+
+
+def _reference(row: Row) -> tuple[str, str]:
+    """What a rate is compared with, by key and in words: the control where there is one, which FP32 itself may not."""
+    own = row["control"] and row["label"] != "control"
+    return ("control", "the control's") if own else ("fp32", "FP32's")
 
 
 def first_failure(row: Row) -> Mapping[str, Any] | None:

@@ -23,6 +23,31 @@ def which_steps(steps: list[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
+def largest_parts(summary: dict[str, Any]) -> str:
+    """The three categories that took longest, with their shares of the time."""
+    parts = summary["device_time"]["categories"] if summary["device_time"] else summary["host"]
+    total = sum(summary["steps_seconds"])
+    largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in largest)
+
+
+def _verdict(summary: dict[str, Any]) -> str:
+    """What took longest, and what makes matmuls slower than they have to be."""
+    lines = [f"**{largest_parts(summary)}** of the time.\n"]
+    unintended = merge_blocks([row for row in summary["fp32_matmuls"] if not row["wanted"]])
+    if unintended:
+        lines.append(f"- Unintended matmuls in FP32: {_modules(unintended)}.")
+    misaligned = merge_blocks([row for row in summary["misfits"] if row["multiple_of"] < GOOD])
+    if misaligned:
+        lines.append(f"- Sizes that are no multiple of {GOOD}: {_modules(misaligned)}.")
+    return "\n".join(lines)
+
+
+def _modules(rows: list[dict[str, Any]]) -> str:
+    more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+    return ", ".join(row["modules"] for row in rows[:3]) + more
+
+
 def _opening(summary: dict[str, Any], trace: str) -> str:
     walls = summary["steps_seconds"]
     mean = sum(walls) / len(walls)
@@ -33,8 +58,9 @@ def _opening(summary: dict[str, Any], trace: str) -> str:
     where = f"rank {summary['rank']} of {summary.get('world_size', '?')}, {summary.get('device', '?')}"
     compute = f"{summary.get('compute', '?')}{', TF32 allowed' if summary.get('tf32') else ''}"
     return (
-        f"# Profile of {which_steps(summary['steps'])}\n\n{where}, torch {summary.get('torch', '?')}, compute "
-        f"{compute}. {timing}. Trace: {code(trace)}, for https://ui.perfetto.dev or TensorBoard.\n"
+        f"# Profile of {which_steps(summary['steps'])}\n\n{_verdict(summary)}\n\n{where}, "
+        f"torch {summary.get('torch', '?')}, compute {compute}. {timing}. "
+        f"Trace: {code(trace)}, for https://ui.perfetto.dev or TensorBoard.\n"
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from config.cli import Arguments, entry_point
 from config.errors import UserError
 from training.profile.matmul import NAMES, Matmul, fp32_matmuls, matmul_of, misaligned_sizes, table
-from training.profile.page import page, which_steps
+from training.profile.page import largest_parts, page, which_steps
 from training.profile.timeline import Event, Timeline, build_timeline, merged, overlap, read_trace
 
 DATA, COMMUNICATION, OPTIMIZER, ATTENTION, CAST = "data wait", "communication", "optimizer", "attention", "casts"
@@ -64,11 +64,7 @@ def write_summary(trace: Path, facts: dict[str, Any]) -> str:
 
 def headline(summary: dict[str, Any]) -> str:
     """Steps, rank and the three largest categories, on one line."""
-    parts = summary["device_time"]["categories"] if summary["device_time"] else summary["host"]
-    total = sum(summary["steps_seconds"])
-    largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
-    shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in largest)
-    return f"profiled {which_steps(summary['steps'])} of rank {summary['rank']}: {shares}"
+    return f"profiled {which_steps(summary['steps'])} of rank {summary['rank']}: {largest_parts(summary)}"
 
 
 def _category(event: Event) -> str:

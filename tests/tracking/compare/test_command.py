@@ -432,6 +432,14 @@ def test_a_difference_has_to_exceed_that_of_seeds(tmp_path: Path, gap: float, wi
     assert ("no clear winner" in line) != wins
 
 
+def test_groups_whose_names_begin_alike_are_told_apart(tmp_path: Path) -> None:
+    runs = [
+        _noisy(tmp_path, f"lr{number}", 3.0, number % 2, {"optimizer.learning_rate": 1e-4 * (1 + number // 2)})
+        for number in range(4)
+    ]
+    assert [group.label for group in _compared(*runs).groups] == ["lr0", "lr2"]
+
+
 def test_a_sweep_of_the_learning_rate_is_no_set_of_repeats(tmp_path: Path) -> None:
     rates = (3e-4, 3.3e-4, 6e-4)
     runs = [_noisy(tmp_path, f"lr{rate}", 3.0 - rate, 0, {"optimizer.learning_rate": rate}) for rate in rates]

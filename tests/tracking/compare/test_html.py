@@ -161,6 +161,7 @@ found.charts = drawn.length;
 found.series = drawn.map((u) => u.series.length - 1);
 found.edge = Number(CHARTS[0].element.dataset.edge || 0);
 found.bar = document.querySelector("nav").offsetHeight;
+found.row = Math.max(...[...document.querySelectorAll("#runs tbody tr")].map((row) => row.offsetHeight));
 found.page = document.documentElement.scrollWidth;
 found.looks = new Set(data.runs.map((_, run) => colour(run) + dash(run))).size;
 const loss = drawn[0], before = [loss.scales.y.min, loss.scales.y.max];
@@ -191,7 +192,10 @@ def test_a_real_browser_draws_it_without_an_error(tmp_path: Path, count: int, wi
     def change(step: int, number: int) -> dict[str, Any]:
         return {"loss": math.nan if number == 0 and step in (20, 21) else 3 + number / 10 + 10 / step}
 
-    runs = [str(write_run(tmp_path, f"run{n}", change=lambda step, _, n=n: change(step, n)).path) for n in range(count)]
+    runs = [
+        str(write_run(tmp_path, f"a-long-name-of-a-run{n}", change=lambda s, _, n=n: change(s, n)).path)
+        for n in range(count)
+    ]
     html = tmp_path / "page.html"
     assert main([*runs, "--html", str(html)]) == 0
     body, found = in_a_browser(html, PROBE + LATER, width=width, height=844)
@@ -204,3 +208,4 @@ def test_a_real_browser_draws_it_without_an_error(tmp_path: Path, count: int, wi
     assert {tuple(round(end) for end in ends) for ends in found["linked"]} == {(30, 40)}
     if count > 1:
         assert found["searched"] == 11 and found["only"] == [3]
+        assert found["row"] < 130, "a name takes a few lines, not one of each letter"

@@ -7,6 +7,7 @@ import struct
 
 import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from config.errors import UserError
 from tests.support.browser import tab
@@ -37,6 +38,7 @@ def test_a_report_has_the_picture_and_what_stands_out(runs, capsys):
     assert "layers 4-5 down_proj: activations at" in text.replace("\\", "")
     width, height = struct.unpack(">II", (runs[1] / "plots" / "heatmap.png").read_bytes()[16:24])
     assert width > 1200 and height > 500
+    assert imread(runs[1] / "plots" / "heatmap.png")[:, -4:, :3].min() == 1, "a sentence runs out of the picture"
 
 
 def test_nothing_is_drawn_without_telemetry(tmp_path):

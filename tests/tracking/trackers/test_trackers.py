@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import os
 import subprocess
@@ -82,6 +83,7 @@ def test_tensorboard_reads_back_every_step_of_two_sessions(run_dir: RunDir) -> N
     assert values("train/lr")[2] == pytest.approx(step_fields(2)["lr"])
 
 
+@pytest.mark.slow
 def test_mlflow_reads_back_one_run_with_its_config_and_status(run_dir: RunDir) -> None:
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     pytest.importorskip("sqlalchemy", reason="mlflow's local store needs sqlalchemy")
@@ -101,11 +103,29 @@ def test_mlflow_reads_back_one_run_with_its_config_and_status(run_dir: RunDir) -
     assert sorted(history) == list(range(1, 9)) and math.isnan(history[3]) and history[8] == pytest.approx(loss(8))
 
 
-def test_trackio_takes_a_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_reads_back_each_run_folder_as_a_run_of_its_own(tmp_path: Path, monkeypatch: Any) -> None:
+    """Two folders of one name, as a run that is started anew leaves them; the first has two sessions."""
     pytest.importorskip("trackio", reason="trackio is not installed")
-    monkeypatch.setenv("TRACKIO_DIR", str(run_dir.path / "trackio"))
-    session(run_dir, "trackio", 1, 4)
-    assert list((run_dir.path / "trackio").rglob("*.db"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for folder in ("first", "second"):
+        found = RunDir.create(tmp_path / folder, "demo", fresh=False)
+        session(found, "trackio", 1, 4, status="preempted" if folder == "first" else "done")
+        if folder == "first":
+            session(found, "trackio", 5, 8)
+    read = (
+        "import json; from trackio import Api; from trackio.sqlite_storage import SQLiteStorage as store\n"
+        "runs = [(run.config, store.get_logs('papers', run.name, run_id=run.id)) for run in Api().runs('papers')]\n"
+        "print(json.dumps(runs))"
+    )
+    said = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True).stdout
+    runs = sorted(json.loads(said.splitlines()[-1]), key=lambda run: -len(run[1]))
+    histories = [{row["step"]: row["train/loss"] for row in rows if "train/loss" in row} for _, rows in runs]
+    assert [list(history) for history in histories] == [list(range(1, 9)), list(range(1, 5))]
+    assert math.isnan(histories[0][3]) and histories[0][8] == pytest.approx(loss(8))
+    assert [row["train/step"] for row in runs[0][1] if "train/loss" in row] == list(range(1, 9))
+    config = runs[0][0]
+    assert (config["run.steps"], config["optimizer.learning_rate"], config["_Group"]) == (8, 3e-4, "seeds")
+    assert SECRET not in str(runs)
 
 
 def test_csv_has_a_row_for_each_step_and_evaluation_also_after_a_torn_line(run_dir: RunDir) -> None:

@@ -81,6 +81,7 @@ def _axis(server: StandIn) -> list[tuple[int, int]]:
 ONE_RUN = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 3), (6, 4), (7, 5)]
 
 
+@pytest.mark.slow
 def test_a_preempted_run_and_its_resumption_are_one_online_run(run_dir, server, capsys) -> None:
     _session(run_dir, "online", 1, 4, status="preempted", code=75)
     assert server.preempting and server.exit_codes == [75]
@@ -116,7 +117,8 @@ def test_two_offline_sessions_become_one_run_by_wandb_sync(run_dir: RunDir, serv
     assert not server.alerts, "an alert that comes with an upload days later helps nobody"
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_helper_that_was_ended_leaves_no_hole_and_no_double_after_sync(run_dir, server, how) -> None:
     sink = WandbSink(run_dir, CONFIG, mode="offline", project="p", name="demo", notes="", log_every_steps=1)
     record = Record([JsonlSink(run_dir.events), sink])
@@ -184,6 +186,7 @@ def _finished(run_dir: RunDir) -> None:
     _session(run_dir, "disabled", 1, 3)
 
 
+@pytest.mark.slow
 def test_what_was_disabled_can_be_delivered_later_with_models(run_dir, server, tmp_path, capsys) -> None:
     _finished(run_dir)
     parity, out = tmp_path / "parity.json", tmp_path / "out"

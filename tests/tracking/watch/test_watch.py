@@ -188,7 +188,7 @@ def test_a_killed_run_is_shown_as_crashed_by_its_process_alone(tmp_path: Path) -
         check=True,
     )
     assert "demo  crashed" in done.stdout and "ETA" not in done.stdout
-    assert f"its process (pid {dead.pid} on here) is gone and recorded no end" in done.stdout
+    assert f"its process (pid {dead.pid} on here) is gone and recorded no end" in " ".join(done.stdout.split())
 
 
 def test_ranks_are_shown_one_by_one_or_by_their_spread() -> None:
@@ -208,10 +208,23 @@ def test_ranks_are_shown_one_by_one_or_by_their_spread() -> None:
 def test_a_frame_fits_its_terminal(width: int, height: int, fp16_run: RunDir) -> None:
     state = state_of(read_events(fp16_run.events))
     state.newest = (state.newest or {}) | {"by_rank": {"work_seconds": [0.1] * 16, "memory_bytes": [1] * 16}}
-    for text in (shown(state, width=width, height=height), shown(WatchState(), width=width, height=height)):
+    why = "rank 3 (pid 4711 on node7) was killed by SIGKILL; it was the largest of the machine's processes, which had "
+    why += "no memory left: 503 of 503 GiB; " + "see the kernel's log and docs/restarts.md; " * 2
+    crashed = shown(state, width=width, height=height, status=Status("crashed", why, 69, 60, None))
+    assert " ".join(why.split()) in " ".join(crashed.split())
+    texts = (shown(state, width=width, height=height), shown(WatchState(), width=width, height=height), crashed)
+    for text in texts:
         lines = text.rstrip("\n").split("\n")
         assert len(lines) <= height and max(len(line) for line in lines) <= width
     assert "what happened" in shown(state, width=width, height=36)
+
+
+def test_the_loss_scale_is_shown_in_powers_of_two() -> None:
+    start = {"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields(compute="fp16")}
+    state = state_of([start, *(step_event(step, loss_scale=2.0 ** (24 - step // 4)) for step in range(1, 33))])
+    lines = [line for line in shown(state, width=130).splitlines() if "2^" in line]
+    assert "loss scale 65536" in shown(state) and "16.8M" not in shown(state)
+    assert [re.findall(r"2\^[\d.]+", line) for line in lines] == [["2^24"], ["2^20"], ["2^16"]]
 
 
 def test_ascii_is_ascii(fp16_run: RunDir) -> None:

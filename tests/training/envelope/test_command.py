@@ -59,6 +59,7 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / TRIALS).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_setting_that_bears_less_gets_a_smaller_rate_and_nothing_runs_twice(pair, tmp_path, cache):
     # FP16 starts at a loss scale that overflows in the first steps; at a small rate they are hardly missed.
     planted = "precision.loss_scale.initial=1048576"

@@ -80,3 +80,13 @@ def test_the_page_says_rates_skips_divergence_steps_and_conditions() -> None:
 def test_a_page_without_failures_says_so() -> None:
     page = envelope_page(ROWS[:4], RATES, {}, "", picture="x.png")
     assert "None of the rates that were tried." in page and "luck" not in page
+
+
+def test_the_verdict_compares_with_the_control_where_there_is_one() -> None:
+    page = envelope_page(ROWS, RATES, {}, "", picture="x.png")
+    assert (
+        "- **fp16/adaptive** takes 0.25 of the control's largest learning rate at its worst (0.125 of FP32's), 0.001 "
+        "with 2 layers and batch 8; at none in 1 of 4 places"
+    ) in page
+    alone = envelope_page([{**item, "control": None} for item in ROWS[4:6]], RATES, {}, "", picture="x.png")
+    assert "takes 0.125 of FP32's largest learning rate at its worst, 0.001 with 2 layers" in alone
