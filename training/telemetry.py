@@ -24,8 +24,8 @@ from torch import nn
 from config.errors import UserError
 from data.loader import Batch
 from modeling.compiling import CompiledBlock
-from modeling.linear_cross_entropy import label_loss_sum
 from precision.dtypes import DTYPES
+from precision.fp8 import FORMATS, FlushMeter, rounded
 from precision.sampling import (
     EXPONENTS,
     distances,
@@ -74,6 +74,7 @@ class Telemetry:
         self._parameters = trainable_parameters(engine)
         self._reference: dict[str, torch.Tensor] = {}
         self._meter: ActivationMeter | None = None
+        self._flushed = FlushMeter((), engine.world.device)
         self._numbers = self._counts = torch.zeros(0)
         self._scale = 1.0
         self._agreement: dict[str, Agreement] = {}
@@ -84,8 +85,22 @@ class Telemetry:
         """Around the forward and backward passes of the step to measure; the probe runs before them."""
         if self._probe:
             self._reference = self._fp32_gradients(batch)
-        with ActivationMeter(self._engine.model, self._unwatched()) as self._meter:
+        with ActivationMeter(self._engine.model, self._unwatched()) as self._meter, self._counting_flushed():
             yield
+
+    @contextmanager
+    def _counting_flushed(self) -> Iterator[None]:
+        regions = self._engine.regions
+        if regions is None or not regions.uses("fp8"):
+            yield
+            return
+        eight_bit = [name for name, compute in regions.dtypes.items() if compute == "fp8"]
+        self._flushed = FlushMeter(eight_bit, self._engine.world.device)
+        regions.fp8_count = self._flushed.of
+        try:
+            yield
+        finally:
+            regions.fp8_count = None
 
     def _unwatched(self) -> set[nn.Module]:
         """Modules whose outputs are not looked at, since a hook would make the step another one: inside compiled
@@ -157,9 +172,9 @@ class Telemetry:
         """
         names = list(self._parameters)
         for row, (shard, before) in self._masters.items():
-            after, dtype = sampled(shard.of(shard.flat)), self._dtype(names[row].rpartition(".")[0])
+            after, module = sampled(shard.of(shard.flat)), names[row].rpartition(".")[0]
             updated = after != before
-            lost = updated & (after.to(dtype) == before.to(dtype))
+            lost = updated & (self._rounded(after, module) == self._rounded(before, module))
             found = ((after - before).double().square(), before.double().square(), updated, lost)
             sums = torch.stack([values.sum().double() for values in found])
             self._numbers[row, 4:8] = sums.to(self._numbers.device) * (shard.length / len(before))
@@ -172,7 +187,8 @@ class Telemetry:
         assert self._meter is not None
         names = list(self._meter.names)
         seen = torch.stack([self._meter.maxima.get(name, self._unseen) for name in names]).double()
-        parts = (self._numbers.reshape(-1), self._counts.reshape(-1).double(), seen)
+        flushed = self._flushed.counts
+        parts = (self._numbers.reshape(-1), self._counts.reshape(-1).double(), seen, flushed.reshape(-1))
         ranks = self._engine.world.gather(torch.cat(parts)).cpu()
         by_rank = ranks.split([part.numel() for part in parts], dim=1)
         numbers = by_rank[0].view(len(ranks), len(self._parameters), len(_COLUMNS))
@@ -190,7 +206,11 @@ class Telemetry:
             "lost_updates": self._lost(total),
             "gradient_exponents": _trimmed(counts[:, 1:EXPONENTS].sum(0)),
         }
+        if self._flushed.modules:
+            shares = self._flushed.shares(by_rank[3].sum(0).view_as(flushed))
+            fields["fp8_flushed"] = {name: {key: _short(v) for key, v in row.items()} for name, row in shares.items()}
         self._reference, self._agreement, self._masters, self._meter = {}, {}, {}, None
+        self._flushed = FlushMeter((), self._engine.world.device)
         return fields
 
     @property
@@ -251,13 +271,25 @@ class Telemetry:
         return {
             module: _short(lost / updated)
             for module, (updated, lost) in counts.items()
-            if updated and self._dtype(module) != torch.float32
+            if updated and self._computes(module) != "fp32"
         }
 
-    def _dtype(self, module: str) -> torch.dtype:
-        """The dtype in which the module's gradients are computed."""
+    def _computes(self, module: str) -> str:
         regions = self._engine.regions
-        return DTYPES[regions.dtypes.get(module, "fp32") if regions is not None else self._engine.compute]
+        return regions.dtypes.get(module, "fp32") if regions is not None else self._engine.compute
+
+    def _dtype(self, module: str) -> torch.dtype:
+        """The dtype in which the gradients of the module's weights are computed."""
+        compute, regions = self._computes(module), self._engine.regions
+        if compute == "fp8" and regions is not None:
+            compute = regions.ambient_of(module)
+        return DTYPES[compute]
+
+    def _rounded(self, weights: torch.Tensor, module: str) -> torch.Tensor:
+        """(n,) weights, a sample of the masters, as the module computes with them."""
+        if self._computes(module) == "fp8":  # the rounding of all but the smallest does not depend on their scale
+            return rounded(weights, -1, FORMATS["e4m3"], "row")
+        return weights.to(self._dtype(module))
 
     def _compare(self) -> dict[str, Agreement]:
         """Whole gradients, module by module, against those of the FP32 pass."""
@@ -299,10 +331,12 @@ class Telemetry:
         }
         weights = {name: whole_weight(engine, p).float() for name, p in _frozen(engine)}
         tokens = engine.world.sum(torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device))
+
+        def forward(**options: Any) -> Any:
+            return torch.func.functional_call(engine.model, masters | weights, args=(), kwargs=options)
+
         for inputs, labels in batch.micro_batches(device):
-            options = {**inputs, "use_cache": False}
-            logits = torch.func.functional_call(engine.model, masters | weights, args=(), kwargs=options).logits
-            (label_loss_sum(logits, labels) / tokens.clamp(min=1).float()).backward()
+            (engine.objective.score(forward, inputs, labels).loss / tokens.clamp(min=1).float()).backward()
         found = {}
         for name, master in masters.items():
             gradient = torch.zeros_like(master) if master.grad is None else master.grad

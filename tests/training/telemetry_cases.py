@@ -73,8 +73,10 @@ def _oracle(engine: Any) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for module, group in groupby(engine.model.named_parameters(), key=lambda item: item[0].rpartition(".")[0]):
         whole = [(name, whole_gradient(engine, parameter)) for name, parameter in group]
-        computes = DTYPES[engine.compute if engine.regions is None else engine.regions.dtypes.get(module, "fp32")]
-        found |= to_plain(gradient_statistics(whole, computes, scale=engine.loss_scale))
+        computes = engine.compute if engine.regions is None else engine.regions.dtypes.get(module, "fp32")
+        if computes == "fp8":
+            computes = engine.regions.manifest.default
+        found |= to_plain(gradient_statistics(whole, DTYPES[computes], scale=engine.loss_scale))
     return found
 
 

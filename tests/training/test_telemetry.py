@@ -55,6 +55,20 @@ def test_the_probe_on_the_manifest_path_sees_the_rounding_of_each_region(pair, t
             assert all(error < 5e-2 for error in errors.values())
 
 
+def test_what_fp8_flushes_is_measured_and_changes_nothing(pair, tmp_path):
+    rule = {"match": "*.layers.*", "module_class": "Linear", "compute": "fp8", "reason": "test"}
+    arguments = {"compute": "fp32", "probe": False, "folder": str(tmp_path)}
+    for result in pair.run(
+        telemetry_cases.measured, stage=3, manifest={"default": "bf16", "rules": [rule]}, **arguments
+    ):
+        assert result["unchanged"]
+        found = result["telemetry"]["fp8_flushed"]
+        assert len(found) == 14
+        assert all(row.keys() == {"input", "weight", "gradient"} for row in found.values())
+        lost = result["telemetry"]["lost_updates"]  # a step of 1e-3 of weights around 0.02, of which each has 4 bits
+        assert 0.2 < lost["model.layers.0.mlp.down_proj"] < 0.8
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_weight_that_is_not_its_master_is_named(pair, stage):
     for drift in pair.run(telemetry_cases.apart, stage=stage):

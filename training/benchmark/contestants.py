@@ -74,7 +74,7 @@ separately."""
 # Turns off what no other contestant does while it is timed.
 COMMON_OVERRIDES = (
     *("run.resume=never", "evaluate.every_steps=0", "checkpoint.every_steps=0", "checkpoint.dir=null"),
-    *("generate.tokens=0", "profile.steps=0", "tracking.otlp_endpoint=null"),
+    *("checkpoint.at_end=false", "generate.tokens=0", "profile.steps=0", "tracking.otlp_endpoint=null"),
 )
 
 

@@ -1,9 +1,9 @@
 """What Mantissa adds to a training step, timed beside steps without it in the same processes.
 
     deepspeed --num_gpus 2 --module training.benchmark.overhead --config config/recipes/benchmark.yaml [--pairs 300]
-        [--steps 1] [--at-least 0.99] [key.sub=value ...]
+        [--steps 1] [--at-least 0.99] [--json FILE] [key.sub=value ...]
     deepspeed --num_gpus 2 --module training.benchmark.overhead --config config/recipes/demo.yaml --by-stage
-        [--parameters 1e6,1e7,1e8] [--layers 2] [--pairs 4] [--steps 2] [key.sub=value ...]
+        [--parameters 1e6,1e7,1e8] [--layers 2] [--pairs 4] [--steps 2] [--json FILE] [key.sub=value ...]
 
 Blocks of `--steps` steps alternate, and which kind comes first changes from pair to pair, so that a machine whose speed
 drifts by a tenth within a minute disturbs both alike; jobs that run one after another (`training.benchmark`) cannot
@@ -43,7 +43,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +54,7 @@ import torch
 from config.cli import Arguments, entry_point, positive_int
 from config.command_line import read_command_line
 from config.errors import UserError
+from config.files import write_atomically
 from config.resolved import Resolved
 from data.corpus import Corpus
 from data.loader import Batches
@@ -61,6 +62,7 @@ from data.shards import TokenShards, open_shard, token_dtype, write_shard
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, count_parameters, model_config
 from precision.guard import Verdict
+from tracking.jsonl import plain
 from tracking.run_dir import RunDir
 from training import distributed
 from training.benchmark.command import FAILED, TOLERANCE
@@ -119,7 +121,7 @@ class GuardedLoop:
     """Mantissa's own steps, one after another."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts, self._progress = parts, Progress()
+        self._parts, self.progress = parts, Progress()
         self.losses: list[float] = []
 
     def use(self, parts: Parts) -> None:
@@ -128,9 +130,9 @@ class GuardedLoop:
 
     def step(self) -> None:
         """One optimizer step. Raises UserError when the guard refuses it: then it is none that could be compared."""
-        self._progress, judgement, health = train_step(self._parts, self._progress)
+        self.progress, judgement, health = train_step(self._parts, self.progress)
         if judgement.verdict is not Verdict.STEP and not judgement.routine:
-            raise UserError(f"the guard refused step {self._progress.step}, so the timing stops: {judgement.reason}")
+            raise UserError(f"the guard refused step {self.progress.step}, so the timing stops: {judgement.reason}")
         self.losses.append(health.loss)
 
 
@@ -205,6 +207,12 @@ def time_pairs(parts: Parts, plain: PlainLoop, *, pairs: int, steps: int) -> Mea
     return Measured(seconds[:, 0], seconds[:, 1], float(np.max(np.abs(losses / np.array(guarded.losses) - 1.0))))
 
 
+def write_json(path: Path | None, found: Any) -> None:
+    """Measured numbers, for programs; nothing where no file is named."""
+    if path is not None:
+        write_atomically(path, (json.dumps(plain(found), indent=1) + "\n").encode())
+
+
 def interval(bare: np.ndarray, guarded: np.ndarray, *, median: bool) -> tuple[float, float, float]:
     """Tokens per second of guarded over bare: the ratio, and the ends of its bootstrap interval.
 
@@ -235,18 +243,21 @@ def require_comparable(resolved: Resolved) -> None:
             raise UserError(f"{key} = {value}: the plain loop has {wanted} only; use --by-stage or training.benchmark")
 
 
-def report(measured: Measured, *, steps: int, compute: str, at_least: float | None) -> int:
-    """Print what was measured; the exit code."""
+def report(measured: Measured, *, steps: int, compute: str, at_least: float | None, file: Path | None = None) -> int:
+    """Print what was measured, and write it into a file; the exit code."""
     bare, guarded = measured.bare, measured.guarded
     print(f"\n{len(bare)} pairs of {steps} steps; ratios of tokens/s, Mantissa's over bare [95% of resamples]")
     print(f"bare      {np.median(bare) * 1e3:9.2f} ms a step (median)")
     print(
         f"mantissa  {np.median(guarded) * 1e3:9.2f} ms a step, {np.median(guarded - bare) * 1e3:+.2f} (median of pairs)"
     )
-    middle = interval(bare, guarded, median=True)
+    middle, total = (interval(bare, guarded, median=median) for median in (True, False))
     print("median    {:9.4f} [{:.4f} to {:.4f}]".format(*middle))
-    print("all       {:9.4f} [{:.4f} to {:.4f}]".format(*interval(bare, guarded, median=False)))
+    print("all       {:9.4f} [{:.4f} to {:.4f}]".format(*total))
     print(f"losses    {measured.loss_distance:9.1e} apart at most")
+    seconds = {"bare_seconds": float(np.median(bare)), "mantissa_seconds": float(np.median(guarded))}
+    found = {"pairs": len(bare), "steps": steps, "median": middle, "all": total}
+    write_json(file, found | seconds | {"loss_difference": measured.loss_distance})
     if not measured.loss_distance <= TOLERANCE[compute]:
         print(
             f"error: losses differ by {measured.loss_distance:.1e}, more than {TOLERANCE[compute]:g}", file=sys.stderr
@@ -323,7 +334,7 @@ def stage_milliseconds(parts: Parts, step: Callable[[], None]) -> dict[str, floa
     engine = parts.engine
     calls: list[tuple[Any, str, str]] = [
         (parts.batches, "next_step", "data"),
-        (engine.loss_path, "loss_sum", "forward"),
+        (engine.loss_path, "score", "forward"),
         (engine, "backward", "backward"),
         (engine.gradients, "norm", "norm"),
         (engine.gradients, "apply", "step"),
@@ -415,6 +426,7 @@ def read_options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, l
     parser.add_argument("--by-stage", action="store_true", help="time what is added, stage by stage, on one engine")
     parser.add_argument("--parameters", help="by stage, for Llamas of these sizes, separated by commas")
     parser.add_argument("--layers", type=positive_int, default=2, help="blocks of each of them")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
     options, rest = parser.parse_known_args(arguments)
     if options.parameters is not None:
         text = options.parameters
@@ -438,7 +450,7 @@ def against_plain_loop(arguments: Sequence[str], options: argparse.Namespace) ->
         plain.batches.close()
     if resolved.rank != 0:
         return 0
-    return report(measured, steps=options.steps, compute=resolved.compute, at_least=options.at_least)
+    return report(measured, steps=options.steps, compute=resolved.compute, at_least=options.at_least, file=options.json)
 
 
 def by_stage(arguments: Sequence[str], options: argparse.Namespace) -> None:
@@ -458,6 +470,7 @@ def by_stage(arguments: Sequence[str], options: argparse.Namespace) -> None:
         distributed.stop()
     if resolved.rank == 0:
         print("\n".join(["", HEADER, *map(str, rows)]))
+        write_json(options.json, [asdict(row) for row in rows])
 
 
 @entry_point(launched=True)

@@ -1,12 +1,13 @@
-"""What telemetry costs, timed beside steps without it on one engine.
+"""What telemetry, an observation of dtypes or a save in the background costs, beside steps without it on one engine.
 
     deepspeed --num_gpus 2 --module training.benchmark.telemetry --config config/recipes/demo.yaml [--pairs 30]
-        [--every 100] [key.sub=value ...]
+        [--of telemetry|observation|save] [--every 100] [--steps 8] [--json FILE] [key.sub=value ...]
 
-Steps with and without telemetry alternate, and which kind comes first changes from pair to pair. The cost is the median
+Steps with and without it alternate, and which kind comes first changes from pair to pair. The cost is the median
 difference of a pair, as a share of the median step without; its interval is that of 2,000 bootstrap resamples of the
 pairs, 2.5 to 97.5%. Amortised is that share over `--every` steps; the shortest interval at which it is below 0.5% is
-printed too. Exit code 3: the amortised cost is surely above 0.5%.
+printed too. `save` times blocks of `--steps` steps, in which a save is started before the first; its cost is that of
+the block, as a share of one step. Exit code 3: the amortised cost is surely above 0.5%.
 """
 
 from __future__ import annotations
@@ -15,62 +16,102 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 
 from config.cli import Arguments, entry_point, positive_int
 from config.command_line import read_command_line
-from config.schema import TelemetrySection
+from config.schema import PrecisionSection, TelemetrySection
 from training.benchmark.command import FAILED
-from training.benchmark.overhead import WARM_UP_STEPS, GuardedLoop, alternate, open_parts
+from training.benchmark.overhead import WARM_UP_STEPS, GuardedLoop, alternate, open_parts, write_json
+from training.checkpoint.outcome import Saved
 from training.parts import Parts
 from training.session import session
+from training.telemetry import Telemetry
 
 ALLOWED = 0.005
 """Share of a step that telemetry may cost where it is on by default, amortised."""
+Kind = Literal["telemetry", "observation", "save"]
+USUALLY_EVERY: dict[Kind, int] = {
+    "telemetry": TelemetrySection().every_steps,
+    "observation": PrecisionSection().verify_every_steps,
+    "save": 1000,
+}
+"""[steps] Between two, unless --every says otherwise; a save has no default interval."""
+WARM_UP = {"telemetry": WARM_UP_STEPS, "observation": WARM_UP_STEPS, "save": 1}
+"""[blocks]"""
 
 
-def time_pairs(parts: Parts, *, pairs: int) -> np.ndarray:
-    """(pairs, 2) float64: seconds of a step without telemetry, and of one with it. A collective."""
-    device = parts.engine.world.device
-    loop = GuardedLoop(parts)
-    without = dataclasses.replace(parts, telemetry=None)
+def time_pairs(parts: Parts, *, pairs: int, of: Kind = "telemetry", steps: int = 1) -> np.ndarray:
+    """(pairs, 2) float64: seconds of a block of steps without it, and of one with it. A collective."""
+    loop, (without, with_it) = GuardedLoop(parts), _both(parts, of)
 
     def seconds(chosen: Parts) -> float:
         loop.use(chosen)
         started = time.perf_counter()
-        loop.step()
-        if device.type == "cuda":
+        if of == "save" and chosen is with_it:
+            chosen.checkpoints.start_save(chosen.engine, chosen.state_dict(loop.progress))
+        for _ in range(steps):
+            loop.step()
+        if parts.engine.world.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - started
+        taken = time.perf_counter() - started
+        for outcome in chosen.checkpoints.outcomes():  # waits for the save, which the next block must not have
+            if not isinstance(outcome, Saved):
+                raise outcome
+        return taken
 
-    for _ in range(WARM_UP_STEPS):
-        seconds(parts)
+    for _ in range(WARM_UP[of]):
+        seconds(with_it)
         seconds(without)
-    return np.array(alternate(lambda: seconds(without), lambda: seconds(parts), pairs=pairs))
+    return np.array(alternate(lambda: seconds(without), lambda: seconds(with_it), pairs=pairs))
 
 
-def cost(seconds: np.ndarray) -> tuple[float, float, float]:
-    """The cost of a measured step as a share of one that is not, and the ends of its bootstrap interval."""
+def _both(parts: Parts, of: Kind) -> tuple[Parts, Parts]:
+    """The run's parts without it and with it, nothing else measured."""
+    without = dataclasses.replace(_observing(parts, 0), telemetry=None)
+    if of == "telemetry":
+        probe = parts.resolved.config.telemetry.probe
+        return without, dataclasses.replace(without, telemetry=Telemetry(parts.engine, probe=probe))
+    return without, _observing(without, 1 if of == "observation" else 0)
+
+
+def _observing(parts: Parts, every: int) -> Parts:
+    """The same parts, of a run whose dtypes are observed every so many steps."""
+    config = parts.resolved.config
+    precision = dataclasses.replace(config.precision, verify_every_steps=every)
+    resolved = dataclasses.replace(parts.resolved, config=dataclasses.replace(config, precision=precision))
+    return dataclasses.replace(parts, resolved=resolved)
+
+
+def cost(seconds: np.ndarray, *, steps: int = 1) -> tuple[float, float, float]:
+    """The cost of a block with it as a share of one step without, and the ends of its bootstrap interval."""
     drawn = np.random.default_rng(0).integers(0, len(seconds), size=(2000, len(seconds)))
-    more = seconds[:, 1] - seconds[:, 0]
+    more = steps * (seconds[:, 1] - seconds[:, 0])
     shares = np.median(more[drawn], axis=1) / np.median(seconds[:, 0][drawn], axis=1)
     low, high = np.quantile(shares, [0.025, 0.975])
     return float(np.median(more) / np.median(seconds[:, 0])), float(low), float(high)
 
 
-def report(seconds: np.ndarray, *, every: int) -> int:
-    """Print what was measured; the exit code."""
-    found, low, high = cost(seconds)
-    print(f"\n{len(seconds)} pairs of steps without and with telemetry")
-    print(f"step       {np.median(seconds[:, 0]) * 1e3:9.2f} ms without (median)")
-    print(f"telemetry  {np.median(seconds[:, 1] - seconds[:, 0]) * 1e3:9.2f} ms more on a measured step")
-    print(f"cost       {found:9.2%} of a step [{low:.2%} to {high:.2%}]")
-    print(f"amortised  {found / every:9.3%} at one step in {every} [{low / every:.3%} to {high / every:.3%}]")
-    print(f"below {ALLOWED:.1%} from one step in {max(1, int(np.ceil(found / ALLOWED)))} on")
+def report(seconds: np.ndarray, *, every: int, of: Kind = "telemetry", steps: int = 1, file: Path | None = None) -> int:
+    """Print what was measured, and write it into a file; the exit code."""
+    found, low, high = cost(seconds, steps=steps)
+    without, more = np.median(seconds[:, 0]) / steps * 1e3, np.median(seconds[:, 1] - seconds[:, 0]) * 1e3
+    shortest = max(1, int(np.ceil(found / ALLOWED)))
+    print(f"\n{len(seconds)} pairs of {'steps' if steps == 1 else f'blocks of {steps} steps'} without and with {of}")
+    print(f"{'step':<11}{without:9.2f} ms without (median)")
+    print(f"{of:<11}{more:9.2f} ms more {'on a measured step' if of != 'save' else 'in a block'}")
+    print(f"{'cost':<11}{found:9.2%} of a step [{low:.2%} to {high:.2%}]")
+    print(f"{'amortised':<11}{found / every:9.3%} at one step in {every} [{low / every:.3%} to {high / every:.3%}]")
+    print(f"below {ALLOWED:.1%} from one step in {shortest} on")
+    sizes = {"pairs": len(seconds), "steps": steps, "step_seconds": without / 1e3, "more_seconds": more / 1e3}
+    ratio = float(np.median(seconds[:, 1] / seconds[:, 0]))
+    write_json(file, {"of": of, "ratio": ratio, "cost": (found, low, high), "every": every, **sizes})
     if low / every > ALLOWED:
-        print(f"error: telemetry costs more than {ALLOWED:.1%} for certain: {low / every:.3%}", file=sys.stderr)
+        print(f"error: {of} costs more than {ALLOWED:.1%} for certain: {low / every:.3%}", file=sys.stderr)
         return FAILED
     return 0
 
@@ -79,17 +120,21 @@ def report(seconds: np.ndarray, *, every: int) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = Arguments("training.benchmark.telemetry", __doc__)
-    parser.add_argument("--pairs", type=positive_int, default=30, help="pairs of steps")
-    usual = TelemetrySection().every_steps
-    parser.add_argument(
-        "--every", type=positive_int, default=usual, help=f"steps between two that are measured ({usual})"
-    )
+    parser.add_argument("--of", choices=list(USUALLY_EVERY), default="telemetry", help="what is timed (telemetry)")
+    parser.add_argument("--pairs", type=positive_int, default=30, help="pairs of steps, or of blocks")
+    parser.add_argument("--every", type=positive_int, help=f"steps between two ({USUALLY_EVERY})")
+    parser.add_argument("--steps", type=positive_int, default=8, help="steps of a block, for save (8)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
     options, rest = parser.parse_known_args(arguments)
-    total = 2 * (WARM_UP_STEPS + options.pairs)
+    steps = options.steps if options.of == "save" else 1
+    total = 2 * steps * (WARM_UP[options.of] + options.pairs)
     resolved = read_command_line([*rest, f"run.steps={total}", "telemetry.every_steps=1"])
     with session(resolved) as opened, open_parts(opened) as parts:
-        seconds = time_pairs(parts, pairs=options.pairs)
-    return report(seconds, every=options.every) if resolved.rank == 0 else 0
+        seconds = time_pairs(parts, pairs=options.pairs, of=options.of, steps=steps)
+    if resolved.rank != 0:
+        return 0
+    every = options.every or USUALLY_EVERY[options.of]
+    return report(seconds, every=every, of=options.of, steps=steps, file=options.json)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
+from config.cli import REPOSITORY
 from tests.support.small_run import batch_of, engine_of, resolve
+from tracking.jsonl import read_events
+from training.benchmark.overhead import llama_parts, resolve_llama
 from training.benchmark.split import COLLECTIVES, Stages, time_deepspeed
+from training.benchmark.telemetry import Kind, time_pairs
 from training.distributed import World
 
 
@@ -57,3 +62,22 @@ def steps_of_an_engine(world: World, *, warm_up: int, steps: int) -> tuple[dict[
                 engine.step(engine.health(outcome), 0.01)
                 stages.step_done()
     return stages.result(), parameters
+
+
+def optional_work(world: World, *, pairs: int) -> dict[str, dict[str, Any]]:
+    """By what is timed: the seconds' shape, how often it and the others were done, and the newest checkpoint."""
+    found: dict[str, dict[str, Any]] = {}
+    arguments = ["--config", str(REPOSITORY / "config/recipes/demo.yaml"), "precision.compute=fp32"]
+    resolved = resolve_llama([*arguments, "telemetry.every_steps=1"], 1e5)
+    with llama_parts(resolved, world) as parts:
+        path, before = parts.checkpoints.folder.parent / "events.jsonl", Counter[str]()
+        for of in get_args(Kind):
+            seconds = time_pairs(parts, pairs=pairs, of=of, steps=2 if of == "save" else 1)
+            made = Counter(event["event"] for event in read_events(path))
+            found[of] = {
+                "seconds": seconds.shape,
+                **{kind: made[kind] - before[kind] for kind in ("step", "telemetry", "precision")},
+                "saved": [folder.name for folder in parts.checkpoints.folder.glob("step-*")],
+            }
+            before = made
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import subprocess
@@ -14,6 +15,8 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.errors import UserError
 from tests.support.launches import BIN, LAUNCHERS, SMALL
+from tests.training.benchmark import benchmark_cases
+from training.benchmark import telemetry
 from training.benchmark.overhead import Measured, interval, report, require_comparable
 
 RECIPE = str(REPOSITORY / "config/recipes/benchmark.yaml")
@@ -69,6 +72,29 @@ def test_the_exit_code_is_a_gate(distance, ratio, at_least, code, said, capsys) 
 def test_what_the_plain_loop_does_not_have_is_refused(override, said) -> None:
     with pytest.raises(UserError, match=said):
         require_comparable(read_command_line(["--config", RECIPE, override]))
+
+
+def test_what_is_timed_is_done_in_every_second_block_and_nothing_else_is(solo) -> None:
+    """Five warm-ups of a step each way, one of a block of two steps; the first step of a run is always observed."""
+    [found] = solo.run(benchmark_cases.optional_work, pairs=2)
+    same = {"seconds": (2, 2), "step": 14, "saved": []}
+    assert found == {
+        "telemetry": same | {"telemetry": 7, "precision": 1},
+        "observation": same | {"telemetry": 0, "precision": 7},
+        "save": same | {"step": 12, "telemetry": 0, "precision": 1, "saved": ["step-8"]},
+    }
+
+
+def test_a_cost_is_of_one_step_and_written_as_json(tmp_path, capsys) -> None:
+    """Blocks of 4 steps that take 8 s without and 10 s with: one step of 2 s more."""
+    seconds = np.array([[8.0, 10.0]] * 20)
+    path = tmp_path / "found.json"
+    assert telemetry.report(seconds, every=1000, of="save", steps=4, file=path) == 0
+    found = json.loads(path.read_text())
+    assert found["cost"] == [1.0, 1.0, 1.0] and found["ratio"] == 1.25 and found["step_seconds"] == 2.0
+    assert "cost         100.00% of a step" in capsys.readouterr().out
+    assert telemetry.report(seconds, every=100, of="save", steps=4) == 3
+    assert "error: save costs more than 0.5% for certain: 1.000%" in capsys.readouterr().err
 
 
 @pytest.mark.slow
