@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup another-torch architecture demo test test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu benchmark-titan titan test-titan parity parity-defects analyze matrix envelope chaos clean
+.PHONY: help setup another-torch architecture demo test test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan parity parity-defects analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -116,6 +116,11 @@ ifneq ($(wildcard $(TITAN_STAMP)),)
 else
 	@echo 'mantissa/torchtitan: not measured; make titan installs torchtitan'
 endif
+
+# With WHEELS nothing is set up: PYTHON's own torch and transformers, and what is missing from that folder.
+GPU_CHECK_PYTHON := $(if $(WHEELS),$(PYTHON),PYTHONPATH="$(CURDIR)/$(VENV)/liger:$(CURDIR)/$(TITAN)" $(BIN)/python)
+gpu-check: $(if $(WHEELS),,setup $(LIGER_STAMP))  ## What is to be measured on a GPU, PART=1 to 6 (WHEELS=DIR: no registry)
+	$(GPU_CHECK_PYTHON) -m training.gpu_check $(if $(PART),--part $(PART)) $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
 parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
 	$(BIN)/python -m training.parity --config config/recipes/demo.yaml $(ARGS)

@@ -1,0 +1,174 @@
+"""Budget, resumption, failures and table of the GPU check, on items that are plain functions or short programs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from training.gpu_check.bench import Bench, ItemFailed
+from training.gpu_check.items import PARTS, Item, Part
+from training.gpu_check.page import page
+from training.gpu_check.run import MOST_BYTES, Check, measure, run_part
+
+MACHINE = {
+    "device": "a device",
+    "driver": "1.2",
+    "cuda": "13.0",
+    "versions": {"torch": "2.13.0", "deepspeed": None},
+    "git": {"commit": "0123456789abcdef", "dirty": False},
+}
+
+
+def check_in(folder: Path, **changes: Any) -> Check:
+    return Check(**{"out": folder, "processes": 1, "tiny": True, "machine": MACHINE, **changes})
+
+
+def item(
+    name: str, run: Callable[[Bench], dict[str, Any]], *, seconds: float = 1.0, against: str | None = None
+) -> Item:
+    return Item(name, f"what {name} is", seconds, run, against)
+
+
+def ran(check: Check, part: Part, *, seconds: float = 100.0) -> tuple[list[str], dict[str, str]]:
+    """The items that were started, in order, and the reasons of those that were not."""
+    started: list[str] = []
+
+    def watched(each: Item) -> Item:
+        def run(bench: Bench) -> dict[str, Any]:
+            started.append(each.name)
+            return each.measure(bench)
+
+        return Item(each.name, each.what, each.seconds, run, each.against)
+
+    not_run: dict[str, str] = {}
+    watched_part = Part(part.title, tuple(map(watched, part.items)))
+    list(run_part(check, 7, watched_part, not_run, ends=time.monotonic() + seconds))
+    return started, not_run
+
+
+def fails(bench: Bench) -> dict[str, Any]:
+    """As a job that ends with a UserError."""
+    bench.tool("config.version_that_is_not_there")
+    raise AssertionError
+
+
+def test_a_result_is_kept_with_its_conditions_and_not_measured_again(tmp_path) -> None:
+    part = Part("a part", (item("one", lambda _: {"tokens/s": 12345.6}), item("two", lambda _: {"fine": True})))
+    check = check_in(tmp_path)
+    assert ran(check, part) == (["one", "two"], {})
+    found = json.loads((tmp_path / "7-one.json").read_text())
+    assert found["figures"] == {"tokens/s": 12345.6} and found["status"] == "done"
+    assert found["machine"] == MACHINE and found["device"] == "a device" and found["seconds"] >= 0
+    (tmp_path / "7-two.json").unlink()
+    assert ran(check, part) == (["two"], {})
+    assert ran(check_in(tmp_path, again=True), part) == (["one", "two"], {})
+    for other in ({"tiny": False}, {"processes": 2}, {"machine": MACHINE | {"device": "another"}}):
+        assert check_in(tmp_path, **other).result(7, part.items[0]) is None
+
+
+def test_what_does_not_fit_is_not_started_and_what_is_smaller_is(tmp_path) -> None:
+    part = Part("a part", (item("long", lambda _: {}, seconds=60), item("short", lambda _: {"fine": 1}, seconds=1)))
+    check = check_in(tmp_path)
+    started, not_run = ran(check, part, seconds=30)
+    assert started == ["short"] and not_run["long"].startswith("takes about 60 s, and ")
+    table = page(check, 7, part, not_run)
+    assert "1 of 2 items done" in table and "| `long` | what long is | not run |  | takes about 60 s, and " in table
+
+
+def test_a_failure_is_a_row_and_tried_again_after_what_was_never_tried(tmp_path) -> None:
+    worked: list[int] = []
+
+    def unlucky(bench: Bench) -> dict[str, Any]:
+        if not worked:
+            raise ValueError("the first\nline and the second")
+        return {"fine": True}
+
+    part = Part("a part", (item("program", fails), item("unlucky", unlucky), item("good", lambda _: {"fine": True})))
+    check = check_in(tmp_path)
+    assert ran(check, part) == (["program", "unlucky", "good"], {})
+    result = check.result(7, part.items[0])
+    assert result["status"] == "failed" and "No module named config.version_that_is_not_there" in result["error"]
+    assert "No module named" in Path(result["log"]).read_text() and result["commands"][0].startswith(
+        "python -m config."
+    )
+    table = page(check, 7, part, {})
+    assert "| failed |" in table and "the first line and the second" in table and result["log"] in table
+    (tmp_path / "7-good.json").unlink()
+    worked.append(1)
+    assert ran(check, part) == (["good", "program", "unlucky"], {})
+    assert check.result(7, part.items[1])["status"] == "done"
+
+
+def test_a_job_over_its_time_is_killed_with_all_that_it_started(tmp_path) -> None:
+    program = tmp_path / "sleeps.py"
+    program.write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "print('error: child', child.pid, flush=True)\ntime.sleep(600)\n"
+    )
+
+    def hangs(bench: Bench) -> dict[str, Any]:
+        from training.jobs import launch
+
+        launch([str(program)], processes=1, log=bench.folder / "logs/hangs.log", seconds=bench.left)
+        return {}
+
+    result = measure(check_in(tmp_path), 7, item("hangs", hangs), limit=3.0)
+    assert result["status"] == "took too long" and 3 <= result["seconds"] < 30
+    said, _, pid = result["error"].rpartition(" ")
+    assert said == "killed after 3 s; error: child"
+    assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_large_files_go_and_logs_and_reports_stay(tmp_path) -> None:
+    def leaves(bench: Bench) -> dict[str, Any]:
+        for name in ("weights.safetensors", "runs.log"):
+            (bench.folder / name).write_bytes(b"x" * (MOST_BYTES + 1))
+        (bench.folder / "report.json").write_text("{}")
+        return {}
+
+    measure(check_in(tmp_path), 7, item("leaves", leaves), limit=10)
+    assert {path.name for path in (tmp_path / "work/7-leaves").iterdir()} == {"runs.log", "report.json"}
+
+
+def test_the_table_compares_losses_and_shows_variants(tmp_path) -> None:
+    first = item("first", lambda _: {"losses": [2.0, 1.0], "last loss": 1.0})
+    second = item("second", lambda _: {"losses": [2.0, 1.01], "skipped steps": 12345}, against="first")
+    lost = item("lost", lambda _: {"losses": [2.0, float("nan")]}, against="first")
+    rows = item("rows", lambda _: {"mantissa": {"tokens/s": 43210.9, "MFU": 0.4567}, "same": False, "none": []})
+    part = Part("a part", (first, second, lost, rows), "what is not there")
+    check = check_in(tmp_path)
+    ran(check, part)
+    table = page(check, 7, part, {})
+    assert "losses 1.0e-02 from those of `first`" in table and "skipped steps 12,345" in table
+    assert "losses cannot be compared from those of `first`" in table
+    assert "| **mantissa**: tokens/s 43,211, MFU 0.4567 |" in table and "same **no**, none none" in table
+    assert "Left out: what is not there." in table and "**A rehearsal**" in table
+    assert "a device, driver 1.2, CUDA 13.0, torch 2.13.0, commit 0123456789ab" in table and "deepspeed" not in table
+
+
+def test_items_are_named_once_and_compared_with_one_of_their_part() -> None:
+    assert sorted(PARTS) == [1, 2, 3, 4, 5, 6]
+    for part in PARTS.values():
+        names = [each.name for each in part.items]
+        assert len(names) == len(set(names))
+        assert {each.against for each in part.items} - {None} <= set(names)
+        assert all(0 < each.seconds < 0.75 * 570 for each in part.items)  # fits into a part, also when it is last
+
+
+@pytest.mark.parametrize("why", ["it failed", "one | two `three` <b>"])
+def test_an_error_is_text_in_the_table(why, tmp_path) -> None:
+    def run(bench: Bench) -> dict[str, Any]:
+        raise ItemFailed(why)
+
+    part = Part("a part", (item("bad", run),))
+    check = check_in(tmp_path)
+    ran(check, part)
+    row = page(check, 7, part, {}).splitlines()[-1]
+    assert row.count("|") - row.count("\\|") == 6 and "<b>" not in row.replace("\\<b", "")

@@ -1,0 +1,107 @@
+"""Everything that has to be measured on a GPU, in six parts of ten minutes each.
+
+    python -m training.gpu_check [--part N] [--items NAME,NAME] [--minutes 9.5] [--again] [--wheels DIR]
+        [--out runs/gpu-check] [--processes 1] [--tiny]
+
+Parts: 1 smoke, 2 numerics, 3 speed, 4 precision, 5 memory, 6 cost of trust; all in turn without --part. Each stands
+alone and runs Mantissa's own tools as jobs. An item that would not fit into the minutes left is not started; one that
+fails is a row of the table with its error and its log. The folder gets NUMBER-ITEM.json for every item, with device,
+driver, versions, commands and seconds, and part-NUMBER.md. The same command goes on where it stopped, also after it
+was killed.
+
+Without a package registry: --wheels DIR installs what is missing of DIR's wheels into a folder below --out and puts it
+on PYTHONPATH; torch and transformers are taken as found. --tiny rehearses every item on a model of a few thousand
+parameters, also on a CPU.
+
+Exit code 0: every item of the parts is done; 3: some failed or were not run; 2: it cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from config.cli import Arguments, entry_point, positive_int, positive_number
+from config.errors import UserError
+from training.gpu_check.packages import provide
+
+ALL_DONE, INCOMPLETE = 0, 3
+PARTS = range(1, 7)
+
+
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. Raises UserError."""
+    parser = Arguments("python -m training.gpu_check", __doc__)
+    parser.add_argument("--part", type=int, choices=PARTS, help="one part (default: all, in turn)")
+    parser.add_argument("--items", default="", help="only these, separated by commas")
+    parser.add_argument("--minutes", type=positive_number, default=9.5, help="for each part (9.5)")
+    parser.add_argument("--again", action="store_true", help="measure what is done once more")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels, where there is no package registry")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="folder of results and logs")
+    parser.add_argument("--processes", type=positive_int, default=1, help="of each job (1)")
+    parser.add_argument("--tiny", action="store_true", help="rehearse")
+    return parser.parse_args(arguments)
+
+
+def look_at_machine(folder: Path) -> dict[str, Any]:
+    """Device, driver and versions, by a process of its own. Raises UserError: what training imports is not there."""
+    from training.jobs import error_line_of, launch
+
+    path, log = folder / "machine.json", folder / "work" / "machine.log"
+    try:
+        code = launch(["-m", "training.gpu_check.machine", str(path)], processes=1, log=log, seconds=120)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"a job does not start here within {error.timeout:.0f} s; see {log}") from error
+    if code:
+        raise UserError(f"no job can start here: {error_line_of(log)}; see {log}")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    started, options = time.monotonic(), read_options(arguments)
+    out = options.out.expanduser().resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    for line in provide(options.wheels, out / ".packages"):
+        print(line, flush=True)
+    # What these import may have been installed just now.
+    from config.files import write_atomically
+    from training.gpu_check import items
+    from training.gpu_check.page import page
+    from training.gpu_check.run import DONE, Check, run_part
+
+    parts = {number: items.PARTS[number] for number in ([options.part] if options.part else PARTS)}
+    wanted = set(filter(None, options.items.split(",")))
+    unknown = wanted - {item.name for part in parts.values() for item in part.items}
+    if unknown:
+        raise UserError(f"--items: there is no {', '.join(sorted(unknown))} in {_named(parts)}")
+    check = Check(out, options.processes, options.tiny, look_at_machine(out), options.again)
+    complete = True
+    for number, part in parts.items():
+        chosen = dataclasses.replace(
+            part, items=tuple(item for item in part.items if not wanted or item.name in wanted)
+        )
+        target = out / f"part-{number}.md"
+        not_run: dict[str, str] = {}
+        # Written after every item: what ends this process may come without notice.
+        for line in run_part(check, number, chosen, not_run, ends=started + 60 * options.minutes):
+            print(line, flush=True)
+            write_atomically(target, page(check, number, part, not_run).encode())
+        text = page(check, number, part, not_run)
+        write_atomically(target, text.encode())
+        print(f"\n{text}\ntable    {target}", flush=True)
+        results = [check.result(number, item) for item in chosen.items]
+        complete &= all(result is not None and result["status"] == DONE for result in results)
+        started = time.monotonic()
+    return ALL_DONE if complete else INCOMPLETE
+
+
+def _named(parts: dict[int, Any]) -> str:
+    return f"part {', '.join(map(str, parts))}; see training/gpu_check/items.py"

@@ -1,0 +1,140 @@
+"""Measure the items of a part within its time, keep each result in a file of its own, and go on where it stopped.
+
+A result is written when its item ends, so that whatever ends this process loses at most the item that it was at. An
+item that is done is not measured again; one that failed is, after those that were never tried.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from config.errors import one_line
+from config.files import write_atomically
+from config.printable import shown
+from tracking.jsonl import plain
+from training.gpu_check.bench import Bench, ItemFailed
+from training.gpu_check.items import Item, Part
+from training.jobs import error_line_of
+
+DONE, FAILED, TIMED_OUT = "done", "failed", "took too long"
+MOST_BYTES = 2**20
+"""Larger files of an item are deleted when it ends: weights, checkpoints, prepared batches. Logs and reports stay."""
+PATIENCE, GRACE = 3.0, 60.0
+"""An item may take so many times what is expected, and so many seconds more, before it is killed."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is the same for all items of a call."""
+
+    out: Path
+    processes: int
+    tiny: bool
+    machine: Mapping[str, Any]
+    again: bool = False
+    """Measure what is done once more."""
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What a result must share to count as this check's."""
+        return {"device": self.machine["device"], "processes": self.processes, "tiny": self.tiny}
+
+    def path(self, part: int, item: Item) -> Path:
+        """Of an item's result."""
+        return self.out / f"{part}-{item.name}.json"
+
+    def result(self, part: int, item: Item) -> dict[str, Any] | None:
+        """Of an earlier call, under the same conditions."""
+        try:
+            found = json.loads(self.path(part, item).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        same = all(found.get(name) == value for name, value in self.conditions.items())
+        return found if same else None
+
+
+def run_part(check: Check, number: int, part: Part, not_run: dict[str, str], *, ends: float) -> Iterator[str]:
+    """Measure what is to be measured, until `ends` of time.monotonic(); lines to print, as it goes.
+
+    not_run: is given the reasons of those that are not run, by name.
+    """
+    for item in _order(check, number, part):
+        left = ends - time.monotonic()
+        if item.seconds > left:
+            not_run[item.name] = f"takes about {item.seconds:.0f} s, and {max(0.0, left):.0f} s were left"
+            yield f"not run: {item.name}, {not_run[item.name]}"
+            continue
+        yield f"{item.name}: {item.what}; about {item.seconds:.0f} s"
+        patience = left if check.tiny else PATIENCE * item.seconds + GRACE  # a CPU may be slow
+        result = measure(check, number, item, limit=min(left, patience))
+        yield f"  {result['status']}, {result['seconds']:.0f} s" + (f": {result['error']}" if result["error"] else "")
+
+
+def _order(check: Check, number: int, part: Part) -> list[Item]:
+    """Items without a result as they are listed, then those that failed; not those that are done."""
+    if check.again:
+        return list(part.items)
+    found = {item.name: check.result(number, item) for item in part.items}
+    new = [item for item in part.items if found[item.name] is None]
+    failed = [item for item in part.items if (found[item.name] or {}).get("status") in (FAILED, TIMED_OUT)]
+    return [*new, *failed]
+
+
+def measure(check: Check, number: int, item: Item, *, limit: float) -> dict[str, Any]:
+    """Run one item to its end, or until `limit` seconds are over, and write its result.
+
+    A failure of any kind is a result: the error's last line, and the log.
+    """
+    folder = check.out / "work" / f"{number}-{item.name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    bench = Bench(folder, check.out / "cache", check.processes, check.tiny, limit)
+    started, status, error, log, figures = time.monotonic(), DONE, "", None, {}
+    try:
+        figures = item.measure(bench)
+    except subprocess.TimeoutExpired:
+        status, log = TIMED_OUT, newest_log(folder)
+        error = f"killed after {limit:.0f} s" + (f"; {error_line_of(log)}" if log else "")
+    except ItemFailed as failure:
+        status, error, log = FAILED, str(failure), failure.log or newest_log(folder)
+    except Exception as failure:  # whatever it is, the items after it are worth measuring
+        status, error, log = FAILED, one_line(failure), newest_log(folder)
+    result = {
+        "part": number,
+        "item": item.name,
+        "what": item.what,
+        "status": status,
+        "error": shown(error),
+        "log": str(log) if log else None,
+        "seconds": time.monotonic() - started,
+        "expected_seconds": item.seconds,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "figures": figures,
+        "commands": bench.commands,
+        **check.conditions,
+        "machine": check.machine,
+    }
+    write_atomically(check.path(number, item), (json.dumps(plain(result), indent=1) + "\n").encode())
+    delete_large_files(folder)
+    return result
+
+
+def newest_log(folder: Path) -> Path | None:
+    """The log that was written to last, of an item's jobs or of those that they started."""
+    logs = sorted(folder.rglob("*.log"), key=lambda path: path.stat().st_mtime)
+    return logs[-1] if logs else None
+
+
+def delete_large_files(folder: Path) -> None:
+    """Of all kinds but logs, so that parts of a large model leave room on the disk, and what is left can be carried."""
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.suffix != ".log" and path.stat().st_size > MOST_BYTES:
+            path.unlink()
