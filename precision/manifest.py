@@ -1,4 +1,4 @@
-"""The precision manifest: a JSON file that says which module computes in FP32, BF16 or FP16, and why.
+"""The precision manifest: a JSON file that says which module computes in FP32, BF16, FP16 or FP8, and why.
 
     {"default": "bf16",
      "rules": [{"match": "*.q_proj", "compute": "fp16", "reason": "needs 11 bits of mantissa"},
@@ -30,7 +30,7 @@ import torch
 
 from config.errors import UserError
 
-Compute = Literal["fp32", "bf16", "fp16"]
+Compute = Literal["fp32", "bf16", "fp16", "fp8"]
 COMPUTES: tuple[str, ...] = get_args(Compute)
 RULE_KEYS = ("match", "module_class", "compute", "reason")
 MANIFEST_KEYS = ("$schema", "default", "rules")
@@ -81,7 +81,8 @@ def load_manifest(path: Path) -> Manifest:
 
     Raises:
         UserError: the file is missing or no JSON, a key is unknown, missing, double or of the wrong type, a dtype is
-            not one of fp32, bf16, fp16, a rule has no pattern, or a reason is empty. One line that names file and key.
+            not one of fp32, bf16, fp16, fp8, a rule has no pattern, or a reason is empty. One line that names file and
+            key.
     """
     try:
         tree = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
@@ -94,7 +95,11 @@ def load_manifest(path: Path) -> Manifest:
     if not isinstance(rules, list):
         raise UserError(f"{path}: rules = {json.dumps(rules)[:80]} is not a list of rules; write [{{...}}, ...]")
     checked = tuple(_rule(path, f"rules[{index}]", rule) for index, rule in enumerate(rules))
-    return Manifest(_compute(path, "default", tree["default"]), checked, path)
+    default = _compute(path, "default", tree["default"])
+    if default == "fp8":
+        fix = 'set it to bf16, and fp8 by a rule with "module_class": "Linear"'
+        raise UserError(f"{path}: default = fp8: only linear layers compute in it, and take other inputs; {fix}")
+    return Manifest(default, checked, path)
 
 
 def find_regions(model: torch.nn.Module) -> dict[str, RegionKind]:
@@ -122,7 +127,8 @@ def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
     """The dtype of every region of `model`, by full module name.
 
     Raises:
-        UserError: a rule matches no region, or later rules overrule it everywhere.
+        UserError: a rule matches no region, or later rules overrule it everywhere; fp8 for another module than
+            `can_be_fp8` says.
     """
     modules = dict(model.named_modules())
     regions = find_regions(model)
@@ -147,7 +153,24 @@ def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
                 f"{_where(manifest, index)} has no effect: {over} below overrules it everywhere, because the last "
                 f"match wins; put the general rule first, or remove this one"
             )
+    for name, given in assigned.items():
+        if given.compute == "fp8" and not can_be_fp8(model, name):
+            assert given.rule_index is not None, "fp8 is no default"
+            other = f"it also matches {name}, a {type(modules[name]).__name__}"
+            fix = 'narrow it with "module_class": "Linear", or give that module another rule below'
+            raise UserError(f"{_where(manifest, given.rule_index)}: {FP8_FOR}, and {other}; {fix}")
     return assigned
+
+
+FP8_FOR = "fp8 is for linear layers other than the output embedding"
+
+
+def can_be_fp8(model: torch.nn.Module, name: str) -> bool:
+    """Whether a module is a plain linear layer, and not the one that makes the logits, which feed the loss."""
+    module: Any = model.get_submodule(name)
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    plain = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
+    return plain and module is not head
 
 
 def nearest(name: str, known: Iterator[str] | list[str] | tuple[str, ...]) -> str:

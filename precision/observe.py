@@ -29,12 +29,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config.errors import UserError
 from precision.dtypes import NAMES
+from precision.fp8 import is_multiplying
 
 ROOT = "(model)"
 """Name under which matmuls in the model's own forward are booked."""
 # Operator to the positions of its matrix operands.
 _MATMULS = {
-    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::dot"), (0, 1)),
+    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::dot", "aten::_scaled_mm"), (0, 1)),
     **dict.fromkeys(("aten::convolution", "aten::_grouped_mm"), (0, 1)),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addmv", "aten::_addmm_activation"), (1, 2)),
 }
@@ -130,7 +131,7 @@ class Observation:
         operands = (0, 1, 2) if attention else _MATMULS.get(name)
         if operands is None:
             return
-        dtypes = _dtypes(args, operands)
+        dtypes = ["fp8"] * 2 if is_multiplying() else _dtypes(args, operands)
         self._matmuls[where].update(dtypes)
         self.flops[dtypes[0]] += _attention_flops(*args[:3]) if attention else _flops(func, name, args, output)
 

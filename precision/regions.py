@@ -20,6 +20,9 @@ Which dtype flows where:
   ambient dtype. It costs four bytes per element instead of two.
 - *RoPE, softmax in fused attention kernels and the loss* stay FP32.
 
+- *FP8* is for linear layers (precision/fp8.py). They take inputs in the dtype in which they return outputs, that of the
+  region around them, in which they also compute the gradient of their weight.
+
 Autocast's weight cache is off, because it is keyed by the parameter alone, not by the dtype: a tied weight used in a
 BF16 and an FP16 region would get the first one's copy in both. And it would hold a 16-bit copy of each weight that
 ZeRO-3 has gathered until the forward pass ends.
@@ -39,9 +42,22 @@ from typing import Any
 import torch
 
 from config.errors import UserError
+from config.schema import Fp8Section
 from precision.dtypes import DTYPES
 from precision.findings import tensors_of
-from precision.manifest import COMPUTES, Assignment, Compute, Manifest, RegionKind, assign, find_regions, nearest
+from precision.fp8 import Count, can_multiply, linear_fp8
+from precision.manifest import (
+    COMPUTES,
+    FP8_FOR,
+    Assignment,
+    Compute,
+    Manifest,
+    RegionKind,
+    assign,
+    can_be_fp8,
+    find_regions,
+    nearest,
+)
 
 _FLOATS = tuple(DTYPES.values())
 
@@ -59,9 +75,16 @@ class Change:
 class Regions:
     """The regions of one model. Changes the model in place until `close`."""
 
-    def __init__(self, model: torch.nn.Module, manifest: Manifest) -> None:
-        """Raises UserError when a rule of the manifest matches nothing (see `precision.manifest.assign`)."""
+    def __init__(self, model: torch.nn.Module, manifest: Manifest, fp8: Fp8Section | None = None) -> None:
+        """fp8: how modules in FP8 compute.
+
+        Raises UserError when a rule of the manifest matches nothing, or sets what cannot be FP8 to it (see
+        `precision.manifest.assign`), and when fp8.kernel cannot be had.
+        """
         self.manifest = manifest
+        self.fp8 = fp8 or Fp8Section()
+        self.fp8_count: Callable[[str], Count] | None = None
+        """Of a region's name: what is called with its operands while it is set; for telemetry."""
         self.assignments: dict[str, Assignment] = assign(manifest, model)
         """The manifest's dtypes, with rule and reason; `dtypes` has the current ones."""
         self._model = model
@@ -71,6 +94,7 @@ class Regions:
         head = find_head() if callable(find_head) else None
         self._patched: list[tuple[torch.nn.Module, Any]] = []
         modules = dict(model.named_modules())
+        self._require_kernel()
         for name, kind in self._kinds.items():
             module = modules[name]
             self._patched.append((module, module.__dict__.get("forward")))
@@ -80,7 +104,7 @@ class Regions:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Module name to its current dtype: fp32, bf16 or fp16. A copy."""
+        """Module name to its current dtype: fp32, bf16, fp16 or fp8. A copy."""
         return dict(self._compute)
 
     @property
@@ -147,6 +171,29 @@ class Regions:
             raise UserError(f"{name}: no region of this model has that name{nearest(name, list(self._compute))}")
         if compute not in COMPUTES:
             raise UserError(f"{name}: {compute} is not one of {', '.join(COMPUTES)}")
+        if compute == "fp8" and not can_be_fp8(self._model, name):
+            raise UserError(f"{name}: {FP8_FOR}")
+
+    def _require_kernel(self) -> None:
+        """Raises UserError where fp8.kernel asks for a kernel that a module cannot have here."""
+        if self.fp8.kernel != "scaled_mm":
+            return
+        for name, compute in self._compute.items():
+            if compute != "fp8":
+                continue
+            weight: Any = self._model.get_submodule(name).weight
+            shape = getattr(weight, "ds_shape", weight.shape)  # that of a partitioned parameter
+            if not can_multiply(shape, weight.device, DTYPES[self.ambient_of(name)], self.fp8.scaling):
+                wanted = (
+                    "a GPU of compute capability 9.0, BF16 around it, sizes that 16 divides, and no scales by block"
+                )
+                fix = "set it to auto or emulate"
+                raise UserError(f"precision.fp8.kernel = scaled_mm: {name} cannot, it takes {wanted}; {fix}")
+
+    def ambient_of(self, name: str) -> str:
+        """The dtype around a region: that of the region which consumes its output."""
+        enclosing = self._enclosing(name)
+        return self._compute[enclosing] if enclosing is not None else self.manifest.default
 
     def _with_ambient(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -167,12 +214,13 @@ class Regions:
                 return _run_norm(module, original, DTYPES[self._compute[name]], args, kwargs)
 
             return norm_forward
-        enclosing = self._enclosing(name)
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             compute = self._compute[name]
             device_type = _device_type(args, kwargs)
+            if compute == "fp8":
+                return self._in_fp8(name, module, device_type, *args, **kwargs)
             dtype = DTYPES[compute]
             if compute == "fp32":
                 args, kwargs = _cast((args, kwargs), (torch.bfloat16, torch.float16), dtype)
@@ -186,12 +234,25 @@ class Regions:
             own = _own_parameters_in(module, dtype) if kind == "functional" else nullcontext()
             with own, _autocast(device_type, compute):
                 output = original(*args, **kwargs)
-            back = self._compute[enclosing] if enclosing is not None else self.manifest.default
+            back = self.ambient_of(name)
             if back == compute or returns_own_dtype:
                 return output
             return _cast(output, (dtype,), DTYPES[back])
 
         return forward
+
+    def _in_fp8(self, name: str, module: Any, device_type: str, input: torch.Tensor) -> torch.Tensor:
+        """A linear layer's forward pass. input: by this name, as torch has it."""
+        count = self.fp8_count(name) if self.fp8_count is not None else None
+        with _autocast(device_type, "fp32"):
+            return linear_fp8(
+                input,
+                module.weight,
+                module.bias,
+                ambient=DTYPES[self.ambient_of(name)],
+                section=self.fp8,
+                count=count,
+            )
 
     def _enclosing(self, name: str) -> str | None:
         """The nearest region around `name`, which consumes its output."""

@@ -37,6 +37,8 @@ class Health:
     by_rank: dict[str, Any] = field(default_factory=dict)
     """`memory_bytes` (the same measure) and `work_seconds` (data wait and forward passes), each as
     `training.engine.work_time.by_rank` gives it."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the task's objective over the global batch, by name."""
     preempted: bool = False
     """Some rank was asked to stop."""
     save_ended: bool = False

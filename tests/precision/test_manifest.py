@@ -89,7 +89,7 @@ def test_the_schema_knows_the_same_dtypes() -> None:
 MISTAKES = [
     ({"defaults": "bf16"}, "defaults: no such key; did you mean default?"),
     ({"rules": []}, "default is missing"),
-    ({"default": "bfloat16"}, 'default = "bfloat16" is not one of fp32, bf16, fp16; did you mean bf16?'),
+    ({"default": "bfloat16"}, 'default = "bfloat16" is not one of fp32, bf16, fp16, fp8; did you mean bf16?'),
     ({"default": ["bf16"]}, "default = "),
     ({"default": "bf16", "rules": {}}, "rules = {} is not a list"),
     ({"default": "bf16", "rules": ["lm_head"]}, 'rules[0] = "lm_head" is not an object'),
@@ -97,7 +97,7 @@ MISTAKES = [
     ({"default": "bf16", "rules": [RULE, {"compute": "fp16", "reason": "r"}]}, "rules[1] says no module"),
     ({"default": "bf16", "rules": [{**RULE, "match": 3}]}, "rules[0].match = 3 is not text"),
     ({"default": "bf16", "rules": [{**RULE, "match": ""}]}, 'rules[0].match = "" is not text'),
-    ({"default": "bf16", "rules": [{**RULE, "compute": "fp8"}]}, 'rules[0].compute = "fp8" is not one of'),
+    ({"default": "bf16", "rules": [{**RULE, "compute": "fp4"}]}, 'rules[0].compute = "fp4" is not one of'),
     ({"default": "bf16", "rules": [{**RULE, "reason": " "}]}, "rules[0].reason"),
     ({"default": "bf16", "rules": [{"match": "x", "compute": "fp16"}]}, "rules[0].reason is missing"),
     ([], "the top level = [] is not an object"),

@@ -1,0 +1,204 @@
+"""Linear layers whose matmuls have FP8 operands: a manifest's `fp8`.
+
+For y = x W^T with gradient g of y, the operands are rounded to 8 bits, each over the dimension that is summed:
+
+    y  = q(x) q(W)^T        x by token, W by output feature
+    dx = q(g) q(W)          g by token, W by input feature
+    dW = g^T x              in the dtype around the layer, or of q(g) and q(x), both over the tokens
+
+Formats are those of Micikevicius et al. 2022, "FP8 Formats for Deep Learning": E4M3 (largest 448, no inf) and E5M2
+(largest 57344). W is rounded from its FP32 master, never from a 16-bit copy: two roundings would give another number
+for 3.1% of normally distributed weights.
+
+Scales are powers of two, the smallest with which the largest value still fits, so nothing is clipped. Dividing by them
+is exact, and how a value is rounded does not depend on the others that share its scale, unless it is below some 2^-14
+of the largest (in E4M3). Therefore the gradient does not depend on how a batch is cut into micro-batches or over ranks.
+With scales as they come, largest / 448, every value is rounded otherwise in other company.
+
+An operand with a value that is not finite becomes nan throughout its row: the cast alone would turn inf into 448 and
+hide it. That also is why there is no delayed scaling, whose scales are of earlier steps.
+
+Anywhere, operands are rounded to FP8 and back, and multiplied in BF16 (FP32 where the surroundings are not BF16), which
+holds them exactly, with sums in FP32. On GPUs of compute capability 9.0 and higher `torch._scaled_mm` multiplies them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from config.schema import Fp8Section
+
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+BLOCK = 32
+"""Values that share a scale with `block32`, as in OCP's Microscaling Formats 1.0."""
+_EXPONENTS = (-126, 127)  # of normal FP32 numbers
+_ALIGNED = 16  # what the FP8 matmuls of GPUs want the dimensions of weights to be multiples of
+
+Count = Callable[[str, torch.Tensor, torch.Tensor], None]
+"""Called with an operand's name (input, weight, gradient), its values, and the same rounded to FP8."""
+
+OPERANDS = ("input", "weight", "gradient")
+
+_multiplying = False
+
+
+def is_multiplying() -> bool:
+    """Whether the matmul that runs now, in whatever dtype, is one of rounded operands."""
+    return _multiplying
+
+
+def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The smallest power of two s with largest / s within the format, nan where that is not finite.
+
+    largest: FP32, at least 0; so is what is returned, of the same shape.
+    """
+    mantissa, exponent = torch.frexp(largest)
+    top_mantissa, top_exponent = math.frexp(torch.finfo(dtype).max)
+    power = exponent - top_exponent + (mantissa > top_mantissa).to(exponent.dtype)
+    scale = torch.ldexp(torch.ones_like(largest), power.clamp(*_EXPONENTS))
+    return torch.where(largest.isfinite(), scale, torch.nan)
+
+
+def quantise(values: torch.Tensor, dim: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """values / scale in `dtype`, and the FP32 scale, one for all values along `dim`, or one in all where it is None."""
+    wide = values.float()
+    largest = wide.abs().amax() if dim is None else wide.abs().amax(dim, keepdim=True)
+    scale = scale_of(largest, dtype)
+    return (wide / scale).to(dtype), scale
+
+
+def rounded(values: torch.Tensor, dim: int, dtype: torch.dtype, scaling: str) -> torch.Tensor:
+    """`values` rounded to FP8 and back, in FP32. dim: the one that is summed in the matmul. scaling: of Fp8Section."""
+    if scaling == "block32":
+        last = values.movedim(dim, -1)
+        size = last.shape[-1]
+        blocks = functional.pad(last, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
+        return rounded(blocks, -1, dtype, "row").flatten(-2)[..., :size].movedim(-1, dim)
+    narrow, scale = quantise(values, None if scaling == "tensor" else dim, dtype)
+    return narrow.float() * scale
+
+
+class FlushMeter:
+    """Counts, by module and operand, values that are not zero and of them those that rounding made zero."""
+
+    def __init__(self, modules: Sequence[str], device: torch.device) -> None:
+        self.modules = tuple(modules)
+        self.counts = torch.zeros(len(self.modules), len(OPERANDS), 2, dtype=torch.float64, device=device)
+        """(modules, operands, 2): flushed to zero, not zero before."""
+        self._rows = dict(zip(self.modules, self.counts, strict=True))
+
+    def of(self, module: str) -> Count:
+        """What to call with the operands of a module."""
+
+        def count(operand: str, values: torch.Tensor, narrow: torch.Tensor) -> None:
+            given = values != 0
+            flushed = given & (narrow == 0)
+            self._rows[module][OPERANDS.index(operand)] += torch.stack([flushed.sum(), given.sum()])
+
+        return count
+
+    def shares(self, counts: torch.Tensor) -> dict[str, dict[str, float]]:
+        """By module and operand: the share that was flushed. counts: as the meter's, added up over ranks."""
+        found = (counts[..., 0] / counts[..., 1].clamp(min=1)).tolist()
+        return {name: dict(zip(OPERANDS, row, strict=True)) for name, row in zip(self.modules, found, strict=True)}
+
+
+def can_multiply(weight_shape: torch.Size, device: torch.device, ambient: torch.dtype, scaling: str) -> bool:
+    """Whether the device has a kernel for FP8 operands with these scales, and BF16 results."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return scaling != "block32" and ambient == torch.bfloat16 and not any(size % _ALIGNED for size in weight_shape)
+
+
+def linear_fp8(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    ambient: torch.dtype,
+    section: Fp8Section,
+    count: Count | None = None,
+) -> torch.Tensor:
+    """inputs W^T + bias in `ambient`. inputs: (..., in), any floating dtype. weight: (out, in), its FP32 master.
+
+    count: sees every operand and what rounding made of it.
+    """
+    kernel = section.kernel != "emulate" and can_multiply(weight.shape, inputs.device, ambient, section.scaling)
+    output = _Linear.apply(inputs.to(ambient), weight, section, kernel, count)
+    return output if bias is None else output + bias.to(ambient)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, section: Fp8Section, kernel: bool, count: Count | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.section, ctx.kernel, ctx.count = section, kernel, count
+        rows, e4m3 = inputs.flatten(0, -2), FORMATS["e4m3"]
+        operands = ("input", rows, e4m3), ("weight", weight, e4m3)
+        return _product(*operands, inputs.dtype, section, kernel, count).view(*inputs.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        inputs, weight = ctx.saved_tensors
+        section, e4m3, of_gradient = ctx.section, FORMATS["e4m3"], FORMATS[ctx.section.gradient]
+        how = (inputs.dtype, section, ctx.kernel, ctx.count)
+        rows, of_inputs, of_weight = gradient.flatten(0, -2), None, None
+        if ctx.needs_input_grad[0]:
+            operands = ("gradient", rows, of_gradient), ("weight", weight.t(), e4m3)
+            of_inputs = _product(*operands, *how).view_as(inputs)
+        if ctx.needs_input_grad[1]:
+            columns = inputs.flatten(0, -2).t()
+            if section.weight_gradient == "fp8":
+                of_weight = _product(("gradient", rows.t(), of_gradient), ("input", columns, e4m3), *how)
+            else:
+                of_weight = rows.t() @ columns.t()
+            of_weight = of_weight.to(weight.dtype)
+        return of_inputs, of_weight, None, None, None
+
+
+_Operand = tuple[str, torch.Tensor, torch.dtype]
+
+
+def _product(
+    left: _Operand, right: _Operand, ambient: torch.dtype, section: Fp8Section, kernel: bool, count: Count | None
+) -> torch.Tensor:
+    """left right^T in `ambient`, of (rows, summed) and (columns, summed), each rounded over its last dimension."""
+    global _multiplying
+    if kernel and count is None and left[1].shape[-1] % _ALIGNED == 0:
+        return _scaled_product(left, right, ambient, section.scaling)
+    narrow = []
+    for name, values, dtype in (left, right):
+        narrow.append(rounded(values, -1, dtype, section.scaling))
+        if count is not None:
+            count(name, values, narrow[-1])
+    exact = torch.bfloat16 if ambient == torch.bfloat16 else torch.float32
+    _multiplying = True
+    try:
+        return functional.linear(narrow[0].to(exact), narrow[1].to(exact)).to(ambient)
+    finally:
+        _multiplying = False
+
+
+def _scaled_product(left: _Operand, right: _Operand, ambient: torch.dtype, scaling: str) -> torch.Tensor:
+    """The same by the GPU's FP8 units, which want both operands contiguous in the dimension that is summed."""
+    dim = None if scaling == "tensor" else -1
+    (rows, row_scales), (columns, column_scales) = (
+        quantise(values.contiguous(), dim, dtype) for _, values, dtype in (left, right)
+    )
+    return torch._scaled_mm(
+        rows,
+        columns.t(),
+        scale_a=row_scales,
+        scale_b=column_scales if dim is None else column_scales.t(),
+        out_dtype=ambient,
+        use_fast_accum=False,  # which sums with fewer bits than FP32 on Hopper
+    )

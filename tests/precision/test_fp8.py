@@ -1,0 +1,261 @@
+"""FP8: rounding bit by bit against the formats in fractions, matmuls against torch's, and whole models in regions."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config.errors import UserError
+from config.schema import Fp8Section
+from precision.fp8 import BLOCK, FORMATS, FlushMeter, linear_fp8, quantise, rounded, scale_of
+from precision.manifest import Manifest, Rule, load_manifest
+from precision.observe import Observation, verify
+from precision.regions import Regions
+from tests.precision.test_regions import build, gradients, in_regions, oracle_of
+from tests.support.small_models import distance
+
+MODEL = {"e4m3": (3, -6, Fraction(448)), "e5m2": (2, -14, Fraction(57344))}
+"""Stored bits of the mantissa, exponent of the smallest normal number, largest number (Micikevicius et al. 2022)."""
+LINEAR = Rule("*.layers.*", "Linear", "fp8", "test")
+E4M3, E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
+
+
+def nearest(value: Fraction, kind: str) -> Fraction:
+    """The number of the format that is nearest, of two the one with an even mantissa."""
+    bits, smallest, largest = MODEL[kind]
+    if not value:
+        return value
+    exponent = max(math.floor(math.log2(abs(value))), smallest)
+    if Fraction(2) ** exponent > abs(value) and exponent > smallest:  # log2 was rounded up
+        exponent -= 1
+    step = Fraction(2) ** (exponent - bits)
+    found = round(value / step) * step  # to even
+    assert abs(found) <= largest
+    return found
+
+
+def power(largest: Fraction, kind: str) -> Fraction:
+    """The smallest power of two by which the largest value fits, searched for one by one."""
+    found = Fraction(2) ** -126
+    while largest / found > MODEL[kind][2]:
+        found *= 2
+    return found
+
+
+def in_fractions(row: torch.Tensor, kind: str) -> list[float]:
+    values = [Fraction(value) for value in row.double().tolist()]
+    scale = power(max(map(abs, values)), kind)
+    return [float(nearest(value / scale, kind) * scale) for value in values]
+
+
+@pytest.mark.parametrize("kind", MODEL)
+def test_values_are_rounded_as_the_format_says(kind: str) -> None:
+    """Random rows of every size, ties, subnormals and zeros included."""
+    dtype, generator = FORMATS[kind], torch.Generator().manual_seed(3)
+    sizes = torch.tensor([1.0, 1e-3, 1e4, 1e-30, 1e30, 2.0**-120]).unsqueeze(1)
+    rows = torch.randn(6, 200, generator=generator) * sizes * torch.logspace(-6, 0, 200)
+    ties = torch.arange(-448, 448, 2.0**-4).split(400)
+    for row in [*rows, *ties, torch.zeros(3), torch.tensor([448.0, 449.0, -17.0, 0.0])]:
+        assert rounded(row, -1, dtype, "row").double().tolist() == in_fractions(row, kind)
+
+
+def test_no_value_is_clipped_and_none_could_be_scaled_less() -> None:
+    largest = torch.cat([torch.logspace(-37, 38, 999), torch.tensor([448.0, 448.1, 224.0])])
+    for kind, dtype in FORMATS.items():
+        top = torch.finfo(dtype).max
+        scale = scale_of(largest, dtype)
+        assert torch.all(largest / scale <= top), kind
+        assert torch.all((largest / scale > top / 2) | (scale == 2.0**-126)), kind
+        assert torch.all(torch.frexp(scale)[0] == 0.5), kind
+
+
+def test_blocks_have_scales_of_their_own_and_the_last_may_be_shorter() -> None:
+    values = torch.randn(3, 2 * BLOCK + 5, generator=torch.Generator().manual_seed(0)).exp()
+    found = rounded(values, -1, E4M3, "block32")
+    for start in range(0, values.shape[1], BLOCK):
+        part = slice(start, start + BLOCK)
+        assert torch.equal(found[:, part], rounded(values[:, part], -1, E4M3, "row"))
+    assert torch.equal(rounded(values.t(), 0, E4M3, "block32"), found.t())
+
+
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("scaling", ["row", "block32", "tensor"])
+def test_a_value_that_is_not_finite_is_not_hidden(scaling: Any, special: float) -> None:
+    """The bare cast makes 448 of inf. Only the rows that are hit are lost, unless the scale is that of all."""
+    inputs, weight = torch.randn(4, 64), torch.randn(8, 64)
+    inputs[2, 5] = special
+    output = linear_fp8(inputs, weight, None, ambient=torch.float32, section=Fp8Section(scaling=scaling))
+    lost = output.isnan().all(dim=1)
+    assert lost.tolist() == ([True] * 4 if scaling == "tensor" else [False, False, True, False])
+    assert output[~lost].isfinite().all()
+
+
+def test_the_product_is_that_of_torchs_scaled_matmul() -> None:
+    generator = torch.Generator().manual_seed(1)
+    inputs, weight = torch.randn(48, 96, generator=generator), torch.randn(32, 96, generator=generator)
+    (rows, by), (columns, and_by) = quantise(inputs, None, E4M3), quantise(weight, None, E4M3)
+    theirs = torch._scaled_mm(rows, columns.t(), scale_a=by, scale_b=and_by, out_dtype=torch.float32)
+    ours = linear_fp8(inputs, weight, None, ambient=torch.float32, section=Fp8Section(scaling="tensor"))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("weight_gradient", ["ambient", "fp8"])
+@pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scaling", ["row", "block32"])
+def test_gradients_are_products_of_the_rounded_operands(scaling: Any, gradient: Any, weight_gradient: Any) -> None:
+    """In FP64, from operands that another function rounded, each over the dimension that is summed."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(2, 7, 40, generator=generator).requires_grad_()
+    weight = torch.randn(24, 40, generator=generator).requires_grad_()
+    bias = torch.randn(24, generator=generator).requires_grad_()
+    arriving = torch.randn(2, 7, 24, generator=generator)
+    section = Fp8Section(scaling=scaling, gradient=gradient, weight_gradient=weight_gradient)
+    output = linear_fp8(inputs, weight, bias, ambient=torch.float32, section=section)
+    output.backward(arriving)
+    x, w, g = inputs.detach().flatten(0, 1), weight.detach(), arriving.flatten(0, 1)
+
+    def q(values: torch.Tensor, kind: str) -> torch.Tensor:
+        size = values.shape[-1] if scaling == "row" else BLOCK
+        return torch.stack(
+            [torch.tensor([v for part in row.split(size) for v in in_fractions(part, kind)]) for row in values]
+        ).double()
+
+    near = {"rtol": 0.0, "atol": 2e-5}
+    torch.testing.assert_close(output.detach().flatten(0, 1).double(), q(x, "e4m3") @ q(w, "e4m3").t() + bias, **near)
+    torch.testing.assert_close(inputs.grad.flatten(0, 1).double(), q(g, gradient) @ q(w.t(), "e4m3").t(), **near)
+    expected = q(g.t(), gradient) @ q(x.t(), "e4m3").t() if weight_gradient == "fp8" else g.double().t() @ x.double()
+    torch.testing.assert_close(weight.grad.double(), expected, **near)
+    torch.testing.assert_close(bias.grad, g.sum(0))
+
+
+def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches() -> None:
+    generator = torch.Generator().manual_seed(1)
+    first, second = (torch.randn(64, 64, generator=generator) for _ in range(2))
+    data = torch.randn(64, 64, generator=generator)
+    found = []
+    for parts in (1, 4, 16):
+        weights = [first.clone().requires_grad_(), second.clone().requires_grad_()]
+        for part in data.chunk(parts):
+            hidden = part
+            for weight in weights:
+                hidden = linear_fp8(hidden, weight, None, ambient=torch.float32, section=Fp8Section()).tanh()
+            hidden.square().sum().backward()
+        found.append(torch.cat([weight.grad.flatten() for weight in weights]))
+    for other in found[1:]:
+        assert float((other - found[0]).norm() / found[0].norm()) < 1e-6
+
+
+def manifest(default: Any = "bf16", *rules: Rule) -> Manifest:
+    return Manifest(default, rules or (LINEAR,), Path("m.json"))
+
+
+@pytest.mark.parametrize("default", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "stablelm"])
+def test_a_model_computes_in_it_and_is_as_near_as_its_bits(family: str, default: Any) -> None:
+    """The observed dtypes are the manifest's, the gradient is off by some roundings with four bits and no more."""
+    model = build(family)
+    oracle_loss, oracle = oracle_of(model)
+    with in_regions(model, manifest(default)) as regions:
+        with Observation(model) as seen:
+            loss, found = gradients(model)
+        verify(seen, regions.dtypes, may_idle=regions.may_idle)
+        assert "fp8" in regions.dtypes.values()
+    share = seen.flop_share()
+    assert share["fp8"] > 0.3
+    assert set(share) == {"fp8", default}
+    assert float(loss) == pytest.approx(float(oracle_loss), rel=0.05)
+    assert 1e-3 < distance(found, oracle) < 5 * 2.0**-4
+
+
+def test_a_module_can_leave_it_and_return_between_steps() -> None:
+    model = build("llama")
+    with in_regions(model, manifest()) as regions:
+        _, before = gradients(model)
+        name = "model.layers.0.mlp.down_proj"
+        assert regions.set(name, "bf16", "promoted") is not None
+        assert regions.state_dict() == {name: "bf16"}
+        with Observation(model) as seen:
+            _, promoted = gradients(model)
+        verify(seen, regions.dtypes, may_idle=regions.may_idle)
+        regions.set(name, "fp8", "back")
+        _, after = gradients(model)
+    assert not torch.equal(before[f"{name}.weight"], promoted[f"{name}.weight"])
+    assert all(torch.equal(before[key], value) for key, value in after.items())
+
+
+REFUSED = {
+    "default": ('{"default": "fp8"}', "default = fp8"),
+    "attention": (
+        '{"default": "bf16", "rules": [{"match": "*self_attn*", "compute": "fp8", "reason": "x"}]}',
+        "self_attn, a",
+    ),
+    "head": (
+        '{"default": "bf16", "rules": [{"module_class": "Linear", "compute": "fp8", "reason": "x"}]}',
+        "lm_head, a Linear",
+    ),
+    "norm": (
+        '{"default": "bf16", "rules": [{"module_class": "*RMSNorm", "compute": "fp8", "reason": "x"}]}',
+        "a LlamaRMSNorm",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_fp8_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    text, expected = REFUSED[case]
+    path = tmp_path / "manifest.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=expected):
+        Regions(build("llama", tied=False), load_manifest(path))
+
+
+def test_a_module_that_cannot_be_fp8_is_not_set_to_it() -> None:
+    model = build("llama", tied=False)
+    with in_regions(model, manifest()) as regions, pytest.raises(UserError, match="lm_head: fp8 is for linear layers"):
+        regions.set("lm_head", "fp8", "no")
+
+
+def test_a_kernel_that_is_not_here_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("here is a GPU, which may have it")
+    with pytest.raises(UserError, match=r"precision\.fp8\.kernel = scaled_mm"):
+        Regions(build("llama"), manifest(), Fp8Section(kernel="scaled_mm"))
+
+
+def test_a_weight_rounded_twice_would_be_another_one() -> None:
+    """Why W is taken from its master: 3.1% of normal numbers differ when they pass through BF16 first."""
+    weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+    twice = rounded(weight.bfloat16(), -1, E4M3, "row")
+    share = float((rounded(weight, -1, E4M3, "row") != twice).float().mean())
+    assert 0.028 < share < 0.034
+
+
+def test_the_share_of_each_operand_that_becomes_zero_is_counted() -> None:
+    """Beside a 1, E4M3 has nothing between zero and 2^-17, and 2^-18 is a tie that goes to zero: zeros do not count."""
+    inputs = torch.tensor([[1.0, 2.0**-17, 2.0**-18, 0.0], [2.0**-18, 2.0**-18, 2.0**-17, 2.0**-16]])
+    weight = torch.full((2, 4), 0.5)
+    meter = FlushMeter(["a", "b"], inputs.device)
+    given, trained = inputs.clone().requires_grad_(), weight.clone().requires_grad_()
+    output = linear_fp8(given, trained, None, ambient=torch.float32, section=Fp8Section(), count=meter.of("b"))
+    output.backward(torch.tensor([[1.0, 1e-9], [1.0, 1.0]]))
+    nothing = {"input": 0.0, "weight": 0.0, "gradient": 0.0}
+    assert meter.shares(meter.counts) == {"a": nothing, "b": {"input": 1 / 7, "weight": 0.0, "gradient": 1 / 4}}
+
+
+def test_an_outlier_costs_those_precision_that_share_its_scale() -> None:
+    values = torch.randn(64, 128, generator=torch.Generator().manual_seed(4))
+    values[3] *= 1e6
+
+    def error(scaling: str) -> float:
+        others = torch.arange(64) != 3
+        found = rounded(values, -1, E4M3, scaling)
+        return float((found - values)[others].norm() / values[others].norm())
+
+    assert error("row") == pytest.approx(0.027, abs=0.001)
+    assert error("block32") == pytest.approx(0.027, abs=0.001)
+    assert error("tensor") > 0.5

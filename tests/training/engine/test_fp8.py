@@ -1,0 +1,73 @@
+"""FP8 on the engine: a step that does not depend on stage, ranks and micro-batches, observed, promoted and resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from precision.findings import Finding
+from precision.manifest import load_manifest
+from precision.regions import Regions
+from tests.support.small_models import small_model
+from tests.training import reaction_cases
+from tests.training.engine import engine_cases
+from tests.training.engine.test_engine import difference
+from training.promotions import Promotions, promotable, promote
+
+RULES = [{"match": "*.layers.*", "module_class": "Linear", "compute": "fp8", "reason": "test"}]
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FP8 in FP32 surroundings: no other rounding hides a difference."""
+    path = tmp_path_factory.mktemp("fp8") / "fp8.json"
+    path.write_text(json.dumps({"default": "fp32", "rules": RULES}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(solo, manifest):
+    """The step of plain torch, in one process, on the whole batch; and that without FP8."""
+    steps = {
+        path: solo.run(engine_cases.reference_step, mask="uneven", clipping=1.0, manifest=path)[0]
+        for path in (str(manifest), None)
+    }
+    assert difference(steps[str(manifest)]["after"], steps[None]["after"]) > 1e-3
+    return steps[str(manifest)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_does_not_depend_on_the_layout(pair, solo, manifest, expected, stage):
+    """As without FP8: the same masters at every stage, for one rank and two, whole and cut into micro-batches."""
+    overrides = ["precision.path=manifest", f"precision.manifest={manifest}"]
+    for group, micro in ((solo, 2), (pair, 4), (pair, 1)):
+        options = {"compute": "fp32", "micro": micro, "mask": "uneven", "overrides": overrides}
+        for result in group.run(engine_cases.one_step, stage=stage, **options):
+            assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+            assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+            assert difference(result["after"], expected["after"]) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_computes_in_it_is_observed_and_can_change(pair, tmp_path, stage):
+    manifest = {"default": "bf16", "rules": RULES}
+    found = pair.run(reaction_cases.manifest_steps, stage=stage, folder=str(tmp_path), manifest=manifest, overrides=[])
+    for result in found:
+        assert all(applied for *_, applied in result["rows"])
+        assert result["share"]["fp8"] > 0.3
+        assert result["computed"] == ({"fp8"}, {"fp32"})
+        assert result["masters"] == {"torch.float32"}
+
+
+def test_a_module_is_promoted_to_bf16_and_only_then_further(manifest):
+    regions, promotions = Regions(small_model("llama"), load_manifest(manifest)), Promotions()
+    name = "model.layers.1.mlp.down_proj"
+    causes = [(0, Finding(name, "output", "nan", 1, 1.0, 0))]
+    for step, expected in ((1, "bf16"), (2, "fp32")):
+        modules, to = promotable(regions, causes, to="fp32")
+        assert (modules, to) == ([name], expected)
+        promote(regions, promotions, modules, to=to, step=step)
+    assert promotable(regions, causes, to="fp32")[0] == []
+    assert promotions.by_step == {1: {name: "fp8"}, 2: {name: "bf16"}}
