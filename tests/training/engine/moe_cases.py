@@ -1,0 +1,101 @@
+"""What runs inside the processes of test_moe.py. Every function is called on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from config.errors import UserError
+from data.loader import Batch
+from modeling.linear_cross_entropy import label_loss_sum
+from modeling.parameter_groups import parameter_groups
+from tests.support.small_run import GLOBAL, batch_of, engine_of, masters_of, plain_model, resolve
+from training.distributed import World
+from training.parity.reference import Reference
+
+FAMILIES = {
+    "mixtral": "num_local_experts: 4",
+    "qwen3_moe": "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16",
+}
+ON = ("model.balance_loss=0.5", "model.router_z_loss=0.01")
+
+
+def _resolved(world: World, family: str, *, stage: int, micro: int, overrides: tuple[str, ...]) -> Any:
+    shape = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2"
+    shape += f", initializer_range: 0.2, num_key_value_heads: 2, {FAMILIES[family]}"
+    given = [f"model.architecture={family}", f"model.config={{{shape}}}", *overrides]
+    return resolve(world, stage=stage, compute="fp32", micro=micro, overrides=given)
+
+
+def one_step(world: World, *, family: str, stage: int, micro: int, overrides: tuple[str, ...] = ON) -> dict[str, Any]:
+    """Loss, norm, masters and metrics of one engine step."""
+    resolved = _resolved(world, family, stage=stage, micro=micro, overrides=overrides)
+    with engine_of(world, resolved) as engine:
+        before = masters_of(engine)
+        batch = batch_of(world, micro, seed=1)
+        outcome = engine.forward_backward(batch, step=1)
+        health = engine.health(outcome)
+        engine.step(health, 0.001)
+        return {
+            "loss": health.loss,
+            "grad_norm": health.grad_norm,
+            "metrics": health.metrics,
+            "before": before,
+            "after": masters_of(engine),
+            "notes": engine.notes,
+        }
+
+
+def reference_norm(world: World, *, family: str, micro: int) -> float:
+    """The gradient norm that parity's FP32 reference finds."""
+    resolved = _resolved(world, family, stage=0, micro=micro, overrides=ON)
+    with engine_of(world, resolved) as engine:
+        reference = Reference(resolved, engine.model.config, world)
+        reference.load(masters_of(engine))
+    _, gradients = reference.loss_and_gradients(batch_of(world, micro, seed=1))
+    return float(torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt())
+
+
+def plain_step(world: World, *, family: str) -> dict[str, Any]:
+    """The same step in plain torch, one process, the whole batch at once, by loops over tokens, layers and experts."""
+    resolved = _resolved(world, family, stage=0, micro=GLOBAL, overrides=ON)
+    with engine_of(world, resolved) as engine:
+        weights = masters_of(engine)
+    model: Any = plain_model(resolved, weights)
+    section = resolved.config.optimizer
+    optimizer = torch.optim.AdamW(parameter_groups(model, section), lr=0.001, betas=section.betas, eps=section.eps)
+    batch: Batch = batch_of(world, GLOBAL, seed=1)
+    output = model(input_ids=batch.input_ids[0], output_router_logits=True, use_cache=False)
+    loss = label_loss_sum(output.logits, batch.labels[0]) / batch.label_tokens
+    top_k, per_layer, z = model.config.num_experts_per_tok, [], []
+    for logits in output.router_logits:
+        experts = logits.shape[1]
+        probabilities, used = logits.softmax(-1), [0] * experts
+        for row in probabilities.tolist():
+            for expert in sorted(range(experts), key=lambda number: -row[number])[:top_k]:
+                used[expert] += 1
+        shares = [count / len(logits) for count in used]
+        per_layer.append(experts * sum(shares[e] * probabilities[:, e].mean() for e in range(experts)))
+        z.append((logits.exp().sum(-1).log() ** 2).mean())
+    balance, z_loss = sum(per_layer) / len(per_layer), sum(z) / len(z)
+    (loss + 0.5 * balance + 0.01 * z_loss).backward()
+    norm = torch.linalg.vector_norm(torch.stack([p.grad.detach().norm() for p in model.parameters()]))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return {
+        "loss": float(loss.detach()),
+        "grad_norm": float(norm),
+        "balance": float(balance.detach()),
+        "z": float(z_loss.detach()),
+        "after": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+    }
+
+
+def refusal(world: World) -> str:
+    """What a model without routers is refused with."""
+    try:
+        with engine_of(world, resolve(world, stage=1, compute="fp32", overrides=ON)):
+            return ""
+    except UserError as error:
+        return str(error)

@@ -1,0 +1,63 @@
+"""The balancing loss of experts is that of plain torch on the whole batch, however that is cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training.engine import moe_cases as cases
+from tests.training.engine.test_engine import difference
+
+FIRST = "mixtral"
+
+
+@pytest.fixture(scope="module", params=[FIRST, pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(solo, family):
+    return solo.run(cases.plain_step, family=family)[0]
+
+
+def same(result, expected):
+    assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert difference(result["after"], expected["after"]) < 1e-5
+    assert result["metrics"]["router/balance_loss"] == pytest.approx(expected["balance"], rel=1e-5)
+    assert result["metrics"]["router/z_loss"] == pytest.approx(expected["z"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "micro"), [(0, 4), (1, 2), (2, 1), (3, 4), (3, 2)])
+def test_a_step_does_not_depend_on_its_cut(pair, family, expected, stage, micro):
+    for result in pair.run(cases.one_step, family=family, stage=stage, micro=micro):
+        same(result, expected)
+
+
+def test_one_rank_in_micro_batches_is_the_same(solo, family, expected):
+    [result] = solo.run(cases.one_step, family=family, stage=2, micro=2)
+    same(result, expected)
+    assert 1.0 <= result["metrics"]["router/busiest"] <= 4 / 2
+    assert 0.0 < result["metrics"]["router/entropy"] <= 1.0
+
+
+def test_recomputed_activations_and_a_chunked_loss_are_the_same(pair, family, expected):
+    more = ("model.activation_checkpointing=full", "model.loss=chunked", "model.loss_chunk_tokens=16")
+    for result in pair.run(cases.one_step, family=family, stage=2, micro=2, overrides=(*cases.ON, *more)):
+        same(result, expected)
+
+
+def test_the_reference_of_parity_has_it_too(pair, family, expected):
+    for norm in pair.run(cases.reference_norm, family=family, micro=2):
+        assert norm == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+def test_that_a_models_own_loss_is_not_trained_is_said(solo):
+    [result] = solo.run(cases.one_step, family=FIRST, stage=1, micro=8, overrides=())
+    assert [line for line in result["notes"] if "router_aux_loss_coef = 0.001" in line]
+    assert result["metrics"] == {}
+
+
+def test_a_model_without_routers_is_refused(solo):
+    message = solo.run(cases.refusal)[0]
+    assert message.startswith("model.balance_loss = 0.5: cannot be had for model llama: it has no routers")
