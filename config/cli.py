@@ -110,6 +110,17 @@ def share(text: str) -> float:
     return value
 
 
+def not_negative(text: str) -> float:
+    """For `type=` of an option: a finite number of 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
+    return value
+
+
 def positive_number(text: str) -> float:
     """For `type=` of an option: a finite number above 0."""
     try:

@@ -13,8 +13,9 @@ from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from config.printable import line
 from config.redact import redact
-from config.schema import Config, DataSection, Fault, ModelSection, OptimizerSection
+from config.schema import Config, DataSection, DistillSection, Fault, ModelSection, OptimizerSection
 from config.secrets import WITH_PASSWORD
+from config.task import ENCODER_TASKS, ROW_FORMATS
 
 # Arguments of a Hugging Face config that a key of the run config decides.
 _OWNED_MODEL_ARGUMENTS = {
@@ -37,8 +38,9 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
         UserError: the first broken rule: the keys that conflict and what to change.
     """
     for rule in (
-        *(_run, _model, _activation_checkpointing, _compile, _kernels, _task, _adapter, _mixture, _data),
-        *(_optimizer, _schedule, _precision, _loss_scale, _evaluate, _tracking, _guard, _faults),
+        *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _preference, _distill),
+        *(_encoder, _adapter, _mixture, _data, _optimizer, _schedule, _precision, _loss_scale, _evaluate, _tracking),
+        *(_guard, _faults),
     ):
         for key, text in rule(config):
             raise UserError(f"{origin(key)}: {key} {text}")
@@ -75,6 +77,22 @@ def _model(config: Config) -> Iterator[Problem]:
     for argument, owner in _OWNED_MODEL_ARGUMENTS.items():
         if argument in model.config:
             yield f"model.config.{argument}", f"is decided by {owner}; remove it here and set {owner}"
+
+
+def _routers(config: Config) -> Iterator[Problem]:
+    model = config.model
+    key = "model.balance_loss" if model.balance_loss else "model.router_z_loss"
+    if not model.balance_loss and not model.router_z_loss:
+        return
+    given = f"= {model.balance_loss or model.router_z_loss:g}"
+    if config.task != "pretrain":
+        yield key, f"{given} is of all tokens, and batches of task = {config.task} have padding; set it to 0"
+    if model.checkpointing_reentrant:
+        yield key, f"{given}: reentrant checkpointing cuts routers off; remove model.checkpointing_reentrant"
+    if model.compile:
+        yield key, f"{given}: routers are not seen in compiled blocks; remove model.compile"
+    if config.telemetry.probe and config.precision.path == "cast" and config.precision.manifest is None:
+        yield key, f"{given} is not in the gradients that telemetry.probe computes; remove telemetry.probe"
 
 
 def _activation_checkpointing(config: Config) -> Iterator[Problem]:
@@ -131,20 +149,131 @@ def _kernels(config: Config) -> Iterator[Problem]:
             yield "model.kernels", f"= liger {problem}; {fix}"
 
 
+_READ_BY = {
+    **dict.fromkeys(("format", "on_bad_row", "too_long"), ("sft", "dpo", "classify")),
+    **dict.fromkeys(("chat_template", "train_on", "packing"), ("sft", "dpo")),
+    **dict.fromkeys(("text_pair_field", "label_field", "tokens_field", "tags_field"), ("classify",)),
+}
+"""Keys of the data section that not every task reads."""
+
+
 def _task(config: Config) -> Iterator[Problem]:
     data = config.data
-    if config.task == "pretrain":
-        for key in ("format", "on_bad_row", "chat_template", "train_on", "packing", "too_long"):
-            value = getattr(data, key)
-            if value != getattr(DataSection, key):
-                yield f"data.{key}", f"= '{value}' is only read by task = sft; remove it, or set task=sft"
+    for key, tasks in _READ_BY.items():
+        value, of_rows = getattr(data, key), "sft" in tasks and config.task == "distill"
+        if config.task not in tasks and not (of_rows and config.learns_rows) and value != getattr(DataSection, key):
+            reader, fix = f"task = {' and '.join(tasks)}", f"set task={tasks[0]}"
+            if of_rows:
+                reader, fix = "task = distill of rows", "name their form as data.format"
+            yield f"data.{key}", f"= '{value}' is only read by {reader}; remove it, or {fix}"
+    if not config.learns_rows:
         return
+    pairs = "preference" in (data.format, *(item.format for item in data.sources))
+    if config.task != "dpo" and pairs:
+        yield (
+            "data.format",
+            f"= preference is of pairs of answers, which task = {config.task} does not read; set task=dpo",
+        )
     if data.document_masking and data.packing == "none":
         yield "data.document_masking", "= true: rows are not packed by data.packing = none; remove one of them"
     if data.source == "text":
-        yield "data.source", "= text has no rows; give task = sft rows as jsonl or parquet, or set task=pretrain"
+        yield "data.source", "= text has no rows; give rows as jsonl or parquet, or set task=pretrain"
     if data.chat_template is not None and not Path(data.chat_template).expanduser().is_file():
         yield "data.chat_template", f"= '{data.chat_template}' is not a file; give one with a Jinja template"
+
+
+def _preference(config: Config) -> Iterator[Problem]:
+    preference, data = config.preference, config.data
+    if config.task != "dpo":
+        for item in fields(preference):
+            value = getattr(preference, item.name)
+            if value != item.default:
+                yield f"preference.{item.name}", f"= {value} is only read by task = dpo; remove it, or set task=dpo"
+        return
+    for key, format in [("data", data.format), *((f"data.sources[{i}]", s.format) for i, s in enumerate(data.sources))]:
+        if format != "preference":
+            yield f"{key}.format", f"= {format} is not of pairs, which task = dpo needs; remove it, or set task=sft"
+    if data.train_on != "assistant":
+        yield "data.train_on", f"= {data.train_on} is not read by task = dpo, which counts both answers; remove it"
+    if preference.reference == "adapter_off" and config.adapter.kind == "none":
+        fix = "set it to precomputed, or adapter.kind=lora"
+        yield "preference.reference", f"= adapter_off needs an adapter that can be turned off; {fix}"
+    if preference.label_smoothing and preference.loss != "sigmoid":
+        problem = f"= {preference.label_smoothing:g} is only read by preference.loss = sigmoid"
+        yield "preference.label_smoothing", f"{problem}; remove it, or set that"
+    if config.model.loss == "chunked":
+        yield "model.loss", "= chunked is a cross-entropy, which task = dpo has none of; set it to auto or full"
+    if config.model.compile:
+        yield "model.compile", "= true is not verified with task = dpo; remove it"
+    if config.model.activation_checkpointing == "budget":
+        fix = "set that to full or selective"
+        yield "model.activation_checkpointing", f"= budget counts single sequences, not the pairs of task = dpo; {fix}"
+
+
+def _distill(config: Config) -> Iterator[Problem]:
+    section, name = config.distill, config.distill.teacher
+    if config.task != "distill":
+        for item in fields(section):
+            value = getattr(section, item.name)
+            if value != item.default:
+                yield f"distill.{item.name}", f"= {value} is only read by task = distill; remove it, or set that"
+        return
+    if name is None:
+        yield "distill.teacher", "is missing for task = distill; name a model folder or a hub id"
+    elif name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
+        yield "distill.teacher", f"= '{name}' is not a folder; give a model folder or a hub id"
+    if section.loss != "jsd" and section.beta != DistillSection.beta:
+        yield "distill.beta", f"= {section.beta:g} is only read by distill.loss = jsd; remove it, or set that"
+    for key, used in (
+        ("model.activation_checkpointing", config.model.activation_checkpointing == "budget"),
+        ("model.compile", config.model.compile),
+    ):
+        if section.top_k and used:
+            problem = f"cannot be combined with distill.top_k = {section.top_k}: it tries a batch without answers first"
+            yield key, f"{problem}; remove it, or set distill.top_k=0"
+    if section.top_k and config.data.sources:
+        yield "distill.top_k", f"= {section.top_k} is not made for data.sources; set it to 0, or give one data.path"
+    if len({item.format == "auto" for item in config.data.sources}) > 1:
+        yield "data.sources", "has sources with a format and others without, which are documents; name all, or none"
+
+
+def _encoder(config: Config) -> Iterator[Problem]:
+    task, data, model = config.task, config.data, config.model
+    for name in ("classify", "mlm"):
+        section = getattr(config, name)
+        for item in fields(section):
+            value = getattr(section, item.name)
+            if task != name and value != item.default:
+                yield f"{name}.{item.name}", f"= {value} is only read by task = {name}; remove it, or set task={name}"
+    if task not in ENCODER_TASKS:
+        return
+    if data.sources:
+        yield "data.sources", f"is not read by task = {task}; give one source in data.path"
+    if data.document_masking:
+        yield "data.document_masking", f"= true is not read by task = {task}; remove it"
+    if config.adapter.kind != "none":
+        yield "adapter.kind", f"= {config.adapter.kind} is not there for task = {task} yet; remove it"
+    if task == "mlm":
+        return
+    kind, labels = config.classify.kind, config.classify.labels
+    if data.format not in ("auto", ROW_FORMATS[kind]):
+        fix = f"remove it, for {ROW_FORMATS[kind]}"
+        yield "data.format", f"= {data.format} contradicts classify.kind = {kind}; {fix}"
+    if len(set(labels)) < len(labels):
+        yield "classify.labels", "names a label twice; give each once"
+    if len(labels) == 1:
+        yield "classify.labels", "names one label; give two or more, or none for those of the data"
+    if labels and kind == "regression":
+        yield "classify.labels", "is not read by classify.kind = regression, which predicts a number; remove it"
+    if data.text_pair_field is not None and kind == "token":
+        yield "data.text_pair_field", f"= '{data.text_pair_field}' is not read by classify.kind = token; remove it"
+    if data.source == "text":
+        yield "data.source", "= text has no labels; give task = classify rows as jsonl or parquet"
+    if data.source == "stdlib" and kind != "sequence":
+        yield "classify.kind", f"= {kind}: data.source = stdlib has labels for kind = sequence; set data.path to rows"
+    for key in ("compile", "activation_memory_gib"):
+        if getattr(model, key):
+            yield f"model.{key}", f"= {getattr(model, key)} is not verified with task = classify; remove it"
 
 
 def _adapter(config: Config) -> Iterator[Problem]:
@@ -184,8 +313,8 @@ def _mixture(config: Config) -> Iterator[Problem]:
             yield f"data.sources[{index}].path", f"is missing; source = {item.source} needs it"
         if item.source in ("text", "jsonl", "parquet") and item.path is not None and not _matches(item.path):
             yield f"data.sources[{index}].path", f"= '{item.path}' matches no file; give one that exists"
-        if item.source == "text" and config.task == "sft":
-            yield f"data.sources[{index}].source", "= text has no rows; give task = sft rows as jsonl or parquet"
+        if item.source == "text" and config.learns_rows:
+            yield f"data.sources[{index}].source", "= text has no rows; give rows as jsonl or parquet"
 
 
 def _data(config: Config) -> Iterator[Problem]:

@@ -56,7 +56,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Which Hugging Face causal language model is trained, and how its activations are kept."""
+    """Which Hugging Face model is trained, and how its activations are kept."""
 
     name_or_path: str | None = None
     """[path or hub id] Model whose config and weights are loaded. Excludes model.architecture."""
@@ -93,6 +93,11 @@ class ModelSection:
     model allows it (docs/loss.md)."""
     loss_chunk_tokens: int = limit(0, at_least=0)
     """[tokens] Of one chunk; 0: by the size of the vocabulary."""
+    balance_loss: float = limit(0.0, at_least=0.0)
+    """[factor] Of the loss that balances a mixture's experts, over all tokens of the step, whatever its cut into ranks
+    and micro-batches (docs/moe.md). 0: none, also where the model's config has one."""
+    router_z_loss: float = limit(0.0, at_least=0.0)
+    """[factor] Of the mean squared logsumexp of the routers' logits (Zoph et al. 2022). 0: none."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,52 @@ class AdapterSection:
 
 
 @dataclass(frozen=True)
+class PreferenceSection:
+    """What task dpo minimises over pairs of answers (docs/finetuning.md)."""
+
+    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """[choice] Of beta times the margin, which is by how much more the model than the reference prefers the chosen
+    answer. sigmoid: DPO (Rafailov et al. 2023). hinge: SLiC (Zhao et al. 2023). ipo: IPO (Azar et al. 2023), on sums of
+    log-probabilities as in the paper."""
+    beta: float = limit(0.1, above=0.0)
+    """[per nat] How strongly the model is held to the reference; large is strongly."""
+    label_smoothing: float = limit(0.0, at_least=0.0, below=0.5)
+    """[fraction] Share of pairs whose answers are taken to be the wrong way round: conservative DPO (Mitchell 2023), of
+    sigmoid only."""
+    sft_weight: float = limit(0.0, at_least=0.0)
+    """[factor] Of the chosen answer's mean cross-entropy by token, added to the loss (Pang et al. 2024)."""
+    reference: Literal["auto", "adapter_off", "precomputed"] = "auto"
+    """[choice] What the reference's log-probabilities are of. adapter_off: the base under the adapter, in every step.
+    precomputed: the start weights, once before the first step, kept beside the prepared data. auto: adapter_off with an
+    adapter, else precomputed."""
+
+
+@dataclass(frozen=True)
+class DistillSection:
+    """The teacher of task distill, and what is learned from it (docs/finetuning.md)."""
+
+    teacher: str | None = None
+    """[path or hub id] Model of the same vocabulary whose distributions are learned. It is never trained."""
+    loss: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """[choice] Divergence of student q from teacher p at every label. forward_kl: KL(p || q) (Hinton et al. 2015).
+    reverse_kl: KL(q || p). jsd: of both from their mixture beta p + (1 - beta) q (Agarwal et al. 2024)."""
+    beta: float = limit(0.5, above=0.0, below=1.0)
+    """[fraction] The teacher's share in the mixture of jsd, and the weight of its KL."""
+    temperature: float = limit(1.0, above=0.0)
+    """[factor] Both logits are divided by it, and the divergence is multiplied by its square."""
+    ce_weight: float = limit(0.0, at_least=0.0, at_most=1.0)
+    """[fraction] Weight of the labels' cross-entropy; the divergence has the rest. 1: nothing is learned from the
+    teacher, for comparison."""
+    top_k: int = limit(0, at_least=0)
+    """[tokens] 0: the teacher answers live, with all logits. k: its k likeliest tokens and the rest as one are computed
+    before training, once for every sequence, and kept beside the prepared data."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """[choice] The teacher computes in it. auto: the dtype that its weights are saved in."""
+    sharded: bool = False
+    """[true or false] Partition the teacher over the ranks (ZeRO-3), where a whole one on each does not fit."""
+
+
+@dataclass(frozen=True)
 class SourceSection:
     """One source of a mixture."""
 
@@ -129,7 +180,7 @@ class SourceSection:
     """[choice] As data.source."""
     name: str | None = None
     """[text] What the record calls it. null: source 1, source 2 and so on."""
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference"] = "auto"
     """[choice] As data.format."""
     weight: float | None = limit(None, above=0.0)
     """[ratio] Its share of the samples, in proportion to the other weights. null: by data.sources.epochs."""
@@ -144,9 +195,10 @@ class DataSection:
 
     source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "hub"] = "stdlib"
     """[choice] stdlib: the .py files of the running Python, on every machine; for task sft its functions, each with the
-    first sentence of its docstring. text, jsonl, parquet: files at data.path (text: one document a file). hub: the
-    dataset data.path of the Hugging Face hub, or a local dataset folder. auto: stdlib without a data.path, else what
-    its name says: .jsonl and .json, .parquet, and hub for the rest."""
+    first sentence of its docstring, for dpo beside more of it, for classify with the name of its package. text, jsonl,
+    parquet: files at data.path (text: one document a file). hub: the dataset data.path of the Hugging Face hub, or a
+    local dataset folder. auto: stdlib without a data.path, else what its name says: .jsonl and .json, .parquet, and hub
+    for the rest."""
     path: str | None = None
     """[path, glob or hub id] File, folder or glob of text, jsonl and parquet; the dataset's id for hub."""
     sources: tuple[SourceSection, ...] = ()
@@ -158,10 +210,32 @@ class DataSection:
     """[text] Split of a hub dataset."""
     text_field: str = "text"
     """[text] Field that holds the document, for jsonl, parquet and hub."""
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    text_pair_field: str | None = None
+    """[text] For task classify: field with a second text, read with the first. null: none."""
+    label_field: str = "label"
+    """[text] For task classify: field with the label of the row, or with its number."""
+    tokens_field: str = "tokens"
+    """[text] For task classify with classify.kind = token: field with the list of words."""
+    tags_field: str = "tags"
+    """[text] For classify.kind = token: field with the list of their labels."""
+    format: Literal[
+        "auto",
+        "messages",
+        "sharegpt",
+        "alpaca",
+        "prompt_completion",
+        "text",
+        "preference",
+        "labelled",
+        "tagged",
+        "scored",
+    ] = "auto"
     """[choice] Form of the rows of task sft. messages: a list of role and content. sharegpt: `conversations` of from
     and value. alpaca: instruction, input, output. prompt_completion: two texts, or two lists of messages. text: the
-    field data.text_field. auto: by the fields of the first row."""
+    field data.text_field. auto: by the fields of the first row; for task distill: documents, not rows. preference, that
+    of task dpo: `chosen` and `rejected`, each text or a list of messages, and `prompt`, or what both begin with. For
+    task classify it follows from classify.kind: labelled, one or two texts and a label; tagged, words with a label
+    each; scored, texts and a number."""
     on_bad_row: Literal["error", "skip"] = "error"
     """[choice] A row that does not fit its format ends the preparation, or is left out and counted."""
     chat_template: str | None = None
@@ -183,7 +257,7 @@ class DataSection:
     document_masking: bool = False
     """[true or false] Keep packed documents apart: attention stops where a document ends, positions start at 0 again,
     and its end does not predict the next one. false: a sequence is attended to as a whole, as GPT-3's were.
-    Packed rows of task sft are always apart."""
+    Packed rows are always apart."""
     validation_fraction: float = limit(0.01, at_least=0.0, below=1.0)
     """[fraction] Share of documents held out for evaluation, drawn by a hash of their text."""
     hold_out: Literal["auto", "documents"] = "auto"
@@ -201,11 +275,33 @@ class DataSection:
 
 
 @dataclass(frozen=True)
+class ClassifySection:
+    """What task classify predicts from a text (docs/finetuning.md)."""
+
+    kind: Literal["sequence", "token", "regression"] = "sequence"
+    """[choice] sequence: one label for a row. token: one for each of its words. regression: a number for a row."""
+    labels: tuple[str, ...] = ()
+    """[names] The labels in the order of the model's outputs. Empty: those of the data, sorted."""
+
+
+@dataclass(frozen=True)
+class MlmSection:
+    """What task mlm hides (docs/finetuning.md)."""
+
+    probability: float = limit(0.15, above=0.0, at_most=1.0)
+    """[fraction] With which a token, or a word, is chosen to be predicted. Of the chosen ones 80% become the mask
+    token, 10% another token and 10% stay (Devlin et al. 2019)."""
+    whole_word: bool = True
+    """[true or false] Choose whole words with all their tokens."""
+
+
+@dataclass(frozen=True)
 class BatchSection:
     """How many sequences an optimizer step sees, and how they are cut into micro-batches."""
 
     global_size: int = limit(8, at_least=1)
-    """[sequences] Sequences in one optimizer step over all ranks; does not change with the number of processes."""
+    """[sequences] Sequences in one optimizer step over all ranks, pairs of them for task dpo; does not change with the
+    number of processes."""
     micro_size: int = limit(1, at_least=1)
     """[sequences] Sequences in one forward pass on one rank. Accumulation is global_size / (micro_size x ranks)."""
 
@@ -312,6 +408,24 @@ class LossScaleSection:
 
 
 @dataclass(frozen=True)
+class Fp8Section:
+    """How modules compute that a precision manifest sets to fp8 (docs/fp8.md)."""
+
+    gradient: Literal["e4m3", "e5m2"] = "e4m3"
+    """[choice] Format of the gradient that arrives at a module; its input and its weight are E4M3. e5m2 has a wider
+    range and one bit less, which scales by row make up for."""
+    scaling: Literal["row", "block32", "tensor"] = "row"
+    """[choice] What shares a scale: the values that one sum is over, 32 of them, or the whole tensor,
+    in which an outlier costs all others their precision. There is no delayed scaling: it hides inf and nan."""
+    weight_gradient: Literal["ambient", "fp8"] = "ambient"
+    """[choice] In what the gradient of the weight is computed: the dtype around the module, or fp8, with scales
+    over the tokens of a micro-batch."""
+    kernel: Literal["auto", "emulate", "scaled_mm"] = "auto"
+    """[choice] scaled_mm: FP8 matmuls of GPUs of compute capability 9.0 and higher. emulate: rounding to FP8 and back,
+    anywhere. auto: scaled_mm where a module can have it."""
+
+
+@dataclass(frozen=True)
 class PrecisionSection:
     """In which dtype the model computes, accumulates and reduces. Masters and optimizer state are always FP32."""
 
@@ -328,6 +442,8 @@ class PrecisionSection:
     steps; a module that computes in another dtype than the manifest's stops the run. 0: the first step only."""
     loss_scale: LossScaleSection = field(default_factory=LossScaleSection)
     """[section] Loss scaling of FP16."""
+    fp8: Fp8Section = field(default_factory=Fp8Section)
+    """[section] FP8 of a manifest's modules."""
     accumulate: Literal["fp32"] = "fp32"
     """[choice] Dtype in which gradients of micro-batches are summed."""
     reduce: Literal["fp32", "compute"] = "fp32"
@@ -378,6 +494,9 @@ class CheckpointSection:
     """[true or false] Resume from an unencrypted checkpoint although a key is set, when turning encryption on."""
     every_steps: int = limit(0, at_least=0)
     """[steps] Save after every so many steps and at the end; 0 only at the end."""
+    at_end: bool = True
+    """[true or false] Save the state after the last planned step. false: nothing is left to resume or export from, for
+    runs that are only timed; a run that is stopped early saves all the same."""
     keep: int = limit(2, at_least=1)
     """[checkpoints] How many of the newest checkpoints stay on disk."""
     keep_every: int = limit(0, at_least=0)
@@ -590,13 +709,19 @@ class GenerateSection:
 class Config:
     """A whole run config."""
 
-    task: Literal["pretrain", "sft"] = "pretrain"
+    task: Literal["pretrain", "sft", "dpo", "distill", "classify", "mlm"] = "pretrain"
     """[choice] What is learned. pretrain: the next token of documents that fill every sequence. sft: the answers in
-    rows of chats, instructions or texts (docs/finetuning.md)."""
+    rows of chats, instructions or texts. dpo: to prefer the chosen answer of a pair. distill: a teacher's
+    distributions, on rows where data.format names their form, else on documents. classify: labels or numbers of
+    texts or of their words, by an encoder. mlm: hidden tokens of documents, by an encoder (docs/finetuning.md)."""
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
     adapter: AdapterSection = field(default_factory=AdapterSection)
+    preference: PreferenceSection = field(default_factory=PreferenceSection)
+    distill: DistillSection = field(default_factory=DistillSection)
     data: DataSection = field(default_factory=DataSection)
+    classify: ClassifySection = field(default_factory=ClassifySection)
+    mlm: MlmSection = field(default_factory=MlmSection)
     batch: BatchSection = field(default_factory=BatchSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
@@ -616,6 +741,18 @@ class Config:
     """[list] Defects to inject, each {kind, module, factor}. For tests of the parity gate; empty in real runs."""
 
     @property
+    def precomputes_reference(self) -> bool:
+        """Whether log-probabilities of the start weights are made before the first step."""
+        return self.task == "dpo" and self.preference.reference == "precomputed"
+
+    @property
     def keeps_documents_apart(self) -> bool:
         """Whether attention and positions start anew within a sequence."""
-        return self.data.document_masking or (self.task == "sft" and self.data.packing == "best_fit")
+        packed = self.learns_rows and self.task != "dpo" and self.data.packing == "best_fit"
+        return self.data.document_masking or packed
+
+    @property
+    def learns_rows(self) -> bool:
+        """Whether the data are rows with labels of their own, and not documents end to end."""
+        formats: list[str] = [item.format for item in self.data.sources] or [self.data.format]
+        return self.task in ("sft", "dpo") or (self.task == "distill" and set(formats) != {"auto"})

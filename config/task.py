@@ -4,17 +4,50 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any
+from typing import Any, cast
 
-from config.schema import Config
+from config.schema import Config, DataSection
+
+CAUSAL_LM = "AutoModelForCausalLM"
+MASKED_LM = "AutoModelForMaskedLM"
+SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
+TOKEN_CLASSIFICATION = "AutoModelForTokenClassification"
+MODEL_CLASSES = {
+    **dict.fromkeys(("pretrain", "sft", "dpo", "distill"), CAUSAL_LM),
+    "classify": SEQUENCE_CLASSIFICATION,
+    "mlm": MASKED_LM,
+}
+"""Class of transformers that builds a task's model; see `model_class_of`."""
+KINDS = {
+    CAUSAL_LM: "causal language model",
+    MASKED_LM: "masked language model",
+    SEQUENCE_CLASSIFICATION: "sequence classifier",
+    TOKEN_CLASSIFICATION: "token classifier",
+}
+"""The classes in words."""
+
+ENCODER_TASKS = ("classify", "mlm")
+"""Those that train models which see a whole text at once and generate none."""
+ROW_FORMATS = {"sequence": "labelled", "token": "tagged", "regression": "scored"}
+"""data.format of each classify.kind."""
 
 _SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 _COMPRESSED = (".gz", ".zst")
 
 
+def model_class_of(config: Config) -> str:
+    """Class of transformers that builds the model of a config."""
+    by_token = config.task == "classify" and config.classify.kind == "token"
+    return TOKEN_CLASSIFICATION if by_token else MODEL_CLASSES[config.task]
+
+
 def settle_task(config: Config) -> Config:
-    """`config` with data.source = auto and data.tokenizer = model decided, as far as they can be."""
+    """`config` with data.source = auto, data.tokenizer = model and the like decided, as far as they can be."""
     data = config.data
+    if config.task == "dpo":
+        config, data = _settle_pairs(config), _of_pairs(data)
+    if config.task == "classify" and data.format == "auto":
+        data = replace(data, format=cast(Any, ROW_FORMATS[config.classify.kind]))
     if data.source == "auto":
         data = replace(data, source=_decided(data.source, data.path))
     if data.sources:
@@ -26,6 +59,21 @@ def settle_task(config: Config) -> Config:
     if data.tokenizer == "model" and config.model.name_or_path is not None:
         data = replace(data, tokenizer=config.model.name_or_path)
     return replace(config, data=data)
+
+
+def _settle_pairs(config: Config) -> Config:
+    preference = config.preference
+    if preference.reference == "auto":
+        adapted = config.adapter.kind != "none"
+        preference = replace(preference, reference="adapter_off" if adapted else "precomputed")
+    return replace(config, preference=preference)
+
+
+def _of_pairs(data: DataSection) -> DataSection:
+    """Rows of pairs have one format, and are not packed."""
+    sources = tuple(replace(item, format="preference") if item.format == "auto" else item for item in data.sources)
+    format = "preference" if data.format == "auto" else data.format
+    return replace(data, sources=sources, format=format, packing="none")
 
 
 def _decided(source: str, path: str | None) -> Any:

@@ -82,7 +82,8 @@ class Chat:
     def _of_conversation(self, example: Example) -> Tokens:
         messages = example.messages or []
         self._refuse_control_tokens(messages)
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [index for index in spoken if index >= example.context]
         if not answers and self._train_on != "all":
             raise BadRow("messages", "has no assistant's turn to train on; drop the row, or set data.train_on=all")
         text = self._render(example, messages)
@@ -92,6 +93,8 @@ class Chat:
             if self._train_on == "last_assistant":
                 answers = answers[-1:]
             marked = self._marked(example, text) if self.has_markers else None
+            if marked is not None and example.context:
+                marked = marked[-len(answers) :] if len(marked) == len(spoken) else None
             if marked is None:
                 spans = [self._difference(example, text, index) for index in answers]
                 ends = [end for _, end in spans]

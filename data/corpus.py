@@ -20,6 +20,7 @@ from typing import Any
 from config import json_text
 from config.errors import UserError
 from config.files import write_flushed
+from data.labelled_shards import LabelledShards
 from data.mixture import Mixture
 from data.row_shards import RowShards, open_tensors
 from data.shards import TokenShards, damaged, open_shard
@@ -63,8 +64,12 @@ class Corpus:
     """Of the training samples, where they are of several sources."""
     validation_by_source: dict[str, TokenShards | RowShards] = field(default_factory=dict)
     """The validation set by source, where there are several."""
+    targets: Path | None = None
+    """What a teacher said of every sequence, where it is cached (training/tasks/targets.py)."""
     notes: tuple[str, ...] = ()
     """What was decided and counted while the rows were prepared, in words."""
+    labels: tuple[str, ...] = ()
+    """Of rows with labels: the names that the numbers on disk stand for."""
 
 
 def is_prepared(folder: Path) -> bool:
@@ -119,6 +124,7 @@ def open_corpus(folder: Path, *, verify: bool) -> Corpus:
         revision=index["revision"],
         counts=index.get("counts", {}),
         notes=tuple(index.get("notes", ())),
+        labels=tuple(index.get("labels", ())),
     )
 
 
@@ -129,7 +135,8 @@ def _open_split(folder: Path, index: dict[str, Any], split: str, *, verify: bool
     shards = [open_tensors(folder / entry["file"], entry, verify=verify) for entry in entries]
     order = index[split]["sequences"]
     order = open_tensors(folder / order["file"], order, verify=verify)
-    return RowShards(shards, order, sequence_length=index["sequence_length"])
+    kind = LabelledShards if "labels" in index else RowShards
+    return kind(shards, order, sequence_length=index["sequence_length"])
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

@@ -7,9 +7,9 @@ run that never stopped give the same batches.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,11 +37,12 @@ class Batch:
     input_ids: torch.Tensor
     """(accumulation, micro, sequence_length) int64"""
     labels: torch.Tensor
-    """Same shape, int64: labels[..., t] is the token after input_ids[..., t], or IGNORED_LABEL. Already shifted."""
+    """Same shape, int64: labels[..., t] is the token after input_ids[..., t], or IGNORED_LABEL. Already shifted. Of a
+    task whose samples are not sequences of labels, of its own shape (accumulation, micro, ...)."""
     sample_ids: np.ndarray
     """(global_size,) int64, the whole global batch over all ranks; NO_SAMPLE for padding rows."""
     label_tokens: int
-    """[tokens] Labels on this rank that count."""
+    """[tokens] Labels on this rank that count; pairs of preference optimisation."""
     label_tokens_of_all: int | None = None
     """[tokens] The same over all ranks; None where labels are masked and a rank knows only its own."""
     position_ids: torch.Tensor | None = None
@@ -53,6 +54,8 @@ class Batch:
 
     labels_by_source: dict[str, int] | None = None
     """[tokens] Labels over all ranks, by source; None where there is one source."""
+    further: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Further inputs of the task's objective, each (accumulation, micro, ...) of any dtype, which it keeps."""
 
     @property
     def tokens(self) -> int:
@@ -66,10 +69,14 @@ class Batch:
         """
         for index, (input_ids, labels) in enumerate(zip(self.input_ids, self.labels, strict=True)):
             inputs: dict[str, Any] = {"input_ids": input_ids}
+            inputs |= {name: values[index] for name, values in self.further.items()}
             if self.position_ids is not None:
                 inputs["position_ids"] = self.position_ids[index]
                 if self.one_row:
-                    inputs, labels = {name: ids.reshape(1, -1) for name, ids in inputs.items()}, labels.reshape(1, -1)
+                    inputs, labels = (
+                        {name: ids.flatten(0, 1)[None] for name, ids in inputs.items()},
+                        labels.reshape(1, -1),
+                    )
                     inputs |= _lengths(self.position_ids[index])
             moved = {
                 name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
@@ -87,7 +94,15 @@ class Batch:
             label_tokens=int((labels != IGNORED_LABEL).sum()),
             label_tokens_of_all=None,
             position_ids=None if self.position_ids is None else self.position_ids[:1, :sequences],
+            further={name: values[:1, :sequences] for name, values in self.further.items()},
         )
+
+
+MakeBatch = Callable[[TokenShards | RowShards, int, np.ndarray, np.ndarray], Batch]
+"""A batch of a split from its position, the sample ids of the whole global batch, and this rank's ids.
+
+These are (accumulation, micro). It has to be a function of these arguments alone, what it draws included.
+"""
 
 
 class Batches:
@@ -109,12 +124,15 @@ class Batches:
         world_size: int,
         documents: Documents | None = None,
         mixture: Mixture | None = None,
+        make_batch: MakeBatch | None = None,
     ) -> None:
+        """make_batch: the task's own; None makes batches of next tokens."""
         self._mixture = mixture
+        self._make_batch = make_batch or next_tokens(sequence_length, documents)
         self._shards, self._sequence_length, self._seed = shards, sequence_length, seed
         self._global_size, self._micro_size = global_size, micro_size
         self._rank, self._world_size = rank, world_size
-        self._documents = documents
+        self._padded = documents is None
         self._samples = shards.sequences(sequence_length)
         if self._samples < 1:
             raise UserError(
@@ -152,12 +170,12 @@ class Batches:
         return self._reader.submit(self._read, position)
 
     def _read(self, position: int) -> Batch:
-        if isinstance(self._shards, RowShards) and self._documents is None:  # padded: rows of similar length together
+        if isinstance(self._shards, RowShards) and self._padded:  # rows of similar length together
             ids = grouped(position, self._shards.places, self._sample_ids, seed=self._seed)
         else:
             ids = self._sample_ids(position)
         mine = split_for_rank(ids, micro_size=self._micro_size, rank=self._rank, world_size=self._world_size)
-        batch = _make_batch(self._shards, self._sequence_length, position, ids, mine, self._documents)
+        batch = self._make_batch(self._shards, position, ids, mine)
         return batch if self._mixture is None else replace(batch, labels_by_source=self._by_source(ids))
 
     def _sample_ids(self, position: int) -> np.ndarray:
@@ -184,19 +202,21 @@ def validation_batches(
     world_size: int,
     batches: int,
     documents: Documents | None = None,
+    make_batch: MakeBatch | None = None,
 ) -> Iterator[Batch]:
     """The same validation batches at every call: min(all, batches * global_size) sequences, evenly spaced over the set.
 
     The first so many would come from a handful of documents. The last global batch is padded with fully masked rows, so
     that every rank has the same shapes and takes part in the same collectives. Yields nothing without a sequence.
     """
+    make_batch = make_batch or next_tokens(sequence_length, documents)
     held_out = shards.sequences(sequence_length)
     available = min(held_out, batches * global_size)
     for position in range(-(-available // global_size)):
         index = position * global_size + np.arange(global_size, dtype=np.int64)
         ids = np.where(index < available, index * held_out // max(available, 1), NO_SAMPLE)
         mine = split_for_rank(ids, micro_size=micro_size, rank=rank, world_size=world_size)
-        yield _make_batch(shards, sequence_length, position, ids, mine, documents)
+        yield make_batch(shards, position, ids, mine)
 
 
 def sample_ids_sha256(ids: np.ndarray) -> str:
@@ -204,16 +224,25 @@ def sample_ids_sha256(ids: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(ids, dtype="<i8").data).hexdigest()
 
 
-def _make_batch(
-    shards: TokenShards | RowShards,
+def next_tokens(sequence_length: int, documents: Documents | None) -> MakeBatch:
+    """Batches in which each token is a label of those before it, or where it is trained, as of rows."""
+
+    def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
+        if isinstance(shards, RowShards):
+            return _batch_of_rows(shards, sequence_length, position, ids, mine, documents)
+        return _batch_of_windows(shards, sequence_length, position, ids, mine, documents)
+
+    return make
+
+
+def _batch_of_windows(
+    shards: TokenShards,
     sequence_length: int,
     position: int,
     ids: np.ndarray,
     mine: np.ndarray,
     documents: Documents | None,
 ) -> Batch:
-    if isinstance(shards, RowShards):
-        return _batch_of_rows(shards, sequence_length, position, ids, mine, documents)
     real = mine.reshape(-1) != NO_SAMPLE
     windows = np.zeros((mine.size, sequence_length + 1), dtype=np.int64)
     windows[real] = shards.read(mine.reshape(-1)[real], sequence_length)
@@ -224,11 +253,11 @@ def _make_batch(
         # The first token of a document does not follow from the document before it.
         labels[inputs == documents.end_of_document] = IGNORED_LABEL
         label_tokens = int((labels != IGNORED_LABEL).sum())
-        positions = _on_host(document_positions(inputs, documents.end_of_document)).reshape(shape)
+        positions = on_host(document_positions(inputs, documents.end_of_document)).reshape(shape)
     return Batch(
         position=position,
-        input_ids=_on_host(inputs).reshape(shape),
-        labels=_on_host(labels).reshape(shape),
+        input_ids=on_host(inputs).reshape(shape),
+        labels=on_host(labels).reshape(shape),
         sample_ids=ids,
         label_tokens=label_tokens,
         label_tokens_of_all=int((ids != NO_SAMPLE).sum()) * sequence_length if documents is None else None,
@@ -237,7 +266,7 @@ def _make_batch(
     )
 
 
-_PADDED_TO = 8
+PADDED_TO = 8
 """[tokens] Padded sequences are multiples of this, for tensor cores."""
 
 
@@ -258,7 +287,7 @@ def _batch_of_rows(
     length = sequence_length
     if documents is None:
         longest = int(shards.places[samples[samples != NO_SAMPLE]].max(initial=1))
-        length = min(-(-longest // _PADDED_TO) * _PADDED_TO, sequence_length)
+        length = min(-(-longest // PADDED_TO) * PADDED_TO, sequence_length)
     inputs = np.zeros((mine.size, length), dtype=np.int64)
     labels = np.full_like(inputs, IGNORED_LABEL)
     positions = np.zeros_like(inputs)
@@ -274,18 +303,18 @@ def _batch_of_rows(
     shape = (*mine.shape, length)
     return Batch(
         position=position,
-        input_ids=_on_host(inputs).reshape(shape),
-        labels=_on_host(labels).reshape(shape),
+        input_ids=on_host(inputs).reshape(shape),
+        labels=on_host(labels).reshape(shape),
         sample_ids=ids,
         label_tokens=int((labels != IGNORED_LABEL).sum()),
         label_tokens_of_all=int(shards.labels[real].sum()),
-        position_ids=None if documents is None else _on_host(positions).reshape(shape),
+        position_ids=None if documents is None else on_host(positions).reshape(shape),
         one_row=documents is not None and documents.one_row,
         places_of_all=int(shards.places[real].sum()),
     )
 
 
-def _on_host(values: np.ndarray) -> torch.Tensor:
+def on_host(values: np.ndarray) -> torch.Tensor:
     """In pinned memory where there is a GPU: a copy from pageable memory waits for all earlier work of the device."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
@@ -294,5 +323,5 @@ def _on_host(values: np.ndarray) -> torch.Tensor:
 def _lengths(positions: torch.Tensor) -> dict[str, Any]:
     """Arguments of varlen attention, computed on the host: without them each layer computes them and synchronises."""
     starts = cumulative_lengths(positions.numpy())
-    lengths, longest = _on_host(starts), int(np.diff(starts).max())
+    lengths, longest = on_host(starts), int(np.diff(starts).max())
     return {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": longest, "max_length_k": longest}

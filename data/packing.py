@@ -37,6 +37,6 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     return rows, np.cumsum([len(sequence) for sequence in filled], dtype=np.int64)
 
 
-def one_each(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same for sequences of one row."""
-    return np.arange(rows, dtype=np.int64), np.arange(1, rows + 1, dtype=np.int64)
+def by_number(rows: int, each: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """The same for sequences of `each` rows in their order."""
+    return np.arange(rows, dtype=np.int64), np.arange(each, rows + 1, each, dtype=np.int64)

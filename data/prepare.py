@@ -23,11 +23,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
+from transformers import PreTrainedTokenizerFast
 
 from config.errors import UserError
 from config.schema import DataSection
@@ -38,7 +40,7 @@ from data.holdout import hold_out_tail
 from data.preparation_progress import Display, Progress, ProgressFile, read_progress
 from data.shards import FORMAT_VERSION, token_dtype, write_shard
 from data.sources import Source, open_source
-from data.tokenizer import make_tokenizer, tokenizer_identity, vocabulary_size
+from data.tokenizer import make_encoder_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size
 from data.workers import WorkerDied, Workers
 
 SHARD_TOKENS = 1 << 26
@@ -46,19 +48,23 @@ SHARD_TOKENS = 1 << 26
 BATCH_CHARACTERS = 1 << 20
 """[characters] Text handed to a worker at a time; a longer document is a batch alone."""
 _POLL_SECONDS = 0.5
+MakeTokenizer = Callable[[str, Source, float], PreTrainedTokenizerFast]
+"""The tokenizer of data.tokenizer, of the source and data.validation_fraction."""
 
 
-def prepare(data: DataSection, *, progress: bool) -> Corpus:
+def prepare(data: DataSection, *, progress: bool, for_encoder: bool = False) -> Corpus:
     """Open the corpus that a config names, preparing it first if need be.
 
     progress: show a progress bar (plain lines when there is no terminal), also while another process prepares.
+    for_encoder: with the tokenizer of `make_encoder_tokenizer`.
     It does not depend on the run's seed: runs that differ by seed share one preparation and one validation set.
 
     Raises UserError for a source or tokenizer that cannot be read, an empty source, a wait of more than
     data.wait_minutes for another process, damaged prepared data, and a cache folder that cannot be written.
     """
-    source, fingerprint = identified(data, corpus_fingerprint)
-    folder = published(data, source, fingerprint, _fill_text, progress=progress)
+    source, fingerprint = identified(data, partial(corpus_fingerprint, for_encoder=for_encoder))
+    fill = partial(_fill_text, make=make_encoder_tokenizer if for_encoder else make_tokenizer)
+    folder = published(data, source, fingerprint, fill, progress=progress)
     corpus = open_corpus(folder, verify=data.verify)
     if data.hold_out == "auto" and data.validation_fraction and not corpus.validation_documents:
         return hold_out_tail(corpus, fraction=data.validation_fraction, sequence_length=data.sequence_length)
@@ -105,7 +111,7 @@ def published(data: DataSection, source: Source, fingerprint: str, fill: Fill, *
     return folder
 
 
-def corpus_fingerprint(data: DataSection, source: Source) -> str:
+def corpus_fingerprint(data: DataSection, source: Source, *, for_encoder: bool = False) -> str:
     """Name of the corpus: 20 hex digits of a hash over everything that decides its tokens."""
     parts = [
         FORMAT_VERSION,
@@ -115,6 +121,7 @@ def corpus_fingerprint(data: DataSection, source: Source) -> str:
         str(source.deduplicate),
         tokenizer_identity(data.tokenizer),
         repr(data.validation_fraction),
+        *(["encoder"] if for_encoder else []),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
 
@@ -157,22 +164,26 @@ def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Di
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _fill_text(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:
+def _fill_text(
+    data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile, *, make: MakeTokenizer
+) -> None:
     """`_fill`, with nothing held out where all of it was and the end of a document can be instead."""
     try:
-        _fill(data, source, fingerprint, folder, report)
+        _fill(data, source, fingerprint, folder, report, make=make)
     except _AllHeldOut:
         if data.hold_out != "auto":
             raise
         for file in folder.glob("*.safetensors"):
             file.unlink()
-        _fill(replace(data, validation_fraction=0.0), source, fingerprint, folder, report)
+        _fill(replace(data, validation_fraction=0.0), source, fingerprint, folder, report, make=make)
 
 
-def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:
+def _fill(
+    data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile, *, make: MakeTokenizer
+) -> None:
     """Write a whole corpus into `folder`: tokenizer, shards, and last the index."""
     report(Progress("tokenizer", 0, None))
-    tokenizer = make_tokenizer(data.tokenizer, source, data.validation_fraction)
+    tokenizer = make(data.tokenizer, source, data.validation_fraction)
     tokenizer.save_pretrained(folder / TOKENIZER)
     tokenizer_json = (folder / TOKENIZER / "tokenizer.json").read_text(encoding="utf-8")
     vocab_size = vocabulary_size(tokenizer)

@@ -27,10 +27,10 @@ from config.schema import DataSection
 from data.chat import Chat, Tokens
 from data.corpus import SPLITS, TOKENIZER, Corpus, open_corpus, tokenizer_sha256, write_index
 from data.encode import is_validation
-from data.packing import best_fit, one_each
+from data.packing import best_fit, by_number
 from data.preparation_progress import Progress, ProgressFile
 from data.prepare import identified, published
-from data.row_formats import BadRow, Example, read_example, recognise
+from data.row_formats import BadRow, Example, read_examples, recognise
 from data.row_shards import write_tensors
 from data.row_sources import Found, located_rows
 from data.shards import token_dtype
@@ -92,7 +92,7 @@ def _template(data: DataSection) -> str | None:
 
 @dataclass
 class EncodedRows:
-    """The rows of a batch that were kept, and what became of the others."""
+    """The rows of a batch that were kept, and what became of the others. A pair is two that follow each other."""
 
     tokens: list[np.ndarray] = field(default_factory=list)
     trained: list[np.ndarray] = field(default_factory=list)
@@ -120,24 +120,26 @@ class RowEncoder:
             try:
                 if isinstance(row, BadRow):
                     raise row
-                tokens, held_out = self.chat.tokens(self.example(row)), self._held_out(row)
+                sides, held_out = self._sides(row), self._held_out(row)
             except BadRow as error:
                 if self.data.on_bad_row == "error":
                     raise UserError(f"{where}: {error}; {_FIX}") from error
                 found.counts["skipped"] += 1
                 found.first_bad = found.first_bad or f"{where}: {error}"
                 continue
-            found.longest = max(found.longest, len(tokens.ids))
-            kept = self._fitted(tokens, found.counts)
-            if kept is not None:
-                found.tokens.append(kept.ids)
-                found.trained.append(kept.trained)
+            found.longest = max(found.longest, *(len(side.ids) for side in sides), 0)
+            for side in self._fitted(sides, found.counts):
+                found.tokens.append(side.ids)
+                found.trained.append(side.trained)
                 found.held_out.append(held_out)
         return found
 
-    def example(self, row: dict[str, Any]) -> Example:
-        """The row in its common form. Raises BadRow."""
-        return read_example(row, self.data.format, self.data.text_field)
+    def _sides(self, row: dict[str, Any]) -> list[Tokens]:
+        """The row as one sequence, or as both of a pair. Raises BadRow."""
+        sides = [self.chat.tokens(example) for example in read_examples(row, self.data.format, self.data.text_field)]
+        if len(sides) > 1 and np.array_equal(sides[0].ids, sides[1].ids):
+            raise BadRow("rejected", "has the same tokens as chosen, so there is nothing to prefer")
+        return sides
 
     def _held_out(self, row: dict[str, Any]) -> bool:
         try:
@@ -145,21 +147,24 @@ class RowEncoder:
         except UnicodeEncodeError as error:
             raise BadRow("", "holds a lone surrogate, which is no character") from error
 
-    def _fitted(self, row: Tokens, counts: Counter[str]) -> Tokens | None:
+    def _fitted(self, sides: list[Tokens], counts: Counter[str]) -> list[Tokens]:
+        """The sequences of a row cut to their length, or none of them. Cut off the left, a pair keeps one prompt."""
         longest = self.data.sequence_length + 1
-        if len(row.ids) <= longest:
-            return row
+        excess = max(len(side.ids) for side in sides) - longest
+        if excess <= 0:
+            return sides
         if self.data.too_long == "drop":
             counts["dropped"] += 1
-            return None
-        part = slice(-longest, None) if self.data.too_long == "truncate_left" else slice(longest)
-        trained = row.trained[part].copy()
-        trained[0] = False
-        if not trained.any():
+            return []
+        part = slice(excess, None) if self.data.too_long == "truncate_left" else slice(longest)
+        cut = [Tokens(side.ids[part], side.trained[part].copy()) for side in sides]
+        for side in cut:
+            side.trained[:1] = False
+        if not all(side.trained.any() for side in cut):
             counts["dropped, because no label was left when cut"] += 1
-            return None
+            return []
         counts["truncated"] += 1
-        return Tokens(row.ids[part], trained)
+        return cut
 
 
 _encoder: RowEncoder | None = None
@@ -191,7 +196,10 @@ def with_format(data: DataSection, source: Source) -> DataSection:
         try:
             if isinstance(row, BadRow):
                 raise row
-            return replace(data, format=recognise(row, data.text_field))  # type: ignore[arg-type]  # one of its choices
+            found = recognise(row, data.text_field)
+            if found == "preference":
+                raise UserError(f"{where}: is a pair of answers, which task=sft does not read; set task=dpo")
+            return replace(data, format=found)  # type: ignore[arg-type]  # one of its choices
         except BadRow as error:
             problem = f"{where}: {error}; {_FIX}, or name its form with data.format"
             if data.on_bad_row == "error":
@@ -207,17 +215,18 @@ def tokenizer_of_rows(data: DataSection, source: Source) -> Any:
             if isinstance(row, BadRow):
                 continue
             try:
-                example = read_example(row, data.format, data.text_field)
+                examples = read_examples(row, data.format, data.text_field)
             except BadRow:
                 continue
-            contents = [message["content"] for message in example.messages or []]
-            yield {
-                "text": "\n".join(text for text in contents if isinstance(text, str))
-                or example.prompt + example.completion
-            }
+            yield from ({"text": _text_of(example)} for example in examples)
 
     of_rows = replace(source, open=texts, text_field="text", deduplicate=False)
     return make_tokenizer(data.tokenizer, of_rows, data.validation_fraction)
+
+
+def _text_of(example: Example) -> str:
+    contents = [message["content"] for message in example.messages or []]
+    return "\n".join(text for text in contents if isinstance(text, str)) or example.prompt + example.completion
 
 
 def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:
@@ -309,13 +318,15 @@ def _notes(
     """What was decided and counted, in words."""
     how = "recognised by their fields" if recognised else "as data.format says"
     form = f"data: {counts['rows']:,} rows of format {data.format} ({how})"
-    if data.format in ("messages", "sharegpt", "alpaca") and chat.template is not None:
+    if data.format in ("messages", "sharegpt", "alpaca", "preference") and chat.template is not None:
         which = "of data.chat_template" if data.chat_template else "of the tokenizer"
         located = "" if data.train_on == "all" else ", answers located by its generation markers"
         located = located if chat.has_markers or not located else ", answers located by rendering turn by turn"
         form += f"; chat template {which}{located}"
     train, held_out = writers["train"], writers["validation"]
     kept = f"data: {train.rows:,} rows in {train.sequences:,} sequences to train on, {held_out.rows:,} rows held out"
+    if data.format == "preference":
+        kept = f"data: {train.sequences:,} pairs to train on, {held_out.sequences:,} held out"
     reasons = {key: counts.get(key, 0) for key in ("dropped", "truncated", "skipped")}
     kept += "".join(f", {count:,} {key}" for key, count in reasons.items() if count)
     kept += f"; the longest row has {counts['longest']:,} tokens"
@@ -369,7 +380,7 @@ class _SplitWriter:
         if data.packing == "best_fit":
             rows, ends = best_fit(lengths.astype(np.int64) - 1, data.sequence_length)
         else:
-            rows, ends = one_each(len(lengths))
+            rows, ends = by_number(len(lengths), 2 if data.format == "preference" else 1)
         self.sequences = len(ends)
         order = {"rows": rows, "ends": ends, "lengths": lengths, "labels": np.array(self._labels, dtype=np.int32)}
         entry = write_tensors(self._folder / f"{self._split}-sequences.safetensors", order)

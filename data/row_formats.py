@@ -7,6 +7,7 @@
 | alpaca | `instruction`, `output`; `input`, `system` may be empty or absent |
 | prompt_completion | `prompt`, `completion`: two texts, or two lists of messages |
 | text | one text |
+| preference | `chosen`, `rejected`: two texts, or two lists of messages; `prompt`, or what both begin with |
 
 What does not fit is a `BadRow` that names the field. Whoever reads the rows knows the file and the line.
 """
@@ -38,6 +39,8 @@ class Example:
     """Further variables of the chat template, of the row's `chat_template_kwargs`."""
     prompt: str = ""
     completion: str = ""
+    context: int = 0
+    """[messages] So many of the first are no answers, whoever speaks in them."""
 
 
 def recognise(row: Mapping[str, Any], text_field: str) -> str:
@@ -60,11 +63,17 @@ def read_example(row: Mapping[str, Any], format: str, text_field: str) -> Exampl
     return _READERS[format](row)
 
 
+def read_examples(row: Mapping[str, Any], format: str, text_field: str) -> tuple[Example, ...]:
+    """The sequences that a row becomes: one, or of a pair both, the chosen one first. Raises BadRow."""
+    return _pair(row) if format == "preference" else (read_example(row, format, text_field),)
+
+
 _FIELDS = {
     "messages": {"messages"},
     "sharegpt": {"conversations"},
     "prompt_completion": {"prompt", "completion"},
     "alpaca": {"instruction", "output"},
+    "preference": {"chosen", "rejected"},
 }
 
 _SHAREGPT_ROLES = {
@@ -147,6 +156,64 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Example]] = {
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,
 }
+
+
+def _pair(row: Mapping[str, Any]) -> tuple[Example, Example]:
+    """The chosen and the rejected answer, each with the prompt that they share."""
+    chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
+    if isinstance(chosen, list) != isinstance(rejected, list):
+        raise BadRow("rejected", f"is {_kind(rejected)} and chosen is {_kind(chosen)}; give two of a kind")
+    if isinstance(chosen, list):
+        asked, answers = _conversations_of_pair(row)
+    else:
+        texts = [_text(row, "chosen"), _text(row, "rejected")]
+        asked = _conversation(row, "prompt") if isinstance(prompt, list) else []
+        answers = [[{"role": "assistant", "content": text}] for text in texts]
+    if chosen == rejected:
+        raise BadRow("rejected", "is the same as chosen, so there is nothing to prefer")
+    if asked:
+        both = [Example([*asked, *answer], context=len(asked), **_beside(row)) for answer in answers]
+        return both[0], both[1]
+    shared = _shared_text(*texts) if prompt is None else ""
+    before = shared if prompt is None else _text(row, "prompt", may_be_empty=True)
+    first, second = (text[len(shared) :] for text in texts)
+    return Example(prompt=before, completion=first), Example(prompt=before, completion=second)
+
+
+def _conversations_of_pair(row: Mapping[str, Any]) -> tuple[Messages, list[Messages]]:
+    """The prompt of two lists of messages, and what follows it in each.
+
+    `prompt` may be what both lists begin with, too, as in several public datasets.
+    """
+    lists, prompt = [_conversation(row, "chosen"), _conversation(row, "rejected")], row.get("prompt")
+    shared = next((n for n, (a, b) in enumerate(zip(*lists, strict=False)) if a != b), min(map(len, lists)))
+    if isinstance(prompt, list):
+        asked = _conversation(row, "prompt")
+        first = len(asked) if all(turns[: len(asked)] == asked for turns in lists) else 0
+    elif prompt is None or prompt in [turn["content"] for turn in lists[0][:shared]]:
+        asked, first = lists[0][:shared], shared
+    else:
+        asked, first = [{"role": "user", "content": _text(row, "prompt")}], 0
+    if not asked:
+        raise BadRow("prompt", "is missing, and chosen and rejected do not begin with the same turns")
+    answers = [turns[first:] for turns in lists]
+    for name, turns in zip(("chosen", "rejected"), answers, strict=True):
+        if not turns and lists[0] != lists[1]:
+            raise BadRow(name, "has no turn after the prompt")
+        if turns and turns[0]["role"] != "assistant":
+            problem = f"is {turns[0]['role']!r}; an answer starts with the assistant's turn"
+            raise BadRow(f"{name}[{first}].role", problem)
+    return asked, answers
+
+
+def _shared_text(first: str, second: str) -> str:
+    """What two texts begin with, up to the start of a word."""
+    shared = next(
+        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+    while shared and not first[shared - 1].isspace():
+        shared -= 1
+    return first[:shared].rstrip()
 
 
 def _conversation(row: Mapping[str, Any], name: str) -> Messages:

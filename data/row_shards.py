@@ -3,7 +3,8 @@
 A shard is a safetensors file of rows that follow each other: `tokens` (n,) uint16 or uint32, `trained` (n,) uint8,
 `ends` (rows,) int64. A split's sequences are in one more file: `rows` (rows,) int64, the numbers of its rows in the
 order of the sequences, `ends` (sequences,) int64, and of every row its tokens (`lengths`) and its labels (`labels`),
-both (rows,) int32. All are memory-mapped, and their sizes and sha256 are in the corpus's index.
+both (rows,) int32. All are memory-mapped, and their sizes and sha256 are in the corpus's index. A pair of answers is a
+sequence of two rows, the chosen one first.
 
 A row of n tokens takes n - 1 places of a sequence, because its last token is only a label.
 """
@@ -23,7 +24,7 @@ from config import json_text
 from config.files import flush
 from data.shards import damaged
 
-_DTYPES = {"U8": "uint8", "U16": "uint16", "U32": "uint32", "I32": "int32", "I64": "int64"}
+_DTYPES = {"U8": "uint8", "U16": "uint16", "U32": "uint32", "I32": "int32", "I64": "int64", "F64": "float64"}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -73,6 +74,8 @@ class RowShards:
         self._shards, self._length = tuple(shards), sequence_length
         self._rows, self._ends = order["rows"], order["ends"]
         self._lengths, self._labels = order["lengths"], order["labels"]
+        self.columns: dict[str, np.ndarray] = {}
+        """Further values of the sequences, (sequences, ...) each, which a task has measured and its batches read."""
         self._first = np.cumsum([0, *(len(shard["ends"]) for shard in shards)], dtype=np.int64)
 
     @classmethod
@@ -114,6 +117,14 @@ class RowShards:
         return self._sums(self._lengths.astype(np.int64) - 1)
 
     @cached_property
+    def longest(self) -> np.ndarray:
+        """(sequences,) int64: inputs of the longest row of each sequence."""
+        if not len(self._ends):
+            return np.zeros(0, dtype=np.int64)
+        starts = np.concatenate([[0], self._ends[:-1]])
+        return np.maximum.reduceat(self._lengths[self._rows].astype(np.int64) - 1, starts)
+
+    @cached_property
     def labels(self) -> np.ndarray:
         """(sequences,) int64: labels of each sequence."""
         return self._sums(self._labels.astype(np.int64))
@@ -133,7 +144,11 @@ class RowShards:
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """One row, in the order of the source."""
+        shard, _, part = self.found(number)
+        return shard["tokens"][part], shard["trained"][part]
+
+    def found(self, number: int) -> tuple[Mapping[str, np.ndarray], int, slice]:
+        """The shard of a row, its number there, and the place of its tokens."""
         owner = int(np.searchsorted(self._first, number, side="right")) - 1
         shard, index = self._shards[owner], number - int(self._first[owner])
-        start, end = int(shard["ends"][index - 1]) if index else 0, int(shard["ends"][index])
-        return shard["tokens"][start:end], shard["trained"][start:end]
+        return shard, index, slice(int(shard["ends"][index - 1]) if index else 0, int(shard["ends"][index]))

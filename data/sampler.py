@@ -98,11 +98,11 @@ def _feistel(value: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = value >> shift, value & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (mix(right ^ key) & mask)
     return (left << shift) | right
 
 
-def _mix(value: np.ndarray) -> np.ndarray:
+def mix(value: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit reaches every output bit."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

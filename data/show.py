@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +18,13 @@ from config.cli import Arguments, entry_point, positive_int
 from config.errors import UserError
 from config.load import load_config
 from config.printable import printable
+from config.schema import Config
 from config.task import settle_task
 from data.corpus import Corpus
+from data.labelled_shards import LabelledShards
+from data.loader import IGNORED_LABEL
 from data.prepare import prepare
+from data.prepare_labelled import prepare_labelled
 from data.prepare_rows import prepare_rows
 from data.row_shards import RowShards
 from data.tokenizer import load_tokenizer
@@ -34,11 +39,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     options = read_options(arguments)
     config = settle_task(load_config(options.config, options.overrides, None))
-    make = prepare if config.task == "pretrain" else prepare_rows
-    corpus = make(config.data, progress=True)
-    for line in shown_rows(corpus, config.data.sequence_length, options.rows, colour=sys.stdout.isatty()):
+    corpus = _prepared(config)
+    sides = ("chosen", "rejected") if config.task == "dpo" else ("",)
+    for line in shown_rows(corpus, config.data.sequence_length, options.rows, sides, colour=sys.stdout.isatty()):
         print(line)
     return 0
+
+
+def _prepared(config: Config) -> Corpus:
+    if config.task == "classify":
+        return prepare_labelled(config.data, progress=True)
+    if config.learns_rows:
+        return prepare_rows(config.data, progress=True)
+    return prepare(config.data, progress=True, for_encoder=config.task == "mlm")
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -53,17 +66,26 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def shown_rows(corpus: Corpus, sequence_length: int, rows: int, *, colour: bool) -> list[str]:
-    """The first rows, then the totals, as lines of text."""
+def shown_rows(
+    corpus: Corpus, sequence_length: int, rows: int, sides: Sequence[str] = ("",), *, colour: bool
+) -> list[str]:
+    """The first rows, then the totals, as lines of text. sides: names of the sequences of a row."""
     tokenizer = load_tokenizer(corpus.tokenizer_folder)
     marks = _ON if colour else _OFF
-    found = []
-    for number, (ids, trained) in enumerate(_first(corpus, sequence_length, rows), 1):
+    found: list[str] = []
+    if isinstance(corpus.train, LabelledShards):
+        found += _labelled(corpus, corpus.train, tokenizer, rows, marks)
+        rows = 0
+    for index, (ids, trained) in enumerate(_first(corpus, sequence_length, rows * len(sides))):
+        number, side = index // len(sides) + 1, sides[index % len(sides)]
         edges = np.flatnonzero(np.diff(trained.astype(np.int8))) + 1
         parts = zip(np.split(ids[:_LONGEST], edges), np.split(trained[:_LONGEST], edges), strict=True)
         pieces = [(printable(str(tokenizer.decode(part))), bool(on.any())) for part, on in parts if len(part)]
         text = "".join(f"{marks[0]}{piece}{marks[1]}" if on else piece for piece, on in pieces)
-        found += [f"--- {number}: {len(ids):,} tokens, {int(trained.sum()):,} of them labels", text]
+        found += [
+            f"--- {number}{side and f', {side}'}: {len(ids):,} tokens, {int(trained.sum()):,} of them labels",
+            text,
+        ]
     counts = ", ".join(f"{key} {value:,}" for key, value in corpus.counts.items() if isinstance(value, int))
     found += ["---", *corpus.notes]
     if counts:
@@ -72,6 +94,29 @@ def shown_rows(corpus: Corpus, sequence_length: int, rows: int, *, colour: bool)
         labels = corpus.train.label_tokens(sequence_length)
         found.append(f"data: {corpus.train_documents:,} documents, {labels:,} labels, all tokens are labels")
     return found
+
+
+def _labelled(
+    corpus: Corpus, train: LabelledShards, tokenizer: Any, rows: int, marks: tuple[str, str]
+) -> Iterator[str]:
+    """Rows with their labels: after the text, or after each word that has one."""
+
+    def said(target: np.ndarray) -> str:
+        name = corpus.labels[int(target)] if corpus.labels else f"{float(target):g}"
+        return f" {marks[0]}{printable(name)}{marks[1]}"
+
+    for number in range(min(rows, train.rows)):
+        item = train.labelled(number)
+        labels = item.target.reshape(-1)
+        yield f"--- {number + 1}: {len(item.tokens):,} tokens, {int((labels != IGNORED_LABEL).sum()):,} labels"
+        if not item.target.ndim:
+            yield printable(str(tokenizer.decode(item.tokens[:_LONGEST]))) + said(item.target)
+            continue
+        pieces = zip(item.tokens[:_LONGEST].tolist(), labels.tolist(), strict=False)
+        yield "".join(
+            printable(str(tokenizer.decode([token]))) + (f"{said(np.array(label))} " if label != IGNORED_LABEL else "")
+            for token, label in pieces
+        )
 
 
 def _first(corpus: Corpus, sequence_length: int, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:

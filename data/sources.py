@@ -54,7 +54,7 @@ class Source:
     revision: Callable[[], str | None] = field(default=lambda: None)
     """Revision of a hub dataset, once it was opened."""
     files: tuple[str, ...] = ()
-    """Local files that hold rows, in order."""
+    """Local files, in order."""
 
     def documents(self, skipped: Counter[str]) -> Iterator[str]:
         """Yield every document's text; what is left out is counted in `skipped` by reason.
@@ -149,6 +149,7 @@ def _text_source(label: str, root: Path, files: list[Path], *, deduplicate: bool
         open=lambda: _streams().texts(paths),
         null_means="not utf-8",
         deduplicate=deduplicate,
+        files=tuple(paths),
     )
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import cast
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from config.errors import UserError
@@ -56,6 +56,27 @@ def make_tokenizer(spec: str, source: Source, validation_fraction: float) -> Pre
     # In a process of its own: the trainer's threads would make every later fork of this process print a warning.
     with Workers(1) as workers:
         return _wrap(Tokenizer.from_str(workers.submit(train_bpe, sample, vocabulary).result()))
+
+
+ENCODER_TOKENS = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+"""What a tokenizer that is made here gets for an encoder."""
+
+
+def make_encoder_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:
+    """`make_tokenizer` for an encoder: bytes and bpe get ENCODER_TOKENS, and put texts between them as BERT does.
+
+    A Hugging Face tokenizer stays as it is. Raises UserError as that, and where it lacks a token that is needed.
+    """
+    tokenizer = make_tokenizer(spec, source, validation_fraction)
+    if spec == "bytes" or _bpe_vocabulary(spec) is not None:
+        tokenizer.add_special_tokens(dict(ENCODER_TOKENS))
+        first, last = ((name, tokenizer.convert_tokens_to_ids(name)) for name in ("[CLS]", "[SEP]"))
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[first, last]
+        )
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"data.tokenizer={spec}: has no token to pad with. Use the tokenizer of an encoder.")
+    return tokenizer
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
@@ -133,6 +154,8 @@ def _load_pretrained(spec: str) -> PreTrainedTokenizerFast:
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"data.tokenizer={spec}: has no fast form (tokenizer.json). Use a tokenizer that has one.")
+    if tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None:
+        tokenizer.eos_token = tokenizer.sep_token  # BERT's texts end with it
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"data.tokenizer={spec}: has no end-of-document token. Set eos_token in its tokenizer_config.json."

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,3 +94,23 @@ def peft_name(name: str) -> str:
     """The name that a trained parameter has in a file of `peft`."""
     name = name.replace(f".modules_to_save.{NAME}", "").replace(f".{NAME}", "")
     return "base_model.model." + name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+
+
+@contextmanager
+def adapter_off(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the model computes as its base, without dropout. No parameter changes, nor whether it is trained."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    # not `enable_adapters`, which also sets what requires a gradient, under the nose of DeepSpeed
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)]
+    trained = model.training
+    for layer in layers:
+        layer._disable_adapters = True
+    model.eval()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+        model.train(trained)

@@ -1,4 +1,4 @@
-"""Build any Hugging Face causal language model: from a config with reproducible weights, or from saved weights.
+"""Build a Hugging Face language model or classifier: from a config with reproducible weights, or from saved weights.
 
 The weights of a model trained from scratch depend on the seed and the module's name only. Every module draws from
 a generator of its own, in FP32, and is rounded to the dtype of its parameters afterwards. So ZeRO 0, 1, 2 and 3, any
@@ -10,9 +10,10 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
+import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,26 +21,37 @@ from typing import Any
 import torch
 import transformers
 from torch.nn.attention.flex_attention import flex_attention
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from config.errors import UserError, one_line
 from config.schema import ModelSection
+from config.task import CAUSAL_LM, KINDS
 
 Gather = Callable[[Sequence[torch.nn.Parameter]], AbstractContextManager[bool]]
 """Makes the full values of parameters writable inside the context; yields whether this rank has to write them."""
 
 
-def model_config(section: ModelSection, *, vocab_size: int, sequence_length: int) -> PretrainedConfig:
-    """The Hugging Face config of the model to train. Needs no process group.
+def model_config(
+    section: ModelSection,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    model_class: str = CAUSAL_LM,
+    given: Mapping[str, Any] | None = None,
+) -> PretrainedConfig:
+    """The Hugging Face config of the model to train. Needs no process group. model_class: of config/task.py.
+
+    given: arguments of the config that the task decides, such as the names of labels.
 
     Raises UserError when the architecture or one of its keys does not exist, when the folder or hub id cannot be read,
     or when the model's vocabulary or context is smaller than the data's.
     """
     if section.name_or_path is not None:
-        config = _saved_config(section)
+        config = _saved_config(section, model_class)
+        config.update(dict(given or {}))
     else:
-        config = _new_config(section, vocab_size, sequence_length)
+        config = _new_config(section, model_class, {"vocab_size": vocab_size, **(given or {})}, sequence_length)
     text = config.get_text_config()
     if text.vocab_size < vocab_size:
         raise UserError(
@@ -56,14 +68,33 @@ def model_config(section: ModelSection, *, vocab_size: int, sequence_length: int
     return config
 
 
-def build_model(section: ModelSection, config: PretrainedConfig, *, seed: int, gather: Gather) -> PreTrainedModel:
+def dropout_keys(config: PretrainedConfig) -> list[str]:
+    """The keys of an architecture's config that are a dropout probability above 0."""
+    values: dict[str, Any] = config.to_dict()
+    named = ((key, value) for key, value in values.items() if "dropout" in key or key.endswith("pdrop"))
+    return [key for key, value in named if isinstance(value, float) and math.isfinite(value) and value > 0]
+
+
+def without_dropout(config: PretrainedConfig, *, kept: Mapping[str, Any]) -> list[str]:
+    """Set the dropout probabilities of a config to 0, those aside that a user has set; the keys that were changed."""
+    changed = [key for key in dropout_keys(config) if key not in kept]
+    for key in changed:
+        setattr(config, key, 0.0)
+    return changed
+
+
+def build_model(
+    section: ModelSection, config: PretrainedConfig, *, seed: int, gather: Gather, model_class: str = CAUSAL_LM
+) -> PreTrainedModel:
     """The model in FP32 (in the DeepSpeed config's dtype under ZeRO-3, where each rank holds only its partition).
 
     Under ZeRO-3 the caller keeps an HfDeepSpeedConfig alive; transformers then constructs and loads the model inside
-    `deepspeed.zero.Init`. `gather` gives access to full parameters while the weights are drawn.
+    `deepspeed.zero.Init`. `gather` gives access to full parameters while the weights are drawn. model_class: of
+    config/task.py.
 
     Raises UserError when the attention implementation cannot be used here or the weights cannot be loaded.
     """
+    auto = getattr(transformers, model_class)
     options: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
     if section.attention != "auto":  # transformers' own choice is sdpa where the model supports it, else eager
         options["attn_implementation"] = section.attention
@@ -71,11 +102,9 @@ def build_model(section: ModelSection, config: PretrainedConfig, *, seed: int, g
         _require_flex_attention_on_cpu()
     try:
         if section.name_or_path is not None:
-            return AutoModelForCausalLM.from_pretrained(
-                section.name_or_path, config=config, dtype=torch.float32, **options
-            )
+            return _loaded(auto, section, config, options, seed=seed, gather=gather)
         with no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+            model = auto.from_config(config, dtype=torch.float32, **options)
     except (ImportError, ValueError, OSError) as error:
         raise UserError(
             f"model cannot be built (model.name_or_path = {section.name_or_path}, model.architecture = "
@@ -83,6 +112,38 @@ def build_model(section: ModelSection, config: PretrainedConfig, *, seed: int, g
         ) from error
     draw_weights(model, seed=seed, gather=gather)
     return model
+
+
+def _loaded(
+    auto: Any, section: ModelSection, config: PretrainedConfig, options: dict[str, Any], *, seed: int, gather: Gather
+) -> PreTrainedModel:
+    """The saved model; a module that the files lack, such as the head of a new task, is drawn as a new model's."""
+    # another number of labels makes another head, which transformers draws too, from each rank's own generator
+    options = {**options, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, found = auto.from_pretrained(section.name_or_path, config=config, **options)
+    lacking = {*found["missing_keys"], *(key[0] for key in found["mismatched_keys"])}
+    heads = auto in (transformers.AutoModelForSequenceClassification, transformers.AutoModelForTokenClassification)
+    base = f"{model.base_model_prefix}."
+    wrong = [key[0] for key in found["mismatched_keys"] if key[0].startswith(base) or not heads]
+    if wrong:
+        raise ValueError(f"{wrong[0]} has another shape in the files")
+    model.tie_weights()  # as in draw_weights
+    names: dict[torch.nn.Parameter, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, set()).add(name)
+    wanted = {parameter: min(all_of) for parameter, all_of in names.items() if all_of <= lacking}
+    if wanted:
+        draw_weights(model, seed=seed, gather=gather, only=wanted.keys())
+        model.drawn = sorted(wanted.values())
+    return model
+
+
+def drawn_notes(model: PreTrainedModel) -> list[str]:
+    """What a loaded model's files lack, in words; nothing where they have all."""
+    lacking: list[str] = getattr(model, "drawn", [])
+    if not lacking:
+        return []
+    return [f"model.name_or_path has no {', '.join(lacking)}: drawn by run.seed"]
 
 
 def _require_flex_attention_on_cpu() -> None:
@@ -97,16 +158,20 @@ def _require_flex_attention_on_cpu() -> None:
 
 
 @torch.no_grad()
-def draw_weights(model: PreTrainedModel, *, seed: int, gather: Gather) -> None:
+def draw_weights(
+    model: PreTrainedModel, *, seed: int, gather: Gather, only: Collection[torch.nn.Parameter] | None = None
+) -> None:
     """Initialise every module as its architecture prescribes, with a generator seeded by (seed, module name).
 
     Follows the order of transformers' own initialisation (children before parents, which may overwrite what their
-    children drew) and leaves torch's global generators as they were.
+    children drew) and leaves torch's global generators as they were. only: parameters to initialise, others stay.
     """
     model.tie_weights()  # before drawing: under ZeRO-3 the constructor leaves tied weights apart
     with torch.random.fork_rng(devices=[]):
         for name, module, owner in _bottom_up(model, "", model):
             parameters = list(module.parameters(recurse=False))
+            if only is not None and not any(parameter in only for parameter in parameters):
+                continue
             for child in module.children():
                 parameters.extend(child.parameters(recurse=False))
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -115,7 +180,7 @@ def draw_weights(model: PreTrainedModel, *, seed: int, gather: Gather) -> None:
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
             with gather(parameters) as writes:
                 if writes:
-                    with _in_fp32(parameters):
+                    with _in_fp32(parameters, only):
                         owner._init_weights(module)
 
 
@@ -139,8 +204,10 @@ def _bottom_up(
 
 
 @contextmanager
-def _in_fp32(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+def _in_fp32(parameters: Sequence[torch.nn.Parameter], only: Collection[torch.nn.Parameter] | None) -> Iterator[None]:
     """Inside, the parameters are FP32 on the CPU; on leaving they are rounded back to their own dtype and device.
+
+    only: those that keep what was written; the others are as before. None: all.
 
     Drawing in 16 bits or on another device would give different numbers for the same seed.
     """
@@ -152,11 +219,12 @@ def _in_fp32(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
         yield
     finally:
         for parameter, original in originals:
-            original.copy_(parameter.data)
+            if only is None or parameter in only:
+                original.copy_(parameter.data)
             parameter.data = original
 
 
-def _saved_config(section: ModelSection) -> PretrainedConfig:
+def _saved_config(section: ModelSection, model_class: str) -> PretrainedConfig:
     name = str(section.name_or_path)
     looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
     if looks_local:
@@ -167,21 +235,24 @@ def _saved_config(section: ModelSection) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"model.name_or_path = {section.name_or_path}: {one_line(error)}") from error
-    _check_keys(section.config, config)
+    _check_keys(section.config, config, model_class)
     config.update(section.config)
     return config
 
 
-def _new_config(section: ModelSection, vocab_size: int, sequence_length: int) -> PretrainedConfig:
+def _new_config(
+    section: ModelSection, model_class: str, decided: Mapping[str, Any], sequence_length: int
+) -> PretrainedConfig:
+    """decided: arguments that data and task decide, unless the section does."""
     architecture = str(section.architecture)
-    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known, kind = getattr(transformers, model_class)._model_mapping._model_mapping, KINDS[model_class]
     if architecture not in known:
         near = difflib.get_close_matches(architecture, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "use a Hugging Face model_type with a causal language model"
-        raise UserError(f"model.architecture = {architecture}: transformers has no such causal language model; {hint}")
+        hint = f"did you mean {near[0]}?" if near else f"use a Hugging Face model_type with a {kind}"
+        raise UserError(f"model.architecture = {architecture}: transformers has no such {kind}; {hint}")
     defaults = AutoConfig.for_model(architecture)
-    _check_keys(section.config, defaults)
-    given = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    _check_keys(section.config, defaults, model_class)
+    given = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **decided}
     if hasattr(defaults, "max_position_embeddings"):
         given["max_position_embeddings"] = sequence_length
     try:
@@ -190,20 +261,20 @@ def _new_config(section: ModelSection, vocab_size: int, sequence_length: int) ->
         raise UserError(f"model.config = {section.config}: {architecture} refuses it: {one_line(error)}") from error
 
 
-def _is_read(key: str, config: PretrainedConfig) -> bool:
+def _is_read(key: str, config: PretrainedConfig, model_class: str) -> bool:
     """Whether the architecture's code reads a key that its config class does not have, as many do head_dim."""
-    model = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model = getattr(transformers, model_class)._model_mapping.get(type(config), None)
     if not isinstance(model, type):
         return False
     source = inspect.getsource(sys.modules[model.__module__])
     return re.search(rf'getattr\((?:self\.)?config, "{re.escape(key)}"', source) is not None
 
 
-def _check_keys(given: dict, config: PretrainedConfig) -> None:
+def _check_keys(given: dict, config: PretrainedConfig, model_class: str) -> None:
     """Refuse unknown keys, which transformers silently keeps as attributes."""
     known = {*config.to_dict(), *config.attribute_map}
     for key in given:
-        if key not in known and not _is_read(key, config):
+        if key not in known and not _is_read(key, config, model_class):
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see that architecture's Hugging Face config"
             raise UserError(f"model.config.{key}: a {config.model_type} config has no such key; {hint}")

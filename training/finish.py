@@ -8,6 +8,7 @@ from config.cli import DIVERGED, DONE, PREEMPTED, UNSAVED
 from config.errors import one_line
 from config.printable import printable
 from config.redact import redact
+from config.task import ENCODER_TASKS
 from data.prepare import Corpus
 from data.tokenizer import load_tokenizer
 from modeling.generate import sample_text
@@ -41,7 +42,7 @@ def finish(parts: Parts, corpus: Corpus, ending: Ending) -> None:
 def _sample(parts: Parts, corpus: Corpus) -> str | None:
     """Text from the model; None where none is configured, or a rank cannot read the tokenizer. A collective."""
     generate, tokenizer, problem = parts.resolved.config.generate, None, None
-    if not generate.tokens:
+    if not generate.tokens or parts.resolved.config.task in ENCODER_TASKS:
         return None
     try:
         tokenizer = load_tokenizer(corpus.tokenizer_folder)

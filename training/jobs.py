@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from config.child_jobs import LAUNCHER_VARIABLES, by_interpreter, error_line
@@ -41,8 +42,25 @@ def default_processes() -> int:
     return torch.cuda.device_count() or 2
 
 
-def launch(program: Sequence[str], *, processes: int, log: Path, launcher: Sequence[str] = ()) -> int:
+def launch(
+    program: Sequence[str], *, processes: int, log: Path, launcher: Sequence[str] = (), seconds: float | None = None
+) -> int:
     """Run `program` to its end and return the launcher's exit code, which may be 1 for every failure of the program.
+
+    As `start`. seconds: after which the job is killed with all that it started, and subprocess.TimeoutExpired raised.
+    """
+    job = start(program, processes=processes, log=log, launcher=launcher)
+    try:
+        return job.wait(seconds)
+    except BaseException:
+        kill(job)
+        raise
+
+
+def start(
+    program: Sequence[str], *, processes: int, log: Path, launcher: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """Start `program` and return at once.
 
     program: a script and its arguments, or ("-m", module, arguments ...). launcher: a command such as
     ("deepspeed", "--hostfile", "hosts"), which then says where and on how many processes; else torchrun, here.
@@ -62,18 +80,37 @@ def launch(program: Sequence[str], *, processes: int, log: Path, launcher: Seque
         output.flush()
         command = by_interpreter(command, environment["PATH"])
         try:
-            job = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
+            return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         except FileNotFoundError as error:
             raise UserError(f"--launch: there is no program {launcher[0]}; install it or give another") from error
-    return job.returncode
 
 
-def train(arguments: Sequence[str], folder: Path, name: str, *, processes: int) -> tuple[int, Path, list[Event]]:
-    """Run train.py to its end as the run `folder`/runs/`name`: its exit code, its log and its events."""
+def kill(job: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to a job and to all that it started, in whatever session: launchers put ranks into their own."""
+    import psutil  # only here
+
+    try:
+        everyone = psutil.Process(job.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        everyone = []
+    for process in (job, *everyone):  # the launcher first: it would report and restart its ranks
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    job.wait()
+
+
+def train(
+    arguments: Sequence[str], folder: Path, name: str, *, processes: int, seconds: float | None = None
+) -> tuple[int, Path, list[Event]]:
+    """Run train.py to its end as the run `folder`/runs/`name`: its exit code, its log and its events. As `launch`."""
     log, events = folder / "logs" / f"{name}.log", folder / "runs" / name / "events.jsonl"
-    program = [*TRAIN, *arguments, f"run.dir={folder / 'runs'}", f"run.name={name}"]
-    code = launch(program, processes=processes, log=log)
+    code = launch(training_program(arguments, folder, name), processes=processes, log=log, seconds=seconds)
     return code, log, list(read_events(events)) if events.exists() else []
+
+
+def training_program(arguments: Sequence[str], folder: Path, name: str) -> list[str]:
+    """train.py and its arguments, for the run `folder`/runs/`name`."""
+    return [*TRAIN, *arguments, f"run.dir={folder / 'runs'}", f"run.name={name}"]
 
 
 def shorten(config: Config, steps: int) -> list[str]:

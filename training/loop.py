@@ -26,7 +26,8 @@ class Ending:
 def train(parts: Parts, progress: Progress) -> Ending:
     """Train from `progress` until the planned steps are done, the guard says stop, or a stop is requested.
 
-    The last state is saved as a checkpoint, unless no step was made or the ending says that the save failed.
+    The last state is saved as a checkpoint, unless no step was made, `checkpoint.at_end` is off and all steps are done,
+    or the ending says that the save failed.
     """
     config, saves, problem = parts.resolved.config, parts.checkpoints, None
     planned = config.run.steps
@@ -46,11 +47,14 @@ def train(parts: Parts, progress: Progress) -> Ending:
             return Ending(progress, UNSAVED if problem else PREEMPTED, problem or parts.preemption.reason)
         validation_loss = None
         if _due(config.evaluate.every_steps, progress.step, planned):
-            validation_loss = parts.engine.evaluate(parts.validation())
+            evaluation = parts.engine.evaluate(parts.validation())
             by_source = {name: parts.engine.evaluate(own) for name, own in parts.validation_by_source().items()}
-            record_evaluation(parts.record, progress, validation_loss, by_source)
+            record_evaluation(parts.record, progress, evaluation, by_source)
+            validation_loss = evaluation.loss
         if progress.step == planned:
-            problem = save_now(parts, progress, validation_loss)
+            if config.checkpoint.at_end:
+                start_save(parts, progress, validation_loss)
+            problem = record_saves(parts)
         elif _due(config.checkpoint.every_steps, progress.step, planned):
             start_save(parts, progress, validation_loss)
         if saves.failures >= config.checkpoint.max_failures:
@@ -63,9 +67,9 @@ def start_save(parts: Parts, progress: Progress, validation_loss: float | None =
     parts.checkpoints.start_save(parts.engine, parts.state_dict(progress), validation_loss)
 
 
-def save_now(parts: Parts, progress: Progress, validation_loss: float | None = None) -> str | None:
+def save_now(parts: Parts, progress: Progress) -> str | None:
     """Save a checkpoint and wait for it; the error, or None."""
-    start_save(parts, progress, validation_loss)
+    start_save(parts, progress)
     return record_saves(parts)
 
 

@@ -9,7 +9,7 @@ from precision.findings import Finding
 from precision.guard import Guard
 from precision.regions import Regions
 
-_WIDTH = {"fp16": 0, "bf16": 1, "fp32": 2}
+_WIDTH = {"fp8": 0, "fp16": 1, "bf16": 2, "fp32": 3}
 Causes = Sequence[tuple[int, Finding]]
 
 
@@ -33,19 +33,22 @@ class Promotions:
             regions.load_state_dict(state["regions"])
 
 
-def promotable(regions: Regions | None, causes: Causes, *, to: str) -> list[str]:
-    """The precision regions in which the causes lie and that are narrower than `to`.
+def promotable(regions: Regions | None, causes: Causes, *, to: str) -> tuple[list[str], str]:
+    """The precision regions in which the causes lie and that are narrower than `to`, and the dtype they should go to.
 
-    Without a cause (an overflow that no rank could trace) all FP16 regions.
+    Those in FP8 go to BF16 first, and by themselves. Without a cause (an overflow that no rank could trace) all FP16
+    regions.
     """
     if regions is None:
-        return []
+        return [], to
     dtypes = regions.dtypes
     narrower = [name for name, compute in dtypes.items() if _WIDTH[compute] < _WIDTH[to]]
     if not causes:
-        return [name for name in narrower if dtypes[name] == "fp16"]
+        return [name for name in narrower if dtypes[name] == "fp16"], to
     causing = {finding.module for _, finding in causes}
-    return [name for name in narrower if any(_related(name, module) for module in causing)]
+    blamed = [name for name in narrower if any(_related(name, module) for module in causing)]
+    eight_bit = [name for name in blamed if dtypes[name] == "fp8"]
+    return (eight_bit, "bf16") if eight_bit else (blamed, to)
 
 
 def promote(regions: Regions, promotions: Promotions, modules: Sequence[str], *, to: str, step: int) -> None:

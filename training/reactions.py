@@ -39,8 +39,7 @@ def react(parts: Parts, progress: Progress, judgement: Judgement, causes: Causes
     refused_at = progress
     if judgement.verdict is Verdict.PROMOTE:
         assert parts.engine.regions is not None
-        to = parts.resolved.config.guard.promote_to
-        modules = promotable(parts.engine.regions, causes, to=to)
+        modules, to = promotable(parts.engine.regions, causes, to=parts.resolved.config.guard.promote_to)
         promote(parts.engine.regions, parts.promotions, modules, to=to, step=progress.step)
         further = {"promoted_to": to}
     if judgement.verdict is Verdict.ROLLBACK:

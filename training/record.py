@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from precision.step_health import Health
 from tracking.record import Record
 from training.checkpoint.outcome import Saved
 from training.engine import Engine
-from training.engine.health import Update
+from training.engine.health import Evaluation, Update
 from training.progress import Progress
 from training.promotions import Causes
 
@@ -38,6 +37,8 @@ def record_step(
     for fault in engine.faults.due(batch.position + 1):
         record.event("fault", **where, kind=fault.kind, rank=fault.rank, module=fault.module)
     further: dict[str, Any] = {}
+    if health.metrics:
+        further["metrics"] = health.metrics
     if batch.labels_by_source is not None:
         further["labels_by_source"] = batch.labels_by_source
     record.event(
@@ -118,12 +119,14 @@ def record_incident(
 
 
 def record_evaluation(
-    record: Record, progress: Progress, loss: float, by_source: dict[str, float] | None = None
+    record: Record, progress: Progress, whole: Evaluation, by_source: dict[str, Evaluation] | None = None
 ) -> None:
-    """The `eval` event. loss: nats per label token of the validation set; by_source: of each source of a mixture."""
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    further = {"by_source": by_source} if by_source else {}
-    record.event("eval", step=progress.step, tokens=progress.tokens, loss=loss, perplexity=perplexity, **further)
+    """The `eval` event. whole: of the validation set; by_source: of each source of a mixture."""
+    further: dict[str, Any] = {"metrics": whole.metrics} if whole.metrics else {}
+    if by_source:
+        further["by_source"] = {name: evaluation.loss for name, evaluation in by_source.items()}
+    where = {"step": progress.step, "tokens": progress.tokens}
+    record.event("eval", **where, loss=whole.loss, perplexity=whole.perplexity, **further)
 
 
 def record_checkpoint(record: Record, saved: Saved) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator
@@ -18,23 +17,26 @@ import torch
 from transformers import PretrainedConfig
 
 from config.resolved import Resolved
-from config.schema import ModelSection
+from config.schema import Config
+from config.task import ENCODER_TASKS
 from data.corpus import Corpus
-from data.documents import Documents
 from data.loader import Batch, Batches, validation_batches
 from data.row_shards import RowShards
 from data.shards import TokenShards
-from modeling.build import attention_of, count_parameters, model_config
+from modeling.build import attention_of, count_parameters, without_dropout
 from tracking.crash import Crash
 from tracking.run_dir import RunDir
 from tracking.run_lock import created_and_locked
 from training import distributed
 from training.checkpoint.checkpoints import Checkpoints
-from training.checkpoint.manifest import file_sha256
 from training.checkpoint.retention import Retention
 from training.distributed import World
 from training.engine import Engine, build_engine
-from training.tasks.task import prepare
+from training.references import add_references
+from training.tasks.shape import settle_labels, shape_of_model
+from training.tasks.targets import documents_of
+from training.tasks.task import prepare, task_of
+from training.teacher import prepare_teacher, weights_identity
 from training.watchdog import watch
 
 
@@ -50,7 +52,10 @@ class Session:
     batches: Batches
     """At the start of the data order."""
     base: str | None = None
-    """What an adapter is of: sha256 of the model's files, or a hub's revision. None without an adapter."""
+    """What an adapter is of, or the reference of preferences: sha256 of the model's files, or a hub's revision. None
+    where a run starts from it and needs it no more."""
+    teacher: str | None = None
+    """The same of the teacher of a distillation; None without one."""
 
     def validation(self) -> Iterable[Batch]:
         """The validation set's batches, from its start; `evaluate.batches` of them."""
@@ -78,9 +83,11 @@ class Session:
             "data.document_masking": config.keeps_documents_apart,
             "batch.global_size": self.resolved.batch.global_size,
             "task": config.task,
+            "what is predicted": _predicted(config),
             "run.seed": config.run.seed,
-            "adapter": json.dumps(dataclasses.asdict(config.adapter)) if self.base is not None else None,
+            "adapter": json.dumps(dataclasses.asdict(config.adapter)) if config.adapter.kind != "none" else None,
             "the base model": self.base,
+            "the teacher": self.teacher,
             "world size": self.resolved.world_size,
             "ZeRO stage": self.resolved.zero_stage,
             "precision.compute": self.resolved.compute,
@@ -121,32 +128,40 @@ def session(
 
             ends.enter_context(watch.watched(world, write_end))
         corpus = corpus or prepare(config, progress=resolved.rank == 0)
-        shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+        config = settle_labels(config, corpus)
+        resolved = replace(resolved, config=config)
+        shape = shape_of_model(config, corpus)
+        quiet = without_dropout(shape, kept=config.model.config) if config.task == "dpo" else []
         if trains:
             ends.enter_context(locked_run_dir(resolved, world))
             owned.append(True)
+        vocabulary = shape.get_text_config().vocab_size
+        corpus, teacher = prepare_teacher(resolved, corpus, world, vocabulary=vocabulary)
         engine = build_engine(resolved, shape, world)
+        if quiet:
+            engine.notes.append(f"dropout of the model is off, as the reference has none: {', '.join(quiet)}")
         resolved = _with_attention(resolved, attention_of(engine.model))
         if not joined:
             ends.callback(engine.close)
         seed_everything(config.run.seed + world.rank)
-        adapted = config.adapter.kind != "none"
+        needed = config.model.name_or_path is not None and (config.adapter.kind != "none" or config.task == "dpo")
+        base = None
+        if needed:
+            name, commit = str(config.model.name_or_path), getattr(shape, "_commit_hash", None)
+            base = world.from_main(weights_identity(name, commit) if world.is_main else None)
         cut = batch_shape(resolved, corpus)
+        if config.precomputes_reference:
+            engine.notes += add_references(corpus, engine, resolved, base=base)
         batches = Batches(corpus.train, seed=config.run.seed, mixture=corpus.mixture, **cut)
         ends.callback(batches.close)
-        base = world.from_main(base_identity(config.model, shape) if world.is_main else None) if adapted else None
-        yield Session(resolved, corpus, shape, world, engine, batches, base)
+        yield Session(resolved, corpus, shape, world, engine, batches, base, teacher)
 
 
-def base_identity(model: ModelSection, shape: PretrainedConfig) -> str:
-    """What identifies a base model: sha256 over its weight files, or the revision of a hub's."""
-    folder = Path(str(model.name_or_path)).expanduser()
-    if not folder.is_dir():
-        return f"{model.name_or_path}@{getattr(shape, '_commit_hash', None)}"
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
-        digest.update(f"{path.name}\0{file_sha256(path)}\0".encode())
-    return f"sha256:{digest.hexdigest()}"
+def _predicted(config: Config) -> str | None:
+    """What decides an encoder's labels; None of other tasks."""
+    if config.task not in ENCODER_TASKS:
+        return None
+    return json.dumps(dataclasses.asdict(config.classify if config.task == "classify" else config.mlm))
 
 
 def _with_attention(resolved: Resolved, attention: str) -> Resolved:
@@ -158,9 +173,9 @@ def _with_attention(resolved: Resolved, attention: str) -> Resolved:
 def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:
     """How this rank's batches are cut: arguments of the data loader."""
     config = resolved.config
-    one_row = config.model.attention.startswith("flash_attention")  # whose kernels take documents of any length
     return {
-        "documents": Documents(corpus.end_of_document, one_row=one_row) if config.keeps_documents_apart else None,
+        "make_batch": task_of(config).make_batch(config, corpus),
+        "documents": documents_of(config, corpus),
         "sequence_length": config.data.sequence_length,
         "global_size": resolved.batch.global_size,
         "micro_size": resolved.batch.micro_size,

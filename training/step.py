@@ -53,7 +53,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
         telemetry.measure()
 
     # Judge the step before the optimizer sees it, then apply its gradients or discard them.
-    modules = promotable(engine.regions, causes, to=config.guard.promote_to)
+    modules, _ = promotable(engine.regions, causes, to=config.guard.promote_to)
     judgement = guard.judge(health, can_promote=bool(modules), can_roll_back=parts.checkpoints.any_saved)
     rate = scheduled_rate(config, progress.applied) * guard.lr_factor
     apply = judgement.verdict is Verdict.STEP

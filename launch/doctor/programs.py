@@ -114,19 +114,22 @@ from pathlib import Path
 from config.load import load_config
 
 try:
-    section = load_config(Path(given["config"]), given["overrides"], None).model
+    config = load_config(Path(given["config"]), given["overrides"], None)
 except UserError as error:
     answer["config"] = str(error)
 if given["count"] and not answer["config"]:
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
+    from config.task import model_class_of
     from modeling.build import count_parameters, model_config
 
     try:
-        if section.architecture is None:
+        if config.model.architecture is None:
             raise UserError("a model that has to be fetched is not counted")
+        kind, sizes = model_class_of(config), {"vocab_size": 32000, "sequence_length": 128}
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config(section, vocab_size=32000, sequence_length=128))
+            shape = model_config(config.model, model_class=kind, **sizes)
+            model = getattr(transformers, kind).from_config(shape)
         answer["parameters"] = count_parameters(model)
     except (UserError, OSError, ValueError) as error:
         answer["uncounted"] = str(error).splitlines()[0][:200]

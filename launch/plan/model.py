@@ -13,6 +13,7 @@ from typing import Any
 
 from config.errors import UserError, one_line
 from config.schema import Config
+from config.task import ENCODER_TASKS
 
 _BYTES_VOCABULARY = 257  # data.tokenizer = bytes: 256 bytes and the end of a document
 
@@ -70,6 +71,8 @@ def read_shape(config: Config) -> Shape:
 
     Raises UserError: the architecture is unknown, its config is refused, or the vocabulary cannot be determined.
     """
+    if config.task in ENCODER_TASKS:
+        raise UserError(f"task = {config.task}: is not planned; only causal language models are")
     return shape_of(_hugging_face_config(config), trust_remote_code=config.model.trust_remote_code)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from config.child_jobs import by_interpreter
 from config.cli import REPOSITORY
 from config.launcher import RankEnv, launch_command
+from tests.support.launches import finish
 
 OWN = str(Path(sys.executable).parent)
 RANK_0 = RankEnv(rank=0, world_size=2, local_rank=0)
@@ -40,8 +40,9 @@ def test_other_programs_and_those_of_other_environments_stay(tmp_path: Path) -> 
 
 def test_the_modules_are_there_to_be_started() -> None:
     for launcher in (["deepspeed"], ["torchrun"], ["accelerate", "launch"]):
-        done = subprocess.run([*by_interpreter(launcher, OWN), "--help"], capture_output=True, text=True, check=False)
-        assert done.returncode == 0 and "usage:" in done.stdout.lower(), done.stderr
+        interpreter, *module = by_interpreter(launcher, OWN)
+        assert interpreter == sys.executable
+        assert "usage:" in finish(["python", *module, "--help"]).lower()
 
 
 def test_the_command_that_resumes_names_train_py_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ PARTS_OF_TOOLS = {
     "training.benchmark.peers.titan_loop",
     "training.benchmark.peers.trainer_loop",
     "training.benchmark.split",
+    "training.gpu_check.machine",
 }
 LOAD_DEEPSPEED = {
     "training.analyze.survey",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from config.cli import REPOSITORY
+from tests.support.launches import start
 
 
 def torchrun(program: Path, *arguments: str) -> tuple[int, str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
-    command = [*launch, str(program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY)
-    return done.returncode, done.stderr
+    launch = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
+    job = start([*launch, str(program), *arguments])
+    output, _ = job.communicate(timeout=120)
+    return job.returncode, output
 
 
 def test_ranks_tell_of_a_mistake_once_whoever_meets_it(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ TEXT = PLAIN_TEXT | st.sampled_from([*AMBIGUOUS, "a: b", "- x"])
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 @given(config=section_strategy(Config))
 def test_what_is_written_reads_back_equal(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

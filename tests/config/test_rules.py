@@ -39,6 +39,27 @@ REFUSED = [
     (["profile={start: 101, steps: 1}"], "profile.start = 101 is after the last step, run.steps = 100"),
     (["schedule.warmup_steps=101"], "schedule.warmup_steps = 101 is more than run.steps = 100"),
     (["schedule={name: wsd, warmup_steps: 90}"], "schedule.decay_fraction = 0.2 of run.steps = 100 leaves no room"),
+    (["task=distill"], "distill.teacher is missing for task = distill; name a model folder or a hub id"),
+    (["task=distill", "distill.teacher=./gone"], "distill.teacher = './gone' is not a folder"),
+    (["distill.teacher=gpt2"], "distill.teacher = gpt2 is only read by task = distill"),
+    (["task=distill", "distill={teacher: gpt2, beta: 0.1}"], "distill.beta = 0.1 is only read by distill.loss = jsd"),
+    (
+        ["task=distill", "distill={teacher: gpt2, temperature: 0}"],
+        "distill.temperature = 0.0 is out of range; it must be above 0",
+    ),
+    (["task=distill", "distill={teacher: gpt2, loss: kl}"], "distill.loss = 'kl' is not one of forward_kl"),
+    (
+        ["task=distill", "distill.teacher=gpt2", "data.train_on=all"],
+        "data.train_on = 'all' is only read by task = distill of rows; remove it, or name their form as data.format",
+    ),
+    (
+        ["task=distill", "distill={teacher: gpt2, top_k: 8}", "model.compile=true"],
+        "model.compile cannot be combined with distill.top_k = 8",
+    ),
+    (
+        ["task=distill", "distill={teacher: gpt2, top_k: 8}", "data={source: auto, sources: [{path: a.txt}]}"],
+        "distill.top_k = 8 is not made for data.sources; set it to 0",
+    ),
     (["precision.path=manifest"], "precision.manifest is missing for precision.path = manifest"),
     (
         ["precision.path=manifest", "precision.manifest=m.json", "precision.compute=bf16"],

@@ -34,6 +34,7 @@ def test_the_text_is_as_long_as_was_asked(texts: Path, tmp_path: Path, megabytes
     assert megabytes * 1e6 - 3 <= len(written.encode()) <= megabytes * 1e6
 
 
+@pytest.mark.slow
 def test_rows_and_json(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.json"
     options = ["--path", str(texts), "--tokenizers", "bpe:300", "--megabytes", "0.05", "--processes", "1"]

@@ -71,6 +71,7 @@ def test_nothing_that_can_be_written(tmp_path: Path, monkeypatch) -> None:
         cache_folder(DataSection(), "f", say=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("home", ["/proc/none", "~"])
 def test_a_stream_of_local_files_opens_without_a_home(tmp_path: Path, home: str) -> None:
     """`datasets` makes a folder in HOME for any stream."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.packing import best_fit, one_each
+from data.packing import best_fit, by_number
 
 
 @given(st.lists(st.integers(1, 50), max_size=200))
@@ -36,6 +36,6 @@ def test_what_does_not_fit_is_an_error() -> None:
         best_fit(np.array([1, 11]), 10)
 
 
-def test_one_each() -> None:
-    rows, ends = one_each(3)
+def test_by_number() -> None:
+    rows, ends = by_number(3)
     assert (rows.tolist(), ends.tolist()) == ([0, 1, 2], [1, 2, 3])

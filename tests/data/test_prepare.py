@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +22,10 @@ from data.encode import is_validation
 from data.prepare import corpus_fingerprint, prepare
 from data.sources import open_source
 from data.tokenizer import load_tokenizer
+from tests.support.launches import finish, start
 
-# Run as `python -c`: says ready, waits for a line, prepares argv[1] into argv[2], spending argv[3] seconds more than
-# needed before it publishes, and prints the fingerprint and how often this process prepared.
+# A program: prepares argv[1] into argv[2], spending argv[3] seconds more than needed before it publishes, and prints
+# the fingerprint and how often this process prepared.
 PREPARE = """
 import sys
 import time
@@ -36,19 +34,15 @@ from config.schema import DataSection
 if __name__ == "__main__":
     data.prepare.BATCH_CHARACTERS = 2000
     fill, filled = data.prepare._fill, []
-    def counted(*arguments):
+    def counted(*arguments, **named):
         filled.append(1)
-        fill(*arguments)
+        fill(*arguments, **named)
         time.sleep(float(sys.argv[3]))
     data.prepare._fill = counted
     section = DataSection(source="text", path=sys.argv[1], cache_dir=sys.argv[2], tokenizer="bytes", workers=2)
-    print("ready", flush=True)
-    sys.stdin.readline()
     corpus = data.prepare.prepare(section, progress=True)
     print(corpus.fingerprint, len(filled))
 """
-
-QUIET: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 
 
 @pytest.fixture
@@ -137,21 +131,22 @@ def test_no_validation(section: DataSection) -> None:
 def test_kill_at_any_moment_leaves_nothing_finished_and_the_next_run_completes(section, texts, tmp_path):
     whole = prepare(replace(section, validation_fraction=0.01), progress=False)
     cache = tmp_path / "killed"
-    command = [sys.executable, "-c", PREPARE, str(texts), str(cache), "0.2"]
+    (tmp_path / "prepare.py").write_text(PREPARE, encoding="utf-8")
+    command = ["python", str(tmp_path / "prepare.py"), str(texts), str(cache), "0.2"]
     partials = 0
     for delay in (0.0, random.Random().uniform(0, 0.3), random.Random().uniform(0, 0.6)):
-        with subprocess.Popen(command, **QUIET) as process:
-            while not list(cache.glob(f"*.partial-{process.pid}")) and process.poll() is None:
-                time.sleep(0.005)
-            time.sleep(delay)
-            process.send_signal(signal.SIGKILL)
+        process = start(command)
+        while not list(cache.glob(f"*.partial-{process.pid}")) and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(delay)
+        process.kill()
+        process.communicate()
         left = list(cache.glob("*.partial-*"))
         partials += len(left)
         # Either it was killed while it prepared, or it was already done; there is nothing in between.
         assert len(left) + is_prepared(cache / whole.fingerprint) == 1
     assert partials, "no kill struck while a preparation ran"
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=120)
-    assert result.stdout.split()[1] == whole.fingerprint
+    assert finish(command).splitlines()[-1].split() == [whole.fingerprint, "1"]
     assert not list(cache.glob("*.partial-*"))
     finished = prepare(replace(section, validation_fraction=0.01, cache_dir=str(cache)), progress=False)
     assert contents(finished) == contents(whole)
@@ -182,22 +177,18 @@ def _alive(pid: int) -> bool:
 
 
 def test_two_processes_at_once_prepare_it_once(texts: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PREPARE, str(texts), str(tmp_path / "shared"), "1.5"]
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    running = [subprocess.Popen(command, **pipes, text=True) for _ in range(2)]
-    for process in running:
-        assert process.stdout.readline() == "ready\n"
-    with ThreadPoolExecutor(2) as threads:
-        finished = list(threads.map(lambda process: process.communicate("go\n", timeout=120), running))
-    answers = [out.split() for out, _ in finished]
+    (tmp_path / "prepare.py").write_text(PREPARE, encoding="utf-8")
+    command = ["python", str(tmp_path / "prepare.py"), str(texts), str(tmp_path / "shared"), "1.5"]
+    running = [start(command) for _ in range(2)]
+    finished = [process.communicate(timeout=120)[0].splitlines() for process in running]
+    answers = [lines[-1].split() for lines in finished]
     assert answers[0][0] == answers[1][0]
     assert sorted(filled for _, filled in answers) == ["0", "1"]
     # Both were asked to show progress: the one that waits sees how far the other is, and nothing else is said.
-    for _, errors in finished:
-        lines = errors.splitlines()
+    for *lines, _ in finished:
         assert lines[-1].startswith(f"data: prepared data.path={texts} in ")
         assert lines[0].startswith(("data: making the tokenizer", "data: tokenizing"))
-        assert all(line.startswith("data: ") for line in lines), errors
+        assert all(line.startswith("data: ") for line in lines), lines
 
 
 def test_waiting_ends_with_what_to_do(section: DataSection) -> None:

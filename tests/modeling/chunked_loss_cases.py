@@ -31,7 +31,7 @@ def two_steps(world: World, *, stage: int, compute: str, loss: str, overrides=()
             health = engine.health(engine.forward_backward(batch_of(world, 2, seed=step, mask=mask), step=step))
             gradients = gradients or _gradients(engine)
             rows.append((health.loss, health.grad_norm, engine.step(health, 0.01).applied))
-        evaluated = engine.evaluate([batch_of(world, 2, seed=9)])
+        evaluated = engine.evaluate([batch_of(world, 2, seed=9)]).loss
         found = {"rows": rows, "evaluated": evaluated, "gradients": gradients, "masters": masters_of(engine)}
         return found | {"chunked": engine.loss_path.chunked, "unchunked_reason": engine.loss_path.unchunked_reason}
 

@@ -37,7 +37,7 @@ def two_steps(world: World, *, stage: int, compute: str, kernels: str, overrides
                     gradients[name] = gradient.float().cpu()
             rows.append((health.loss, health.grad_norm))
             engine.step(health, 0.01)
-        evaluated = engine.evaluate([batch_of(world, MICRO, seed=9)])
+        evaluated = engine.evaluate([batch_of(world, MICRO, seed=9)]).loss
         masters = {name: master.cpu() for name, master in masters_of(engine).items()}
         gradients = {name: gradient / engine.loss_scale for name, gradient in gradients.items()}
         notes = [note for note in engine.notes if "Liger" in note]

@@ -112,6 +112,7 @@ def test_packed_documents_train_as_each_one_alone(name: str, one_row: bool) -> N
     assert_as_alone(built, ids, batch, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_flex_attention_trains_packed_documents_as_each_one_alone(name: str) -> None:

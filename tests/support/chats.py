@@ -38,6 +38,22 @@ def write_chats(path: Path, rows: int, *, seed: int = 0) -> Path:
     return path
 
 
+def write_pairs(path: Path, pairs: int, *, seed: int = 0) -> Path:
+    """A JSONL file of so many pairs of answers to a question, in lists of messages."""
+    draw = random.Random(seed)
+
+    def said(longest: int) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(1, longest)))
+
+    lines = []
+    for _ in range(pairs):
+        row = {"prompt": [{"role": "user", "content": said(12)}]}
+        row |= {side: [{"role": "assistant", "content": f"{side[0]} {said(16)}"}] for side in ("chosen", "rejected")}
+        lines.append(json.dumps(row))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
 ASKED = (("user", 5), ("assistant", 8))
 
 

@@ -116,8 +116,11 @@ def rejection_reason(result: dict[str, Any]) -> str | None:
     return None
 
 
-def table(result: dict[str, Any]) -> list[str]:
-    """Lines of the printed table: a row for the regions of one pattern and dtype, the most sensitive rows first."""
+HEAD = ("region", "count", "dtype", "of BF16's squared error", "of the FLOPs")
+
+
+def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Rows under `HEAD`: one for the regions of one pattern and dtype, the most sensitive first."""
     choices, units = result["proposal"]["choices"], result["units"]
     total = sum(unit["flops"] for unit in units) + result["other_flops"]
     rows: dict[tuple[str, str], list[tuple[str, float, float]]] = {}
@@ -131,13 +134,17 @@ def table(result: dict[str, Any]) -> list[str]:
         what = pattern if len(members) > 1 else members[0][0]
         error, flops = sum(member[1] for member in members), sum(member[2] for member in members)
         found.append((error, what, len(members), compute, flops))
-    width = max(len(what) for _, what, _, _, _ in found)
     return [
-        f"{'region':<{width}}  count  dtype  of BF16's squared error  of the FLOPs",
-        *(
-            f"{what:<{width}}  {count:>5}  {compute:<5}  {error:>23.1%}  {flops:>12.1%}"
-            for error, what, count, compute, flops in sorted(found, reverse=True)
-        ),
+        (what, str(count), compute, f"{error:.1%}", f"{flops:.1%}")
+        for error, what, count, compute, flops in sorted(found, reverse=True)
+    ]
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    width = max(len(row[0]) for row in rows)
+    return [
+        f"{region:<{width}}  {count:>5}  {dtype:<5}  {error:>23}  {flops:>12}"
+        for region, count, dtype, error, flops in rows
     ]
 
 
@@ -173,9 +180,10 @@ def _publish(out: Path, result: dict[str, Any]) -> int:
     manifest = result["proposal"]["manifest"]
     target.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     load_manifest(target)
-    write_page(out, result, reason=reason, verdict=verdict(result), table=table(result))
+    rows = table(result)
+    write_page(out, result, reason=reason, verdict=verdict(result), regions=(HEAD, *rows))
     rules = [f"{rule['match']}: {rule['reason']}" for rule in manifest["rules"]]
-    print("\n".join(map(line, [*table(result), "", *rules, "", *verdict(result)])))
+    print("\n".join(map(line, [*_aligned([HEAD, *rows]), "", *rules, "", *verdict(result)])))
     if "parity" in result:
         parity = result["parity"]
         print(f"training.parity over {parity['steps']} steps: {parity['verdict']}; see {parity['report']}")

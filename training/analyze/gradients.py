@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from data.loader import Batch
-from modeling.linear_cross_entropy import label_loss_sum
 from precision.manifest import load_manifest
 from precision.parity import NEGLIGIBLE
 from precision.regions import Regions
@@ -101,7 +100,7 @@ class Fp32Gradients:
         weight = float(scale * world.world_size / tokens)  # DeepSpeed averages over ranks
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         for index, (inputs, labels) in enumerate(batch.micro_batches(world.device)):
-            loss = label_loss_sum(engine.logits(inputs), labels)
+            loss = engine.score(inputs, labels).loss
             engine.backward(loss * weight, last=index == len(batch.input_ids) - 1)
             total += loss.detach().double()
         return float(world.sum(total) / tokens)
@@ -123,12 +122,12 @@ def under_manifest(engine: Engine, manifest: Mapping[str, Any]) -> Iterator[None
         path.write_text(json.dumps(manifest), encoding="utf-8")
         loaded = load_manifest(path)
     before.close()
-    engine.regions = Regions(engine.model, loaded)
+    engine.regions = Regions(engine.model, loaded, before.fp8)
     try:
         yield
     finally:
         engine.regions.close()
-        engine.regions = Regions(engine.model, before.manifest)
+        engine.regions = Regions(engine.model, before.manifest, before.fp8)
 
 
 def validate(

@@ -13,10 +13,11 @@ from transformers import PretrainedConfig
 from transformers.integrations import HfDeepSpeedConfig
 
 from config.resolved import Resolved
+from config.task import model_class_of
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.activation_checkpointing_budget import recompute_within_budget
 from modeling.adapter import add_adapter
-from modeling.build import Gather, build_model
+from modeling.build import Gather, build_model, drawn_notes
 from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
 from modeling.kernels import require_liger
@@ -24,6 +25,7 @@ from training.distributed import World
 from training.engine.engine import Engine
 from training.engine.kernels import choose_kernels
 from training.engine.pieces import tell_pieces
+from training.engine.teacher import Teacher
 from training.engine.weights import start_from_weights
 
 
@@ -34,20 +36,25 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         require_compilable(resolved.zero_stage)
     if config.model.kernels == "liger":
         require_liger(model_config.model_type, world.device)
+    teacher = None
+    if config.distill.teacher is not None and not config.distill.top_k:
+        teacher = Teacher(resolved, world, vocabulary=model_config.get_text_config().vocab_size)
     # transformers builds and loads the model partitioned while this object exists and is set to ZeRO-3.
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
     gather = _gather_partitioned(world) if zero3 else _no_gather
-    model = build_model(config.model, model_config, seed=config.run.seed, gather=gather)
+    model = build_model(
+        config.model, model_config, seed=config.run.seed, gather=gather, model_class=model_class_of(config)
+    )
     if config.adapter.kind != "none":
         model = add_adapter(model, config.adapter, seed=config.run.seed)
-    notes = choose_kernels(model, resolved, world)
+    notes = drawn_notes(model) + choose_kernels(model, resolved, world)
     apply_activation_checkpointing(
         model,
         config.model.activation_checkpointing,
         reentrant=config.model.checkpointing_reentrant,
         every=config.model.checkpointing_every,
     )
-    engine = Engine(model, resolved, world)
+    engine = Engine(model, resolved, world, teacher)
     tell_pieces(engine)
     engine.notes += notes
     if config.model.name_or_path is not None:
@@ -78,7 +85,7 @@ def _one_micro_batch(engine: Engine, resolved: Resolved) -> Callable[[], None]:
 
     def forward() -> None:
         engine.deepspeed.train()
-        engine.loss_path.loss_sum(inputs, inputs["input_ids"], 1.0, inspected=False)
+        engine.loss_path.score(inputs, inputs["input_ids"], 1.0, inspected=False)
 
     return forward
 

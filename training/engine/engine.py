@@ -1,9 +1,9 @@
 """THE seam to DeepSpeed: every use of its engine is here, and so are workarounds for upstream's gaps.
 
-Loss. The loss is the mean over all label tokens of the global batch. Each micro-batch contributes the sum over its own
-labels, divided by the label count of all ranks and micro-batches of the step. DeepSpeed averages gradients over ranks,
-so the sum is multiplied by the number of ranks first. So neither accumulation, nor the number of ranks, nor unevenly
-masked labels change the gradient.
+Loss. The loss is the mean over all label tokens (or pairs, or whatever the task counts) of the global batch. Each
+micro-batch contributes the sum over its own labels, divided by the label count of all ranks and micro-batches of the
+step. DeepSpeed averages gradients over ranks, so the sum is multiplied by the number of ranks first. So neither
+accumulation, nor the number of ranks, nor unevenly masked labels change the gradient.
 
 Gradient norm. `Health.grad_norm` is the global norm of the unscaled gradient before clipping, at every ZeRO stage. It
 is known before the optimizer step, so that a step can still be discarded (`training.engine.gradients`).
@@ -12,7 +12,7 @@ is known before the optimizer step, so that a step can still be discarded (`trai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from config.deepspeed.combinations import Combination, refuse_combination
 from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from data.loader import Batch
+from modeling.objectives.objective import Forward, Scored
 from modeling.parameter_groups import group_of_each
+from modeling.router_balance import METRICS, router_balance, untrained_balance
 from precision.manifest import load_manifest
 from precision.regions import Regions
 from precision.step_health import Health
@@ -36,14 +38,16 @@ from training.distributed import World, allow_fp16_on_cpu
 from training.engine.defects import Defects
 from training.engine.faults import Faults
 from training.engine.gradients import ReducedGradients
-from training.engine.health import Outcome, Update, require_equal
+from training.engine.health import Evaluation, Outcome, Update, require_equal
 from training.engine.loss import LossPath, label_tokens_of_all
 from training.engine.masters import UpdateMeter, local_states, sum_of_squares
 from training.engine.optimizer import build_optimizer, import_muon_uncompiled
-from training.engine.rng import generators
+from training.engine.rng import generators, restore_generators
+from training.engine.teacher import Teacher
 from training.engine.work_time import WorkTime, by_rank, peak_memory_bytes
 from training.loss_scaler import LossScaler
 from training.progress import START, Progress
+from training.tasks.task import objective_of
 
 
 def _by_value(stage: ZeroStageEnum, protocol: Any) -> tuple[type[ZeroStageEnum], tuple[int]]:
@@ -58,7 +62,10 @@ ZeroStageEnum.__reduce_ex__ = _by_value
 class Engine:
     """One model, its masters and its optimizer on DeepSpeed. Every method is a collective."""
 
-    def __init__(self, model: PreTrainedModel, resolved: Resolved, world: World) -> None:
+    def __init__(
+        self, model: PreTrainedModel, resolved: Resolved, world: World, teacher: Teacher | None = None
+    ) -> None:
+        """teacher: what a student learns from while it trains; closed with the engine."""
         optimizer_section = resolved.config.optimizer
         self.world = world
         self.stage = resolved.zero_stage
@@ -85,11 +92,17 @@ class Engine:
         if self._defects.unclipped:
             self.gradients.stop_clipping()
         self._work = WorkTime(world.device)
-        self.loss_path = LossPath(self.deepspeed, resolved, world.device)
+        self.objective = objective_of(resolved.config, self.model, teacher)
+        """What the task minimises."""
+        self.teacher = teacher
+        """What a student learns from while it trains; None without one."""
+        self._router = router_balance(model, resolved.config.model)
+        self.loss_path = LossPath(self.deepspeed, self.objective, resolved, world.device, self._router)
         """Whether the loss is chunked, and how it is computed."""
         problem = self.loss_path.unchunked_reason
         self.notes = [f"the loss makes all logits at once: {problem}"] if problem is not None else []
         """Decisions made while it was built, for the record."""
+        self.notes += untrained_balance(model, resolved.config.model)
         self.regions = _regions(model, resolved, stage=self.stage)
         """Precision regions of the manifest path; None on the cast path."""
         guard = resolved.config.guard
@@ -98,6 +111,7 @@ class Engine:
         self._scale_section = resolved.config.precision.loss_scale
         self._scaler: LossScaler | None = None
         self.install_scaler(None)
+        self.deepspeed.train()  # transformers loads a model for inference
 
     @property
     def model(self) -> PreTrainedModel:
@@ -132,26 +146,60 @@ class Engine:
         label_tokens = label_tokens_of_all(batch, self.world)
         weight = self.world.world_size / label_tokens
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        sums = torch.zeros(len(self.objective.sums), dtype=torch.float64, device=device)
+        routed = torch.zeros(len(METRICS) if self._router else 0, dtype=torch.float64, device=device)
+        experts = self._tokens_by_expert(batch) if self._router and len(batch.input_ids) > 1 else None
         for index, (inputs, labels) in enumerate(batch.micro_batches(device)):
             last = index == len(batch.input_ids) - 1
             with self.faults.injected(step) if last else nullcontext():
                 share = self._defects.weighted(weight, index).float()
                 factor, inspected = share * self.loss_scale, on_loss is not None
                 with self._work.measured():
-                    micro_loss = self.loss_path.loss_sum(inputs, labels, factor, inspected=inspected)
+                    micro_loss, micro_sums = self.loss_path.score(inputs, labels, factor, inspected=inspected)
                 if last:
                     micro_loss = self.faults.corrupt_loss(step, micro_loss)
                 if on_loss is not None:
                     on_loss(micro_loss)
-                self.backward(micro_loss * share, last=last)
+                loss = micro_loss * share
+                if self._router is not None:
+                    experts = self.world.sum(self._router.counts()) if experts is None else experts
+                    balance, parts = self._router.loss(experts)
+                    loss = loss + balance * self.world.world_size
+                    routed += torch.cat([parts, self._router.load(experts) / self._equal_parts(batch)])
+                self.backward(loss, last=last)
             loss_sum += micro_loss.detach().double()
-        return Outcome(loss_sum, label_tokens, before)
+            if micro_sums is not None:
+                sums += micro_sums
+        return Outcome(loss_sum, label_tokens, before, torch.cat([sums, routed]))
+
+    def _equal_parts(self, batch: Batch) -> int:
+        """How many micro-batches of all ranks have the same number of the whole step in their sums."""
+        return self.world.world_size * len(batch.input_ids)
+
+    @torch.no_grad()
+    def _tokens_by_expert(self, batch: Batch) -> torch.Tensor:
+        """(layers, experts) of the whole step, by forward passes: no gradient can be had before all counts are known.
+
+        A step of one micro-batch needs none, its own counts are all.
+        """
+        assert self._router is not None
+        before = generators(self.world.device)
+        found: Any = 0
+        for inputs, labels in batch.micro_batches(self.world.device):
+            self.loss_path.score(inputs, labels, 0.0, inspected=True)
+            found = found + self._router.counts()
+        restore_generators(before, self.world.device)
+        return self.world.sum(found)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add a micro-batch's gradients; with the `last` one of a step they are reduced over ranks. loss: () of any
         dtype, already divided by the label tokens of the step."""
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss, scale_wrt_gas=False)
+
+    def score(self, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
+        """Forward pass and summed loss of a micro-batch as the objective defines them, all logits at once."""
+        return self.objective.score(self.deepspeed, inputs, labels)
 
     def logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """(micro-batch, sequence, vocabulary): a forward pass that materializes all logits."""
@@ -177,7 +225,9 @@ class Engine:
         here = [memory, float(preempted_here), self.loss_scale, *map(float, counters), float(save_ended_here)]
         here.append(data_seconds + self._work.take())
         mine = torch.stack([outcome.loss_sum, outcome.label_tokens, norm.double()])
-        rows = self.world.gather(torch.cat([mine, self.world.numbers(here)])).tolist()
+        rows = self.world.gather(torch.cat([mine, self.world.numbers(here), outcome.sums])).tolist()
+        own = len(self.objective.sums)
+        sums = [sum(column) for column in zip(*(row[10:] for row in rows), strict=True)]
         require_equal("the gradient norm", [row[2] for row in rows])
         for column, what in (
             (5, "the loss scale"),
@@ -193,6 +243,7 @@ class Engine:
             scales_dynamically=self.scales_dynamically,
             scale_at_minimum=self.scale_at_minimum,
             memory_bytes=int(max(row[3] for row in rows)),
+            metrics=self.objective.metrics(sums[:own], rows[0][1]) | dict(zip(METRICS, sums[own:], strict=False)),
             by_rank=by_rank(memory_bytes=[row[3] for row in rows], work_seconds=[row[9] for row in rows]),
             preempted=any(row[4] for row in rows),
             save_ended=all(row[8] for row in rows),
@@ -250,17 +301,35 @@ class Engine:
             self.gradients.discard()
 
     @torch.no_grad()
-    def evaluate(self, batches: Any) -> float:
-        """Mean loss in nats over every label token of `batches` on all ranks."""
+    def evaluate(self, batches: Any) -> Evaluation:
+        """Mean loss over everything that counts in `batches` on all ranks, and the objective's metrics."""
         self.deepspeed.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        totals = torch.zeros(2 + len(self.objective.sums), dtype=torch.float64, device=self.world.device)
         for batch in batches:
             for inputs, labels in batch.micro_batches(self.world.device):
-                totals[0] += self.loss_path.loss_sum(inputs, labels, 1.0, inspected=False).double()
+                loss, sums = self.loss_path.score(inputs, labels, 1.0, inspected=False)
+                totals[0] += loss.double()
+                if sums is not None:
+                    totals[2:] += sums
             totals[1] += batch.label_tokens
         self.deepspeed.train()
-        loss, tokens = self.world.sum(totals).tolist()
-        return loss / max(tokens, 1.0)
+        total, count, *sums_of_all = self.world.sum(totals).tolist()
+        mean = total / max(count, 1.0)
+        perplexity = (math.exp(mean) if mean < 700 else math.inf) if self.objective.is_label_prediction else None
+        return Evaluation(mean, perplexity, self.objective.metrics(sums_of_all, count))
+
+    @torch.no_grad()
+    def infer(
+        self, compute: Callable[[Forward, dict[str, Any]], torch.Tensor], batches: Iterable[Batch]
+    ) -> Iterator[torch.Tensor]:
+        """What `compute` makes of each micro-batch's inputs with the weights as they are now, without dropout."""
+        self.deepspeed.eval()
+        try:
+            for batch in batches:
+                for inputs, _ in batch.micro_batches(self.world.device):
+                    yield compute(self.deepspeed, inputs)
+        finally:
+            self.deepspeed.train()
 
     def save(self, folder: Path, tag: str, writer: CheckpointEngine | None = None) -> None:
         """DeepSpeed's sharded checkpoint into folder/tag, written by `writer`; without `latest` and recovery script."""
@@ -314,6 +383,8 @@ class Engine:
     def close(self) -> None:
         """Release DeepSpeed's resources, so that another engine can be built in this process."""
         self.deepspeed.destroy()
+        if self.teacher is not None:
+            self.teacher.close()
 
     def install_scaler(self, state: dict[str, Any] | None) -> None:
         """Install a loss scaler with the state from a checkpoint, or a new one; none where nothing computes in FP16."""
@@ -331,7 +402,7 @@ def _regions(model: PreTrainedModel, resolved: Resolved, *, stage: int) -> Regio
     precision = resolved.config.precision
     if precision.path != "manifest" or precision.manifest is None:
         return None
-    regions = Regions(model, load_manifest(REPOSITORY / precision.manifest))
+    regions = Regions(model, load_manifest(REPOSITORY / precision.manifest), precision.fp8)
     sixteen_bit = [compute for compute in ("bf16", "fp16") if regions.uses(compute)]
     kind = "mixed" if len(sixteen_bit) == 2 else (sixteen_bit or ["fp32"])[0]
     path = "manifest" if sixteen_bit else "cast"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,19 @@ class Outcome:
     """() float64: labels that count, over all ranks."""
     generators: Any
     """States of the random generators before the step, to run it again exactly."""
+    sums: torch.Tensor
+    """(len(objective.sums),) float64: of this rank, for the metrics; then those of routers, where they are balanced."""
+
+
+class Evaluation(NamedTuple):
+    """The validation set, or a part of it."""
+
+    loss: float
+    """Mean over everything that counts, in nats for language models."""
+    perplexity: float | None
+    """exp(loss) of language models; None of other tasks."""
+    metrics: dict[str, float]
+    """Of the task's objective, by name."""
 
 
 @dataclass(frozen=True)

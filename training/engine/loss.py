@@ -1,4 +1,4 @@
-"""How the engine computes its loss: from all logits of a micro-batch, or from chunks that are not kept."""
+"""How the engine computes its loss: as the task's objective does, or from chunks of logits that are not kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from config.errors import UserError
 from config.resolved import Resolved
 from data.loader import Batch
 from modeling.chunked_head import ChunkedHead
-from modeling.linear_cross_entropy import label_loss_sum
+from modeling.objectives.objective import Objective, Scored
+from modeling.router_balance import RouterBalance
 from training.distributed import World
 
 
@@ -25,16 +26,26 @@ def label_tokens_of_all(batch: Batch, world: World) -> torch.Tensor:
 class LossPath:
     """Summed losses of micro-batches on one DeepSpeed engine."""
 
-    def __init__(self, engine: Any, resolved: Resolved, device: torch.device) -> None:
-        """A collective where the loss is chunked: it runs two tokens through the model.
+    def __init__(
+        self,
+        engine: Any,
+        objective: Objective,
+        resolved: Resolved,
+        device: torch.device,
+        router: RouterBalance | None = None,
+    ) -> None:
+        """A collective where the loss is chunked: it runs two tokens through the model. router: watches its routers.
 
         Raises UserError where the config asks for a chunked loss and the model does not support one.
         """
-        self._engine, self._device = engine, device
+        self._engine, self._objective, self._device = engine, objective, device
+        self._forward = engine if router is None else router.watching(engine)
         self._head: ChunkedHead | None = None
         self.unchunked_reason: str | None = None
         """Why a loss that should be chunked is not; None otherwise."""
         section, model = resolved.config.model, engine.module
+        if not objective.is_label_prediction:
+            return
         tokens = resolved.batch.micro_size * resolved.config.data.sequence_length
         chunk = loss_chunk(section, tokens=tokens, vocabulary=model.config.get_text_config().vocab_size)
         if not chunk:
@@ -54,24 +65,24 @@ class LossPath:
         """Whether logits are not kept."""
         return self._head is not None
 
-    def loss_sum(
+    def score(
         self,
         inputs: dict[str, Any],
         labels: torch.Tensor,
         gradient_scale: torch.Tensor | float,
         *,
         inspected: bool,
-    ) -> torch.Tensor:
-        """Summed cross-entropy of a micro-batch in nats, a scalar. inputs, labels: as `Batch.micro_batches` gives them.
+    ) -> Scored:
+        """Forward pass and summed loss of a micro-batch. inputs, labels: as `Batch.micro_batches` gives them.
 
         gradient_scale: factor of the backward pass, the loss scale included. A hook on the output embedding measures
         logits, so all are then materialized, unless inspected: the hooks only check for values that are not finite,
         which show in the loss too; a step that goes wrong must not need more memory than others.
         """
         if self._head is None or (self._head.watched and not inspected):
-            return label_loss_sum(self._engine(**inputs, use_cache=False).logits, labels)
+            return self._objective.score(self._forward, inputs, labels)
         with self._head.loss_of(labels, gradient_scale):
-            return self._engine(**inputs, use_cache=False).logits.sum()
+            return Scored(self._forward(**inputs, use_cache=False).logits.sum())
 
     def close(self) -> None:
         """Restore the model."""

@@ -106,8 +106,10 @@ def _find(engine: Engine, folder: Path) -> dict[str, tuple[str, str]]:
     found = {}
     for name, parameter in engine.model.named_parameters():
         shape = shape_of(parameter)
-        for key in equivalent_names(engine.model, base_name(name), shape):
-            if key in shapes and shapes[key][1] == shape:
+        own = base_name(name)
+        inner = own.removeprefix(f"{engine.model.base_model_prefix}.")  # as in a folder of the model without a head
+        for key in (*equivalent_names(engine.model, own, shape), inner):
+            if name not in found and key in shapes and shapes[key][1] == shape:
                 found[name] = shapes[key][0], key
     return found
 

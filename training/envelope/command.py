@@ -30,6 +30,7 @@ from config.errors import UserError
 from config.launcher import as_launched
 from config.load import load_config
 from config.schema import Config, LossScaleSection
+from config.task import ENCODER_TASKS
 from precision.envelope import CONTROL, Bounds, Setting
 from training.envelope.report import Missing, explore_finished, write_results
 from training.envelope.worker import TRIAL_PREFIX, Study
@@ -164,6 +165,8 @@ def model_of_depth(config: Config, depth: int) -> dict[str, Any]:
     """
     from modeling.build import model_config
 
+    if config.task in ENCODER_TASKS:
+        raise UserError(f"task = {config.task}: only causal language models are measured here; remove it")
     saved, given = config.model.name_or_path, config.model.config
     shape = model_config(config.model, vocab_size=2, sequence_length=2)
     key = shape.attribute_map.get("num_hidden_layers", "num_hidden_layers")

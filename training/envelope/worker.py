@@ -159,7 +159,7 @@ def run_trial(resolved: Resolved, corpus: Corpus, world: World) -> Trial:
             losses.append(health.loss)
             why = watch.failure(health.loss, grad_norm=health.grad_norm, routine=routine, applied=update.applied)
         if why is None and corpus.validation.sequences(config.data.sequence_length):
-            validation = engine.evaluate(opened.validation())
+            validation = engine.evaluate(opened.validation()).loss
             why = None if math.isfinite(validation) else f"the validation loss is {validation}"
     return Trial(
         losses=tuple(losses),

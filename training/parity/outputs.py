@@ -26,7 +26,8 @@ SAMPLE = 65536
 class OutputErrors:
     """One step's outputs of the modules that two models share: a reference in FP32 and a candidate."""
 
-    def __init__(self, reference: torch.nn.Module, candidate: torch.nn.Module, *, world: World) -> None:
+    def __init__(self, reference: torch.nn.Module, candidate: torch.nn.Module, *, world: World | None = None) -> None:
+        """world: whose ranks each have a part of the step; None where this process has all of it."""
         regions = find_regions(reference)
         self._reference = dict(reference.named_modules())
         self._candidate = {
@@ -59,7 +60,7 @@ class OutputErrors:
         """
         order = [name for name in self._own if name in self._accumulated]
         squares = torch.stack([torch.cat([self._own[name], self._accumulated[name]]) for name in order])
-        rows = self._world.sum(squares).tolist()
+        rows = (squares if self._world is None else self._world.sum(squares)).tolist()
         return {
             "order": order,
             "own_error": {name: _ratio(*row[:2]) for name, row in zip(order, rows, strict=True)},

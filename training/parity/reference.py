@@ -7,7 +7,6 @@ the activations of a micro-batch (under the run's own activation checkpointing).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -16,24 +15,35 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from config.resolved import Resolved
+from config.task import model_class_of
 from data.loader import Batch
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.adapter import add_adapter
 from modeling.build import build_model
-from modeling.linear_cross_entropy import label_loss_sum
+from modeling.objectives.objective import Forward
+from modeling.router_balance import router_balance
 from training.distributed import World
+from training.tasks.task import objective_of
 
 
 class Reference:
     """One FP32 copy of the model, whose weights are set to a run's masters."""
 
-    def __init__(self, resolved: Resolved, shape: PretrainedConfig, world: World) -> None:
+    def __init__(
+        self, resolved: Resolved, shape: PretrainedConfig, world: World, teacher: Forward | None = None
+    ) -> None:
+        """teacher: the engine's, which a student learns from."""
         section = resolved.config.model
         self.model: PreTrainedModel = build_model(
-            section, shape, seed=resolved.config.run.seed, gather=lambda _: nullcontext(True)
+            section,
+            shape,
+            seed=resolved.config.run.seed,
+            gather=lambda _: nullcontext(True),
+            model_class=model_class_of(resolved.config),
         )
         if resolved.config.adapter.kind != "none":
             self.model = add_adapter(self.model, resolved.config.adapter, seed=resolved.config.run.seed)
+        self._objective = objective_of(resolved.config, self.model, teacher)
         apply_activation_checkpointing(
             self.model,
             section.activation_checkpointing,
@@ -42,6 +52,8 @@ class Reference:
         )
         torch.nn.Module.to(self.model, world.device)
         self._world = world
+        self._router = router_balance(self.model, section)
+        self._forward = self.model if self._router is None else self._router.watching(self.model)
 
     @torch.no_grad()
     def load(self, masters: Mapping[str, torch.Tensor]) -> None:
@@ -53,11 +65,15 @@ class Reference:
         """Mean loss over the global batch in nats, and its gradients by name, FP32. A collective."""
         device = self._world.device
         self.model.zero_grad()
+        experts = self._tokens_by_expert(batch) if self._router is not None else None
         totals = torch.tensor([0.0, float(batch.label_tokens)], dtype=torch.float64, device=device)
         tokens = self._world.sum(totals.clone())[1].clamp_(min=1.0)
         for inputs, labels in batch.micro_batches(device):
-            loss = label_loss_sum(self.model(**inputs, use_cache=False).logits, labels)
-            (loss / tokens.to(loss.dtype)).backward()
+            loss = self._objective.score(self._forward, inputs, labels).loss
+            mean = loss / tokens.to(loss.dtype)
+            if self._router is not None and experts is not None:
+                mean = mean + self._router.loss(experts)[0]
+            mean.backward()
             totals[0] += loss.detach().double()
         found = {}
         for name, parameter in self.model.named_parameters():
@@ -67,16 +83,17 @@ class Reference:
             found[name] = self._world.sum(gradient.detach())
         return float(self._world.sum(totals)[0] / tokens), found
 
+    @torch.no_grad()
+    def _tokens_by_expert(self, batch: Batch) -> torch.Tensor:
+        """(layers, experts) float64, over the whole global batch. A collective."""
+        assert self._router is not None
+        found: Any = 0
+        for inputs, labels in batch.micro_batches(self._world.device):
+            self._objective.score(self._forward, inputs, labels)
+            found = found + self._router.counts()
+        return self._world.sum(found)
+
 
 def clip_coefficient(norm: float, largest: float) -> float:
     """Factor on the gradient so that its norm is at most `largest`; 1 where `largest` is 0: no clipping."""
     return largest / (norm + 1e-6) if 0 < largest < norm else 1.0
-
-
-def has_dropout(config: Any) -> bool:
-    """Whether the architecture's config has a dropout probability above 0."""
-    values: dict[str, Any] = config.to_dict()
-    return any(
-        ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float) and math.isfinite(value) and value > 0
-        for key, value in values.items()
-    )

@@ -88,7 +88,7 @@ def _checks(checks: Sequence[dict[str, Any]]) -> str:
             _value(check, "measured"),
             ("at least " if check["at_least"] else "at most ") + _value(check, "bound"),
             "yes" if check["passed"] else "**no**",
-            text(check["where"] + (f"; {check['note']}" if check["note"] and check["passed"] else "")),
+            text("; ".join(filter(None, (check["where"], check["note"] if check["passed"] else "")))),
         )
         for check in checks
     ]
@@ -245,12 +245,15 @@ def _mark_worst(axis: Axes, order: Sequence[str], errors: dict[str, float]) -> N
     if finite and not errors[name]:
         return
     where: Any = (order.index(name), errors[name] if finite else 0.98)
+    left = where[0] < len(order) / 2  # the name stays within the panel
     axis.annotate(
         plain(name),
         where,
         xycoords="data" if finite else axis.get_xaxis_transform(),
         textcoords="offset points",
-        xytext=(6, 6 if finite else -10),
+        xytext=(6 if left else -6, 6 if finite else -10),
+        ha="left" if left else "right",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},  # may lie on the bound's line
         fontsize=9,
     )
 

@@ -30,6 +30,7 @@ from config.errors import one_line
 from config.launcher import without_accelerate
 from config.resolved import Resolved
 from data.loader import Batch, Batches
+from modeling.build import dropout_keys
 from precision.statistics import compare_gradients, master_drift, to_plain
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -46,7 +47,7 @@ from training.engine.tensors import (
     whole_weight,
 )
 from training.parity.outputs import OutputErrors
-from training.parity.reference import Reference, clip_coefficient, has_dropout
+from training.parity.reference import Reference, clip_coefficient
 from training.progress import Progress
 from training.schedule import scheduled_rate
 from training.session import session
@@ -69,7 +70,7 @@ class StepParity:
 
     def __init__(self, engine: Engine, reference: Reference, resolved: Resolved) -> None:
         self._engine, self._reference, self._resolved = engine, reference, resolved
-        self._no_dropout = has_dropout(engine.model.config)
+        self._no_dropout = bool(dropout_keys(engine.model.config))
         """Compare without dropout, whose random numbers differ between dtypes."""
 
     def step(self, batch: Batch, *, applied: int) -> dict[str, Any]:
@@ -176,7 +177,8 @@ def measure(run_dir: RunDir, resolved: Resolved, points: list[int], *, length: i
         checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
         record = Record.silent()
         parts, start = assemble(resolved, engine, batches, record=record, checkpoints=checkpoints)
-        steps = StepParity(engine, Reference(resolved, opened.model_config, opened.world), resolved)
+        reference = Reference(resolved, opened.model_config, opened.world, engine.teacher)
+        steps = StepParity(engine, reference, resolved)
         found: list[dict[str, Any]] = []
         for point in points:
             progress = start

@@ -1,5 +1,19 @@
-"""The next token of documents, which fill every sequence end to end."""
+"""Next-token prediction on documents that are packed end to end."""
 
+from transformers import PreTrainedModel
+
+from config.schema import Config
+from data.corpus import Corpus
 from data.prepare import prepare
+from modeling.objectives.label_prediction import LabelPrediction
 
-__all__ = ["prepare"]
+__all__ = ["make_batch", "objective", "prepare"]
+
+
+def objective(config: Config, model: PreTrainedModel) -> LabelPrediction:
+    """Every token is a label."""
+    return LabelPrediction()
+
+
+def make_batch(config: Config, corpus: Corpus) -> None:
+    """The loader's own batches of next tokens."""

@@ -1,7 +1,7 @@
 """What a task defines, and the one that a config names.
 
 Loop, engine, guard and checkpoints do not know which task runs: they see batches of inputs and labels, and a loss that
-is the mean over all labels of the global batch.
+is the mean over everything that counts in the global batch: labels, answers, pairs.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Protocol, cast
 
+from transformers import PreTrainedModel
+
 from config.schema import Config, DataSection
 from data.corpus import Corpus
+from data.loader import MakeBatch
 from data.mix import mixed
+from modeling.objectives.divergence import Distillation
+from modeling.objectives.objective import Forward, Objective
 
 
 class Task(Protocol):
@@ -20,10 +25,24 @@ class Task(Protocol):
     def prepare(self, data: DataSection, *, progress: bool) -> Corpus:
         """The data as sequences with labels, prepared first if need be. progress: show it. Raises UserError."""
 
+    def objective(self, config: Config, model: PreTrainedModel) -> Objective:
+        """The loss and its metrics. model: the one that is trained, whole or partitioned."""
+
+    def make_batch(self, config: Config, corpus: Corpus) -> MakeBatch | None:
+        """How samples become inputs and labels; None: each token is a label of those before it."""
+
 
 def task_of(config: Config) -> Task:
     """The module of the task that a config names."""
     return cast(Task, import_module(f"training.tasks.{config.task}"))
+
+
+def objective_of(config: Config, model: PreTrainedModel, teacher: Forward | None = None) -> Objective:
+    """What the task of a config minimises. model: the one that is trained. teacher: answers live in a distillation."""
+    objective = task_of(config).objective(config, model)
+    if isinstance(objective, Distillation):
+        objective.teacher = teacher
+    return objective
 
 
 def prepare(config: Config, *, progress: bool) -> Corpus:

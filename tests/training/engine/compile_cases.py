@@ -72,7 +72,7 @@ def looks(world: World, *, overrides: Sequence[str] = ()) -> dict[str, Any]:
                 engine.forward_backward(batch, step=1)
             engine.discard_gradients()
             calls = _calls(engine)
-            loss = engine.evaluate([batch])
+            loss = engine.evaluate([batch]).loss
             with torch.no_grad():
                 engine.model.get_submodule(SICK).weight[0, 0] = float("inf")
             outcome = engine.forward_backward(batch, step=1)
@@ -123,7 +123,7 @@ def _train(world: World, stage: int, compute: str, overrides: Sequence[str]) -> 
 
         inputs, labels = next(batch_of(world, MICRO, seed=0).micro_batches(world.device))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            engine.loss_path.loss_sum(inputs, labels, 1.0, inspected=False)
+            engine.loss_path.score(inputs, labels, 1.0, inspected=False)
         return {
             "losses": [loss for loss, _ in steps],
             "norms": [norm for _, norm in steps],

@@ -47,7 +47,7 @@ def against_separate_documents(
         plain = plain_model(resolved, masters_of(engine))
         batch = packed(world)
         health = engine.health(engine.forward_backward(batch, step=1))
-        evaluated = engine.evaluate([batch])
+        evaluated = engine.evaluate([batch]).loss
     total, tokens = torch.zeros(()), 0
     for rank in range(world.world_size):
         whole = packed(world, rank=rank)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
+from precision.manifest import load_manifest
+from precision.regions import Regions
 from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import World
 from training.engine.ledger import PrecisionError, read_ledger
@@ -32,12 +35,14 @@ def one_step(world: World, *, stage: int, compute: str, micro: int, mask: str, *
         }
 
 
-def reference_step(world: World, *, mask: str, clipping: float) -> dict[str, Any]:
+def reference_step(world: World, *, mask: str, clipping: float, manifest: str | None = None) -> dict[str, Any]:
     """The same step in plain torch, FP32, one process, the whole batch at once, no DeepSpeed."""
     resolved = resolve(world, stage=0, compute="fp32", micro=8)
     with engine_of(world, resolved) as engine:
         weights = masters_of(engine)
     model = plain_model(resolved, weights)
+    if manifest is not None:
+        Regions(model, load_manifest(Path(manifest)))
     section = resolved.config.optimizer
     optimizer = torch.optim.AdamW(parameter_groups(model, section), lr=0.001, betas=section.betas, eps=section.eps)
     batch = batch_of(world, 8, seed=1, mask=mask)

@@ -25,6 +25,7 @@ def references(solo):
     return {mask: solo.run(engine_cases.reference_step, mask=mask, clipping=1.0)[0] for mask in ("uneven", "sequences")}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("mask", ["uneven", "sequences"])
 def test_loss_norm_and_masters_do_not_depend_on_the_layout(pair, solo, references, stage, mask):
@@ -86,7 +87,7 @@ def test_half_precision_follows_fp32(pair, stage, compute):
             assert row["momentum"] == pytest.approx(reference["momentum"], rel=3e-2)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), *SHARDED])
 @pytest.mark.parametrize(("kind", "rank"), [("inf_gradient", 1), ("nan_gradient", 0)])
 def test_a_step_with_a_non_finite_gradient_changes_nothing(pair, stage, compute, kind, rank):
@@ -119,7 +120,7 @@ def test_saved_weights_become_the_masters_at_every_stage(pair, solo, tmp_path):
             assert difference(masters, expected) == 0.0
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), *SHARDED])
 def test_the_ledger_is_what_the_config_promises(pair, stage, compute):
     name = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[compute]

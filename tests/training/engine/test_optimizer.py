@@ -82,10 +82,11 @@ def test_an_optimizer_keeps_what_its_row_says_and_updates_as_its_file_says(name:
                 assert state[key].dtype == torch.float32 and state[key].shape == parameter.shape
 
 
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
 @pytest.mark.parametrize(
     ("stage", "compute"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "fp16")]
 )
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
 def test_sharded_masters_move_as_those_of_one_process_in_fp64(pair: Any, name: str, stage: int, compute: str) -> None:
     """Accumulated and clipped, over steps of different learning rates; the middle one of four is skipped."""
     for result in pair.run(optimizer_cases.sharded_steps, name=name, stage=stage, compute=compute):
@@ -145,6 +146,7 @@ def test_a_matrix_is_orthogonalized_once_and_pieces_travel_twice(pair: Any, stag
     assert sum(sum(result["sent"]) for result in results) == 2 * sum(matrices)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["lamb", "lion", "muon"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_states_in_host_memory_change_nothing(pair: Any, name: str, stage: int) -> None:

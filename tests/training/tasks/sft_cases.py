@@ -82,7 +82,13 @@ def _step(opened: Session) -> dict[str, Any]:
     health = engine.health(engine.forward_backward(batch, step=batch.position + 1))
     assert engine.step(health, RATE).applied
     rows = [row for sample in batch.sample_ids for row in train.rows_of(int(sample))]
-    return {"loss": health.loss, "grad_norm": health.grad_norm, "rows": rows, "tokens": batch.tokens}
+    return {
+        "loss": health.loss,
+        "grad_norm": health.grad_norm,
+        "rows": rows,
+        "tokens": batch.tokens,
+        "metrics": health.metrics,
+    }
 
 
 def oracle(folder: Path, rows_of_steps: list[list[int]], model: Any = None) -> dict[str, Any]:
@@ -215,7 +221,7 @@ def mixture(world: World, *, folder: Path, count: int, first: int = 0, **options
             found.append({"ids": batch.sample_ids.tolist(), "labels": batch.labels_by_source})
             mine = opened.engine.world.sum(opened.engine.world.numbers([batch.label_tokens]))
             assert int(mine) == sum(batch.labels_by_source.values()) == batch.label_tokens_of_all
-        losses = {name: opened.engine.evaluate(own) for name, own in opened.validation_by_source().items()}
+        losses = {name: opened.engine.evaluate(own).loss for name, own in opened.validation_by_source().items()}
         assert opened.corpus.mixture is not None
         return [*found, {"shares": opened.corpus.mixture.shares(), "losses": losses}]
 

@@ -29,12 +29,12 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_and_two_ranks_equal_plain_peft(pair: ProcessGroup, solo: ProcessGroup, folder: Path, kind: str) -> None:
     overrides, given = KINDS[kind]
     exact: dict[str, Any] | None = None
-    for group, stages in ((pair, (0, 1, 2, 3)), (solo, (0, 2))):
+    for group, stages in ((pair, (0, 1, 2, 3)), (solo, (2,))):
         for stage in stages:
             found, *_ = group.run(cases.steps, folder=folder, stage=stage, overrides=tuple(overrides))
             if exact is None:
@@ -46,6 +46,7 @@ def test_one_and_two_ranks_equal_plain_peft(pair: ProcessGroup, solo: ProcessGro
 LORA = "adapter={kind: lora, r: 4, alpha: 8}"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), (2, "bf16"), (3, "bf16"), (2, "fp16")])
 def test_the_base_is_held_once_in_the_compute_dtype(pair: ProcessGroup, folder: Path, stage: int, compute: str) -> None:
     both = pair.run(cases.ledger, folder=folder, stage=stage, compute=compute, overrides=(LORA,))

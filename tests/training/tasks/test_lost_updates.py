@@ -14,7 +14,7 @@ from tests.training.tasks.test_sft import folder
 __all__ = ["folder"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("stage", "compute", "overrides"),
     [

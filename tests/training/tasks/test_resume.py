@@ -28,12 +28,12 @@ OVERFLOW = ["faults=[{kind: inf_gradient, step: 3, rank: 1}]"]
 JOBS = {
     "packed, BF16, ZeRO-2": ["precision.compute=bf16", "deepspeed.stage=2"],
     "padded, FP16, ZeRO-1, an overflow": [*FP16, *OVERFLOW, "deepspeed.stage=1", "data.packing=none"],
+    "DoRA, FP16, ZeRO-2, an overflow": [*FP16, *OVERFLOW, "deepspeed.stage=2", "adapter={kind: dora, r: 4}"],
     "LoRA, BF16, ZeRO-3": [
         "precision.compute=bf16",
         "deepspeed.stage=3",
         "adapter={kind: lora, r: 4, dropout: 0.1, modules_to_save: [lm_head]}",
     ],
-    "DoRA, FP16, ZeRO-2, an overflow": [*FP16, *OVERFLOW, "deepspeed.stage=2", "adapter={kind: dora, r: 4}"],
 }
 
 
@@ -49,11 +49,11 @@ def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, fol
     whole = pair.run(cases.job, folder=str(folder), name=name, overrides=overrides, passes=None)
     broken, breaks = [{"exit_code": None}], 0
     while broken[0]["exit_code"] is None:
-        passes = draw.randrange(4, 9) if breaks < 2 else None
+        passes = draw.randrange(4, 9) if breaks < 1 else None
         broken = pair.run(cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=passes)
         breaks += broken[0]["exit_code"] is None
-    assert breaks == 2
-    assert cases.sessions_resumed(str(folder), f"{name}-broken") == 2
+    assert breaks == 1
+    assert cases.sessions_resumed(str(folder), f"{name}-broken") == 1
     assert [result["exit_code"] for result in whole] == [0, 0]
     assert broken == whole
     record = cases.last_by_step(str(folder), name)

@@ -31,6 +31,7 @@ def require_equal(found: dict[str, Any], exact: dict[str, Any]) -> None:
     assert distance(found["after"], exact["after"]) < 1e-5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 def test_one_rank_equals_plain_torch(solo: ProcessGroup, folder: Path, packing: str) -> None:
     for stage in (0, 1, 2, 3):
@@ -40,6 +41,7 @@ def test_one_rank_equals_plain_torch(solo: ProcessGroup, folder: Path, packing: 
         require_equal(found, exact)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 def test_two_ranks_equal_plain_torch(pair: ProcessGroup, folder: Path, packing: str) -> None:
     for stage in (0, 1, 2, 3):

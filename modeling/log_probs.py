@@ -1,0 +1,53 @@
+"""Log-probabilities of given tokens under logits, without an FP32 copy of all logits.
+
+A log-softmax in FP32 of 16-bit logits and its gradient would each take twice the memory of the logits. Here a chunk of
+tokens at a time is widened, in the forward pass for its log-sum-exp and again in the backward pass; what is kept are
+the logits themselves and one number for each token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_CHUNK_VALUES = 1 << 24
+"""Logits that are widened at a time."""
+
+
+def token_log_probs(logits: torch.Tensor, targets: torch.Tensor, *, ignored: int) -> torch.Tensor:
+    """log softmax(logits)[targets] in nats, 0 at ignored targets.
+
+    logits: (..., vocabulary) of any floating dtype. targets: (...) int64. Returns (...) of FP32, or FP64 where the
+    logits are. The gradient has the logits' dtype, rounded once.
+    """
+    return _TokenLogProbs.apply(logits, targets, ignored)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
+        flat, counted = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1) != ignored
+        index = targets.reshape(-1).where(counted, 0)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        sums = torch.cat([chunk.to(wide).logsumexp(-1) for chunk in flat.split(_rows(flat))])
+        found = flat.gather(1, index[:, None])[:, 0].to(wide) - sums
+        ctx.save_for_backward(logits, index, counted, sums)
+        return found.where(counted, 0).view(targets.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, index, counted, sums = ctx.saved_tensors
+        factor = gradients[0].reshape(-1).where(counted, 0)[:, None]
+        flat = logits.reshape(-1, logits.shape[-1])
+        result = torch.empty_like(flat)
+        rows = _rows(flat)
+        for start in range(0, len(flat), rows):
+            part = slice(start, start + rows)
+            chunk = (flat[part].to(sums.dtype) - sums[part, None]).exp_().mul_(-factor[part])
+            result[part] = chunk.scatter_add_(1, index[part, None], factor[part])
+        return result.view(logits.shape), None, None
+
+
+def _rows(flat: torch.Tensor) -> int:
+    return max(_CHUNK_VALUES // flat.shape[-1], 1)

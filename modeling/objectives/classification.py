@@ -1,0 +1,88 @@
+"""Labels of texts or of their words: cross-entropy, and metrics from counts by label."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from modeling.objectives.objective import Forward, Scored
+
+IGNORED = -100
+"""Label of a place that does not count; the default of torch's cross_entropy."""
+
+
+class Classification:
+    """Cross-entropy in nats, in FP32, of logits (..., labels) at labels (...).
+
+    The sums are, for each label, how often it was right, was predicted, and was there. All metrics follow from them:
+    accuracy; macro F1, the mean of 2 right / (predicted + there) over the labels that occur on either side; binary F1,
+    of the second of two labels; and Matthews' correlation, for any number of labels as in Gorodkin 2004 ("Comparing two
+    K-category assignments by a K-category correlation coefficient"), 0 where either side has one label only.
+    """
+
+    is_label_prediction = False
+
+    def __init__(self, labels: int) -> None:
+        """labels: how many there are."""
+        self._labels = labels
+        self.sums = tuple(f"{what} {label}" for what in ("right", "predicted", "there") for label in range(labels))
+
+    def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
+        """labels: (batch, 1) of sequences, or (batch, sequence) of words, int64, IGNORED where none counts."""
+        logits = forward(**inputs).logits.float()
+        logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        loss = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        counts = labels != IGNORED
+        there, predicted = labels[counts], logits.detach()[counts].argmax(-1)
+        found = [
+            torch.bincount(values, minlength=self._labels) for values in (there[there == predicted], predicted, there)
+        ]
+        return Scored(loss, torch.cat(found).double())
+
+    def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
+        """accuracy, macro_f1, matthews, and with two labels f1."""
+        labels = self._labels
+        right, predicted, there = (sums[part * labels : (part + 1) * labels] for part in range(3))
+        both = [(hits, guessed + real) for hits, guessed, real in zip(right, predicted, there, strict=True)]
+        scores = [2 * hits / total for hits, total in both if total]
+        total, agreed = sum(there), sum(right)
+        found = {"accuracy": agreed / total if total else 0.0, "macro_f1": sum(scores) / len(scores) if scores else 0.0}
+        if labels == 2:
+            found["f1"] = 2 * both[1][0] / both[1][1] if both[1][1] else 0.0
+        covariance = agreed * total - sum(a * b for a, b in zip(predicted, there, strict=True))
+        spread = (total**2 - sum(a**2 for a in predicted)) * (total**2 - sum(b**2 for b in there))
+        found["matthews"] = covariance / math.sqrt(spread) if spread > 0 else 0.0
+        return found
+
+
+class Regression:
+    """Squared error, in FP32, of one number for each text, and Pearson's correlation.
+
+    Numbers to predict are the input `targets`, FP32 whatever the model computes in; in 16 bits they would be others.
+    """
+
+    is_label_prediction = False
+    sums: tuple[str, ...] = ("count", "predicted", "there", "predicted squared", "there squared", "product")
+
+    def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
+        """labels: (batch, 1) int64, IGNORED where the row is none. inputs: with targets, (batch, 1) FP32."""
+        given = {name: value for name, value in inputs.items() if name != "targets"}
+        predicted, there = forward(**given).logits.float().reshape(-1), inputs["targets"].float().reshape(-1)
+        counts = labels.reshape(-1) != IGNORED
+        loss = torch.where(counts, (predicted - there).square(), 0.0).sum()
+        x, y = predicted.detach()[counts].double(), there[counts].double()
+        found = [counts.sum().double(), x.sum(), y.sum(), x.square().sum(), y.square().sum(), (x * y).sum()]
+        return Scored(loss, torch.stack(found))
+
+    def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
+        """pearson: 0 where either side is constant; rmse: the root of the mean squared error."""
+        n, x, y, xx, yy, xy = sums
+        if not n:
+            return {"pearson": 0.0, "rmse": 0.0}
+        spread = (n * xx - x * x) * (n * yy - y * y)
+        rmse = math.sqrt(max(xx - 2 * xy + yy, 0.0) / n)
+        return {"pearson": (n * xy - x * y) / math.sqrt(spread) if spread > 0 else 0.0, "rmse": rmse}

@@ -1,0 +1,133 @@
+"""How far a student's next-token distribution is from a teacher's, mixed with the cross-entropy of the labels.
+
+At a label, with teacher p and student q, both softmax(logits / temperature):
+
+- forward_kl: KL(p || q) = sum p (log p - log q)                                (Hinton et al. 2015, equation 1 onwards)
+- reverse_kl: KL(q || p)                                                        (Gu et al. 2024, MiniLLM)
+- jsd: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q       (Agarwal et al. 2024, GKD, section 2)
+
+The loss is (1 - ce_weight) temperature^2 divergence + ce_weight cross-entropy; the square keeps gradients of one size
+when the temperature changes (Hinton et al. 2015, section 2). All of it is computed from log-probabilities in FP32, some
+tokens at a time: in 16 bits a KL of equal logits is not 0, and softmax before log gives nan gradients.
+
+Where only the teacher's k likeliest tokens are known, all others are one outcome more, for both: its probability is
+what is left. No mass is dropped or spread; by the log-sum inequality the divergence is then at most the full one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from modeling.objectives.objective import Forward, Scored
+
+Kind = Literal["forward_kl", "reverse_kl", "jsd"]
+IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"
+"""Further inputs of a batch: (micro, sequence, k) int32 the teacher's likeliest tokens, the likeliest first;
+(micro, sequence, k + 1) FP32 their log-probabilities at the temperature, and last that of all others."""
+_IGNORED = -100
+_CHUNK_VALUES = 1 << 22
+"""Logits in a chunk, at most: 16 MiB of FP32."""
+
+
+def divergence(p: torch.Tensor, q: torch.Tensor, *, kind: Kind, beta: float = 0.5) -> torch.Tensor:
+    """Of q from p in nats. p, q: (..., outcomes) log-probabilities, FP32 or FP64 -> (...)."""
+    if kind == "forward_kl":
+        return functional.kl_div(q, p, reduction="none", log_target=True).sum(dim=-1)
+    if kind == "reverse_kl":
+        return functional.kl_div(p, q, reduction="none", log_target=True).sum(dim=-1)
+    shares = torch.tensor([beta, 1 - beta], dtype=p.dtype, device=p.device).log()
+    middle = torch.logaddexp(p + shares[0], q + shares[1])
+    ours = functional.kl_div(middle, p, reduction="none", log_target=True).sum(dim=-1)
+    theirs = functional.kl_div(middle, q, reduction="none", log_target=True).sum(dim=-1)
+    return beta * ours + (1 - beta) * theirs
+
+
+def on_likeliest(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of the outcomes `ids`, and last that of all others together.
+
+    log_probs: (tokens, vocabulary). ids: (tokens, k) int64, k below the vocabulary -> (tokens, k + 1).
+    """
+    others = log_probs.scatter(-1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    return torch.cat([log_probs.gather(-1, ids), others], dim=-1)
+
+
+def likeliest(logits: torch.Tensor, *, k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What IDS and LOG_PROBS hold. logits: (tokens, vocabulary) -> (tokens, k) int32 and (tokens, k + 1) FP32."""
+    ids, log_probs = [], []
+    for chunk in logits.split(max(1, _CHUNK_VALUES // logits.shape[-1])):
+        whole = torch.log_softmax(chunk.float() / temperature, dim=-1)
+        first = whole.topk(k, dim=-1).indices
+        ids.append(first.int())
+        log_probs.append(on_likeliest(whole, first))
+    return torch.cat(ids), torch.cat(log_probs)
+
+
+class Distillation:
+    """The loss of a student under a live teacher, or under cached log-probabilities of one."""
+
+    sums = ("kl", "label_cross_entropy", "teacher_agreement")
+    is_label_prediction = False
+
+    def __init__(self, *, kind: Kind, beta: float, temperature: float, ce_weight: float) -> None:
+        self._kind, self._beta, self._temperature, self._ce_weight = kind, beta, temperature, ce_weight
+        self.teacher: Forward | None = None
+        """Its forward pass, without gradients; None where batches bring cached log-probabilities."""
+
+    def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
+        """Forward passes of both. The sums are of KL(p || q), of the cross-entropy at temperature 1, and of labels
+        whose likeliest token is the teacher's."""
+        inputs = dict(inputs)
+        ids, log_probs = inputs.pop(IDS, None), inputs.pop(LOG_PROBS, None)
+        if ids is None:
+            if self.teacher is None:
+                raise RuntimeError("there is neither a teacher nor what one said")
+            with torch.no_grad():
+                known: tuple[torch.Tensor, ...] = (self.teacher(**inputs, use_cache=False).logits.flatten(0, 1),)
+        else:
+            known = (log_probs.flatten(0, 1), ids.flatten(0, 1))
+        logits = forward(**inputs, use_cache=False).logits.flatten(0, 1)
+        size = max(1, _CHUNK_VALUES // logits.shape[-1])
+        targets = zip(*(values.split(size) for values in known), strict=True)
+        losses, sums = [], []
+        for ours, theirs, named in zip(logits.split(size), targets, labels.flatten().split(size), strict=True):
+            loss, parts = checkpoint(
+                self._of_chunk, ours, named, *theirs, use_reentrant=False, preserve_rng_state=False
+            )
+            losses.append(loss)
+            sums.append(parts)
+        return Scored(torch.stack(losses).sum(), torch.stack(sums).sum(dim=0))
+
+    def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
+        """Means over the labels."""
+        return {name: total / max(count, 1.0) for name, total in zip(self.sums, sums, strict=True)}
+
+    def _of_chunk(
+        self, logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed loss, and (3,) float64 sums without gradient.
+
+        logits: (tokens, vocabulary). known: the teacher's logits, or with ids its log-probabilities.
+        """
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        counts = labels != _IGNORED
+        q = torch.log_softmax(logits / self._temperature, dim=-1)
+        if ids is None:
+            p, likeliest = torch.log_softmax(known.to(logits.dtype) / self._temperature, dim=-1), known.argmax(dim=-1)
+        else:
+            p, likeliest = known.to(logits.dtype), ids[:, 0].long()
+            q = on_likeliest(q, ids.long())
+        apart = divergence(p, q, kind=self._kind, beta=self._beta)
+        entropy = functional.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="none")
+        loss = (1 - self._ce_weight) * self._temperature**2 * apart
+        if self._ce_weight:
+            loss = loss + self._ce_weight * entropy
+        with torch.no_grad():
+            kl = divergence(p, q, kind="forward_kl")
+            rows = torch.stack([kl, entropy, (logits.argmax(dim=-1) == likeliest).to(kl.dtype)])
+            sums = torch.where(counts, rows, 0.0).sum(dim=1, dtype=torch.float64)
+        return torch.where(counts, loss, 0.0).sum(), sums

@@ -1,0 +1,40 @@
+"""What a task minimises: the loss of a micro-batch as a sum, and what its metrics are made of.
+
+Sums, because they can be added up over micro-batches, ranks and batches of any size: the mean of means would depend on
+how the global batch is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+Forward = Callable[..., Any]
+"""The model's forward pass: named arguments to transformers' output."""
+
+
+class Scored(NamedTuple):
+    """A micro-batch under an objective."""
+
+    loss: torch.Tensor
+    """() of FP32: summed over everything in the micro-batch that counts, such as its labels; connected to the graph
+    also where nothing counts, so that each rank takes part in every collective of the backward pass."""
+    sums: torch.Tensor | None = None
+    """(len(objective.sums),) float64 without gradient, on the loss's device; None where the objective has none."""
+
+
+class Objective(Protocol):
+    """What a module of modeling/objectives/ defines."""
+
+    sums: tuple[str, ...]
+    """Names of what is added up for the metrics, besides the loss."""
+    is_label_prediction: bool
+    """Whether the loss is the cross-entropy of the model's logits at every label, which may be computed in chunks."""
+
+    def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
+        """Forward pass and loss. inputs, labels: as `Batch.micro_batches` gives them."""
+
+    def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
+        """Metrics by name. sums: added up over any number of micro-batches; count: of what counts in them."""

@@ -1,0 +1,167 @@
+"""Rows with labels as they are prepared; every malformed file or config is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.labelled_shards import LabelledShards
+from data.loader import IGNORED_LABEL
+from data.show import main
+from tests.support.labelled import tokenizer, write_rows
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def shown(made: Path, folder: Path, *overrides: str) -> int:
+    """Exit code of `data.show` on a config for `folder`/rows.jsonl."""
+    config = folder / "run.yaml"
+    if not config.exists():
+        config.write_text(
+            f"task: classify\nmodel: {{architecture: bert}}\ndata: {{source: auto, path: {folder}/rows.jsonl, "
+            f"tokenizer: {made}, sequence_length: 40, cache_dir: {folder}/cache, validation_fraction: 0}}\n"
+        )
+    return main(["--config", str(config), *overrides])
+
+
+def test_it_prints_rows_with_their_labels(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(tmp_path / "rows.jsonl", "sequence", 30, pair=True)
+    assert shown(made, tmp_path, "data.text_pair_field=other", "--rows", "2") == 0
+    out = capsys.readouterr().out
+    first = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
+    assert f"[SEP] [{first['label']}]" in out
+    assert "--- 2: " in out
+    assert "30 rows of format labelled to train on, 0 rows held out; the longest row has" in out
+    assert "3 labels, in training: " in out
+    write_rows(tmp_path / "rows.jsonl", "token", 30)
+    assert shown(made, tmp_path, "classify.kind=token", "--rows", "1") == 0
+    first = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
+    assert capsys.readouterr().out.splitlines()[1].count(" [") == len(first["tags"])
+    write_rows(tmp_path / "rows.jsonl", "regression", 30)
+    assert shown(made, tmp_path, "classify.kind=regression", "--rows", "1") == 0
+    out = capsys.readouterr().out
+    assert f"[{json.loads((tmp_path / 'rows.jsonl').read_text().splitlines()[0])['label']:g}]" in out
+    assert "data: label is 299.9 on average, with a standard deviation of 4.6" in out
+
+
+def prepared(made: Path, folder: Path, rows: list[dict[str, Any]], *overrides: str) -> Any:
+    """The corpus of some rows."""
+    from config.load import load_config
+    from config.task import settle_task
+    from data.prepare_labelled import prepare_labelled
+
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = [f"data.path={folder}/rows.jsonl", f"data.tokenizer={made}", f"data.cache_dir={folder}/cache"]
+    given += ["task=classify", "model.architecture=bert", "data.source=jsonl", "data.sequence_length=12"]
+    (folder / "empty.yaml").write_text("run: {name: test}\n")
+    config = settle_task(load_config(folder / "empty.yaml", [*given, "data.validation_fraction=0", *overrides], None))
+    return prepare_labelled(config.data, progress=False)
+
+
+def test_labels_are_numbered_and_sorted(made: Path, tmp_path: Path) -> None:
+    from data.prepare_labelled import labels_of
+
+    corpus = prepared(made, tmp_path, [{"text": "a", "label": label} for label in (10, 9, 10, -1)])
+    assert corpus.labels == ("10", "9", "-1")
+    assert labels_of(corpus, ()) == ("-1", "9", "10")
+    assert labels_of(corpus, ("10", "-1", "9", "7")) == ("10", "-1", "9", "7")
+    mixed = prepared(made, tmp_path, [{"text": "a", "label": label} for label in (True, "no", False)])
+    assert labels_of(mixed, ()) == ("false", "no", "true")
+
+
+def test_a_word_is_labelled_at_its_first_token_and_a_long_row_is_cut(made: Path, tmp_path: Path) -> None:
+    words = ["Lossing", "a", "weights", "mask", "halfing", "gradients"]
+    row = {"tokens": words, "tags": ["A", "B", "C", "B", "D", "E"]}
+    short = {"tokens": words[:2], "tags": ["A", "B"]}
+    options = ("classify.kind=token", "data.too_long=truncate_right", "data.sequence_length=9")
+    corpus = prepared(made, tmp_path, [row, short], *options)
+    assert isinstance(corpus.train, LabelledShards)
+    found = corpus.train.labelled(0)
+    pieces = tokenizer().convert_ids_to_tokens(found.tokens)
+    assert pieces == ["[CLS]", "loss", "##ing", "a", "weight", "##s", "mask", "half", "[SEP]"]
+    said = [corpus.labels[target] if target != IGNORED_LABEL else "" for target in found.target]
+    assert said == ["", "A", "", "B", "C", "", "B", "D", ""]
+    assert corpus.counts["truncated"] == 1
+    assert corpus.train.labels.tolist() == [5, 2]
+    assert corpus.train.places.tolist() == [9, 5]
+    assert prepared(made, tmp_path, [row, short], *options[::2]).counts["dropped"] == 1
+
+
+def test_a_text_that_spells_a_control_token_stays_text(made: Path, tmp_path: Path) -> None:
+    corpus = prepared(made, tmp_path, [{"text": "a [SEP]", "label": 0}, {"text": "a", "label": 1}])
+    assert (corpus.train.labelled(0).tokens == tokenizer().sep_token_id).sum() == 1
+
+
+def row(**fields: Any) -> str:
+    return json.dumps(fields)
+
+
+GOOD = row(text="a", label="x") + "\n" + row(text="b", label="y")
+TAGS = row(tokens=["a", "b"], tags=["x", "y"])
+TOKEN, NUMBER = "classify.kind=token", "classify.kind=regression"
+BAD: list[tuple[str, str, str]] = [
+    ("", "", "holds no row. Point it at rows"),
+    ("{", "", "rows.jsonl:1: is not JSON"),
+    (row(text="a"), "", "rows.jsonl:1: label: is None, and no label: text, a whole number, or true or false"),
+    (row(text="a", label=0.5), "", "or true or false; for numbers set classify.kind=regression"),
+    (row(text="a", label=["x"]), "", "rows.jsonl:1: label: is ['x'], and no label"),
+    (row(text="a", label=""), "", "rows.jsonl:1: label: is '', and no label"),
+    (row(sentence="a", label=1), "", "rows.jsonl:1: text: is missing or no text; the row's fields are label, sentence"),
+    (row(text="", label=1), "", "rows.jsonl:1: text: is empty"),
+    (GOOD, "data.text_pair_field=other", "rows.jsonl:1: other: is missing or no text"),
+    (row(text="a", label="x"), "", "data.label_field=label: all rows have one label, so there is nothing to learn"),
+    (row(text="a " * 90, label="x"), "", "no row of 1 is left to train on: 1 dropped as longer than 40 tokens"),
+    ('{"text": "\\ud800", "label": 1}', "", "rows.jsonl:1: holds a lone surrogate"),
+    (row(tokens=["a"], tags=[]), TOKEN, "rows.jsonl:1: tags: is missing, empty or no list"),
+    (row(tokens=["a"], tags=["x", "y"]), TOKEN, "rows.jsonl:1: tags: has 2 labels for 1 words in tokens"),
+    (row(tokens=["a", ""], tags=["x", "y"]), TOKEN, "rows.jsonl:1: tokens[1]: is empty"),
+    (row(tokens=["a", 3], tags=["x", "y"]), TOKEN, "rows.jsonl:1: tokens[1]: is not a word"),
+    (row(tokens=["a"], tags=[None]), TOKEN, "rows.jsonl:1: tags[0]: is None, and no label"),
+    (TAGS, f"{TOKEN} data.tags_field=ner", "rows.jsonl:1: ner: is missing, empty or no list"),
+    (TAGS, f"{TOKEN} data.text_pair_field=x", "data.text_pair_field = 'x' is not read by classify.kind = token"),
+    (row(text="a", label="x"), NUMBER, "rows.jsonl:1: label: is 'x', and not a finite number"),
+    (row(text="a", label=True), NUMBER, "rows.jsonl:1: label: is True, and not a finite number"),
+    ('{"text": "a", "label": NaN}', NUMBER, "rows.jsonl:1: label: is nan, and not a finite number"),
+    (GOOD, f"{NUMBER} classify.labels=[x,y]", "classify.labels is not read by classify.kind = regression"),
+    (GOOD, "classify.labels=[x]", "classify.labels names one label; give two or more"),
+    (GOOD, "classify.labels=[x,x]", "classify.labels names a label twice"),
+    (GOOD, "classify.kind=pairs", "classify.kind = 'pairs' is not one of sequence, token, regression"),
+    (GOOD, "data.format=tagged", "data.format = tagged contradicts classify.kind = sequence; remove it, for labelled"),
+    (GOOD, "data.source=text", "data.source = text has no labels; give task = classify rows as jsonl or parquet"),
+    (GOOD, "data.source=stdlib data.path=null classify.kind=token", "data.source = stdlib has labels for kind ="),
+    (GOOD, "data.train_on=all", "data.train_on = 'all' is only read by task = sft"),
+    (GOOD, "data.document_masking=true", "data.document_masking = true is not read by task = classify"),
+    (GOOD, "mlm.probability=0.3", "mlm.probability = 0.3 is only read by task = mlm; remove it, or set task=mlm"),
+    (GOOD, "task=mlm classify.kind=token", "classify.kind = token is only read by task = classify"),
+    (GOOD, "task=mlm mlm.probability=0", "mlm.probability = 0"),
+    (GOOD, "model.compile=true", "model.compile = True is not verified with task = classify"),
+    (GOOD, "data.tokenizer=bpe:20", "the vocabulary must be a number from 257"),
+]
+
+
+@pytest.mark.parametrize(("content", "overrides", "problem"), BAD)
+def test_what_is_malformed_is_one_line_and_exit_code_2(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, overrides: str, problem: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(content)
+    assert shown(made, tmp_path, *overrides.split()) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("data: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: ")
+    assert problem in errors[0]
+
+
+def test_bad_rows_are_skipped_and_counted(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text("{\n" + GOOD + "\n" + row(text="a"))
+    assert shown(made, tmp_path, "data.on_bad_row=skip") == 0
+    out = capsys.readouterr().out
+    assert "2 rows of format labelled to train on, 0 rows held out, 2 skipped" in out
+    assert "first row skipped: " in out

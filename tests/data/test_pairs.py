@@ -1,0 +1,179 @@
+"""Pairs of answers: how rows become them, which of their tokens count, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from data.chat import Chat
+from data.loader import IGNORED_LABEL, NO_SAMPLE
+from data.preference_batches import REFERENCE, batches_of_pairs, lengths_of
+from data.row_formats import BadRow, read_examples, recognise
+from data.row_shards import RowShards
+from data.show import main
+from tests.support.chats import write_base, write_pairs
+
+ASKED, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
+)
+MORE = {"role": "user", "content": "d"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+        {"prompt": [ASKED], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+        {"prompt": "a", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+        {"prompt": "a", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [ASKED], "chosen": "b", "rejected": "c"},
+    ],
+)
+def test_conversations_share_their_prompt(row: dict[str, Any]) -> None:
+    assert recognise(row, "text") == "preference"
+    first, second = read_examples(row, "preference", "text")
+    assert (first.messages, second.messages) == ([ASKED, GOOD], [ASKED, BAD])
+    assert first.context == second.context == 1
+
+
+def test_texts_share_what_is_given_or_what_both_begin_with() -> None:
+    def parts(**row: str) -> list[tuple[str, str]]:
+        return [(side.prompt, side.completion) for side in read_examples(row, "preference", "text")]
+
+    assert parts(prompt="p", chosen="b", rejected="c") == [("p", "b"), ("p", "c")]
+    assert parts(chosen="a cat sat", rejected="a car") == [("a", " cat sat"), ("a", " car")]
+    assert parts(chosen="cat", rejected="car") == [("", "cat"), ("", "car")]
+
+
+MALFORMED = [
+    ({"chosen": "a"}, "rejected: is missing or null, not text"),
+    ({"chosen": "a", "rejected": 1}, "rejected: is a number, not text"),
+    ({"chosen": "a", "rejected": [BAD]}, "rejected: is a list and chosen is text; give two of a kind"),
+    ({"prompt": "p", "chosen": "a", "rejected": "a"}, "rejected: is the same as chosen"),
+    ({"prompt": 1, "chosen": "a", "rejected": "b"}, "prompt: is a number, not text"),
+    ({"prompt": "p", "chosen": "", "rejected": "b"}, "chosen: is empty"),
+    ({"chosen": [GOOD], "rejected": [BAD]}, "prompt: is missing, and chosen and rejected do not begin with the same"),
+    ({"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD]}, "rejected: is the same as chosen"),
+    ({"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD, MORE, BAD]}, "chosen: has no turn after the prompt"),
+    ({"chosen": [ASKED, GOOD], "rejected": [ASKED, MORE]}, r"rejected\[1\].role: is 'user'; an answer starts with"),
+    ({"prompt": [], "chosen": [GOOD], "rejected": [BAD]}, "prompt: is an empty list"),
+    ({"chosen": [ASKED, 1], "rejected": [ASKED, BAD]}, r"chosen\[1\]: is a number, not an object"),
+    ({"chosen": [], "rejected": [BAD]}, "chosen: is an empty list"),
+]
+
+
+@pytest.mark.parametrize(("row", "problem"), MALFORMED)
+def test_what_does_not_fit_is_named_by_its_field(row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(BadRow, match=f"^{problem}"):
+        read_examples(row, "preference", "text")
+
+
+@pytest.mark.parametrize("markers", [False, True])
+def test_only_the_answers_after_the_prompt_count(base: Path, markers: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    template = MARKED if markers else None
+    row = {"prompt": [ASKED, GOOD, MORE], "chosen": [BAD], "rejected": [GOOD]}
+    for example, answer in zip(read_examples(row, "preference", "text"), ("c", "b"), strict=True):
+        found = Chat(tokenizer, template=template, train_on="assistant").tokens(example)
+        assert tokenizer.decode(found.ids[found.trained]) == f"{answer}<|im_end|>"
+
+
+MARKED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def shards(lengths: list[tuple[int, int]]) -> RowShards:
+    """Pairs of rows of so many tokens, of which the last two are trained; token = 100 x row + place."""
+    flat = [length for both in lengths for length in both]
+    tokens = np.concatenate([100 * row + np.arange(length) for row, length in enumerate(flat)]).astype(np.uint16)
+    trained = np.concatenate([np.arange(length) >= length - 2 for length in flat]).astype(np.uint8)
+    order = {"rows": np.arange(len(flat)), "ends": np.arange(2, len(flat) + 1, 2)}
+    order |= {"lengths": np.array(flat, dtype=np.int32), "labels": np.full(len(flat), 2, dtype=np.int32)}
+    return RowShards([{"tokens": tokens, "trained": trained, "ends": np.cumsum(flat)}], order, sequence_length=64)
+
+
+def test_a_batch_of_pairs_is_padded_to_one_of_a_few_lengths() -> None:
+    assert (lengths_of(33), lengths_of(1), lengths_of(256)) == ((16, 24, 40), (8,), (64, 128, 256))
+    data = shards([(5, 9), (12, 4), (34, 20)])
+    data.columns[REFERENCE] = np.arange(3 * 3 * 2, dtype=np.float32).reshape(3, 3, 2)
+    assert data.longest.tolist() == [8, 11, 33]
+    make = batches_of_pairs(lengths_of(33))
+    ids = np.array([1, 0, 2, NO_SAMPLE])
+    batch = make(data, 7, ids, ids[None, :2])
+    assert batch.input_ids.shape == batch.further["targets"].shape == (1, 2, 2, 16)
+    assert (batch.label_tokens, batch.label_tokens_of_all, batch.tokens) == (2, 3, 11 + 3 + 4 + 8 + 33 + 19)
+    assert batch.labels.tolist() == [[0, 0]]
+    assert batch.further[REFERENCE].tolist() == [[[6.0, 7.0], [0.0, 1.0]]]
+    assert batch.input_ids[0, 1, 0].tolist() == [0, 1, 2, 3, *[0] * 12]
+    assert batch.further["targets"][0, 1, 0].tolist() == [*[IGNORED_LABEL] * 2, 3, 4, *[IGNORED_LABEL] * 12]
+    other = make(data, 7, ids, ids[None, 2:])
+    assert other.input_ids.shape == (1, 2, 2, 40)
+    assert other.labels.tolist() == [[0, IGNORED_LABEL]]
+    assert other.further[REFERENCE].tolist() == [[[16.0, 17.0], [0.0, 0.0]]]
+    assert other.first_sequences(1).label_tokens == 1
+
+
+def shown(base: Path, folder: Path, *overrides: str) -> int:
+    config = folder / "run.yaml"
+    config.write_text(
+        f"task: dpo\nmodel: {{name_or_path: {base}}}\ndata: {{source: auto, path: {folder}/pairs.jsonl, "
+        f"tokenizer: model, sequence_length: 96, cache_dir: {folder}/cache, validation_fraction: 0}}\n"
+    )
+    return main(["--config", str(config), *overrides])
+
+
+def test_show_prints_both_sides(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_pairs(tmp_path / "pairs.jsonl", 6)
+    long = {"prompt": [ASKED], "chosen": [{"role": "assistant", "content": "b " * 80}], "rejected": [BAD]}
+    with (tmp_path / "pairs.jsonl").open("a") as file:
+        file.write(json.dumps(long) + "\n")
+    assert shown(base, tmp_path, "--rows", "1") == 0
+    out = capsys.readouterr().out
+    assert out.index("--- 1, chosen: ") < out.index("--- 1, rejected: ")
+    assert "--- 2" not in out
+    assert "7 rows of format preference" in out
+    assert "6 pairs to train on, 0 held out, 1 dropped" in out
+    assert shown(base, tmp_path, "data.too_long=truncate_right") == 0
+    assert "7 pairs to train on, 0 held out, 1 truncated" in capsys.readouterr().out
+    assert shown(base, tmp_path, "data.too_long=truncate_left") == 0  # of the rejected answer nothing would be left
+    assert "6 pairs to train on" in capsys.readouterr().out
+
+
+REFUSED = [
+    ("preference.loss=hinge preference.label_smoothing=0.1", "preference.label_smoothing = 0.1 is only read by"),
+    ("preference.beta=0", "preference.beta"),
+    ("preference.reference=adapter_off", "preference.reference = adapter_off needs an adapter"),
+    ("data.format=messages", "data.format = messages is not of pairs, which task = dpo needs"),
+    ("data.train_on=all", "data.train_on = all is not read by task = dpo"),
+    ("model.loss=chunked", "model.loss = chunked is a cross-entropy"),
+    ("task=sft preference.beta=0.2", "preference.beta = 0.2 is only read by task = dpo"),
+    ("task=sft data.format=preference", "data.format = preference is of pairs of answers"),
+    ("task=sft", "is a pair of answers, which task=sft does not read; set task=dpo"),
+    ("data.document_masking=true", "data.document_masking = true: rows are not packed"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "problem"), REFUSED)
+def test_what_contradicts_itself_is_one_line(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: str, problem: str
+) -> None:
+    write_pairs(tmp_path / "pairs.jsonl", 2)
+    assert shown(base, tmp_path, *overrides.split()) == 2
+    captured = capsys.readouterr()
+    assert problem in captured.err
+    assert captured.err.strip().splitlines()[-1].startswith("error: ")

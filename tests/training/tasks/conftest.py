@@ -1,0 +1,26 @@
+"""What the tests of encoders share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.labelled import FAMILIES, write_encoder, write_rows
+from tests.training.tasks import classify_cases, mlm_cases
+from training.tasks.task import prepare
+
+
+@pytest.fixture(scope="session")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Encoders, 60 rows of each kind, and 40 documents, which the processes of a group could not prepare."""
+    folder = tmp_path_factory.mktemp("encoders")
+    for family in FAMILIES:
+        write_encoder(folder / family, family)
+    write_encoder(folder / "bare", auto="AutoModel", seed=1)
+    for kind in classify_cases.AUTO:
+        write_rows(folder / f"{kind}.jsonl", kind, 60, pair=kind != "token")
+    mlm_cases.write_text(folder / "text", 40)
+    resolved = classify_cases.resolve(folder, overrides=mlm_cases.mlm(folder, "data.workers=1"))
+    prepare(resolved.config, progress=False)
+    return folder

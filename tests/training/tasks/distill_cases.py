@@ -1,0 +1,96 @@
+"""What runs inside the processes of test_distill.py, and the oracle in plain torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from config.schema import OptimizerSection
+from modeling.parameter_groups import parameter_groups
+from tests.training.tasks.sft_cases import CLIPPING, RATE, labelled, resolve
+from training.distributed import World
+from training.session import session
+
+
+def oracle(
+    folder: Path, rows_of_steps: list[list[int]], *, kind: str, temperature: float, ce_weight: float, top_k: int
+) -> dict[str, Any]:
+    """The same steps in plain torch: one row at a time, unpadded, divergences from probabilities in FP64."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    model, teacher = (AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32) for name in NAMES)
+    model.train()
+    teacher.eval()
+    chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines()]
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, OptimizerSection(weight_decay=0.1)), lr=RATE, betas=(0.9, 0.95), eps=1e-8
+    )
+    found = []
+    for numbers in rows_of_steps:
+        rows = [labelled(tokenizer, chats[number]) for number in numbers]
+        count = sum(int((labels[1:] != -100).sum()) for _, labels in rows)
+        sums = torch.zeros(4, dtype=torch.float64)
+        for ids, labels in rows:
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].double()
+            with torch.no_grad():
+                theirs = teacher(input_ids=ids[None], use_cache=False).logits[0, :-1].double()
+            counts = labels[1:] != -100
+            logits, theirs, wanted = logits[counts], theirs[counts], labels[1:][counts]
+            p, q = (theirs / temperature).softmax(-1), (logits / temperature).softmax(-1)
+            if top_k:
+                known = p.topk(top_k, dim=-1).indices
+                p, q = (torch.cat([x.gather(1, known), 1 - x.gather(1, known).sum(1, True)], 1) for x in (p, q))
+            m = (p + q) / 2
+            kl, reverse = (p * (p / q).log()).sum(), (q * (q / p).log()).sum()
+            jsd = ((p * (p / m).log()).sum() + (q * (q / m).log()).sum()) / 2
+            apart = {"forward_kl": kl, "reverse_kl": reverse, "jsd": jsd}[kind]
+            entropy = torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+            loss = (1 - ce_weight) * temperature**2 * apart + ce_weight * entropy
+            (loss / count).backward()
+            same = (logits.argmax(-1) == theirs.argmax(-1)).double().sum()
+            sums += torch.stack([loss, kl, entropy, same]).detach()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING))
+        optimizer.step()
+        optimizer.zero_grad()
+        values = dict(zip(("loss", "kl", "label_cross_entropy", "teacher_agreement"), sums.tolist(), strict=True))
+        tokens = sum(len(ids) - 1 for ids, _ in rows)
+        found.append({"grad_norm": norm, "tokens": tokens} | {name: value / count for name, value in values.items()})
+    return {"steps": found, "after": {name: value.detach().clone() for name, value in model.named_parameters()}}
+
+
+NAMES = ("base", "teacher")
+
+
+def first_metrics(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
+    """What the first step and the validation set measure, and the sum of squares of the gradient."""
+    with session(resolve(folder, **options), world=world) as opened:
+        engine = opened.engine
+        health = engine.health(engine.forward_backward(opened.batches.next_step(), step=1))
+        evaluation = engine.evaluate(opened.validation())
+        return {"metrics": health.metrics, "norm": health.grad_norm, "loss": health.loss, "held out": evaluation}
+
+
+def refused(world: World, *, folder: Path, **options: Any) -> str:
+    """Why the session does not open."""
+    from config.errors import UserError
+
+    try:
+        with session(resolve(folder, **options), world=world):
+            return ""
+    except UserError as error:
+        return str(error)
+
+
+def parity_steps(world: World, *, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """Two steps, each compared with FP32 module by module, under the same teacher."""
+    from training.parity.reference import Reference
+    from training.parity.steps import StepParity
+
+    resolved = resolve(folder, **options)
+    with session(resolved, world=world) as opened:
+        reference = Reference(resolved, opened.model_config, world, opened.engine.teacher)
+        parity = StepParity(opened.engine, reference, resolved)
+        return [parity.step(opened.batches.next_step(), applied=step) for step in range(2)]

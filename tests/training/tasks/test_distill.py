@@ -1,0 +1,215 @@
+"""Distillation through the engine equals plain torch on the same rows: loss, norm, metrics and weights."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.chats import write_base, write_chats
+from tests.support.process_group import ProcessGroup
+from tests.training.checkpoint import resume_cases
+from tests.training.tasks import distill_cases as cases
+from tests.training.tasks import sft_cases
+from tests.training.tasks.test_sft import require_equal
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A student, a teacher of other weights with the same tokenizer, and 60 chats."""
+    made = tmp_path_factory.mktemp("distill")
+    write_base(made / "base")
+    write_base(made / "teacher", seed=1)
+    teacher = AutoModelForCausalLM.from_pretrained(made / "teacher")
+    with torch.no_grad():  # of a trained model's decision: small random weights give nearly equal probabilities
+        for parameter in teacher.parameters():
+            parameter.mul_(5 if parameter.dim() == 2 else 1)
+    teacher.save_pretrained(made / "teacher")
+    write_chats(made / "chats.jsonl", 60)
+    return made
+
+
+def overrides_of(folder: Path, *, teacher: str = "teacher", **section: Any) -> tuple[str, ...]:
+    keys = ", ".join(f"{name}: {value}" for name, value in section.items())
+    return ("task=distill", "data.format=messages", f"distill={{teacher: {folder}/{teacher}, {keys}}}")
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "forward": {"loss": "forward_kl", "temperature": 2.0, "ce_weight": 0.25},
+    "reverse": {"loss": "reverse_kl", "temperature": 1.0, "ce_weight": 0.0},
+    "jsd, likeliest": {"loss": "jsd", "temperature": 1.5, "ce_weight": 0.5, "top_k": 5},
+}
+CELLS = [
+    *(("forward", stage, packing, {}) for stage, packing in ((0, "best_fit"), (2, "none"), (3, "best_fit"))),
+    ("reverse", 3, "none", {"sharded": "true"}),
+    ("jsd, likeliest", 2, "best_fit", {}),
+    *(("jsd, likeliest", stage, "none", {}) for stage in (0, 1, 3)),
+    *(("reverse", stage, "best_fit", {"sharded": "true"}) for stage in (0, 1, 2)),
+]
+
+
+def check(group: ProcessGroup, folder: Path, name: str, stage: int, packing: str, more: dict[str, Any]) -> None:
+    overrides = (*overrides_of(folder, **SETTINGS[name], **more), f"data.packing={packing}")
+    found = group.run(sft_cases.steps, folder=folder, stage=stage, overrides=overrides)[0]
+    settings = {"top_k": 0} | SETTINGS[name]
+    kind = settings.pop("loss")
+    exact = cases.oracle(folder, [step["rows"] for step in found["steps"]], kind=kind, **settings)
+    require_equal(found, exact)
+    for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
+        for metric in ("kl", "label_cross_entropy", "teacher_agreement"):
+            assert mine["metrics"][metric] == pytest.approx(theirs[metric], rel=1e-5, abs=1e-7), metric
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize(("name", "stage", "packing", "more"), CELLS)
+def test_two_ranks_equal_plain_torch(
+    pair: ProcessGroup, folder: Path, name: str, stage: int, packing: str, more: dict[str, Any]
+) -> None:
+    check(pair, folder, name, stage, packing, more)
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("name", "stage", "packing", "more"), CELLS)
+def test_one_rank_equals_plain_torch(
+    solo: ProcessGroup, folder: Path, name: str, stage: int, packing: str, more: dict[str, Any]
+) -> None:
+    check(solo, folder, name, stage, packing, more)
+
+
+@pytest.mark.parametrize(("stage", "sharded"), [(2, "false"), (3, "true")])
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(
+    pair: ProcessGroup, folder: Path, stage: int, sharded: str
+) -> None:
+    overrides = (*overrides_of(folder, teacher="base", sharded=sharded), "data.validation_fraction=0.1")
+    for found in pair.run(cases.first_metrics, folder=folder, stage=stage, overrides=overrides):
+        assert found["loss"] == found["metrics"]["kl"] == found["held out"].loss == 0
+        assert found["metrics"]["teacher_agreement"] == found["held out"].metrics["teacher_agreement"] == 1
+        assert found["norm"] < 1e-6
+        assert found["held out"].perplexity is None
+
+
+def test_cached_answers_are_the_live_ones(pair: ProcessGroup, folder: Path) -> None:
+    """All tokens but one are named, so the rest is that one."""
+    vocabulary = AutoConfig.from_pretrained(folder / "base").vocab_size
+    live, cached = (
+        pair.run(cases.first_metrics, folder=folder, overrides=(*given, "data.validation_fraction=0.1"))[0]
+        for given in (overrides_of(folder), overrides_of(folder, top_k=vocabulary - 1))
+    )
+    assert cached["loss"] == pytest.approx(live["loss"], rel=1e-5)
+    assert cached["norm"] == pytest.approx(live["norm"], rel=1e-5)
+    assert cached["held out"].loss == pytest.approx(live["held out"].loss, rel=1e-5)
+    assert cached["metrics"] == pytest.approx(live["metrics"], rel=1e-5)
+
+
+def job_of(folder: Path) -> list[str]:
+    """Overrides of a job that distils on the chats, with dropout."""
+    return [
+        *overrides_of(folder),
+        "model.architecture=null",
+        "model.config={attention_dropout: 0.1}",
+        f"model.name_or_path={folder}/base",
+        "data.source=auto",
+        f"data.path={folder}/chats.jsonl",
+        "data.tokenizer=model",
+        "data.sequence_length=96",
+    ]
+
+
+RESUMED = {
+    "live": ["precision.compute=bf16", "deepspeed.stage=2"],
+    "likeliest": ["precision.compute=bf16", "deepspeed.stage=3", "distill.top_k=8"],
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("what", RESUMED)
+def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
+    overrides, draw = [*job_of(folder), *RESUMED[what]], random.Random(what)
+    whole = pair.run(resume_cases.job, folder=str(folder), name=what, overrides=overrides, passes=None)
+    broken = pair.run(
+        resume_cases.job, folder=str(folder), name=f"{what}-broken", overrides=overrides, passes=draw.randrange(9, 16)
+    )
+    assert broken[0]["exit_code"] is None
+    broken = pair.run(resume_cases.job, folder=str(folder), name=f"{what}-broken", overrides=overrides, passes=None)
+    assert resume_cases.sessions_resumed(str(folder), f"{what}-broken") == 1
+    assert broken == whole
+    assert resume_cases.last_by_step(str(folder), what) == resume_cases.last_by_step(str(folder), f"{what}-broken")
+
+
+def test_another_teacher_is_not_resumed_with(pair: ProcessGroup, folder: Path) -> None:
+    overrides = [*job_of(folder), "deepspeed.stage=2"]
+    pair.run(resume_cases.job, folder=str(folder), name="taught", overrides=overrides, passes=12)
+    write_base(folder / "other", seed=2)
+    other = [item.replace(f"{folder}/teacher", f"{folder}/other") for item in overrides]
+    with pytest.raises(AssertionError, match="the teacher is sha256:.* there and sha256:.* in this run"):
+        pair.run(resume_cases.job, folder=str(folder), name="taught", overrides=other, passes=1)
+
+
+def test_a_teacher_of_other_tokens_is_refused_in_one_line(solo: ProcessGroup, folder: Path) -> None:
+    def why(*overrides: str) -> str:
+        found = str(solo.run(cases.refused, folder=folder, overrides=(*overrides_of(folder), *overrides))[0])
+        assert found and "\n" not in found
+        return found
+
+    shape = AutoConfig.from_pretrained(folder / "base")
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "base", vocab_size=336)).save_pretrained(
+        folder / "wide"
+    )
+    said = why(f"distill.teacher={folder}/wide")
+    assert f"has a vocabulary of 336 tokens, the student one of {shape.vocab_size}; choose a teacher" in said
+    shutil.copytree(folder / "teacher", folder / "foreign", dirs_exist_ok=True)
+    tokenizer = (folder / "foreign/tokenizer.json").read_text(encoding="utf-8")
+    vocabulary = json.loads(tokenizer)
+    ids = vocabulary["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (folder / "foreign/tokenizer.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    assert "its tokenizer is not that of the data: 'a' is" in why(f"distill.teacher={folder}/foreign")
+    (folder / "broken").mkdir(exist_ok=True)
+    (folder / "broken/config.json").write_text("{}", encoding="utf-8")
+    assert "distill.teacher = " in (said := why(f"distill.teacher={folder}/broken")) and "cannot be loaded" in said
+    assert f"the vocabulary has {shape.vocab_size} tokens; set it to 0" in why(f"distill.top_k={shape.vocab_size}")
+
+
+def test_half_written_answers_are_not_taken_and_damaged_ones_named(solo: ProcessGroup, folder: Path) -> None:
+    given = (*overrides_of(folder, top_k=3), "data.sequence_length=64", "data.too_long=truncate_left")
+    solo.run(cases.first_metrics, folder=folder, overrides=given)
+    [made] = [path for path in (folder / "cache").glob("*-teacher-*") if path.is_dir() and _width(path) == 3]
+    partial = made.with_name(f"{made.name}.partial-1")
+    made.rename(partial)
+    (partial / "train-ids.npy").unlink()
+    [again] = solo.run(cases.first_metrics, folder=folder, overrides=given)
+    assert made.is_dir() and not partial.exists()
+    [cached] = solo.run(cases.first_metrics, folder=folder, overrides=given)
+    assert cached["loss"] == again["loss"]
+    content = bytearray((made / "train-ids.npy").read_bytes())
+    content[-1] ^= 1
+    (made / "train-ids.npy").write_bytes(content)
+    assert "train-ids.npy" in solo.run(cases.refused, folder=folder, overrides=given)[0]
+
+
+def _width(folder: Path) -> int:
+    return int(np.load(folder / "train-ids.npy", mmap_mode="r").shape[-1])
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_half_precision_is_compared_with_fp32_under_the_same_teacher(
+    pair: ProcessGroup, folder: Path, compute: str
+) -> None:
+    overrides = overrides_of(folder, temperature=2.0)
+    for step in pair.run(cases.parity_steps, folder=folder, compute=compute, overrides=overrides)[0]:
+        assert step["applied"]
+        assert step["loss"] == pytest.approx(step["reference_loss"], rel=0.02 if compute == "bf16" else 1e-5)
+
+
+def test_the_probe_and_telemetry_have_the_teacher(pair: ProcessGroup, folder: Path) -> None:
+    """Gradients in BF16 against an FP32 pass of the same batch, under the same teacher."""
+    found = pair.run(sft_cases.telemetry, folder=folder, probe=True, compute="bf16", overrides=overrides_of(folder))[0]
+    assert found["probe"] and min(entry["cosine"] for entry in found["probe"].values()) > 0.95

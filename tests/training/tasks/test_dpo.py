@@ -1,0 +1,224 @@
+"""Preference optimisation equals plain torch on the same pairs, and starts from margins of exactly 0."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.chats import write_base, write_pairs
+from tests.support.process_group import ProcessGroup
+from tests.support.small_models import distance
+from tests.training.checkpoint import resume_cases
+from tests.training.tasks import dpo_cases as cases
+from tests.training.tasks.sft_cases import base_of
+
+STARTED = {"rewards/margin": 0.0, "rewards/chosen": 0.0, "rewards/rejected": 0.0, "rewards/accuracy": 0.5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model and 40 pairs."""
+    made = tmp_path_factory.mktemp("dpo")
+    write_base(made / "base")
+    write_pairs(made / "pairs.jsonl", 40)
+    return made
+
+
+def require_equal(found: dict[str, Any], exact: dict[str, Any]) -> None:
+    for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
+        assert mine["tokens"] == theirs["tokens"]
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+    assert found["after"].keys() == exact["after"].keys()
+    assert distance(found["after"], exact["after"]) < 1e-5
+
+
+def test_one_and_two_ranks_equal_plain_torch(pair: ProcessGroup, solo: ProcessGroup, folder: Path) -> None:
+    exact: dict[str, Any] | None = None
+    for group, stages in ((pair, (0, 1, 2, 3)), (solo, (2,))):
+        for stage in stages:
+            found, *_ = group.run(cases.steps, folder=folder, stage=stage)
+            if exact is None:
+                exact = cases.oracle(folder, [step["pairs"] for step in found["steps"]])
+            require_equal(found, exact)
+            assert found["steps"][0]["metrics"] | STARTED == found["steps"][0]["metrics"]
+            later = zip(found["steps"][1:], exact["steps"][1:], strict=True)
+            assert [mine["metrics"]["rewards/accuracy"] == theirs["accuracy"] for mine, theirs in later] == [True, True]
+
+
+CELLS = [
+    (stage, compute) for compute in ("fp32", "bf16", "fp16") for stage in (0, 1, 2, 3) if stage or compute == "fp32"
+]
+
+
+@pytest.mark.one_in(14)
+@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize(("stage", "compute"), CELLS)
+def test_the_first_margins_are_exactly_0(pair: ProcessGroup, folder: Path, stage: int, compute: str, kind: str) -> None:
+    """The reference is not rounded to the compute dtype, and is computed in the shapes of the step."""
+    overrides = (*cases.KINDS[kind], "data.validation_fraction=0.2")
+    found, other = pair.run(cases.first_step, folder=folder, stage=stage, compute=compute, overrides=overrides)
+    assert found["metrics"] | STARTED == found["metrics"] == other["metrics"]
+    assert found["loss"] == pytest.approx(math.log(2), abs=1e-7)
+    assert found["trains"]
+    held_out = found["validation"]
+    assert held_out.metrics | STARTED == held_out.metrics
+    assert held_out.loss == pytest.approx(math.log(2), abs=1e-7)
+    assert held_out.perplexity is None
+
+
+def test_dora_starts_from_its_base_but_for_rounding(pair: ProcessGroup, folder: Path) -> None:
+    dora = ("adapter={kind: dora, r: 4, alpha: 8}",)
+    exact, _ = pair.run(cases.first_step, folder=folder, compute="fp32", overrides=dora)
+    assert exact["metrics"] | STARTED == exact["metrics"]
+    near, _ = pair.run(cases.first_step, folder=folder, compute="bf16", overrides=dora)
+    assert abs(near["metrics"]["rewards/margin"]) < 0.01
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "smoothed": {"label_smoothing": 0.2, "beta": 0.3},
+    "hinge": {"loss": "hinge", "beta": 0.5},
+    "ipo": {"loss": "ipo", "beta": 0.2},
+    "with an SFT term": {"sft_weight": 0.7},
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_loss_equals_plain_torch(solo: ProcessGroup, folder: Path, name: str) -> None:
+    given = [f"preference.{key}={value}" for key, value in LOSSES[name].items()]
+    [found] = solo.run(cases.steps, folder=folder, overrides=tuple(given))
+    exact = cases.oracle(folder, [step["pairs"] for step in found["steps"]], preference=LOSSES[name])
+    require_equal(found, exact)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_adapter_equals_plain_peft(pair: ProcessGroup, folder: Path, stage: int) -> None:
+    found, _ = pair.run(cases.steps, folder=folder, stage=stage, overrides=(cases.LORA,))
+    model = base_of(folder, {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, found["before"])
+    require_equal(found, cases.oracle(folder, [step["pairs"] for step in found["steps"]], model))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("stage", "overrides"), [(2, ()), (2, (cases.LORA,)), (3, (cases.LORA,))])
+def test_single_steps_are_compared_with_fp32(
+    pair: ProcessGroup, folder: Path, stage: int, overrides: tuple[str, ...]
+) -> None:
+    measured, other = pair.run(cases.parity_steps, folder=folder, stage=stage, compute="bf16", overrides=overrides)
+    assert [step["loss"] for step in measured] == [step["loss"] for step in other]
+    for step in measured:
+        assert step["loss"] == pytest.approx(step["reference_loss"], rel=0.02)
+        assert min(entry["cosine"] for name, entry in step["parameters"].items() if "lora_A" not in name) > 0.95
+
+
+def test_the_probe_and_the_meters_see_pairs(pair: ProcessGroup, folder: Path) -> None:
+    for overrides in ((), (cases.LORA,)):
+        found, _ = pair.run(cases.telemetry, folder=folder, probe=True, stage=2, compute="bf16", overrides=overrides)
+        assert min(entry["cosine"] for entry in found["probe"].values() if entry["cosine"]) > 0.95
+
+
+def test_a_step_that_is_not_finite_is_attributed(pair: ProcessGroup, folder: Path) -> None:
+    module = "model.layers.1.self_attn.v_proj"
+    fault = f"faults=[{{kind: nan_activation, step: 1, rank: 1, module: {module}}}]"
+    for overrides in ((), (cases.LORA,)):
+        found, _ = pair.run(cases.causes, folder=folder, overrides=(*overrides, fault))
+        assert (found[0][0], found[0][1].module) == (1, module)
+
+
+def test_the_reference_is_kept_and_is_of_this_base(pair: ProcessGroup, folder: Path, tmp_path: Path) -> None:
+    kept = (f"data.cache_dir={tmp_path}/cache",)
+    first, _ = pair.run(cases.first_step, folder=folder, compute="bf16", overrides=kept)
+    again, _ = pair.run(cases.first_step, folder=folder, compute="bf16", overrides=kept)
+    assert ["under the start weights took" in first["notes"][0], "computed earlier" in again["notes"][0]] == [
+        True,
+        True,
+    ]
+    assert first["metrics"] == again["metrics"]
+    [file] = tmp_path.glob("cache/*/references-*.safetensors")
+    file.write_bytes(file.read_bytes()[:-4] + b"abcd")
+    damaged, _ = pair.run(cases.first_step, folder=folder, compute="bf16", overrides=kept)
+    assert "under the start weights took" in damaged["notes"][0]
+    assert damaged["metrics"] == first["metrics"]
+    write_base(folder / "other", seed=1)
+    other, _ = pair.run(
+        cases.first_step,
+        folder=folder,
+        compute="bf16",
+        overrides=(*kept, f"model.name_or_path={folder}/other", f"data.tokenizer={folder}/base"),
+    )
+    assert "under the start weights took" in other["notes"][0]
+    assert other["metrics"] | STARTED == other["metrics"]
+
+
+def test_a_kill_while_the_reference_is_made_leaves_nothing_that_looks_finished(
+    pair: ProcessGroup, folder: Path, tmp_path: Path
+) -> None:
+    kept = (f"data.cache_dir={tmp_path}/cache",)
+    with ProcessGroup(1) as doomed, pytest.raises(EOFError):
+        doomed.run(cases.killed_while_writing, folder=folder, overrides=kept)
+    assert not list(tmp_path.glob("cache/*/references-*"))
+    found, _ = pair.run(cases.first_step, folder=folder, overrides=kept)
+    assert "under the start weights took" in found["notes"][0]
+    assert found["metrics"] | STARTED == found["metrics"]
+
+
+DPO = [
+    "task=dpo",
+    "model.architecture=null",
+    "model.config={attention_dropout: 0.1}",
+    "model.name_or_path={folder}/base",
+    "data.source=auto",
+    "data.path={folder}/pairs.jsonl",
+    "data.tokenizer=model",
+    "data.sequence_length=96",
+]
+JOBS = {
+    "precomputed, BF16, ZeRO-2": ["precision.compute=bf16", "deepspeed.stage=2", "preference.sft_weight=0.1"],
+    "LoRA, FP16, ZeRO-3, an overflow": [
+        "precision.compute=fp16",
+        "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}",
+        "faults=[{kind: inf_gradient, step: 3, rank: 1}]",
+        "deepspeed.stage=3",
+        "adapter={kind: lora, r: 4, dropout: 0.1}",
+    ],
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("what", JOBS)
+def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
+    """40 pairs are half of 10 steps: the jobs go through them twice, and break in the middle of a step."""
+    overrides = [item.replace("{folder}", str(folder)) for item in [*DPO, *JOBS[what]]]
+    name = what.replace(" ", "-").replace(",", "")
+    whole = pair.run(resume_cases.job, folder=str(folder), name=name, overrides=overrides, passes=None)
+    for passes in (9, 11, None):
+        broken = pair.run(
+            resume_cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=passes
+        )
+        assert (broken[0]["exit_code"] is None) == (passes is not None)
+    assert resume_cases.sessions_resumed(str(folder), f"{name}-broken") == 2
+    assert broken == whole
+    record = resume_cases.last_by_step(str(folder), name)
+    assert resume_cases.last_by_step(str(folder), f"{name}-broken") == record
+    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
+
+
+def test_another_base_is_refused(pair: ProcessGroup, folder: Path) -> None:
+    overrides = [item.replace("{folder}", str(folder)) for item in [*DPO, "deepspeed.stage=2"]]
+    pair.run(resume_cases.job, folder=str(folder), name="based", overrides=overrides, passes=9)
+    write_base(folder / "second", seed=1)
+    other = [item.replace(f"{folder}/base", f"{folder}/second") for item in overrides]
+    with pytest.raises(AssertionError, match="the base model is sha256:.* there and sha256:.* in this run"):
+        pair.run(resume_cases.job, folder=str(folder), name="based", overrides=other, passes=1)
+
+
+def test_each_source_of_a_mixture_has_its_reference(pair: ProcessGroup, folder: Path) -> None:
+    write_pairs(folder / "more.jsonl", 20, seed=1)
+    sources = f"[{{path: {folder}/pairs.jsonl, name: a}}, {{path: {folder}/more.jsonl, name: b}}]"
+    overrides = (f"data.sources={sources}", "data.path=null", "data.validation_fraction=0.2")
+    losses, _ = pair.run(cases.by_source, folder=folder, compute="bf16", overrides=overrides)
+    assert losses == pytest.approx(dict.fromkeys(("a", "b", "step"), math.log(2)), abs=1e-7)

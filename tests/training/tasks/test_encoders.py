@@ -1,0 +1,212 @@
+"""What makes Mantissa worth having works for encoders: resume, export, attribution, parity, telemetry, manifests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoTokenizer
+
+from tests.support.labelled import FAMILIES, LABELS, LENGTH, sizes
+from tests.support.process_group import ProcessGroup
+from tests.training.checkpoint import resume_cases
+from tests.training.tasks import classify_cases as cases
+from tests.training.tasks.mlm_cases import mlm
+from tracking.jsonl import read_events
+from training.checkpoint.partitions import open_saved_model
+from training.export_hf.export import export, find_source
+from training.generate import main as generate
+
+JOB = ["model.architecture=null", "model.name_or_path={folder}/bert", "data.source=auto", "data.tokenizer=model"]
+ROWS = ["task=classify", "data.path={folder}/{kind}.jsonl", f"data.sequence_length={LENGTH}"]
+TEXT = ["task=mlm", "data.source=text", "data.path={folder}/text", "data.sequence_length=32"]
+DROPOUT = "model.config={hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1}"
+FP16 = ["precision.compute=fp16", "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}"]
+OVERFLOW = "faults=[{kind: inf_gradient, step: 3, rank: 1}]"
+JOBS = {
+    "sequence, BF16, ZeRO-3": [*ROWS, "precision.compute=bf16", "deepspeed.stage=3", DROPOUT],
+    "mlm, FP16, ZeRO-2, an overflow": [*TEXT, *FP16, OVERFLOW, "deepspeed.stage=2", DROPOUT],
+    "token, FP16, ZeRO-1, an overflow": [
+        *(*ROWS, "classify.kind=token", *FP16, OVERFLOW),
+        *("deepspeed.stage=1", DROPOUT),
+    ],
+    "regression, BF16, ZeRO-2": [*ROWS, "classify.kind=regression", "precision.compute=bf16", "deepspeed.stage=2"],
+}
+
+
+def job(encoders: Path, what: str) -> tuple[list[str], str]:
+    """Overrides of `resume_cases.resolve`, and a name."""
+    kind, own = (
+        what.partition(",")[0],
+        [item for item in JOB if not item.startswith("data.source") or "mlm" not in what],
+    )
+    overrides = [item.replace("{folder}", str(encoders)).replace("{kind}", kind) for item in [*own, *JOBS[what]]]
+    given = [] if DROPOUT in overrides else ["model.config={}"]
+    return [*overrides, *given, "data.validation_fraction=0.2"], what.replace(" ", "-").replace(",", "")
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("what", JOBS)
+def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, encoders: Path, what: str) -> None:
+    (overrides, name), run = job(encoders, what), {"folder": str(encoders), "seconds": 400.0}
+    overrides = [*overrides, "evaluate={every_steps: 5, batches: 8}"]
+    whole = pair.run(resume_cases.job, name=name, overrides=overrides, passes=None, **run)
+    broken = pair.run(resume_cases.job, name=f"{name}-broken", overrides=overrides, passes=14, **run)
+    assert broken[0]["exit_code"] is None
+    broken = pair.run(resume_cases.job, name=f"{name}-broken", overrides=overrides, passes=None, **run)
+    assert resume_cases.sessions_resumed(str(encoders), f"{name}-broken") == 1
+    assert [result["exit_code"] for result in whole] == [0, 0]
+    assert broken == whole
+    record = resume_cases.last_by_step(str(encoders), name)
+    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
+    assert resume_cases.last_by_step(str(encoders), f"{name}-broken") == record
+    events = list(read_events(encoders / "runs" / name / "events.jsonl"))
+    evaluated = [event for event in events if event["event"] == "eval"]
+    if "mlm" in what:
+        assert all(event["perplexity"] > 1 for event in evaluated)
+    else:
+        measured = {"pearson", "rmse"} if "regression" in what else {"accuracy", "macro_f1", "matthews"}
+        assert [event["metrics"].keys() for event in evaluated] == [measured] * 2
+        assert {event["perplexity"] for event in evaluated} == {None}
+
+
+AUTO = {"mlm": "AutoModelForMaskedLM", "token": "AutoModelForTokenClassification"}
+
+
+@pytest.mark.parametrize("what", ["sequence, BF16, ZeRO-3", "mlm, FP16, ZeRO-2, an overflow"])
+def test_an_export_loads_in_transformers_with_equal_logits(
+    pair: ProcessGroup, encoders: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, name = job(encoders, what)
+    overrides += ["run.steps=2", "optimizer.learning_rate=0.01", "guard.spike_sigmas=0", "faults=[]"]
+    pair.run(resume_cases.job, folder=str(encoders), name=f"{name}-export", overrides=overrides, passes=None)
+    checkpoint = encoders / "runs" / f"{name}-export" / "checkpoints" / "step-2"
+    source = find_source(checkpoint, run=None, tokenizer=None, parity=None)
+    facts = export(source, tmp_path / "out", dtype="fp32", shard_size="5GB", force=False, log=lambda text: None)
+    auto = getattr(transformers, AUTO.get(what.partition(",")[0], "AutoModelForSequenceClassification"))
+    loaded = auto.from_pretrained(tmp_path / "out").eval()
+    saved = open_saved_model(checkpoint / "deepspeed")
+    plain = auto.from_config(loaded.config).eval()
+    plain.load_state_dict({name: tensor.read().float() for name, tensor in saved.tensors.items()}, strict=False)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    inputs = tokenizer(["a model lossing", "a rank"], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, plain(**inputs).logits)
+    assert not (tmp_path / "out" / "generation_config.json").exists()
+    assert facts["model"]["auto_class"] == auto.__name__
+    assert f"{auto.__name__}.from_pretrained(FOLDER" in (tmp_path / "out" / "README.md").read_text()
+    if "sequence" in what:
+        assert loaded.config.id2label == dict(enumerate(sorted(LABELS)))
+    assert generate([str(tmp_path / "out"), "--prompt", "a"]) == 2
+    assert "which generates no text; use it in transformers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["sequence", "mlm"])
+def test_it_starts_from_the_folder_and_draws_only_what_that_lacks(
+    pair: ProcessGroup, encoders: Path, kind: str
+) -> None:
+    """In BF16: the masters are the folder's numbers, unrounded; the head is the same at every stage, on every rank."""
+    found = []
+    for stage in (2, 3):
+        given = mlm(encoders) if kind == "mlm" else ()
+        overrides = (*given, f"model.name_or_path={encoders}/bare")
+        started = pair.run(cases.start, folder=encoders, stage=stage, compute="bf16", overrides=overrides)
+        assert started[0]["notes"] == started[1]["notes"]
+        [note] = [line for line in started[0]["notes"] if "drawn by run.seed" in line]
+        assert ("classifier.weight" if kind == "sequence" else "cls.predictions") in note
+        assert "encoder.layer" not in note
+        found.append(started[0]["masters"])
+    base = dict(transformers.AutoModel.from_pretrained(encoders / "bare").named_parameters())
+    for name, value in base.items():
+        own = f"bert.{name}"
+        if own in found[0]:  # a masked language model has no pooler
+            assert torch.equal(found[0][own], value.detach()), own
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_new_encoder_is_the_same_at_every_stage(pair: ProcessGroup, encoders: Path, family: str) -> None:
+    config = json.dumps(sizes(family))
+    new = ("model.name_or_path=null", f"model.architecture={family}", f"model.config={config}")
+    new = (*new, f"data.tokenizer={encoders}/bert")
+    two, three = (pair.run(cases.start, folder=encoders, stage=stage, overrides=new)[0] for stage in (2, 3))
+    for name, value in two["masters"].items():
+        assert torch.equal(value, three["masters"][name]), name
+    assert two["config"]["id2label"] == dict(enumerate(sorted(LABELS)))
+    assert two["config"]["pad_token_id"] == 0
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("kind", ["sequence", "regression", "mlm"])
+def test_single_steps_are_compared_with_fp32(pair: ProcessGroup, encoders: Path, kind: str) -> None:
+    options: dict[str, Any] = (
+        {"folder": encoders, "overrides": mlm(encoders)} if kind == "mlm" else {"folder": encoders}
+    )
+    options |= {} if kind == "mlm" else {"kind": kind}
+    [exact, _], _ = pair.run(cases.parity_steps, **options)
+    assert exact["loss"] == pytest.approx(exact["reference_loss"], rel=1e-6)
+    assert exact["grad_norm"] == pytest.approx(exact["reference_grad_norm"], rel=1e-5)
+    assert max(exact["update_error"].values()) < 1e-3
+    [half, _], _ = pair.run(cases.parity_steps, compute="bf16", **options)
+    # with numbers around 300 to predict, labels in BF16 would be wrong by a third of their spread
+    assert half["loss"] == pytest.approx(half["reference_loss"], rel=1e-4 if kind == "regression" else 0.01)
+    assert max(half["drift"].values()) == 0
+
+
+def test_telemetry_attribution_and_regions(pair: ProcessGroup, encoders: Path, tmp_path: Path) -> None:
+    found = pair.run(cases.telemetry, folder=encoders, compute="bf16", overrides=(DROPOUT,))[0]
+    assert found["drift"]["maximum"] == 0
+    # a bias of attention's keys changes nothing, so its gradient is rounding
+    cosines = {name: agreement["cosine"] for name, agreement in found["probe"].items() if "key.bias" not in name}
+    assert min(cosines.values()) > 0.9, cosines
+    module = "bert.encoder.layer.1.output.dense"
+    fault = f"faults=[{{kind: nan_gradient, step: 1, rank: 1, module: {module}}}]"
+    (rank, finding), *_ = pair.run(cases.causes, folder=encoders, compute="bf16", overrides=(fault,))[0]
+    assert rank == 1
+    assert module in finding.module
+    path = tmp_path / "manifest.json"
+    rule = {"match": "classifier", "compute": "fp32", "reason": "a test"}
+    path.write_text(json.dumps({"default": "bf16", "rules": [rule]}))
+    regions = pair.run(cases.regions, folder=encoders, overrides=(f"precision.manifest={path}",))[0]
+    assert regions["dtypes"]["classifier"] == "fp32"
+    assert regions["dtypes"]["bert.encoder.layer.0.output.dense"] == "bf16"
+    assert all(loss < 10 for loss in regions["losses"])
+
+
+@pytest.mark.slow
+def test_analyze_measures_an_encoder(pair: ProcessGroup, encoders: Path, tmp_path: Path) -> None:
+    path = tmp_path / "fp32.json"
+    path.write_text(json.dumps({"default": "fp32", "rules": []}))
+    found = pair.run(cases.surveyed, folder=encoders, overrides=(f"precision.manifest={path}",))[0]
+    assert found["fp32_repeated"] == 0
+    assert 0 < found["validation"]["uniform bf16"]["error"] < 0.2
+    assert "classifier" in found["kinds"]
+
+
+def test_validation_metrics_do_not_depend_on_the_layout(pair: ProcessGroup, solo: ProcessGroup, encoders: Path) -> None:
+    for kind in ("sequence", "token", "regression"):
+        given = ("data.validation_fraction=0.3", "evaluate={every_steps: 1, batches: 100}")
+        [two, _] = pair.run(cases.evaluate, folder=encoders, kind=kind, overrides=given)
+        [one] = solo.run(
+            cases.evaluate, folder=encoders, kind=kind, overrides=(*given, "batch.global_size=5", "batch.micro_size=5")
+        )
+        assert two["perplexity"] is None
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        if kind == "regression":
+            assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3)
+        else:
+            assert two["metrics"] == one["metrics"]
+
+
+def test_labels_in_another_order_are_the_same_task(solo: ProcessGroup, encoders: Path) -> None:
+    order = "[odd, good, bad, never]"
+    [started] = solo.run(cases.start, folder=encoders, overrides=(f"classify.labels={order}",))
+    assert list(started["config"]["id2label"].values()) == ["odd", "good", "bad", "never"]
+    assert started["masters"]["classifier.weight"].shape[0] == 4
+    with pytest.raises(AssertionError, match="classify.labels: lacks 'bad', which rows of data.path="):
+        solo.run(cases.start, folder=encoders, overrides=("classify.labels=[odd, good]",))

@@ -1,0 +1,83 @@
+"""A teacher's forward pass: a model that is not trained, on every rank whole, or partitioned by ZeRO-3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
+
+from config.errors import UserError, one_line
+from config.resolved import Resolved
+from modeling.document_masking import require_documents_apart
+from precision.dtypes import DTYPES
+from training.distributed import World, allow_fp16_on_cpu
+
+
+class Teacher:
+    """The model of `distill.teacher` in evaluation mode, without gradients. Calls are collectives where it is sharded.
+
+    It is built before the student, whose own ZeRO-3 settings would otherwise hold for it.
+    """
+
+    def __init__(self, resolved: Resolved, world: World, *, vocabulary: int) -> None:
+        """vocabulary: rows of the student's embedding. Raises UserError where the teacher cannot be loaded, or has
+        another vocabulary."""
+        section, name = resolved.config.distill, str(resolved.config.distill.teacher)
+        trusted = resolved.config.model.trust_remote_code
+        options: dict[str, Any] = {"trust_remote_code": trusted}
+        if resolved.config.model.attention != "auto":
+            options["attn_implementation"] = resolved.config.model.attention
+        allow_fp16_on_cpu()
+        try:
+            shape = AutoConfig.from_pretrained(name, trust_remote_code=trusted)
+            own = shape.get_text_config().vocab_size
+            if own != vocabulary:
+                raise UserError(
+                    f"distill.teacher = {name}: has a vocabulary of {own} tokens, the student one of {vocabulary}; "
+                    "choose a teacher with the student's tokenizer"
+                )
+            dtype = _saved_dtype(shape) if section.dtype == "auto" else DTYPES[section.dtype]
+            document = _document(dtype)
+            zero3 = HfDeepSpeedConfig(document) if section.sharded else None
+            model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+        except (ImportError, ValueError, OSError) as error:
+            raise UserError(f"distill.teacher = {name}: cannot be loaded ({one_line(error)})") from error
+        model.requires_grad_(False)
+        model.eval()
+        self._forward: Any = model.to(world.device) if zero3 is None else None
+        self._engine: Any = None
+        if zero3 is not None:
+            self._engine, *_ = deepspeed.initialize(model=model, config=document)
+            self._forward = self._engine
+            self._engine.eval()
+        if resolved.config.keeps_documents_apart:
+            require_documents_apart(lambda inputs: self(**inputs).logits, model.config, world.device)
+
+    @torch.no_grad()
+    def __call__(self, **inputs: Any) -> Any:
+        """transformers' output; its logits are (batch, sequence, vocabulary) in the teacher's dtype."""
+        return self._forward(**inputs | {"use_cache": False})
+
+    def close(self) -> None:
+        """Release the weights."""
+        if self._engine is not None:
+            self._engine.destroy()
+        self._forward = self._engine = None
+
+
+def _saved_dtype(shape: Any) -> torch.dtype:
+    found = getattr(shape, "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _document(dtype: torch.dtype) -> dict[str, Any]:
+    """DeepSpeed's JSON of an engine that has no optimizer."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16},
+    }

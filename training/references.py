@@ -1,0 +1,166 @@
+"""The reference of preference optimisation: log-probabilities of every pair's answers under the start weights.
+
+The engine computes them itself before the first step, in its compute dtype, in micro-batches of the shapes that are
+trained on. So the first step's margins are exactly 0, in BF16 and FP16 too. They are kept in FP32, in a file beside the
+prepared data that is named by a hash of everything that decides them and appears by one rename: a run that resumes
+reads it, and a process that is killed leaves nothing that looks finished.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from config.cli import REPOSITORY
+from config.errors import UserError, one_line
+from config.files import write_atomically
+from config.resolved import Resolved
+from data.corpus import Corpus
+from data.loader import NO_SAMPLE
+from data.preference_batches import REFERENCE, batches_of_pairs, lengths_of_corpus
+from data.row_shards import RowShards
+from modeling.objectives.preference import log_probs
+from training.distributed import World
+from training.engine import Engine
+
+Tables = dict[str, np.ndarray]
+"""Split to (pairs, lengths, 2) float32, as the column REFERENCE has it."""
+
+
+def add_references(corpus: Corpus, engine: Engine, resolved: Resolved, *, base: str | None) -> list[str]:
+    """Give every split of the corpus its column REFERENCE, from the file or computed now; notes for the record.
+
+    The engine must have its start weights. base: what they are, None for weights drawn from the seed. A collective.
+    Raises UserError for a log-probability that is not finite.
+    """
+    world, lengths, started = engine.world, lengths_of_corpus(corpus), time.perf_counter()
+    splits = {"train": _rows(corpus.train), "validation": _rows(corpus.validation)}
+    identity = _identity(corpus, resolved, base, lengths, _device_name(world))
+    path = corpus.folder / f"references-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.safetensors"
+    tables = world.from_main(_read(path, identity, splits, lengths) if world.is_main else None)
+    if tables is not None:
+        notes = [f"reference: log-probabilities of {_pairs(splits)} pairs, computed earlier, from {path}"]
+    else:
+        micro = resolved.batch.micro_size
+        tables = {name: _computed(engine, shards, lengths, micro) for name, shards in splits.items()}
+        _require_finite(tables, splits, lengths, engine.compute)
+        seconds = time.perf_counter() - started
+        notes = [f"reference: log-probabilities of {_pairs(splits)} pairs under the start weights took {seconds:.1f} s"]
+        notes += world.from_main(_write(path, identity, tables) if world.is_main else None)
+    for name, shards in splits.items():
+        shards.columns[REFERENCE] = tables[name]
+    _share_out(corpus, tables["validation"])
+    return notes
+
+
+def _computed(engine: Engine, shards: RowShards, lengths: tuple[int, ...], micro: int) -> np.ndarray:
+    """(pairs, lengths, 2) float32, each rank having computed its share of the micro-batches."""
+    world = engine.world
+    found = np.full((len(shards.longest), len(lengths), 2), np.nan, dtype=np.float32)
+    for number, length in enumerate(lengths):
+        fitting = np.flatnonzero(shards.longest <= length)
+        each = micro * world.world_size
+        padded = np.full(-(-len(fitting) // each) * each, NO_SAMPLE, dtype=np.int64)
+        padded[: len(fitting)] = fitting
+        mine = padded.reshape(-1, world.world_size, micro)[:, world.rank]
+        values = torch.zeros(len(found), 2, device=world.device)
+        make_batch = batches_of_pairs((length,))
+        results = engine.infer(log_probs, (make_batch(shards, 0, ids, ids[None]) for ids in mine))
+        for ids, result in zip(mine, results, strict=True):
+            real = torch.from_numpy(ids != NO_SAMPLE).to(world.device)
+            values[torch.from_numpy(ids).to(world.device)[real]] = result[real].float()
+        world.sum(values)  # every pair is one rank's, so nothing is rounded
+        found[fitting, number] = values.cpu().numpy()[fitting]
+    return found
+
+
+def _rows(split: Any) -> RowShards:
+    assert isinstance(split, RowShards)
+    return split
+
+
+def _pairs(splits: dict[str, RowShards]) -> str:
+    return f"{sum(len(shards.longest) for shards in splits.values()):,}"
+
+
+def _share_out(corpus: Corpus, values: np.ndarray) -> None:
+    """Give the validation set of each source of a mixture its part of the whole's."""
+    first = 0
+    for split in corpus.validation_by_source.values():
+        shards = _rows(split)
+        shards.columns[REFERENCE] = values[first : first + len(shards.longest)]
+        first += len(shards.longest)
+
+
+def _identity(corpus: Corpus, resolved: Resolved, base: str | None, lengths: tuple[int, ...], device: str) -> str:
+    """Everything that decides the numbers, as JSON."""
+    config = resolved.config
+    manifest = config.precision.manifest
+    model = {key: value for key, value in dataclasses.asdict(config.model).items() if key not in _NOT_DECIDING}
+    parts = {
+        "data": corpus.fingerprint,
+        "start weights": base or f"seed {config.run.seed}",
+        "model": model,
+        "compute": resolved.compute,
+        "manifest": (REPOSITORY / manifest).read_text(encoding="utf-8") if manifest else None,
+        "micro-batch": resolved.batch.micro_size,
+        "lengths": lengths,
+        "device": device,
+        "versions": [torch.__version__, transformers.__version__],
+    }
+    return json.dumps(parts, sort_keys=True)
+
+
+_NOT_DECIDING = {
+    *("activation_checkpointing", "checkpointing_every", "checkpointing_reentrant", "activation_memory_gib"),
+    *("loss", "loss_chunk_tokens"),
+}
+
+
+def _device_name(world: World) -> str:
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+
+
+def _read(path: Path, identity: str, splits: dict[str, RowShards], lengths: tuple[int, ...]) -> Tables | None:
+    """The file's tables; None where it is missing, damaged or of something else, and is then written anew."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            said, found = file.metadata(), {name: file.get_tensor(name) for name in splits}
+    except (OSError, SafetensorError):
+        return None
+    whole = all(table.shape == (len(splits[name].longest), len(lengths), 2) for name, table in found.items())
+    return found if whole and said == {"identity": identity, "sha256": _sha256(found)} else None
+
+
+def _write(path: Path, identity: str, tables: Tables) -> list[str]:
+    """Publish the tables; a note where that failed, because the run has them anyway."""
+    try:
+        write_atomically(path, save(tables, {"identity": identity, "sha256": _sha256(tables)}))
+    except OSError as error:
+        return [f"reference: not kept, so a resumed run computes it again: {path} ({one_line(error)})"]
+    return []
+
+
+def _sha256(tables: Tables) -> str:
+    return hashlib.sha256(b"".join(np.ascontiguousarray(tables[name]).tobytes() for name in sorted(tables))).hexdigest()
+
+
+def _require_finite(tables: Tables, splits: dict[str, RowShards], lengths: tuple[int, ...], compute: str) -> None:
+    for name, table in tables.items():
+        fits = splits[name].longest[:, None] <= np.array(lengths)
+        bad = np.flatnonzero((~np.isfinite(table).all(-1) & fits).any(-1))
+        if len(bad):
+            raise UserError(
+                f"precision.compute = {compute}: the start weights give {len(bad):,} of {len(table):,} {name} pairs "
+                f"log-probabilities that are not finite (first: pair {bad[0] + 1}); choose fp32 or bf16"
+            )

@@ -1,0 +1,32 @@
+"""Distillation: a student learns a teacher's distribution at every label.
+
+The labels are those of task sft where data.format names the form of rows, else those of task pretrain.
+"""
+
+from transformers import PreTrainedModel
+
+from config.schema import Config, DataSection
+from data.corpus import Corpus
+from data.loader import MakeBatch
+from data.prepare import prepare as prepare_documents
+from data.prepare_rows import prepare_rows
+from modeling.objectives.divergence import Distillation
+from training.tasks.targets import with_targets
+
+
+def prepare(data: DataSection, *, progress: bool) -> Corpus:
+    """Rows, or documents end to end. Raises UserError."""
+    return (prepare_documents if data.format == "auto" else prepare_rows)(data, progress=progress)
+
+
+def objective(config: Config, model: PreTrainedModel) -> Distillation:
+    """The divergence from the teacher, which `objective_of` adds where it answers live."""
+    section = config.distill
+    return Distillation(
+        kind=section.loss, beta=section.beta, temperature=section.temperature, ce_weight=section.ce_weight
+    )
+
+
+def make_batch(config: Config, corpus: Corpus) -> MakeBatch | None:
+    """The loader's own batches, with what the teacher said where that is cached."""
+    return None if corpus.targets is None else with_targets(config, corpus)

@@ -1,0 +1,26 @@
+"""Preference optimisation: pairs of answers to a prompt, of which the chosen one shall become the likelier."""
+
+from functools import partial
+
+from transformers import PreTrainedModel
+
+from config.schema import Config
+from data.corpus import Corpus
+from data.loader import MakeBatch
+from data.preference_batches import batches_of_pairs, lengths_of_corpus
+from data.prepare_rows import prepare_rows as prepare
+from modeling.adapter import adapter_off
+from modeling.objectives.preference import Preference
+
+__all__ = ["make_batch", "objective", "prepare"]
+
+
+def objective(config: Config, model: PreTrainedModel) -> Preference:
+    """The margin of the chosen answer over the rejected one, against the reference."""
+    live = config.preference.reference == "adapter_off"
+    return Preference(config.preference, partial(adapter_off, model) if live else None)
+
+
+def make_batch(config: Config, corpus: Corpus) -> MakeBatch:
+    """Batches of pairs."""
+    return batches_of_pairs(lengths_of_corpus(corpus))

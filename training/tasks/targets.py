@@ -1,0 +1,90 @@
+"""What a teacher said of every sequence of a corpus, on disk: its k likeliest tokens at every place.
+
+A folder beside the corpus, published whole by one rename, named after the corpus and everything that decides its
+content. Of each split two arrays: `<split>-ids.npy` (sequences, places, k) int32, the likeliest first, and
+`<split>-log-probs.npy` (sequences, places, k + 1) FP32, their log-probabilities at the run's temperature and last that
+of all other tokens together. `index.json`, written last, has the size and sha256 of each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from config.errors import UserError
+from config.files import write_flushed
+from config.schema import Config
+from data.corpus import SPLITS, Corpus
+from data.documents import Documents
+from data.loader import NO_SAMPLE, Batch, MakeBatch, next_tokens
+from data.row_shards import RowShards
+from data.shards import TokenShards, damaged
+from modeling.objectives.divergence import IDS, LOG_PROBS
+
+_INDEX = "index.json"
+
+
+def documents_of(config: Config, corpus: Corpus) -> Documents | None:
+    """How a run's batches keep documents apart; None where they do not."""
+    one_row = config.model.attention.startswith("flash_attention")  # whose kernels take documents of any length
+    return Documents(corpus.end_of_document, one_row=one_row) if config.keeps_documents_apart else None
+
+
+def files_of(folder: Path, split: str) -> tuple[Path, Path]:
+    """The arrays of ids and of log-probabilities of a split."""
+    return folder / f"{split}-ids.npy", folder / f"{split}-log-probs.npy"
+
+
+def write_index(folder: Path) -> None:
+    """Seal the arrays in `folder`."""
+    content = {path.name: [path.stat().st_size, _sha256(path)] for path in sorted(folder.glob("*.npy"))}
+    write_flushed(folder / _INDEX, json.dumps(content, indent=1).encode())
+
+
+def require_intact(folder: Path, *, verify: bool) -> None:
+    """Compare sizes with the index, and with `verify` the sha256. Raises UserError that names the file."""
+    try:
+        content = json.loads((folder / _INDEX).read_bytes())
+        for name, (size, sha256) in content.items():
+            if (folder / name).stat().st_size != size:
+                raise damaged(folder / name, f"it does not have its {size} bytes")
+            if verify and _sha256(folder / name) != sha256:
+                raise damaged(folder / name, "it does not have the sha256 in index.json")
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise damaged(folder / _INDEX, f"it cannot be read: {type(error).__name__}") from error
+
+
+def with_targets(config: Config, corpus: Corpus) -> MakeBatch:
+    """Batches of next tokens with the teacher's likeliest tokens as further inputs."""
+    folder, make = corpus.targets, next_tokens(config.data.sequence_length, documents_of(config, corpus))
+    assert folder is not None
+    splits = {
+        id(shards): [np.load(path, mmap_mode="r") for path in files_of(folder, split)]
+        for split, shards in zip(SPLITS, (corpus.train, corpus.validation), strict=True)
+        if shards.sequences(config.data.sequence_length)
+    }
+
+    def made(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
+        batch = make(shards, position, ids, mine)
+        places, samples = batch.input_ids.shape[-1], mine.reshape(-1)
+        further = {}
+        for name, values in zip((IDS, LOG_PROBS), splits[id(shards)], strict=True):
+            taken = np.zeros((samples.size, places, values.shape[-1]), dtype=values.dtype)
+            real = samples != NO_SAMPLE
+            taken[real] = values[samples[real], :places]
+            further[name] = torch.from_numpy(taken).reshape(*mine.shape, *taken.shape[1:])
+        return replace(batch, further=further)
+
+    return made
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,184 @@
+"""What distillation needs before the student is built: that both speak of the same tokens, the teacher's identity, and
+where the config asks for it what the teacher says of every sequence, computed once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock, Timeout
+from transformers import AutoConfig, AutoTokenizer
+
+from config.errors import UserError
+from config.files import flush
+from config.resolved import Resolved
+from data.corpus import SPLITS, Corpus
+from data.loader import NO_SAMPLE, next_tokens
+from data.row_shards import RowShards
+from data.shards import TokenShards
+from data.tokenizer import load_tokenizer
+from modeling.objectives.divergence import likeliest
+from training.checkpoint.manifest import file_sha256
+from training.distributed import World
+from training.engine.teacher import Teacher
+from training.tasks.targets import documents_of, files_of, require_intact, write_index
+
+_VERSION = 1
+
+
+def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabulary: int) -> tuple[Corpus, str | None]:
+    """The corpus, with what the teacher says of it where that is to be cached, and what identifies the teacher.
+
+    vocabulary: rows of the student's embedding. None without a teacher. A collective. Raises UserError where the
+    teacher has other tokens, or cannot be loaded.
+    """
+    section = resolved.config.distill
+    if section.teacher is None:
+        return corpus, None
+    world.raise_first(_other_tokens(section.teacher, corpus) if world.is_main else None, UserError)
+    identity = world.from_main(weights_identity(section.teacher) if world.is_main else None)
+    if section.top_k:
+        if section.top_k >= vocabulary:
+            raise UserError(
+                f"distill.top_k = {section.top_k}: the vocabulary has {vocabulary} tokens; set it to 0 for all of them"
+            )
+        corpus = replace(corpus, targets=_cached(resolved, corpus, world, identity, vocabulary))
+    return corpus, identity
+
+
+def weights_identity(name: str, commit: str | None = None) -> str:
+    """What identifies a model: sha256 over its weight files, or the revision of a hub's."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        commit = commit or getattr(AutoConfig.from_pretrained(name), "_commit_hash", None)
+        return f"{name}@{commit}"
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
+        digest.update(f"{path.name}\0{file_sha256(path)}\0".encode())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _other_tokens(name: str, corpus: Corpus) -> str | None:
+    """Why the teacher's token ids mean something else than the corpus's; None where they agree, or it has none."""
+    try:
+        theirs = AutoTokenizer.from_pretrained(name).get_vocab()
+    except Exception:  # a teacher's folder without a tokenizer: its number of tokens is compared
+        return None
+    ours = load_tokenizer(corpus.tokenizer_folder).get_vocab()
+    if theirs == ours:
+        return None
+    token = next(iter(sorted(dict.items(ours) ^ dict.items(theirs))))[0]
+    return (
+        f"distill.teacher = {name}: its tokenizer is not that of the data: {token!r} is {theirs.get(token)} there and "
+        f"{ours.get(token)} here; set data.tokenizer={name}"
+    )
+
+
+def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str, vocabulary: int) -> Path:
+    """The folder of what the teacher says, made first if need be; all ranks have to see the same file system."""
+    config = resolved.config
+    kind = [config.distill.top_k, config.distill.temperature, config.distill.dtype, config.keeps_documents_apart]
+    content = [_VERSION, corpus.fingerprint, config.data.sequence_length, identity, *kind]
+    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    folder = corpus.folder.with_name(f"{corpus.folder.name}-teacher-{key}")
+    lock, problem = FileLock(f"{folder}.lock"), None
+    if world.is_main:
+        try:
+            lock.acquire(timeout=60 * config.data.wait_minutes)
+        except (Timeout, OSError) as error:
+            problem = f"{folder}.lock: cannot be had ({error}); end the process that has it, or wait for it"
+    world.raise_first(problem, UserError)
+    try:
+        if not world.from_main(folder.is_dir()):
+            _fill(resolved, corpus, world, folder, vocabulary)
+    finally:
+        lock.release()
+    world.raise_first(_damage(folder, config.data.verify) if world.is_main else None, UserError)
+    return folder
+
+
+def _damage(folder: Path, verify: bool) -> str | None:
+    try:
+        require_intact(folder, verify=verify)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _fill(resolved: Resolved, corpus: Corpus, world: World, folder: Path, vocabulary: int) -> None:
+    """Each rank asks for its share of the sequences; rank 0 publishes by one rename when all have written."""
+    partial = Path(world.from_main(str(folder.with_name(f"{folder.name}.partial-{os.getpid()}"))))
+    splits, problem = _splits(resolved, corpus), None
+    if world.is_main:
+        try:
+            for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            partial.mkdir()
+            _allocate(resolved, splits, partial)
+        except OSError as error:
+            problem = f"data.cache_dir: {partial} cannot be written ({error.strerror or error}); free space, or move it"
+    world.raise_first(problem, UserError)
+    teacher = Teacher(resolved, world, vocabulary=vocabulary)
+    for split, shards in splits.items():
+        _ask(resolved, corpus, world, teacher, shards, files_of(partial, split))
+    teacher.close()
+    world.wait_for_all()
+    if world.is_main:
+        write_index(partial)
+        partial.rename(folder)
+        flush(folder.parent)
+    world.wait_for_all()
+
+
+def _splits(resolved: Resolved, corpus: Corpus) -> dict[str, TokenShards | RowShards]:
+    length = resolved.config.data.sequence_length
+    pairs = zip(SPLITS, (corpus.train, corpus.validation), strict=True)
+    return {split: shards for split, shards in pairs if shards.sequences(length)}
+
+
+def _allocate(resolved: Resolved, splits: dict[str, TokenShards | RowShards], partial: Path) -> None:
+    length, k = resolved.config.data.sequence_length, resolved.config.distill.top_k
+    total = 0
+    for split, shards in splits.items():
+        count = shards.sequences(length)
+        for path, dtype, width in zip(files_of(partial, split), (np.int32, np.float32), (k, k + 1), strict=True):
+            array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(count, length, width))
+            total += array.nbytes
+    print(f"teacher: writing its {k} likeliest tokens at every place, {total / 2**30:.2f} GiB, to {partial.parent}")
+
+
+def _ask(
+    resolved: Resolved,
+    corpus: Corpus,
+    world: World,
+    teacher: Teacher,
+    shards: TokenShards | RowShards,
+    files: tuple[Path, Path],
+) -> None:
+    """Every rank asks equally often, since a sharded teacher answers all at once."""
+    config, micro = resolved.config, resolved.batch.micro_size
+    make = next_tokens(config.data.sequence_length, documents_of(config, corpus))
+    ids, log_probs = (np.lib.format.open_memmap(path, mode="r+") for path in files)
+    taken = micro * world.world_size
+    for begin in range(0, len(ids), taken):
+        samples = begin + np.arange(taken)
+        samples = np.where(samples < len(ids), samples, NO_SAMPLE)
+        mine = samples.reshape(world.world_size, micro)[world.rank][None]
+        batch = make(shards, 0, samples, mine)
+        [(inputs, _)] = batch.micro_batches(world.device)
+        logits = teacher(**inputs).logits.flatten(0, 1)
+        found = likeliest(logits, k=config.distill.top_k, temperature=config.distill.temperature)
+        places = batch.input_ids.shape[-1]
+        for place, values in zip((ids, log_probs), found, strict=True):
+            rows = values.cpu().numpy().reshape(micro, places, -1)
+            for row, sample in zip(rows, mine[0], strict=True):
+                if sample != NO_SAMPLE:
+                    place[sample, :places] = row
+    for array in (ids, log_probs):
+        array.flush()
