@@ -7,11 +7,11 @@ So what is lost is measured: by layer, and on rows of the run's own data.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -19,15 +19,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from config.errors import UserError, one_line
 from config.files import flush
 from config.schema import Config
-from data.corpus import open_corpus
-from data.row_shards import RowShards
 from modeling.adapter import adapter_config, peft_name
 from precision.dtypes import DTYPES
 from training.checkpoint.partitions import SavedModel, SavedTensor
+from training.export_hf.gap import summary, token_gap
+from training.export_hf.rows import rows_of_run
 from training.export_hf.tensors import TensorsDiffer, rounded
 
 WEIGHTS = "adapter_model.safetensors"
-_PROBE_ROWS, _PROBE_TOKENS = 8, 512
 
 
 def write_adapter(saved: SavedModel, config: Config, folder: Path, dtype: torch.dtype) -> None:
@@ -92,7 +91,7 @@ def merge(saved: SavedModel, config: Config, *, dtype: torch.dtype, corpus: Path
         "lost by rounding": {layer: share for layer, (share, _) in sorted(lost.items(), key=lambda item: -item[1][0])},
         "weights that did not change": sum(kept for _, kept in lost.values()) / max(len(lost), 1),
     }
-    facts |= _on_rows(model, dtype, _probe(corpus))
+    facts |= _on_rows(model, dtype, rows_of_run(corpus, config))
     tensors = {key: SavedTensor(value.shape, _read(value.detach())) for key, value in model.named_parameters()}
     return Merged(SavedModel(stage=saved.stage, ranks=saved.ranks, tensors=tensors), facts)
 
@@ -131,50 +130,17 @@ def _read(value: torch.Tensor) -> Any:
     return lambda: value
 
 
-def _probe(folder: Path) -> list[torch.Tensor]:
-    """A few rows of the run's held-out data, or of its training data; none where they are gone."""
-    try:
-        corpus = open_corpus(folder, verify=False)
-    except UserError:
-        return []
-    for split in (corpus.validation, corpus.train):
-        if isinstance(split, RowShards) and split.rows:
-            rows = range(min(_PROBE_ROWS, split.rows))
-            return [torch.as_tensor(split.row(row)[0][:_PROBE_TOKENS].astype("int64"))[None] for row in rows]
-        if not isinstance(split, RowShards) and split.sequences(_PROBE_TOKENS):
-            return [torch.as_tensor(window)[None] for window in split.read(_few(split), _PROBE_TOKENS)]
-    return []
-
-
-def _few(split: Any) -> Any:
-    return np.arange(min(_PROBE_ROWS, split.sequences(_PROBE_TOKENS)))
-
-
 def _on_rows(model: PreTrainedModel, dtype: torch.dtype, rows: list[torch.Tensor]) -> dict[str, Any]:
-    """KL(exact || rounded) a token in nats, FP32, and the largest difference of a log-probability."""
+    """What rounding does to the log-probabilities of the merged model, computed in FP32."""
     if not rows:
         return {}
-    model.eval()
-    exact = [_log_probabilities(model, row) for row in rows]
-    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
+    rounded = copy.deepcopy(model.eval())
+    for parameter in rounded.parameters():
         parameter.copy_(parameter.to(dtype).float())
-    found = [_log_probabilities(model, row) for row in rows]
-    for name, parameter in model.named_parameters():
-        parameter.copy_(values[name])
-    divergences = torch.cat([_divergence(p, q) for p, q in zip(exact, found, strict=True)])
-    largest = max(float((p - q).abs().max()) for p, q in zip(exact, found, strict=True))
+    found = summary([token_gap(model, rounded, row) for row in rows])
     return {
-        "rows": len(rows),
-        "kl": float(divergences.mean()),
-        "largest kl": float(divergences.max()),
-        "largest": largest,
+        "rows": found["rows"],
+        "kl": found["kl"],
+        "largest kl": found["largest kl"],
+        "largest": found["largest difference"],
     }
-
-
-def _log_probabilities(model: Any, row: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax(model(input_ids=row, use_cache=False).logits[0].double(), dim=-1)
-
-
-def _divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return (p.exp() * (p - q)).sum(dim=-1)

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from config.markdown import code, fenced, table, text
+from config.task import CAUSAL_LM, MASKED_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 
+_PIPELINES = {
+    CAUSAL_LM: "text-generation",
+    MASKED_LM: "fill-mask",
+    SEQUENCE_CLASSIFICATION: "text-classification",
+    TOKEN_CLASSIFICATION: "token-classification",
+}
 LONGEST_MANIFEST = 60
 """[lines] A longer precision manifest is only in mantissa.json."""
 
@@ -27,21 +34,22 @@ def model_card(facts: Mapping[str, Any]) -> str:
         sections.append(f"The run started from the weights of {code(model['base'])}.")
     adapter = facts.get("adapter")
     alone = adapter is not None and adapter["merged"] is None
-    sections.append(f"```python\n{_ADAPTER_EXAMPLE if alone else _EXAMPLE}```")
+    sections.append(f"```python\n{_ADAPTER_EXAMPLE if alone else _EXAMPLE.format(model['auto_class'])}```")
     if adapter is not None:
         sections.append(_section("Adapter", {key: _listed(value) for key, value in adapter.items() if key != "merged"}))
     sections.append(_section("Training", facts["training"]))
     sections.append(_section("Data", facts["data"]))
     sections.append(_precision(facts["precision"]))
     sections.append(_parity(facts["parity"]))
+    sections.append(_gap(facts.get("train-inference gap"), facts["export"]["dtype"]))
     sections.append(_section("Made with", {**facts["versions"], **facts["hardware"]}))
     sections.append(_export(facts["export"]))
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-_EXAMPLE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+_EXAMPLE = """from transformers import {0}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")
+model = {0}.from_pretrained(FOLDER, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 """
 
@@ -61,7 +69,7 @@ def _listed(value: Any) -> Any:
 def _front_matter(facts: Mapping[str, Any]) -> str:
     lines = [
         "library_name: transformers",
-        "pipeline_tag: text-generation",
+        f"pipeline_tag: {_PIPELINES[facts['model']['auto_class']]}",
         f"tags: [mantissa, {json.dumps(facts['model']['type'])}]",
     ]
     if facts["model"]["base"]:
@@ -91,6 +99,25 @@ def _parity(parity: Mapping[str, Any] | None) -> str:
     ]
     checks = table(("check", "measured", "bound", "passed"), rows)
     return "## Agreement with FP32\n\n" + "\n".join(lines) + f"\n\n{checks.rstrip()}"
+
+
+def _gap(gap: Mapping[str, Any] | None, dtype: str) -> str:
+    if gap is None:
+        return ""
+    keys = ("rows", "tokens", "kl", "largest kl", "largest difference", "largest difference of the row's tokens")
+    facts = {key: gap[key] for key in keys}
+    facts |= {f"{key}, of rounding alone": value for key, value in gap["of rounding alone"].items()}
+    facts |= {f"bound of the largest {name}": bound for name, bound in gap["bounds"].items()}
+    positions = [(where, _text(at["kl"]), _text(at["largest difference"])) for where, at in gap["by position"].items()]
+    modules = [(code(at["module"]), _text(at["own error"]), _text(at["output error"])) for at in gap["modules"]]
+    return (
+        _section("Agreement of this export with the FP32 masters", facts)
+        + f"\n\nKL(masters || export) and differences of log-probabilities in nats a token; this model computes in "
+        f"{dtype}, the masters in FP32. By position in the row, and the modules with the largest relative errors:\n\n"
+        + table(("position", "kl", "largest difference"), positions)
+        + "\n"
+        + table(("module", "own error", "output error"), modules).rstrip()
+    )
 
 
 def _export(export: Mapping[str, Any]) -> str:

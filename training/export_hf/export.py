@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+import transformers
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from config.errors import UserError, one_line
 from config.files import flush
 from config.load import load_config
 from config.redact import redact
-from config.schema import Config, ModelSection
+from config.schema import Config
+from config.task import CAUSAL_LM, ENCODER_TASKS, model_class_of
 from data.corpus import TOKENIZER
 from data.tokenizer import load_tokenizer, vocabulary_size
 from modeling.build import model_config
@@ -32,7 +34,11 @@ from training.checkpoint.reader import Opener
 from training.export_hf import facts as export_facts
 from training.export_hf.adapter import merge, words_of, write_adapter
 from training.export_hf.card import model_card
+from training.export_hf.gap import Comparison, measure, of_masters, require_within
+from training.export_hf.gap import words_of as gap_words
+from training.export_hf.rows import rows_of_data, rows_of_run
 from training.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_copy, parameter_count, write_shards
+from training.tasks.shape import given_by_task
 
 DEEPSPEED = "deepspeed"
 """Folder of a checkpoint that holds DeepSpeed's files."""
@@ -55,16 +61,27 @@ class Source:
 
 
 def export(
-    source: Source, out: Path, *, dtype: str, shard_size: str, force: bool, merged: bool = False, log: Log = print
+    source: Source,
+    out: Path,
+    *,
+    dtype: str,
+    shard_size: str,
+    force: bool,
+    merged: bool = False,
+    comparison: Comparison | None = None,
+    log: Log = print,
 ) -> dict[str, Any]:
     """Write the folder `out`; the content of its mantissa.json.
 
-    A run's adapter is written as one of `peft`, or merged into its base. Raises UserError for what the user can
-    correct, TensorsDiffer when a tensor is not as expected.
+    A run's adapter is written as one of `peft`, or merged into its base. comparison: of its log-probabilities with the
+    masters'. Raises UserError for what the user can correct, TensorsDiffer when a tensor is not as expected, and
+    GapTooLarge; `out` is then as it was before.
     """
-    adapted = source.config.adapter.kind != "none"
+    adapted, remote_code = source.config.adapter.kind != "none", source.config.model.trust_remote_code
     if merged and not adapted:
         raise UserError(f"--merge-adapters: {source.run.config} has adapter.kind = none; leave it out")
+    if comparison is not None and adapted and not merged:
+        raise UserError("--compare-logits: an adapter by itself has no log-probabilities; add --merge-adapters")
     _require_free(source.checkpoint, out, force=force)
     _require_whole(source.checkpoint)
     saved = open_saved_model(source.checkpoint / DEEPSPEED, source.opener)
@@ -73,8 +90,9 @@ def export(
     except Exception as error:  # the Rust tokenizers raise plain Exception for a file that they cannot parse
         reason = f"cannot be loaded ({one_line(error)})"
         raise UserError(f"{source.tokenizer}: {reason}; give another tokenizer's folder with --tokenizer") from error
-    skeleton, shape = build_skeleton(source.config, vocab_size=vocabulary_size(tokenizer), dtype=DTYPES[dtype])
+    skeleton, shape = build_skeleton(source.config, tokenizer, dtype=DTYPES[dtype])
     parity = export_facts.parity_facts(source.parity, source.config, source.environment) if source.parity else None
+    rows = _rows(source, comparison) if comparison is not None else []
     started = time.perf_counter()
     compared = compare_with_second_copy(saved)
     found = merge(saved, source.config, dtype=DTYPES[dtype], corpus=source.tokenizer.parent) if merged else None
@@ -91,14 +109,21 @@ def export(
                 tokenizer.save_pretrained(aside)
             else:
                 write_shards(tensors, aside, shard_size)
-                _write_settings(aside, source.config.model, shape, tokenizer)
+                _write_settings(aside, source.config, shape, tokenizer)
         except OSError as error:
             raise UserError(f"{out}: cannot be written ({error.strerror or error}); choose another OUT") from error
         if tensors is not None:
-            _require_loadable(aside, skeleton, source.config.model)
+            _require_loadable(aside, skeleton, source.config)
         facts = _facts(source, saved, skeleton, dtype=dtype, compared=compared, parity=parity)
         if adapted:
             facts["adapter"] = {**asdict(source.config.adapter), "merged": found.facts if found else None}
+        if comparison is not None:
+            masters = of_masters(found.saved if found else saved, shape, trust_remote_code=remote_code)
+            facts["train-inference gap"] = gap = measure(masters, aside, rows, trust_remote_code=remote_code)
+            gap |= {"data": Path(comparison.data).name or "of the run", "bounds": asdict(comparison.bounds)}
+            for line in gap_words(gap, dtype):
+                log(line)
+            require_within(gap, comparison.bounds)
         _seal(aside, facts)
         _publish(aside, out)
     finally:
@@ -109,6 +134,19 @@ def export(
     log(f"exported {source.checkpoint} to {out} as {dtype} in {time.perf_counter() - started:.1f} s")
     log(f"record it in wandb: python -m tracking.wandb.deliver {source.run.path} --export {out} --online")
     return facts
+
+
+def _rows(source: Source, comparison: Comparison) -> list[torch.Tensor]:
+    if model_class_of(source.config) != CAUSAL_LM:
+        raise UserError(
+            f"--compare-logits: compares causal language models, and this run's task is {source.config.task}"
+        )
+    if comparison.data:
+        return rows_of_data(comparison.data, source.config, source.tokenizer, comparison.rows)
+    rows = rows_of_run(source.tokenizer.parent, source.config, comparison.rows)
+    if not rows:
+        raise UserError(f"--compare-logits: the run's data are not in {source.tokenizer.parent}; name a file of data")
+    return rows
 
 
 def find_source(checkpoint: Path, *, run: Path | None, tokenizer: Path | None, parity: Path | None) -> Source:
@@ -134,28 +172,41 @@ def find_source(checkpoint: Path, *, run: Path | None, tokenizer: Path | None, p
     return Source(checkpoint, run_dir, config, environment, tokenizer, parity, Opener.of(config.checkpoint))
 
 
-def build_skeleton(config: Config, *, vocab_size: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PretrainedConfig]:
+def build_skeleton(config: Config, tokenizer: Any, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PretrainedConfig]:
     """The run's model on the meta device, and the config to write for it."""
-    section = config.model
-    shape = model_config(section, vocab_size=vocab_size, sequence_length=config.data.sequence_length)
+    section, model_class = config.model, model_class_of(config)
+    shape = model_config(
+        section,
+        vocab_size=vocabulary_size(tokenizer),
+        sequence_length=config.data.sequence_length,
+        model_class=model_class,
+        given=given_by_task(config, tokenizer),
+    )
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(
+        skeleton = getattr(transformers, model_class).from_config(
             shape, dtype=torch.float32, trust_remote_code=section.trust_remote_code
         )
     skeleton.tie_weights()
     shape = copy.deepcopy(shape)
-    shape.use_cache = True  # off only in training
+    shape.use_cache = config.task not in ENCODER_TASKS  # off for others only in training
     shape.architectures = [type(skeleton).__name__]
     shape.dtype = dtype
     return skeleton, shape
 
 
-def _write_settings(folder: Path, section: ModelSection, shape: PretrainedConfig, tokenizer: Any) -> None:
-    """config.json, generation_config.json and the tokenizer. A pretrained model's generation settings are kept."""
+def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, tokenizer: Any) -> None:
+    """config.json, the tokenizer, and generation_config.json for what generates.
+
+    A pretrained model's generation settings are kept.
+    """
+    section = config.model
     if section.name_or_path is None:
         shape.eos_token_id = tokenizer.eos_token_id
         shape.pad_token_id = tokenizer.pad_token_id
     shape.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if config.task in ENCODER_TASKS:
+        return
     generation = None
     if section.name_or_path is not None:
         try:
@@ -166,13 +217,12 @@ def _write_settings(folder: Path, section: ModelSection, shape: PretrainedConfig
         ends = tokenizer.eos_token_id
         generation = GenerationConfig(bos_token_id=shape.bos_token_id, eos_token_id=ends, pad_token_id=ends)
     generation.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
-def _require_loadable(folder: Path, skeleton: PreTrainedModel, section: ModelSection) -> None:
+def _require_loadable(folder: Path, skeleton: PreTrainedModel, config: Config) -> None:
     """`from_pretrained` must find every parameter in the files, and nothing else. Loads no values."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, device_map="meta", output_loading_info=True, trust_remote_code=section.trust_remote_code
+    loaded: Any = getattr(transformers, model_class_of(config)).from_pretrained(
+        folder, device_map="meta", output_loading_info=True, trust_remote_code=config.model.trust_remote_code
     )
     found = loaded[1]
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
@@ -197,6 +247,7 @@ def _facts(
         "run": config.run.name,
         "model": {
             "class": type(skeleton).__name__,
+            "auto_class": model_class_of(config),
             "type": skeleton.config.model_type,
             "parameters": parameter_count(skeleton),
             "base": export_facts.without_path(base) if base else None,

@@ -26,6 +26,8 @@ from training.checkpoint.partitions import SavedTensor, open_saved_model
 from training.export_hf import tensors as export_write
 from training.export_hf.command import main
 from training.export_hf.export import export, find_source
+from training.export_hf.gap import token_gap
+from training.export_hf.rows import rows_of_run
 from training.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_copy, rounded, write_shards
 
 UNTIED = ["model.config.tie_word_embeddings=false"]
@@ -36,6 +38,7 @@ NEOX = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("stage", "compute", "options"),
     [
@@ -170,6 +173,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(job, tmp_path, capsys):
     shard.write_bytes(content)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/mine.txt").write_text("keep")
+    (tmp_path / "1.txt").write_text("")
     whole = str(checkpoint_of(job))
     for arguments, message in (
         ([str(damaged), f"{tmp_path}/out"], rf"error: {damaged}: deepspeed/{shard.name} has SHA-256 .*; give a whole"),
@@ -182,6 +186,9 @@ def test_a_mistake_is_one_line_and_leaves_nothing(job, tmp_path, capsys):
         ([whole, f"{tmp_path}/out", "--tokenizer", str(tmp_path)], "holds no tokenizer.json"),
         ([whole, f"{tmp_path}/out", "--parity", f"{whole}/state.json"], "state.json: not a parity.json"),
         ([whole, f"{tmp_path}/out", "--push-to-hub", "a--b"], "--push-to-hub a--b: not a repository's name"),
+        ([whole, f"{tmp_path}/out", "--largest-kl", "1"], "--largest-kl: is of --compare-logits, which is not given"),
+        ([whole, f"{tmp_path}/out", "--compare-logits", "a.txt"], "--compare-logits a.txt: is not there; give a run"),
+        ([whole, f"{tmp_path}/out", "--compare-logits", f"{tmp_path}/1.txt"], "1.txt: holds no document with text"),
         ([whole, f"{tmp_path}/out", "--private"], "--private: says how to upload, and --push-to-hub is not given"),
     ):
         assert main([*arguments, "--dtype", "bf16"]) == 2
@@ -211,6 +218,7 @@ def test_a_push_uploads_what_was_written_and_verified(job, tmp_path):
         assert TOKEN not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_upload_that_is_refused_leaves_the_export(job, tmp_path):
     with running() as hub:
         hub.refuses = "/commit/main"
@@ -315,6 +323,31 @@ def test_files_have_the_names_that_other_tools_read(pair, tmp_path):
         assert torch.equal(loaded[name], master), name
 
 
+def test_log_probabilities_are_compared_before_the_folder_appears(job, tmp_path, capsys):
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 40)
+    command = [str(checkpoint_of(job)), str(out), "--dtype", "bf16", "--compare-logits"]
+    assert main([*command, str(text), "--largest-kl", "1e-12"]) == 3
+    said = capsys.readouterr()
+    assert "is above the bound 1e-12" in said.err and "nothing was exported" in said.err
+    assert said.err.count("\n") == 1 and "KL by position: 0 " in said.out
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+    assert main([*command, "--compare-rows", "3", "--largest-kl", "0.1", "--largest-difference", "1"]) == 0
+    gap, card = json.loads((out / "mantissa.json").read_text())["train-inference gap"], (out / "README.md").read_text()
+    masters = {n: t.read() for n, t in open_saved_model(checkpoint_of(job) / "deepspeed").tensors.items()}
+    exact = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out), dtype=torch.float32).eval()
+    exact.load_state_dict(masters, strict=False)
+    source = find_source(checkpoint_of(job), run=None, tokenizer=None, parity=None)
+    rows = rows_of_run(source.tokenizer.parent, source.config, 3)
+    assert {row.shape for row in rows} == {(1, source.config.data.sequence_length)}, "the model has no more positions"
+    found = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    kl = torch.cat([token_gap(exact, found, row).kl for row in rows])
+    assert gap["kl"] == pytest.approx(float(kl.mean()), rel=1e-6) and gap["tokens"] == len(kl) and gap["rows"] == 3
+    assert gap["bounds"] == {"kl": 0.1, "difference": 1.0} and gap["data"] == "of the run"
+    for line in (f"| largest kl | {gap['largest kl']:.6g} |", f"| `{gap['modules'][0]['module']}` |"):
+        assert line in card
+
+
 @pytest.fixture(scope="module")
 def exported(job, tmp_path_factory):
     """The job's last checkpoint in FP32."""
@@ -323,6 +356,7 @@ def exported(job, tmp_path_factory):
     return out
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("stage", "compute", "variant"),
     [(0, "fp32", ""), (1, "bf16", ""), (1, "fp16", ""), (2, "bf16", "_offload"), (3, "fp32", ""), (3, "bf16", "")],
@@ -356,6 +390,7 @@ def test_masters_start_unrounded_where_ranks_do_not_divide_them(pair, tmp_path, 
         assert torch.equal(master, weights[name]), name
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", ["master", "weight"])
 @pytest.mark.parametrize(("stage", "compute"), [(1, "bf16"), (2, "fp16"), (3, "bf16"), (2, "fp32")])
 def test_a_stale_master_is_named_on_every_rank(pair, exported, stage, compute, how):
