@@ -35,7 +35,7 @@ def import_violations(root: Path) -> list[str]:
     for path in source_files(root):
         relative = path.relative_to(root)
         folder = relative.parts[0] if len(relative.parts) > 1 else ""
-        for line, name in imported_names(ast.parse(path.read_text(encoding="utf-8"))):
+        for line, name in imported_names(path.read_text(encoding="utf-8")):
             for rule in broken_rules(relative.as_posix(), folder, name):
                 found.append(f"{relative}:{line}: {name}: {rule}")
     return found

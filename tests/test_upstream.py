@@ -17,7 +17,7 @@ from config.cli import REPOSITORY
 UPSTREAM = REPOSITORY / "docs/upstream"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp16_zero0_loss_not_scaled", "autocast_zero0_skip_reported_as_applied"])
 def test_the_defect_is_still_there(name: str, tmp_path: Path) -> None:
     """Exit code 1 alone would also be a crash: the script has to have come to its verdict."""

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from config import json_text
 from config.cli import Arguments, entry_point, positive_int, positive_number
 from config.errors import UserError, one_line
 from config.printable import printable
@@ -81,6 +82,7 @@ def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
 
     from precision.dtypes import DTYPES
 
+    _require_generative(folder)
     try:
         if (folder / "adapter_config.json").is_file():
             from peft import AutoPeftModelForCausalLM
@@ -93,6 +95,20 @@ def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
         raise UserError(f"{folder}: cannot be loaded ({one_line(error)}); export the checkpoint again") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), tokenizer
+
+
+def _require_generative(folder: Path) -> None:
+    """Raises UserError for the folder of an encoder, which `from_pretrained` would load with a head that is drawn."""
+    try:
+        classes = json_text.parse((folder / "config.json").read_bytes()).get("architectures") or []
+    except (OSError, ValueError, AttributeError):
+        return  # an adapter's folder; what is damaged, from_pretrained says
+    for name in classes:
+        if str(name).endswith(_ENCODERS):
+            raise UserError(f"{folder}: is a {name}, which generates no text; use it in transformers")
+
+
+_ENCODERS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM")
 
 
 def answers(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[str]:

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from config.cli import CONFIG_ERROR, REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
 from launch.hostfile import read_hostfile
+from tests.support.launches import finish
 
 ACCELERATE = sorted((REPOSITORY / "launch/accelerate").glob("*.yaml"))
 DEEPSPEED = REPOSITORY / "launch/deepspeed"
@@ -143,6 +143,6 @@ def test_ssh_gives_up_a_machine_that_is_gone():
 
 def test_the_launcher_refuses_a_hostfile_that_is_not_there_when_told_the_number_of_machines(tmp_path):
     """What --num_nodes is for; without it the job would start here alone."""
-    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(tmp_path / "hosts")]
-    done = subprocess.run([*runner, "--num_nodes", "2", "train.py"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "no extra nodes available via hostfile" in done.stderr
+    runner = ["python", "-m", "deepspeed.launcher.runner", "--hostfile", str(tmp_path / "hosts")]
+    output = finish([*runner, "--num_nodes", "2", "train.py"], exit_code=1)
+    assert "no extra nodes available via hostfile" in output

@@ -175,8 +175,10 @@ def unbroken(finished):
 NAMED = r"error: rank {} \(pid \d+ on .*\) was killed by SIGKILL, seen at .* UTC \(.*\); rank {} stops, exit code 69"
 
 
-def test_a_supervised_deepspeed_job_whose_rank_1_was_killed_goes_on(folder, unbroken):
-    line = real(folder, "supervised", "deepspeed", f"SIGKILL:1:3:{folder}/supervised.mark")
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_a_supervised_job_whose_rank_1_was_killed_goes_on(folder, unbroken, launcher):
+    line = real(folder, launcher, launcher, f"SIGKILL:1:3:{folder}/{launcher}.mark")
     lines, code = finish(line, before=[sys.executable, "-m", "launch.supervise", "--wait", "0.1", "--"])
     output = "".join(text for _, text in lines)
     assert code == 0, output
@@ -184,8 +186,9 @@ def test_a_supervised_deepspeed_job_whose_rank_1_was_killed_goes_on(folder, unbr
     named = next(moment for moment, text in lines if text.startswith("error: rank 1"))
     ended = next(moment for moment, text in lines if text.startswith("supervise: rank 1 (pid"))
     assert ended - named < 30
-    assert [event["resumed_from"] is not None for event in events(folder, "supervised", "run_start")] == [False, True]
-    assert trace(folder, "supervised") == unbroken
+    starts = events(folder, launcher, "run_start")
+    assert [(event["world_size"], event["resumed_from"] is not None) for event in starts] == [(2, False), (2, True)]
+    assert trace(folder, launcher) == unbroken
 
 
 @pytest.mark.slow

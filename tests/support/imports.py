@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 # Folder to the folders it may import beside itself.
@@ -21,7 +22,8 @@ FLOORS = (
     ("rendezvous", "tasks"),
     ("distributed", "progress", "schedule", "promotions", "loss_scaler", "jobs", "preemption"),
     ("engine", "watchdog"),
-    ("checkpoint", "telemetry", "attribution", "sinks"),
+    ("checkpoint", "telemetry", "attribution", "sinks", "references"),
+    ("teacher",),
     ("record", "tracing", "session"),
     ("profile",),
     ("parts",),
@@ -30,7 +32,7 @@ FLOORS = (
     ("loop",),
     ("finish",),
     ("parity",),
-    ("analyze", "matrix", "envelope", "benchmark", "export_hf", "replay"),
+    ("analyze", "matrix", "envelope", "benchmark", "export_hf", "replay", "gpu_check"),
     ("generate",),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -43,8 +45,13 @@ def source_files(root: Path) -> list[Path]:
     )
 
 
-def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@cache
+def imported_names(source: str) -> tuple[tuple[int, str], ...]:
     """Line and dotted name of everything a module imports, wherever in it, by statement or by importlib."""
+    return tuple(_imported_names(ast.parse(source)))
+
+
+def _imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -66,7 +73,7 @@ def module_name(path: Path, root: Path) -> str:
 
 def imported_modules(path: Path, names: Mapping[str, Path]) -> Iterator[str]:
     """The modules of this repository that a file imports; a package stands for what its __init__ re-exports."""
-    for _, dotted in imported_names(ast.parse(path.read_text(encoding="utf-8"))):
+    for _, dotted in imported_names(path.read_text(encoding="utf-8")):
         known = [dotted, dotted.rpartition(".")[0]]
         yield from (name for name in known[:1] if name in names)
         if dotted not in names and known[1] in names:

@@ -13,8 +13,6 @@ from typing import Any, get_args
 
 import jsonschema
 import yaml
-from kubeflow.training import models as training_models
-from kubeflow_trainer_api import models as trainer_models
 from kubernetes_validate.utils import latest_version, schema_contents
 from pydantic import BaseModel, ValidationError
 from referencing import Registry, Resource
@@ -26,10 +24,11 @@ NEWEST = latest_version()
 Document = dict[str, Any]
 
 TYPED = {
-    "JobSet": trainer_models.JobsetV1alpha2JobSet,
-    "TrainJob": trainer_models.TrainerV1alpha1TrainJob,
-    "TrainingRuntime": trainer_models.TrainerV1alpha1TrainingRuntime,
+    "JobSet": "JobsetV1alpha2JobSet",
+    "TrainJob": "TrainerV1alpha1TrainJob",
+    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
 }
+"""Classes of kubeflow_trainer_api.models. Its import takes two seconds: not for tests that do not look at manifests."""
 API_VERSIONS = {
     "JobSet": "jobset.x-k8s.io/v1alpha2",
     "TrainJob": "trainer.kubeflow.org/v1alpha1",
@@ -91,11 +90,16 @@ def _custom(document: Document, kind: str) -> Iterator[str]:
     yield from _wrong_choices(document)
     yield from _inner(document)
     if kind == "PyTorchJob":
+        from kubeflow.training import models as training_models
+
         yield from _unknown(document, training_models.KubeflowOrgV1PyTorchJob, kind)
         return
-    yield from _unknown_fields(document, TYPED[kind], kind)
+    from kubeflow_trainer_api import models as trainer_models
+
+    typed = getattr(trainer_models, TYPED[kind])
+    yield from _unknown_fields(document, typed, kind)
     try:
-        TYPED[kind].model_validate(document)
+        typed.model_validate(document)
     except ValidationError as error:
         yield from (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
 
@@ -155,6 +159,8 @@ def _parts(annotation: Any) -> Iterator[Any]:
 
 def _unknown(value: Any, model: Any, where: str) -> Iterator[str]:
     """Keys that an OpenAPI client's class does not have, required ones that are missing, and wrong plain types."""
+    from kubeflow.training import models as training_models
+
     names = {json_name: name for name, json_name in model.attribute_map.items()}
     try:
         model(**{names[key]: item for key, item in value.items() if key in names})

@@ -30,7 +30,8 @@ SMALL = [
 LAUNCHERS = {
     "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "{port}"],
     "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "{port}"],
-    "accelerate": ["accelerate", "launch", "--config_file", "launch/accelerate/one_machine_cpu_zero2.yaml"]
+    "accelerate": ["python", "-m", "accelerate.commands.launch"]
+    + ["--config_file", "launch/accelerate/one_machine_cpu_zero2.yaml"]
     + ["--main_process_port", "{port}"],
     "python": ["python"],
 }
@@ -64,15 +65,15 @@ def command(launcher: str, folder: Path, name: str, *overrides: str) -> list[str
     ]
 
 
-def start(arguments: Sequence[str], *, fresh: bool = False, ranks: int = 1) -> subprocess.Popen[str] | Job:
+def start(arguments: Sequence[str], *, ranks: int = 1) -> subprocess.Popen[str] | Job:
     """The job in a process group of its own, so that a test can kill all of it.
 
     What `python` starts is forked from a server that has imported everything, as one rank or several without a
-    launcher, unless it shall be a `fresh` interpreter.
+    launcher.
     """
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    if arguments[0] == "python" and not fresh:
+    if arguments[0] == "python":
         return Job(arguments, environment, ranks)
     return subprocess.Popen(
         arguments,
@@ -103,10 +104,10 @@ def wait_until(
         time.sleep(0.02)
 
 
-def replay(folder: Path, name: str, step: int, *, exit_code: int = 0) -> str:
-    """`python -m training.replay` of a job's step; what it printed."""
+def replay(folder: Path, name: str, step: int, *, exit_code: int = 0, ranks: int = 1) -> str:
+    """`python -m training.replay` of a job's step; what it printed. ranks: already started, as by a launcher."""
     run = str(folder / "runs" / name)
-    return finish(["python", "-m", "training.replay", run, "--step", str(step)], exit_code=exit_code)
+    return finish(["python", "-m", "training.replay", run, "--step", str(step)], exit_code=exit_code, ranks=ranks)
 
 
 def events(folder: Path, name: str, kind: str) -> list[dict]:

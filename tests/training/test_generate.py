@@ -92,6 +92,7 @@ def test_mistakes_are_one_line(
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "bare")
     places = {"base": base, **{name: tmp_path / name for name in ("empty", "broken", "bare")}}
+    capsys.readouterr()  # the progress of what was loaded and saved here
     assert main([argument.format(**places) for argument in arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1

@@ -18,6 +18,7 @@ def heat_until(events, step):
     return collector.heat()
 
 
+@pytest.mark.slow
 def test_the_sentence_names_the_layer_and_the_step_of_the_overflow(pair):
     results = pair.run(growing_cases.grown, factor=1.12, every=2)
     assert results[0] == results[1]

@@ -148,6 +148,7 @@ def test_an_event_is_as_long_after_a_million_steps(pair: ProcessGroup) -> None:
     assert max(map(len, late)) - min(map(len, early)) < 60
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_as_large_later_in_the_run(pair: ProcessGroup, tmp_path: Path) -> None:
     early, late = pair.run(step_cost_cases.files_of_checkpoints, folder=str(tmp_path), at=(20, 120))[0]
     assert early.keys() == late.keys() >= {"manifest.json", "state.json", "rng-rank-0.pt", "rng-rank-1.pt"}

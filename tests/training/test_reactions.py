@@ -13,7 +13,7 @@ from tests.training.reaction_cases import HIT
 SHARDED = [(stage, compute) for stage in (1, 2, 3) for compute in ("fp32", "bf16", "fp16")]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), *SHARDED])
 @pytest.mark.parametrize("kind", ["nan_activation", "inf_gradient", "nan_loss"])
 def test_the_cause_is_named_by_rank_module_and_tensor_and_the_run_goes_on(pair, stage, compute, kind):
@@ -37,6 +37,7 @@ def test_the_cause_is_named_by_rank_module_and_tensor_and_the_run_goes_on(pair, 
             assert result["scale"] == 256.0 or result["scale"] == 128.0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("checkpointing", ["reentrant", "hooks"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_cause_is_found_behind_recomputed_activations(pair, stage, checkpointing):
@@ -45,6 +46,7 @@ def test_the_cause_is_found_behind_recomputed_activations(pair, stage, checkpoin
         assert result["found"][0] == (1, HIT, "activation", "nan", 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp32")])
 def test_a_weight_that_was_bad_before_the_step_is_named(pair, stage, compute):
     for found in pair.run(reaction_cases.poisoned_parameter, stage=stage, compute=compute):

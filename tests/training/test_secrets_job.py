@@ -6,6 +6,8 @@ import json
 import shlex
 from pathlib import Path
 
+import pytest
+
 from config import yaml_text
 from tests.support.hostile import HOSTILE, OBEYED, SECRETS
 from tests.support.launches import command, events, finish
@@ -60,6 +62,7 @@ def test_a_run_is_whole_beside_variables_named_like_secrets_and_shows_no_real_on
         assert secret not in output + more
 
 
+@pytest.mark.slow
 def test_a_run_whose_names_are_markup_ends_well_and_prints_them_as_text(tmp_path: Path) -> None:
     (tmp_path / "runs[").mkdir()
     name, said = "a <b>x | `c` $d$ [e] :smile: 'q'", "\n".join(HOSTILE.values())

@@ -69,10 +69,10 @@ def losses(folder: Path, name: str) -> list[tuple[float, float]]:
 
 def test_train_can_be_called_again_in_the_same_process(folder):
     line = command("python", folder, "unused", "generate.tokens=0")
-    for name, stage in (("alone2", 2), ("alone3", 3)):
-        finish([*line, f"run.name={name}", f"deepspeed.config=ds_configs/zero{stage}_fp32.json"])
+    finish([*line, "run.name=alone2", "deepspeed.config=ds_configs/zero2_fp32.json"])
     python, _, *given = line
     finish([python, str(REPOSITORY / "tests/support/repeated_train.py"), "first2:2,then3:3,again2:2", *given])
     assert len(losses(folder, "alone2")) == 6
     assert losses(folder, "first2") == losses(folder, "again2") == losses(folder, "alone2")
-    assert losses(folder, "then3") == losses(folder, "alone3")
+    for step, expected in zip(losses(folder, "then3"), losses(folder, "alone2"), strict=True):
+        assert step == pytest.approx(expected, rel=1e-5)

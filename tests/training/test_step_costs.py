@@ -36,7 +36,7 @@ def test_labels_are_not_counted_together_where_every_rank_knows_how_many_there_a
 
 def test_bookkeeping_does_not_grow_with_the_model_or_the_run(pair: ProcessGroup) -> None:
     """Beyond the window of the guard, which is full after 16 steps here."""
-    runs = [(1, 20), (6, 20), (1, 60)]
+    runs = [(1, 20), (4, 20), (1, 40)]
     small, large, late = (
         pair.run(step_cost_cases.lines_of_a_step, layers=layers, stage=2, before=before) for layers, before in runs
     )

@@ -276,6 +276,7 @@ def saved(machine: Path) -> bool:
     return (last["event"], last["exit_code"]) == ("run_end", cli.PREEMPTED) and latest.is_file()
 
 
+@pytest.mark.slow
 def test_the_pod_of_the_job_trains_as_the_images_user_and_saves_when_asked_to_stop(machine):
     """On a root that it may not write; both probes ask meanwhile."""
     job = next(pod for pod in pods(manifests()) if pod.name == "job")

@@ -63,6 +63,7 @@ def test_gradient_traffic_is_what_deepspeed_sends(pair, stage: int, compute: str
     """Two micro-batches. An all-reduce of a tensor moves it twice around the ring."""
     overrides = ["data.sequence_length=32", "batch.micro_size=2", "batch.global_size=8"]
     overrides += [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
+    overrides.append("model.config.num_hidden_layers=1")
     resolved = read_command_line([*DEMO, *overrides], as_launched(2))
     said = traffic(read_shape(resolved.config), layout_of(resolved, world=2, on_cpu=True))
     for sent in pair.run(plan_cases.traffic_of, overrides=overrides, vocabulary=1024):

@@ -14,7 +14,6 @@ from statistics import median
 
 import pytest
 import yaml
-from wandb.wandb_agent import Agent
 
 from config.cli import REPOSITORY
 from config.errors import UserError
@@ -376,8 +375,11 @@ def test_every_example_is_a_sweep_and_its_first_line_runs_it(path):
     assert read_sweep(path).trials
 
 
+@pytest.mark.slow
 def test_a_wandb_agent_forms_a_command_that_train_py_takes(tmp_path, monkeypatch, capfd):
     """The agent's own code runs the command of launch/sweeps/wandb.yaml, with --show-config in the launcher's place."""
+    from wandb.wandb_agent import Agent
+
     sweep = yaml.safe_load((REPOSITORY / "launch/sweeps/wandb.yaml").read_text())
     shell = sweep["command"].index("-c") + 1
     launcher = "python -m launch.supervise --restarts 0 -- deepspeed --num_gpus 2"

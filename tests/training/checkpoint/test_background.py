@@ -15,6 +15,7 @@ from training.checkpoint.writer import host_copy
 MANIFEST = ["precision.path=manifest", "precision.manifest=config/manifests/bf16.json"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("stage", "compute", "variant", "overrides"),
     [

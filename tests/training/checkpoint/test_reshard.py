@@ -40,6 +40,7 @@ def layout(stage, compute, **options):
     return {"stage": stage, "compute": compute, **options}
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("ranks", "before", "after", "common"),
     [
@@ -84,6 +85,7 @@ def test_masters_and_moments_carry_over_bit_for_bit(pair, solo, tmp_path, ranks,
     require_same_losses(saved, found, FP32_LOSS if before[1] == after[1] == "fp32" else OTHER_COMPUTE_LOSS)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

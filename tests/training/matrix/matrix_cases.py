@@ -17,11 +17,17 @@ from training.matrix.cells import Cell
 
 STEPS = 6
 """The fewest in which the loss scale grows twice."""
+UNSCALED_STEPS = 3
+"""Of a cell without a loss scale."""
 
 
 def measure(world: World, *, cells: list[Cell], upstream: bool) -> dict[str, dict[str, Any]]:
     """What the matrix finds in each cell, by name."""
-    return {cell.name: matrix_run.measure(world, cell, steps=STEPS, upstream=upstream) for cell in cells}
+    found = {}
+    for cell in cells:
+        steps = STEPS if upstream or cell.combination.compute in ("fp16", "mixed") else UNSCALED_STEPS
+        found[cell.name] = matrix_run.measure(world, cell, steps=steps, upstream=upstream)
+    return found
 
 
 def scale_grows_at_once(world: World, *, stage: int) -> dict[str, Any]:

@@ -62,12 +62,15 @@ def test_the_part_that_is_tested_has_every_pair_of_values() -> None:
     assert len(COVERING) < len(PLAIN) / 8
 
 
-def test_it_comes_out_as_the_table_says(pair) -> None:
-    cells = sorted(COVERING, key=lambda cell: cell.name)
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("half", [0, 1])
+def test_it_comes_out_as_the_table_says(pair, half) -> None:
+    cells = sorted(COVERING, key=lambda cell: cell.name)[half::2]
     for results in pair.run(matrix_cases.measure, cells=cells, upstream=False):
         assert unexpected(cells, results) == []
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("row", [row for row in UPSTREAM if row.path == "cast"], ids=lambda row: row.problem[:60])
 def test_bare_deepspeed_is_wrong_where_the_table_says(pair, row) -> None:
     cell = next(cell for cell in PLAIN if row.covers(cell.combination, clipping=cell.clipping))

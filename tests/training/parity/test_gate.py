@@ -1,4 +1,4 @@
-"""The parity gate as a user runs it: real launched jobs, a report, an exit code."""
+"""The parity gate as a user runs it: real jobs, a report, an exit code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from config.cli import REPOSITORY
 from config.errors import UserError
 from tests.support import launches
+from tests.support.forked_launcher import forked_launcher
 from training.jobs import error_line_of, launch
 from training.parity import gate as parity
 from training.parity import jobs as parity_jobs
@@ -33,11 +34,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def judged(folder):
     """A gate that passes, and its FP32 runs."""
-    chosen = parity.plan(
-        DEMO, [*SMALL, f"data.cache_dir={folder}/cache"], folder=folder / "good", steps=12, processes=2
-    )
-    references = parity.train_references(chosen, print)
-    return parity.gate(chosen, references=references), references
+    given = [*SMALL, f"data.cache_dir={folder}/cache"]
+    with forked_launcher(2) as launcher:
+        chosen = parity.plan(DEMO, given, folder=folder / "good", steps=12, processes=2, launcher=launcher)
+        references = parity.train_references(chosen, print)
+        return parity.gate(chosen, references=references), references
 
 
 def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
@@ -76,8 +77,9 @@ def test_a_sabotaged_norm_fails_by_name(folder, judged):
     """The same job with a norm that squares in FP16, on one process, compared with the same FP32 runs."""
     defect = f"defects=[{{kind: fp16_norm, module: {NORM}, factor: 30000}}]"
     overrides = [*SMALL, f"data.cache_dir={folder}/cache", defect]
-    chosen = parity.plan(DEMO, overrides, folder=folder / "bad", steps=12, processes=1)
-    found = parity.gate(chosen, references=judged[1])
+    with forked_launcher(1) as launcher:
+        chosen = parity.plan(DEMO, overrides, folder=folder / "bad", steps=12, processes=1, launcher=launcher)
+        found = parity.gate(chosen, references=judged[1])
     assert found["verdict"] == "no parity"
     assert "module_error" in found["failed"]
     assert found["first_parting"]["module"] == NORM
@@ -116,14 +118,23 @@ def test_bad_input_is_one_line_and_starts_nothing(tmp_path, capsys, arguments, w
 
 def test_a_twin_that_does_not_run_is_reported_with_its_error_line(tmp_path):
     overrides = [*SMALL, f"data.cache_dir={tmp_path}/cache", "model.attention=nonsense"]
-    chosen = parity.plan(DEMO, overrides, folder=tmp_path / "report", steps=12, processes=1)
-    with pytest.raises(UserError, match=r"FP32 twin failed: error: .*model.attention = nonsense.*; see"):
+    said = r"FP32 twin failed: error: .*model.attention = nonsense.*; see"
+    with forked_launcher(1) as launcher, pytest.raises(UserError, match=said):
+        chosen = parity.plan(DEMO, overrides, folder=tmp_path / "report", steps=12, processes=1, launcher=launcher)
         parity_jobs.train_twin(chosen, 0, print)
 
 
 def test_a_launcher_that_does_not_exist_is_told(tmp_path):
     with pytest.raises(UserError, match="there is no program nolauncher"):
         launch(["-m", "this"], processes=2, log=tmp_path / "log", launcher=["nolauncher"])
+
+
+def test_without_a_launcher_torchrun_starts_the_processes(tmp_path):
+    ranks = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+    (tmp_path / "ranks.py").write_text(ranks)
+    assert launch([str(tmp_path / "ranks.py")], processes=2, log=tmp_path / "log") == 0
+    said = (tmp_path / "log").read_text().splitlines()
+    assert sorted(line for line in said if line.startswith("rank ")) == ["rank 0 of 2", "rank 1 of 2"]
 
 
 def test_a_job_does_not_inherit_what_a_launcher_told_this_one(tmp_path, monkeypatch):

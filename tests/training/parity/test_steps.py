@@ -28,6 +28,7 @@ def failed(checks: dict[str, Check]) -> set[str]:
     return {name for name, check in checks.items() if not check.passed}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp32_is_its_own_parity(pair, stage):
     for steps in pair.run(parity_cases.measured_steps, stage=stage, compute="fp32", steps=3, overrides=[CLIPPED]):
@@ -38,7 +39,7 @@ def test_fp32_is_its_own_parity(pair, stage):
         assert checks["update_error"].measured < 1e-5
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("stage", "compute", "overrides"),
     [
@@ -75,6 +76,7 @@ PLACES = [(1, "bf16"), (2, "fp16"), (3, "bf16")]
 """Each defect is planted in all of them, in one of them by `make test`."""
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("defect", "check", "stage", "compute"),
     [
@@ -95,6 +97,7 @@ def test_a_planted_defect_is_found_and_named(pair, stage, compute, defect, check
             assert found.note.startswith("all ")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("defect", [defect for defect, _ in PLANTS if module_of(defect)])
 def test_a_planted_defect_is_found_on_the_manifest_path(pair, defect):
     """There the parameters are the masters: weights that do not follow show in the update."""

@@ -85,18 +85,24 @@ def test_the_standard_variables_are_heard(pair, tmp_path):
     assert {span["resource"]["team"] for span in taken.spans} == {"numerics"}
 
 
+@pytest.fixture(scope="module")
+def plain(pair, tmp_path_factory):
+    """The same steps without spans."""
+    return pair.run(tracing_cases.traced, endpoint=None, folder=str(tmp_path_factory.mktemp("plain")), steps=30)
+
+
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "seconds", "reason"),
     [("nobody", 2, "Connection refused"), ("silent", 1, "nobody answers"), ("refusing", 1, "401")],
 )
-def test_a_collector_that_takes_nothing_costs_one_note(pair, tmp_path, kind, seconds, reason):
+def test_a_collector_that_takes_nothing_costs_one_note(pair, plain, tmp_path, kind, seconds, reason):
     """nobody listens; somebody accepts and never answers; somebody answers 401."""
     quick = {"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "8"}
     # a full queue is told, too: before the time-out of who never answers it would be the first trouble
     quick |= {"OTEL_BSP_MAX_QUEUE_SIZE": "512" if kind == "silent" else "32"}
     quick |= {"OTEL_EXPORTER_OTLP_TIMEOUT": str(seconds)}
     arguments = {"folder": str(tmp_path), "steps": 30, "environment": quick}
-    plain = pair.run(tracing_cases.traced, endpoint=None, **arguments)
     with socket.socket() as deaf, collector(status=401) as refusing:
         deaf.bind(("127.0.0.1", 0))
         if kind == "silent":

@@ -86,6 +86,7 @@ def test_a_store_that_is_away_fails_saves_and_not_training(store: S3Server, tmp_
     assert [event["step"] for event in events(tmp_path, "denied", "checkpoint")] == [4, 6]
 
 
+@pytest.mark.slow
 def test_another_key_and_no_key_are_reported(store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = ["checkpoint.encryption_key=env:MANTISSA_KEY"]
     finish(command("python", tmp_path, "sealed", "run.steps=2", *key))

@@ -183,6 +183,7 @@ REQUESTS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", FAULTS)
 def test_every_request_may_fail_in_every_way(s3: S3Server, tmp_path: Path, kind: str | int) -> None:
     """One of each kind of request fails, and the checkpoint arrives, is chosen and comes back."""
@@ -347,7 +348,8 @@ def whole(s3: S3Server, store: Store) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("saved_before", [False, True])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("saved_before", [True, False])
 def test_wherever_an_upload_ends_the_checkpoint_before_stays_the_chosen_one(
     s3: S3Server, tmp_path: Path, saved_before: bool
 ) -> None:
