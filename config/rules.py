@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from config.errors import UserError
 from config.optimizers import OPTIMIZERS
@@ -182,13 +183,18 @@ def _task(config: Config) -> Iterator[Problem]:
         yield "data.chat_template", f"= '{data.chat_template}' is not a file; give one with a Jinja template"
 
 
+def _only_read_by(task: str, name: str, section: Any) -> Iterator[Problem]:
+    """Keys of a section that were set though only that task reads it."""
+    for item in fields(section):
+        value = getattr(section, item.name)
+        if value != item.default:
+            yield f"{name}.{item.name}", f"= {value} is only read by task = {task}; remove it, or set task={task}"
+
+
 def _preference(config: Config) -> Iterator[Problem]:
     preference, data = config.preference, config.data
     if config.task != "dpo":
-        for item in fields(preference):
-            value = getattr(preference, item.name)
-            if value != item.default:
-                yield f"preference.{item.name}", f"= {value} is only read by task = dpo; remove it, or set task=dpo"
+        yield from _only_read_by("dpo", "preference", preference)
         return
     for key, format in [("data", data.format), *((f"data.sources[{i}]", s.format) for i, s in enumerate(data.sources))]:
         if format != "preference":
@@ -213,10 +219,7 @@ def _preference(config: Config) -> Iterator[Problem]:
 def _distill(config: Config) -> Iterator[Problem]:
     section, name = config.distill, config.distill.teacher
     if config.task != "distill":
-        for item in fields(section):
-            value = getattr(section, item.name)
-            if value != item.default:
-                yield f"distill.{item.name}", f"= {value} is only read by task = distill; remove it, or set that"
+        yield from _only_read_by("distill", "distill", section)
         return
     if name is None:
         yield "distill.teacher", "is missing for task = distill; name a model folder or a hub id"
@@ -240,11 +243,8 @@ def _distill(config: Config) -> Iterator[Problem]:
 def _encoder(config: Config) -> Iterator[Problem]:
     task, data, model = config.task, config.data, config.model
     for name in ("classify", "mlm"):
-        section = getattr(config, name)
-        for item in fields(section):
-            value = getattr(section, item.name)
-            if task != name and value != item.default:
-                yield f"{name}.{item.name}", f"= {value} is only read by task = {name}; remove it, or set task={name}"
+        if task != name:
+            yield from _only_read_by(name, name, getattr(config, name))
     if task not in ENCODER_TASKS:
         return
     if data.sources:

@@ -25,6 +25,7 @@ from data.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, on_host
 from data.row_shards import RowShards
 from data.sampler import mix
 from data.shards import TokenShards
+from data.tokenizer import vocabulary_size
 
 MASKED, REPLACED = 0.8, 0.1
 """Shares of the chosen tokens that become the mask token, or another one."""
@@ -51,7 +52,7 @@ class Masking:
         if tokenizer.mask_token_id is None:
             raise UserError("data.tokenizer: has no mask token, which task = mlm needs; use that of an encoder")
         vocabulary = tokenizer.get_vocab()
-        size = max(len(tokenizer), max(vocabulary.values()) + 1)
+        size = vocabulary_size(tokenizer)
         special = np.ones(size, dtype=bool)  # ids without a token, too
         special[list(vocabulary.values())] = False
         special[tokenizer.all_special_ids] = True

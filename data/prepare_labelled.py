@@ -23,14 +23,13 @@ from transformers import PreTrainedTokenizerFast
 from config.errors import UserError
 from config.schema import DataSection
 from data.corpus import SPLITS, TOKENIZER, Corpus, open_corpus, tokenizer_sha256, write_index
-from data.encode import is_validation
 from data.labelled_rows import LabelledRow, read_labelled, sorted_labels
 from data.loader import IGNORED_LABEL
 from data.preparation_progress import Progress, ProgressFile
 from data.prepare import identified, published
 from data.row_formats import BadRow
 from data.row_shards import write_tensors
-from data.row_sources import located_rows
+from data.row_sources import is_held_out, located_rows
 from data.shards import token_dtype
 from data.sources import Source
 from data.tokenizer import make_encoder_tokenizer, tokenizer_identity, vocabulary_size
@@ -134,7 +133,7 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
         try:
             if isinstance(row, BadRow):
                 raise row
-            held_out = _held_out(row, data.validation_fraction)
+            held_out = is_held_out(row, data.validation_fraction)
             kept = encode(read_labelled(row, data), counts)
         except BadRow as error:
             if data.on_bad_row == "error":
@@ -169,13 +168,6 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
             **splits,
         },
     )
-
-
-def _held_out(row: dict[str, Any], fraction: float) -> bool:
-    try:
-        return is_validation(json.dumps(row, sort_keys=True, ensure_ascii=False, default=str), fraction)
-    except UnicodeEncodeError as error:
-        raise BadRow("", "holds a lone surrogate, which is no character") from error
 
 
 def _tokenizer(data: DataSection, source: Source) -> PreTrainedTokenizerFast:

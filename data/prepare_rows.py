@@ -26,13 +26,12 @@ from config.errors import UserError
 from config.schema import DataSection
 from data.chat import Chat, Tokens
 from data.corpus import SPLITS, TOKENIZER, Corpus, open_corpus, tokenizer_sha256, write_index
-from data.encode import is_validation
 from data.packing import best_fit, by_number
 from data.preparation_progress import Progress, ProgressFile
 from data.prepare import identified, published
 from data.row_formats import BadRow, Example, read_examples, recognise
 from data.row_shards import write_tensors
-from data.row_sources import Found, located_rows
+from data.row_sources import Found, is_held_out, located_rows
 from data.shards import token_dtype
 from data.sources import Source
 from data.tokenizer import load_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size
@@ -120,7 +119,7 @@ class RowEncoder:
             try:
                 if isinstance(row, BadRow):
                     raise row
-                sides, held_out = self._sides(row), self._held_out(row)
+                sides, held_out = self._sides(row), is_held_out(row, self.data.validation_fraction)
             except BadRow as error:
                 if self.data.on_bad_row == "error":
                     raise UserError(f"{where}: {error}; {_FIX}") from error
@@ -140,12 +139,6 @@ class RowEncoder:
         if len(sides) > 1 and np.array_equal(sides[0].ids, sides[1].ids):
             raise BadRow("rejected", "has the same tokens as chosen, so there is nothing to prefer")
         return sides
-
-    def _held_out(self, row: dict[str, Any]) -> bool:
-        try:
-            return is_validation(json.dumps(row, sort_keys=True, ensure_ascii=False), self.data.validation_fraction)
-        except UnicodeEncodeError as error:
-            raise BadRow("", "holds a lone surrogate, which is no character") from error
 
     def _fitted(self, sides: list[Tokens], counts: Counter[str]) -> list[Tokens]:
         """The sequences of a row cut to their length, or none of them. Cut off the left, a pair keeps one prompt."""

@@ -18,6 +18,7 @@ import pyarrow
 
 from config.errors import UserError, one_line
 from config.schema import DataSection
+from data.encode import is_validation
 from data.labelled_rows import TASK_FORMATS
 from data.row_formats import BadRow
 from data.sources import Source
@@ -40,6 +41,18 @@ def located_rows(data: DataSection, source: Source) -> Iterator[Found]:
     if data.source == "jsonl":
         return (found for path in source.files for found in _json_rows(path))
     return ((f"{source.label}: row {number}", row) for number, row in enumerate(source.rows(), 1))
+
+
+def is_held_out(row: dict[str, Any], validation_fraction: float) -> bool:
+    """Whether a row is of the validation set, by a hash of all its fields: the same row, the same answer.
+
+    Raises BadRow for text that is none.
+    """
+    try:
+        text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)  # str: parquet has dates, too
+        return is_validation(text, validation_fraction)
+    except UnicodeEncodeError as error:
+        raise BadRow("", "holds a lone surrogate, which is no character") from error
 
 
 def _json_rows(path: str) -> Iterator[Found]:

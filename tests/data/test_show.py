@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from data.show import main
@@ -70,6 +73,13 @@ def test_compressed_files_and_one_list_are_read(base: Path, tmp_path: Path, caps
     (tmp_path / "rows.json").write_text(json.dumps([GOOD, GOOD], indent=1))
     assert shown(base, tmp_path, f"data.path={tmp_path}/rows.json") == 0
     assert "2 rows of format messages" in capsys.readouterr().out
+
+
+def test_a_row_may_have_fields_that_json_lacks(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = {"prompt": ["a"], "completion": ["b"], "asked": [datetime(2026, 1, 2)], "hash": [b"\xff"]}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    assert shown(base, tmp_path, f"data.path={tmp_path}/rows.parquet") == 0
+    assert "1 rows of format prompt_completion" in capsys.readouterr().out
 
 
 def row(**fields: Any) -> str:
