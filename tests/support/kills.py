@@ -1,6 +1,6 @@
 """Kill processes of a supervised job, one after another, at random instants: it ends or resumes, and loses nothing.
 
-    python -m tests.support.kills --kills 200 --seed 1 --folder DIR [--launcher deepspeed]
+    python -m tests.support.kills --kills 200 --seed 1 --folder DIR [--launcher deepspeed] [--longest-delay 25]
 
 Each kill is a SIGKILL to a rank, the launcher of the ranks, the runner above it, the supervisor, a tokenizing process
 or wandb's. After it the job has to make a new step (of a new session, unless wandb's was killed) or end, with all
@@ -35,7 +35,6 @@ STEPS = 200
 MARK = "MANTISSA_KILLS"
 TARGETS = ("rank 0", "rank 1", "launcher", "runner", "supervisor", "tokenizing worker", "wandb worker")
 ENDS_NOTHING = ("wandb worker",)
-LONGEST_DELAY_SECONDS = 25.0
 EXACT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
 
 
@@ -272,6 +271,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True, help="an empty folder for the runs")
+    parser.add_argument(
+        "--longest-delay", type=float, default=25.0, help="[s] Most that is waited from a new step to the next kill"
+    )
     parser.add_argument("--launcher", choices=("deepspeed", "torchrun"), default="deepspeed")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -288,7 +290,7 @@ def main(arguments: Sequence[str]) -> int:
         while not run.finished() and sum(figures.kills.values()) < options.kills:
             if run.ended():
                 run.start()
-            disturb(run, draw.choice(targets), draw.uniform(0.0, LONGEST_DELAY_SECONDS), figures)
+            disturb(run, draw.choice(targets), draw.uniform(0.0, options.longest_delay), figures)
         complete(run)
         _, steps = run.steps()
         figures.steps += steps
