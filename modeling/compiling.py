@@ -13,6 +13,8 @@ order, so that a step that is run again under hooks drops the same values.
 from __future__ import annotations
 
 import functools
+import inspect
+import shlex
 import time
 import types
 from collections.abc import Callable
@@ -97,6 +99,22 @@ def require_compilable(zero_stage: int) -> None:
         )
 
 
+def quote_library_folders() -> None:
+    """Let the compiler's linker find torch below a path with a space: torch 2.13 quotes folders of headers only."""
+    from torch._inductor import cpp_builder
+
+    if "-L{lib_dir} " not in inspect.getsource(cpp_builder.CppBuilder):
+        return
+    options: Any = cpp_builder.BuildOptionsBase
+    unquoted = inspect.unwrap(options.get_libraries_dirs)
+
+    @functools.wraps(unquoted)
+    def quoted(self: Any) -> list[str]:
+        return [shlex.quote(folder) for folder in unquoted(self)]
+
+    options.get_libraries_dirs = quoted
+
+
 def compile_blocks(model: nn.Module, run: Callable[[], None]) -> str:
     """Compile every block by one forward pass; returns a line to log. run: a training pass, of the run's shape.
 
@@ -104,6 +122,7 @@ def compile_blocks(model: nn.Module, run: Callable[[], None]) -> str:
     """
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # imports the whole compiler
 
+    quote_library_folders()
     blocks = blocks_of(model)
     started = time.perf_counter()
     try:

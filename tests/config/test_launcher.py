@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 
 import pytest
 
@@ -13,6 +14,12 @@ from config.machine.processes import Launcher
 SECOND_OF_TWO = {"LOCAL_WORLD_SIZE": 8, "GROUP_RANK": 1, "MASTER_ADDR": "a", "MASTER_PORT": 5}
 HOSTFILE = "launch/deepspeed/hostfile"
 ACCELERATE = "accelerate launch --use_deepspeed --num_processes"
+
+
+@pytest.fixture(autouse=True)
+def _path_without_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/config/test_child_jobs.py has the command where the path of this interpreter has one."""
+    monkeypatch.setattr(sys, "executable", "/work/.venv/bin/python")
 
 
 def environment(**values: int | str) -> dict[str, str]:

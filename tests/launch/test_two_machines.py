@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from config.child_jobs import deepspeed_program
 from config.cli import REPOSITORY
 from tests.support import launches
 from tests.support.launches import BIN, events
@@ -83,7 +84,7 @@ def finish(started: Sequence[subprocess.Popen[str]], seconds: float = 400) -> li
 
 def by_hostfile(machines: dict[str, Machine], folder: Path, *words: str) -> subprocess.Popen[str]:
     hostfile = machines["left"].folder.parent / "hostfile"
-    command = ["deepspeed", "--hostfile", str(hostfile), "--num_nodes", "2", "--master_port", PORT, *words]
+    command = [*deepspeed_program(), "--hostfile", str(hostfile), "--num_nodes", "2", "--master_port", PORT, *words]
     return on(machines["left"], folder, command)
 
 
@@ -109,7 +110,8 @@ def test_the_hostfile_of_two_machines_trains_as_one(machines, folder, one_host):
     # each machine started its one rank: without that, both could have run on the first
     assert "global_rank_mapping=defaultdict(<class 'list'>, {'left': [0], 'right': [1]})" in output
     assert {line.split(":")[0] for line in output.splitlines() if "exits successfully" in line} == {"left", "right"}
-    assert going_on(output).startswith("deepspeed --hostfile launch/deepspeed/hostfile --num_nodes 2 --num_gpus 1 ")
+    launcher = [*deepspeed_program(), "--hostfile", "launch/deepspeed/hostfile", "--num_nodes", "2", "--num_gpus", "1"]
+    assert going_on(output).startswith(f"{shlex.join(launcher)} ")
 
 
 LAUNCHERS = {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from config.child_jobs import free_port
+from config.child_jobs import deepspeed_program, free_port
 from config.cli import REPOSITORY
 from tests.support.forked import Job
 from tracking.jsonl import read_events
@@ -28,7 +28,7 @@ SMALL = [
 """A model of a few thousand parameters on Mantissa's own source."""
 
 LAUNCHERS = {
-    "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "{port}"],
+    "deepspeed": [*deepspeed_program(), "--num_gpus", "2", "--master_port", "{port}"],
     "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "{port}"],
     "accelerate": ["python", "-m", "accelerate.commands.launch"]
     + ["--config_file", "launch/accelerate/one_machine_cpu_zero2.yaml"]

@@ -7,6 +7,7 @@ fails returns its traceback; one that hangs past the time-out costs the group, w
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import traceback
 from collections.abc import Callable
@@ -49,7 +50,7 @@ class ProcessGroup:
             if not pipe.poll(seconds):
                 problems.append(f"rank {rank} did not answer within {seconds:.0f} s")
                 continue
-            good, value = pipe.recv()
+            good, value = pickle.loads(pipe.recv_bytes())
             (results if good else problems).append(value if good else f"rank {rank}:\n{value}")
         if problems:
             self._stop()  # the ranks may now be at different collectives
@@ -73,7 +74,7 @@ class ProcessGroup:
             self._workers.append((process, mine))
         for rank, (_, pipe) in enumerate(self._workers):
             assert pipe.poll(START_SECONDS), f"rank {rank} did not start"
-            good, value = pipe.recv()
+            good, value = pickle.loads(pipe.recv_bytes())
             assert good, value
 
     def _stop(self) -> None:
@@ -82,6 +83,14 @@ class ProcessGroup:
             process.kill()
             process.join()
         self._workers = []
+
+
+def _answer(pipe: Connection, good: bool, value: Any) -> None:
+    """Tensors go by value.
+
+    `send` would share their memory, which costs a file descriptor each for as long as they live: a user has 1,024.
+    """
+    pipe.send_bytes(pickle.dumps((good, value)))
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
@@ -93,9 +102,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
 
         torch.set_num_threads(1)
         world = distributed.start(rank=rank, world_size=world_size, local_rank=rank)
-        pipe.send((True, None))
+        _answer(pipe, True, None)
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        _answer(pipe, False, traceback.format_exc())
         return
     while True:
         try:
@@ -103,7 +112,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
         except EOFError:
             return
         try:
-            pipe.send((True, function(world, **arguments)))
+            _answer(pipe, True, function(world, **arguments))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            _answer(pipe, False, traceback.format_exc())
         sys.stdout.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 import time
@@ -10,7 +11,7 @@ import time
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support.launches import command, events, finish, replay, start
+from tests.support.launches import LAUNCHERS, command, events, finish, replay, start
 
 WHAT_MUST_REPEAT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
 
@@ -39,7 +40,15 @@ def test_a_job_leaves_what_a_person_can_look_at(finished, unbroken):
     assert {"config.yaml", "ds_config.json", "environment.json", "report.md"} <= {path.name for path in run.iterdir()}
     assert (run / "plots" / "run.png").read_bytes().startswith(b"\x89PNG")
     assert "auto" not in (run / "ds_config.json").read_text()
-    for expected in ("masters", "float32", "loss", "tok/s", "report", "resume", "deepspeed --num_gpus 2"):
+    for expected in (
+        "masters",
+        "float32",
+        "loss",
+        "tok/s",
+        "report",
+        "resume",
+        shlex.join(LAUNCHERS["deepspeed"][:-2]),
+    ):
         assert expected in output
     assert [event["status"] for event in events(finished, "it", "run_end")] == ["done"]
     assert len(events(finished, "it", "eval")) == 1

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from config.child_jobs import free_port
+from config.child_jobs import deepspeed_program, free_port
 from config.cli import REPOSITORY
 from tests.support.prometheus_server import MONITORING, needs, prometheus_server, wait_for
 from tests.support.synthetic_events import SCALE, start_fields, step_fields
@@ -162,7 +162,7 @@ def test_a_fault_in_a_live_run_fires_the_right_alert(tmp_path: Path) -> None:
     """Two real processes under Prometheus; an activation of rank 1 becomes nan and no reaction is allowed."""
     port, rendezvous = free_port(), free_port()
     command = [
-        *("deepspeed", "--num_gpus", "2", "--master_port", str(rendezvous), str(REPOSITORY / "train.py")),
+        *(*deepspeed_program(), "--num_gpus", "2", "--master_port", str(rendezvous), str(REPOSITORY / "train.py")),
         *("--config", str(REPOSITORY / "config/recipes/demo.yaml"), f"run.dir={tmp_path}/runs", "run.name=faulty"),
         *("run.steps=4000", "schedule.warmup_steps=2", "data.source=text", f"data.path={REPOSITORY}/data"),
         *(f"data.cache_dir={tmp_path}/cache", "data.tokenizer=bytes", "data.sequence_length=32"),

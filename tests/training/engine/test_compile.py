@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
+from torch._inductor import cpp_builder
 from transformers import PretrainedConfig
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.errors import UserError
+from modeling.compiling import quote_library_folders
 from tests.support.process_group import ProcessGroup
 from tests.support.small_run import resolve
 from tests.training.engine import compile_cases as cases
@@ -41,6 +44,14 @@ def test_observers_see_what_the_blocks_themselves_compute(pair: ProcessGroup) ->
         assert calls["observed"][0] == started and calls["observed"][1] > 0
         assert calls["trained"][0] == started + 4  # the step that went wrong ran compiled
         assert calls["attributed"][0] == calls["trained"][0] and calls["attributed"][1] > calls["trained"][1]
+
+
+def test_a_library_is_found_below_a_path_with_a_space() -> None:
+    for _ in range(2):
+        quote_library_folders()
+    options = cpp_builder.BuildOptionsBase(compiler="g++", libraries=["torch"], libraries_dirs=["/a path/it's/lib"])
+    built = cpp_builder.CppBuilder(name="it", sources="it.cpp", BuildOption=options)
+    assert "-L/a path/it's/lib" in shlex.split(built.get_command_line())
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from config.child_jobs import deepspeed_program
 from config.cli import REPOSITORY
 from tests.support.launches import BIN, command, events, finish
 from tests.support.machines import SKIP, Machine, two_machines
@@ -62,7 +63,7 @@ class Run:
         line = command("python", self.folder, name, "checkpoint.every_steps=1", "generate.tokens=0", *overrides)[1:]
         if told:
             line[:1] = [str(REPOSITORY / "tests/support/dying_train.py"), f"{told}:{self.mark}"]
-        line = ["deepspeed", "--hostfile", str(hostfile), *line]
+        line = [*deepspeed_program(), "--hostfile", str(hostfile), *line]
         if supervised:
             line = [sys.executable, "-m", "launch.supervise", "--wait", "1", *supervised, "--", *line]
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "GLOO"))}
