@@ -1,11 +1,15 @@
 """Does half precision train the same model? Run a config and its FP32 twin, compare, and give an exit code.
 
     python -m training.parity --config config/recipes/demo.yaml [--steps N] [--report DIR] [key.sub=value ...]
+    python -m training.parity --oracle runs/NAME [--steps N]
 
 Both run as real jobs through `train.py`: the same data, seed and schedule; the twin differs in precision only. Then
 single steps of the half-precision run are compared with FP32 from the same masters (`training.parity.steps`), and all
 measurements are judged by the bounds in the config's `parity:` section. The report folder gets `parity.json`,
 `parity.md` and plots. Exit code 0: parity; 3: no parity; 2: it cannot be done.
+
+With --oracle the first steps of a run that is there are recomputed in plain torch and FP64 from its config alone, and
+compared with what it recorded (`training.parity.oracle`).
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from config.cli import Arguments, entry_point, positive_int
+from config.errors import UserError
 from config.redact import redact, redact_arguments
 from precision.parity import Check, first_divergence, judge_steps
 from precision.trajectories import Trajectory, first_departure, judge_trajectories
@@ -37,6 +42,7 @@ from training.parity.jobs import (
     trajectory,
     walk_steps,
 )
+from training.parity.oracle.judge import STEPS, judge
 from training.parity.report import verdict_lines, write_report
 
 PARITY, NO_PARITY = 0, 3
@@ -133,8 +139,12 @@ def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = Arguments("python -m training.parity", __doc__)
-    parser.add_argument("--config", required=True, help="run config to judge")
-    parser.add_argument("--steps", type=positive_int, help="run this many steps; the warm-up shrinks with them")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", help="run config to judge")
+    what.add_argument("--oracle", type=Path, metavar="RUN", help="recompute a run's first steps outside of the engine")
+    parser.add_argument(
+        "--steps", type=positive_int, help=f"run this many steps; the warm-up shrinks with them (oracle: {STEPS})"
+    )
     parser.add_argument("--report", type=Path, help="folder of the report (default: runs/parity-<config's name>)")
     add_processes_option(parser)
     parser.add_argument(
@@ -142,6 +152,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_intermixed_args(arguments)
+    if options.oracle is not None:
+        if options.overrides:
+            raise UserError(f"{options.overrides[0]}: the oracle takes the run's own config; leave it out")
+        found_by_oracle = judge(options.oracle, steps=options.steps)
+        print("\n".join(found_by_oracle.lines()))
+        return PARITY if found_by_oracle.holds else NO_PARITY
     folder = options.report or Path("runs") / f"parity-{Path(options.config).stem}"
     chosen = plan(
         options.config,

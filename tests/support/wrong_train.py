@@ -1,0 +1,52 @@
+"""train.py with a mistake that a run and its FP32 twin share; one argument names it, the others are train.py's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import train
+from data import loader
+from data.loader import Batch
+from training import step
+from training.engine.defects import Defects
+from training.engine.engine import Engine
+
+
+def late_rate() -> None:
+    """Each update has the learning rate of the one before."""
+    right = step.scheduled_rate
+    step.scheduled_rate = lambda config, applied: right(config, max(applied - 1, 0))
+
+
+def mean_of_means() -> None:
+    """The loss is the mean over micro-batches of their means, not the mean over all labels."""
+    forward_backward, weighted = Engine.forward_backward, Defects.weighted
+
+    def remember(self: Any, batch: Batch, **options: Any) -> Any:
+        self._defects.counts = (batch.labels != loader.IGNORED_LABEL).sum(dim=(1, 2))
+        return forward_backward(self, batch, **options)
+
+    def wrong(self: Any, weight: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        return weighted(self, weight, micro_batch) * self.counts.double().mean() / self.counts[micro_batch]
+
+    Engine.forward_backward, Defects.weighted = remember, wrong  # type: ignore[method-assign]
+
+
+def swapped_batches() -> None:
+    """Of each two batches the second comes first."""
+    right = loader.sample_ids
+    loader.sample_ids = lambda position, **options: right(position ^ 1, **options)
+
+
+MISTAKES: dict[str, Callable[[], None]] = {
+    mistake.__name__: mistake for mistake in (late_rate, mean_of_means, swapped_batches)
+}
+
+if __name__ == "__main__":
+    chosen = next(word for word in sys.argv[1:] if word in MISTAKES)
+    MISTAKES[chosen]()
+    sys.exit(train.main([word for word in sys.argv[1:] if word != chosen]))

@@ -1,0 +1,1 @@
+"""A run's first steps recomputed from its config alone, sharing nothing with the engine that made them."""

@@ -1,0 +1,236 @@
+"""Recompute the first steps of a run in plain torch and FP64, and compare them with what the run recorded.
+
+    python -m training.parity --oracle runs/NAME [--steps N]
+
+Both twins of the gate share Mantissa's engine, data order and schedule, so an error there moves both alike. This shares
+none of them. From the run's config, its prepared data and its initial weights it derives by itself (`rules`): which
+samples make a step, which tokens are labels and how much each counts, the learning rate, which parameters decay,
+clipping, and the update. Sequences go through the model one by one, documents that are kept apart each by itself;
+parameters, gradients and moments are FP64 (a model's own code may compute in less inside, as most norms do).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from config.errors import UserError
+from config.load import load_config
+from config.schema import Config
+from data.corpus import Corpus
+from modeling.build import build_model, dropout_keys
+from precision.dtypes import DTYPES
+from tracking.jsonl import read_run_events, surviving
+from tracking.run_dir import RunDir
+from tracking.summary import read_inputs
+from training.checkpoint.partitions import open_saved_model
+from training.parity.oracle.rules import IGNORED, Order, optimizer_of, schedule
+from training.tasks.shape import shape_of_model
+from training.tasks.task import prepare
+
+STEPS = 10
+"""Recomputed unless told otherwise."""
+TASKS = ("pretrain", "sft")
+Log = Callable[[str], Any]
+
+
+@dataclass
+class Comparison:
+    """One quantity over all steps."""
+
+    what: str
+    bound: float
+    largest: float = 0.0
+    """Relative difference, or for samples and tokens 1 where they differ; of masters in their movement."""
+    where: str = ""
+    """The step, or the parameter, where it is largest."""
+
+    def add(self, difference: float, where: str) -> None:
+        """Take one more difference into account."""
+        if not (difference <= self.largest or math.isnan(self.largest)):
+            self.largest, self.where = difference, where
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is within its bound; what is not a number is not."""
+        return self.largest <= self.bound
+
+
+@dataclass
+class Judged:
+    """What was compared."""
+
+    steps: int
+    comparisons: list[Comparison]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """Whether all of it is within its bounds."""
+        return all(comparison.holds for comparison in self.comparisons)
+
+    def lines(self) -> list[str]:
+        """For the console: a table, and the verdict."""
+        rows = [f"{'compared':<44}{'largest':>11}{'bound':>11}  at"]
+        for each in self.comparisons:
+            rows.append(f"{each.what:<44}{each.largest:>11.2e}{each.bound:>11.2e}  {each.where}")
+        failed = [each.what for each in self.comparisons if not each.holds]
+        verdict = f"differs from the oracle in: {', '.join(failed)}" if failed else "as the oracle computed them"
+        return [*rows, *self.notes, f"{self.steps} steps {verdict}"]
+
+
+def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
+    """Recompute a run's first steps and compare. Raises UserError for a run that the oracle does not know."""
+    run_dir = RunDir(run)
+    config = load_config(run_dir.config, [], None)
+    _require_known(config)
+    events = surviving(read_run_events(run_dir.events))
+    recorded, notes = _first_steps(run, events, steps or STEPS)
+    corpus = prepare(config, progress=True)
+    used = read_inputs(run_dir)[2].get("data", {}).get("fingerprint")
+    if used != corpus.fingerprint:
+        raise UserError(f"{run}: its data are gone; what its config names now is {corpus.fingerprint}, and was {used}")
+    shape = shape_of_model(config, corpus)
+    drops = dropout_keys(shape)
+    if drops:
+        raise UserError(f"{run}: the model has {drops[0]} = {getattr(shape, drops[0])}; the oracle knows no dropout")
+    model = build_model(config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True)).double()
+    oracle = _Oracle(config, corpus, model.train())
+    compared = _comparisons(next(event for event in events if event["event"] == "run_start"))
+    for event in recorded:
+        oracle.step(event, compared, log)
+        checkpoint = run_dir.checkpoints / f"step-{event['step']}" / "deepspeed"
+        if checkpoint.is_dir():
+            oracle.compare_masters(checkpoint, compared, f"step {event['step']}")
+            notes.append(f"masters compared: step {event['step']}")
+    if not any(note.startswith("masters") for note in notes):
+        notes.append("masters not compared: the run has no checkpoint of these steps; set checkpoint.every_steps")
+    return Judged(len(recorded), list(compared.values()), notes)
+
+
+def _require_known(config: Config) -> None:
+    """Raises UserError, naming the key, for what the oracle does not compute."""
+    model = config.model
+    for key, value, known in (
+        ("task", config.task, config.task in TASKS),
+        ("adapter.kind", config.adapter.kind, config.adapter.kind == "none"),
+        ("data.sources", "given", not config.data.sources),
+        ("model.balance_loss", model.balance_loss, not model.balance_loss),
+        ("model.router_z_loss", model.router_z_loss, not model.router_z_loss),
+    ):
+        if not known:
+            raise UserError(f"{key} = {value}: the oracle does not compute it")
+
+
+def _first_steps(run: Path, events: Sequence[Mapping[str, Any]], count: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """The `step` events 1 to `count`, as far as nothing but the plain rule made them; and what cut them short."""
+    by_step = {event["step"]: dict(event) for event in events if event["event"] == "step"}
+    reacted = min((event["step"] for event in events if event["event"] == "incident"), default=math.inf)
+    found: list[dict[str, Any]] = []
+    for step in range(1, count + 1):
+        if step not in by_step or step >= reacted:
+            break
+        found.append(by_step[step])
+    if not found:
+        raise UserError(f"{run}: has no first step to recompute")
+    notes = [] if step < reacted else [f"step {reacted} had an incident: what comes after it is not compared"]
+    return found, notes
+
+
+def _comparisons(start: Mapping[str, Any]) -> dict[str, Comparison]:
+    """What is compared, within bounds several times what was measured (docs/parity.md). start: the `run_start` event.
+
+    Those of 16 bits are multiples of the unit roundoff. Single masters are not compared there: Adam's first steps go by
+    a gradient's sign, and that of the smallest ones is rounding.
+    """
+    bounds = {"samples": 0.0, "tokens": 0.0, "learning rate": 1e-9}
+    if start["compute"] == "fp32" and start["regions"] is None:
+        bounds |= {"loss": 2e-6, "norm": 1e-5, "masters": 1e-3, "distance moved": 1e-5}
+    else:
+        roundoff = torch.finfo(DTYPES.get(start["compute"], torch.bfloat16)).eps / 2
+        bounds |= {"loss": roundoff / 8, "norm": 4 * roundoff, "distance moved": roundoff}
+    return {what: Comparison(what, bound) for what, bound in bounds.items()}
+
+
+class _Oracle:
+    """The model, its optimizer and its data order, step by step."""
+
+    def __init__(self, config: Config, corpus: Corpus, model: PreTrainedModel) -> None:
+        self._config, self._model = config, model
+        self._order = Order(config, corpus.train, end_of_document=corpus.end_of_document)
+        self._optimizer = optimizer_of(model, config.optimizer)
+        peak, total = config.optimizer.learning_rate, config.run.steps
+        self._rate = schedule(config.schedule, peak=peak, total=total)
+        self._start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self._applied = self._tokens = 0
+
+    def step(self, event: Mapping[str, Any], compared: Mapping[str, Comparison], log: Log) -> None:
+        """One step, compared with its event. A step that the run did not apply is not applied here."""
+        ids, where = self._order.batch(event["position"]), f"step {event['step']}"
+        rate, loss = self._rate(self._applied), self._gradients(ids)
+        self._tokens += self._order.places(ids)
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in self._model.parameters() if p.grad is not None))
+        compared["samples"].add(float(event["sample_ids_sha256"] != _sha256(ids)), where)
+        compared["tokens"].add(float(event["tokens"] != self._tokens), where)
+        compared["learning rate"].add(_relative(event["lr"], rate), where)
+        compared["loss"].add(_relative(event["loss"], loss), where)
+        if event["applied"]:
+            compared["norm"].add(_relative(event["grad_norm"], norm), where)
+            if self._config.optimizer.gradient_clipping:
+                torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.gradient_clipping)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate * group["factor"]
+            self._optimizer.step()
+            self._applied += 1
+        self._optimizer.zero_grad()
+        log(f"{where}: loss {loss:.8g}, recorded {event['loss']:.8g}; norm {norm:.6g}, {event['grad_norm']:.6g}")
+
+    def _gradients(self, ids: Sequence[int]) -> float:
+        """The mean loss over all labels of a global batch [nats], whose gradient is left in the parameters."""
+        total = sum(int((labels != IGNORED).sum()) for _, labels in self._order.sequences(ids))
+        loss = 0.0
+        for inputs, labels in self._order.sequences(ids):
+            if not bool((labels != IGNORED).any()):
+                continue
+            logits = self._model(input_ids=inputs[None], use_cache=False).logits[0].double()
+            part = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / total
+            part.backward()
+            loss += float(part.detach())
+        return loss
+
+    @torch.no_grad()
+    def compare_masters(self, folder: Path, compared: Mapping[str, Comparison], where: str) -> None:
+        """The masters of a checkpoint with these, against how far they have moved from the start.
+
+        An FP32 master is rounded once in each update, by 2^-24 of itself at most: so much is no difference.
+        """
+        saved = open_saved_model(folder).tensors
+        along = squares = 0.0
+        for name, parameter in self._model.named_parameters():
+            start, master = self._start[name], saved[name].read().double()
+            moved, found = parameter - start, master - start
+            along, squares = along + float((moved * found).sum()), squares + float(moved.square().sum())
+            if "masters" in compared:
+                rounded = self._applied * 2.0**-24 * float(master.norm())
+                distance = max(float((found - moved).norm()) - rounded, 0.0)
+                compared["masters"].add(distance / float(moved.norm()) if distance else 0.0, f"{name}, {where}")
+        compared["distance moved"].add(abs(along / squares - 1.0) if squares else 0.0, where)
+
+
+def _relative(found: float, expected: float) -> float:
+    """|found - expected| / |expected|; 0 where both are 0, nan where the run recorded no number."""
+    difference = abs(found - expected)
+    return difference / abs(expected) if expected else (0.0 if difference == 0 else math.inf)
+
+
+def _sha256(ids: Iterable[int]) -> str:
+    return hashlib.sha256(np.array(list(ids), dtype="<i8").tobytes()).hexdigest()
