@@ -62,6 +62,8 @@ ORDINARY_WORDS = {
 
 @pytest.mark.parametrize("variables", LOCALES.values(), ids=LOCALES)
 def test_a_locale(ground: Path, losses, variables: dict[str, str | None], request) -> None:
+    if request.node.callspec.id == "ascii" and not sys.prefix.isascii():
+        pytest.skip("torch cannot be imported from a path that the locale's encoding lacks")
     lives(Place(ground / request.node.callspec.id, variables=variables), losses)
 
 
