@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.support.launches import wait_until
 from tests.support.strange import STEPS, Place, ended, look_at, losses_of, start
+from tracking.jsonl import read_events
 
 pytestmark = pytest.mark.machines
 
@@ -33,11 +37,17 @@ def test_two_jobs_at_once(ground: Path, losses) -> None:
 
 
 def test_one_run_folder_for_two(ground: Path, losses) -> None:
-    """One of them has it; the other is told so in a line, and nothing of it is in the record."""
+    """The first has it; the other is told so in a line, and nothing of it is in the record."""
     place = Place(ground / "one folder", cache=ground / "ordinary" / "cache")
-    jobs = [start(place, f"run.steps={STEPS}") for _ in range(2)]
-    outputs = [ended(job, exit_code=None) for job in jobs]
-    codes = sorted(job.returncode for job in jobs)
-    assert codes == [0, 2], outputs
-    assert not any("Traceback" in output for output in outputs), outputs
-    assert losses_of(place.run) == losses[:STEPS]
+    first = start(place, "run.steps=100000")
+    try:
+        events = place.run / "events.jsonl"
+        wait_until(lambda: events.exists() and len(losses_of(place.run)) >= STEPS, seconds=120, why=first.poll)
+        other = start(place, "run.steps=100000")
+        output = ended(other, exit_code=2)
+        assert "Traceback" not in output and "still writes this run" in output, output
+    finally:
+        os.killpg(first.pid, signal.SIGTERM)
+        ended(first, exit_code=None)
+    assert losses_of(place.run)[:STEPS] == losses[:STEPS]
+    assert [event["event"] for event in read_events(events)].count("run_start") == 1
