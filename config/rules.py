@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -40,8 +41,8 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
     """
     for rule in (
         *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _preference, _distill),
-        *(_encoder, _adapter, _mixture, _data, _optimizer, _schedule, _precision, _loss_scale, _evaluate, _tracking),
-        *(_guard, _faults),
+        *(_encoder, _adapter, _mixture, _data, _documents, _optimizer, _schedule, _precision, _loss_scale, _evaluate),
+        *(_tracking, _guard, _faults),
     ):
         for key, text in rule(config):
             raise UserError(f"{origin(key)}: {key} {text}")
@@ -315,6 +316,17 @@ def _mixture(config: Config) -> Iterator[Problem]:
             yield f"data.sources[{index}].path", f"= '{item.path}' matches no file; give one that exists"
         if item.source == "text" and config.learns_rows:
             yield f"data.sources[{index}].source", "= text has no rows; give rows as jsonl or parquet"
+
+
+def _documents(config: Config) -> Iterator[Problem]:
+    """How documents are found in what data.source or each of data.sources names."""
+    data = config.data
+    kinds = {item.source for item in data.sources or (data,)}
+    if data.document_separator is not None and "text" not in kinds:
+        key, given = "data.document_separator", json.dumps(data.document_separator)
+        yield key, f"= {given} is only read by data.source = text; remove it, or set that"
+    if data.document_separator == "":
+        yield "data.document_separator", "is empty; give what stands between documents, or null"
 
 
 def _data(config: Config) -> Iterator[Problem]:

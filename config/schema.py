@@ -196,11 +196,14 @@ class DataSection:
     source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "hub"] = "stdlib"
     """[choice] stdlib: the .py files of the running Python, on every machine; for task sft its functions, each with the
     first sentence of its docstring, for dpo beside more of it, for classify with the name of its package. text, jsonl,
-    parquet: files at data.path (text: one document a file). hub: the dataset data.path of the Hugging Face hub, or a
-    local dataset folder. auto: stdlib without a data.path, else what its name says: .jsonl and .json, .parquet, and hub
-    for the rest."""
+    parquet: files at data.path (text: one document a file, or several by data.document_separator). hub: the dataset
+    data.path of the Hugging Face hub, or a local dataset folder. auto: stdlib without a data.path, else what its name
+    says: .jsonl and .json, .parquet, and hub for the rest."""
     path: str | None = None
     """[path, glob or hub id] File, folder or glob of text, jsonl and parquet; the dataset's id for hub."""
+    document_separator: str | None = None
+    """[text] For source text: what stands between the documents of a file, such as "\\n\\n" in double quotes. Empty
+    documents are left out and counted. null: a file is a document."""
     sources: tuple[SourceSection, ...] = ()
     """[list] Several sources in place of data.path, each {path, name, format, weight or epochs}. Each is prepared and
     held out by itself; samples are drawn by share (docs/data.md)."""

@@ -204,6 +204,12 @@ def _fill(
             done = sum(writer.text_bytes for writer in writers.values())
             report(Progress("tokens", done, source.total_bytes))
     splits = {split: writer.finish() for split, writer in writers.items()}
+    read = sum(writer.documents for writer in writers.values()) + sum(skipped.values())
+    if data.source == "text" and data.document_separator is not None and read == len(source.files):
+        raise UserError(
+            f"data.document_separator={json.dumps(data.document_separator)}: is nowhere in {source.label}. Give what "
+            "stands between its documents (YAML reads \\n as a line end in double quotes only), or null."
+        )
     if not writers["train"].documents:
         raise _no_training_text(data, source, writers["validation"].documents, skipped)
     write_index(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import os
 import sysconfig
 from collections import Counter
@@ -118,7 +119,7 @@ def open_source(data: DataSection) -> Source:
         return _hub_source(data, label)
     root, files = _local_files(data.path, data.source)
     if data.source == "text":
-        return _text_source(label, root, files, deduplicate=False)
+        return _text_source(label, root, files, deduplicate=False, separator=data.document_separator)
     builder = "json" if data.source == "jsonl" else "parquet"
     names = [str(path) for path in sorted(files)]
     return Source(
@@ -138,15 +139,18 @@ def _library_files(root: Path) -> Iterator[Path]:
         yield from (Path(folder, file) for file in files if file.endswith(".py"))
 
 
-def _text_source(label: str, root: Path, files: list[Path], *, deduplicate: bool) -> Source:
+def _text_source(
+    label: str, root: Path, files: list[Path], *, deduplicate: bool, separator: str | None = None
+) -> Source:
     ordered = sorted(files, key=lambda path: path.relative_to(root).as_posix())
     paths = [str(path) for path in ordered]
+    identity = _files_identity(root, ordered)
     return Source(
         label=label,
-        identity=_files_identity(root, ordered),
+        identity=identity if separator is None else f"{identity}:split at {json.dumps(separator)}",
         total_bytes=sum(path.stat().st_size for path in ordered),
         text_field="text",
-        open=lambda: _streams().texts(paths),
+        open=lambda: _streams().texts(paths, separator),
         null_means="not utf-8",
         deduplicate=deduplicate,
         files=tuple(paths),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import datasets
 import httpx
@@ -20,13 +20,18 @@ if why_not_writable(Path(datasets.config.HF_DATASETS_CACHE)):
     # Nothing is kept there of a stream, but even one of local files makes the folder, for a lock.
     datasets.config.HF_DATASETS_CACHE = temporary_folder() / "datasets"
 
+BLOCK_BYTES = 1 << 20
+"""[bytes] A file that is split into documents is read in blocks of so many."""
 READ_ERRORS = (datasets.exceptions.DatasetsError, pyarrow.ArrowException, httpx.HTTPError, ValueError, OSError)
 """What opening and reading a stream raises when its files, its format or the network are at fault."""
 
 
-def texts(paths: list[str]) -> datasets.IterableDataset:
-    """One row a file; null for a file that is not UTF-8, because one bad file must not end a corpus."""
-    return datasets.IterableDataset.from_generator(_read_texts, gen_kwargs={"paths": paths})
+def texts(paths: list[str], separator: str | None) -> datasets.IterableDataset:
+    """One row a file, or a row for each piece between separators.
+
+    A row is null where its bytes are not UTF-8, because one bad file must not end a corpus.
+    """
+    return datasets.IterableDataset.from_generator(_read_texts, gen_kwargs={"paths": paths, "separator": separator})
 
 
 def files(builder: str, paths: list[str]) -> datasets.IterableDataset:
@@ -55,10 +60,28 @@ def hub(repository: str, name: str | None, split: str, revision: str | None) -> 
     return builder.as_streaming_dataset(split=split), builder.hash
 
 
-def _read_texts(paths: list[str]) -> Iterator[dict[str, Any]]:
+def _read_texts(paths: list[str], separator: str | None) -> Iterator[dict[str, Any]]:
     for path in paths:
-        raw = Path(path).read_bytes()
-        try:
-            yield {"text": raw.decode("utf-8")}
-        except UnicodeDecodeError:
-            yield {"text": None}
+        with Path(path).open("rb") as file:
+            for raw in [file.read()] if separator is None else pieces(file, separator.encode()):
+                try:
+                    yield {"text": raw.decode("utf-8")}
+                except UnicodeDecodeError:
+                    yield {"text": None}
+
+
+def pieces(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
+    """What `bytes.split` makes of a file, with a block and copies of the longest piece in memory.
+
+    A separator that is UTF-8 cuts no character of a text that is: no character's bytes are inside another's.
+    """
+    held = bytearray()
+    while block := file.read(BLOCK_BYTES):
+        start = max(0, len(held) - len(separator) + 1)  # where one may begin that was not whole before
+        held += block
+        done = 0
+        while (end := held.find(separator, max(start, done))) >= 0:
+            yield bytes(held[done:end])
+            done = end + len(separator)
+        del held[:done]
+    yield bytes(held)

@@ -17,7 +17,7 @@ from filelock import FileLock
 import data.prepare
 from config.errors import UserError
 from config.schema import DataSection
-from data.corpus import INDEX, Corpus, is_prepared
+from data.corpus import INDEX, SPLITS, Corpus, is_prepared
 from data.encode import is_validation
 from data.prepare import corpus_fingerprint, prepare
 from data.sources import open_source
@@ -102,6 +102,36 @@ def test_tokens_do_not_depend_on_workers_or_batches_and_shards_are_cut_at_their_
     sizes = [shard.tokens for shard in first.train.shards]
     assert len(sizes) > 3
     assert set(sizes[:-1]) == {10_000}
+
+
+def tokens(corpus: Corpus) -> dict[str, bytes]:
+    """The tokens of each split."""
+    return {split: b"".join(shard.array.tobytes() for shard in getattr(corpus, split).shards) for split in SPLITS}
+
+
+@pytest.mark.parametrize(("separator", "for_encoder"), [("\n\n<|endoftext|>\n", False), ("ßλ", True)])
+def test_one_split_file_is_prepared_as_a_file_for_each_document(
+    section: DataSection, texts: Path, tmp_path: Path, separator: str, for_encoder: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr("data.streams.BLOCK_BYTES", 7)
+    whole = prepare(replace(section, tokenizer="bpe:300"), progress=False, for_encoder=for_encoder)
+    originals = [path.read_bytes() for path in sorted(texts.iterdir())]
+    empty = [b"", *originals[:50], b"", *originals[50:], b""]
+    (tmp_path / "one.txt").write_bytes(separator.encode().join(empty))
+    split = replace(section, path=str(tmp_path / "one.txt"), document_separator=separator, tokenizer="bpe:300")
+    corpus = prepare(split, progress=False, for_encoder=for_encoder)
+    assert tokens(corpus) == tokens(whole)
+    assert all(tokens(corpus).values()) and corpus.fingerprint != whole.fingerprint
+    assert corpus.skipped == {"no text": 3}
+    assert (corpus.train_documents, corpus.validation_documents) == (whole.train_documents, whole.validation_documents)
+    others = [open_source(replace(split, document_separator=other)) for other in (None, "\n")]
+    assert len({corpus.fingerprint, *(corpus_fingerprint(split, other) for other in others)}) == 3
+
+
+def test_a_separator_that_is_nowhere_is_a_mistake(section: DataSection) -> None:
+    with pytest.raises(UserError, match=r'data.document_separator="\\\\n": is nowhere in data.path=') as caught:
+        prepare(replace(section, document_separator="\\n"), progress=False)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_second_call_reuses_and_the_fingerprint_follows_what_matters(section, texts, monkeypatch):
