@@ -15,7 +15,7 @@ from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from config.printable import line
 from config.redact import redact
-from config.schema import Config, DataSection, DistillSection, Fault, ModelSection, OptimizerSection
+from config.schema import Config, DataSection, DistillSection, Fault, ModelSection, OptimizerSection, SourceSection
 from config.secrets import WITH_PASSWORD
 from config.task import ENCODER_TASKS, ROW_FORMATS
 
@@ -27,6 +27,8 @@ _OWNED_MODEL_ARGUMENTS = {
     "_attn_implementation": "model.attention",
 }
 
+_OF_DOCUMENTS = ("text", "megatron")
+"""Sources that have no rows."""
 _LONGEST_NAME = 200  # bytes: file systems take 255, and a renamed or partial folder's name is longer
 
 Problem = tuple[str, str]
@@ -178,8 +180,8 @@ def _task(config: Config) -> Iterator[Problem]:
         )
     if data.document_masking and data.packing == "none":
         yield "data.document_masking", "= true: rows are not packed by data.packing = none; remove one of them"
-    if data.source == "text":
-        yield "data.source", "= text has no rows; give rows as jsonl or parquet, or set task=pretrain"
+    if data.source in _OF_DOCUMENTS:
+        yield "data.source", f"= {data.source} has no rows; give rows as jsonl or parquet, or set task=pretrain"
     if data.chat_template is not None and not Path(data.chat_template).expanduser().is_file():
         yield "data.chat_template", f"= '{data.chat_template}' is not a file; give one with a Jinja template"
 
@@ -268,8 +270,8 @@ def _encoder(config: Config) -> Iterator[Problem]:
         yield "classify.labels", "is not read by classify.kind = regression, which predicts a number; remove it"
     if data.text_pair_field is not None and kind == "token":
         yield "data.text_pair_field", f"= '{data.text_pair_field}' is not read by classify.kind = token; remove it"
-    if data.source == "text":
-        yield "data.source", "= text has no labels; give task = classify rows as jsonl or parquet"
+    if data.source in _OF_DOCUMENTS:
+        yield "data.source", f"= {data.source} has no labels; give task = classify rows as jsonl or parquet"
     if data.source == "stdlib" and kind != "sequence":
         yield "classify.kind", f"= {kind}: data.source = stdlib has labels for kind = sequence; set data.path to rows"
     for key in ("compile", "activation_memory_gib"):
@@ -312,10 +314,10 @@ def _mixture(config: Config) -> Iterator[Problem]:
     for index, item in enumerate(sources):
         if item.source != "stdlib" and item.path is None:
             yield f"data.sources[{index}].path", f"is missing; source = {item.source} needs it"
-        if item.source in ("text", "jsonl", "parquet") and item.path is not None and not _matches(item.path):
+        if item.path is not None and not _matches(item):
             yield f"data.sources[{index}].path", f"= '{item.path}' matches no file; give one that exists"
-        if item.source == "text" and config.learns_rows:
-            yield f"data.sources[{index}].source", "= text has no rows; give rows as jsonl or parquet"
+        if item.source in _OF_DOCUMENTS and config.learns_rows:
+            yield f"data.sources[{index}].source", f"= {item.source} has no rows; give rows as jsonl or parquet"
 
 
 def _documents(config: Config) -> Iterator[Problem]:
@@ -327,6 +329,15 @@ def _documents(config: Config) -> Iterator[Problem]:
         yield key, f"= {given} is only read by data.source = text; remove it, or set that"
     if data.document_separator == "":
         yield "data.document_separator", "is empty; give what stands between documents, or null"
+    ids = data.input_ids_field
+    if ids is not None and (config.learns_rows or config.task == "classify"):
+        problem = f"= '{ids}' is of documents, and task = {config.task} learns from rows"
+        yield "data.input_ids_field", f"{problem}; remove it, or set task=pretrain"
+    if ids is not None and not kinds & {"jsonl", "parquet", "hub"}:
+        yield "data.input_ids_field", f"= '{ids}' is only read by data.source = jsonl, parquet and hub; remove it"
+    if data.tokenizer.startswith("bpe:") and (ids is not None or "megatron" in kinds):
+        fix = "name the one that made the tokens"
+        yield "data.tokenizer", f"= {data.tokenizer} is trained on text, and the data are tokens already; {fix}"
 
 
 def _data(config: Config) -> Iterator[Problem]:
@@ -336,11 +347,11 @@ def _data(config: Config) -> Iterator[Problem]:
     if data.tokenizer == "model":
         yield "data.tokenizer", "= model needs model.name_or_path; set that, or name a tokenizer"
     if data.source == "stdlib" and data.path is not None:
-        fix = "set data.source to text, jsonl, parquet or hub"
+        fix = "set data.source to text, jsonl, parquet, megatron or hub"
         yield "data.path", f"= '{data.path}' is not read by data.source = stdlib; {fix}"
     if data.source != "stdlib" and data.path is None:
         yield "data.path", f"is missing; data.source = {data.source} needs it"
-    if data.source in ("text", "jsonl", "parquet") and data.path is not None and not _matches(data.path):
+    if data.path is not None and not _matches(data):
         yield "data.path", f"= '{data.path}' matches no file; give a file, a folder or a glob that exists"
     if data.name is not None and data.source != "hub":
         yield "data.name", f"= '{data.name}' is only read by data.source = hub; remove it"
@@ -348,10 +359,14 @@ def _data(config: Config) -> Iterator[Problem]:
         yield "data.tokenizer", f"= '{data.tokenizer}' names no vocabulary size; write it as bpe:4096"
 
 
-def _matches(pattern: str) -> bool:
-    """Whether a path or glob names something that exists."""
-    path = Path(pattern).expanduser()
-    return path.exists() or any(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+def _matches(item: DataSection | SourceSection) -> bool:
+    """Whether the path of a source of files names something that exists; it may be a glob."""
+    if item.path is None or item.source not in ("text", "jsonl", "parquet", "megatron"):
+        return True
+    path = Path(item.path).expanduser()
+    if path.exists() or (item.source == "megatron" and Path(f"{path}.idx").exists()):
+        return True
+    return any(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:

@@ -176,7 +176,7 @@ class SourceSection:
 
     path: str | None = None
     """[path, glob or hub id] As data.path."""
-    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "hub"] = "auto"
+    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub"] = "auto"
     """[choice] As data.source."""
     name: str | None = None
     """[text] What the record calls it. null: source 1, source 2 and so on."""
@@ -193,14 +193,16 @@ class SourceSection:
 class DataSection:
     """Where the text comes from and how it becomes token sequences."""
 
-    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "hub"] = "stdlib"
+    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub"] = "stdlib"
     """[choice] stdlib: the .py files of the running Python, on every machine; for task sft its functions, each with the
     first sentence of its docstring, for dpo beside more of it, for classify with the name of its package. text, jsonl,
     parquet: files at data.path (text: one document a file, or several by data.document_separator). hub: the dataset
-    data.path of the Hugging Face hub, or a local dataset folder. auto: stdlib without a data.path, else what its name
-    says: .jsonl and .json, .parquet, and hub for the rest."""
+    data.path of the Hugging Face hub, or a local dataset folder. megatron: documents that Megatron-LM tokenized, .bin
+    files with their .idx. auto: stdlib without a data.path, else what its name says: .jsonl and .json, .parquet, .idx,
+    and hub for the rest."""
     path: str | None = None
-    """[path, glob or hub id] File, folder or glob of text, jsonl and parquet; the dataset's id for hub."""
+    """[path, glob or hub id] File, folder or glob of text, jsonl, parquet and megatron, of which it may be what both
+    files' names begin with; the dataset's id for hub."""
     document_separator: str | None = None
     """[text] For source text: what stands between the documents of a file, such as "\\n\\n" in double quotes. Empty
     documents are left out and counted. null: a file is a document."""
@@ -213,6 +215,9 @@ class DataSection:
     """[text] Split of a hub dataset."""
     text_field: str = "text"
     """[text] Field that holds the document, for jsonl, parquet and hub."""
+    input_ids_field: str | None = None
+    """[text] For documents of jsonl, parquet and hub that are tokenized already: field with the list of token ids,
+    which is read in place of a text. data.tokenizer names the tokenizer that made them. null: documents are text."""
     text_pair_field: str | None = None
     """[text] For task classify: field with a second text, read with the first. null: none."""
     label_field: str = "label"

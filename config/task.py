@@ -31,7 +31,7 @@ ENCODER_TASKS = ("classify", "mlm")
 ROW_FORMATS = {"sequence": "labelled", "token": "tagged", "regression": "scored"}
 """data.format of each classify.kind."""
 
-_SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+_SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".idx": "megatron"}
 _COMPRESSED = (".gz", ".zst")
 
 

@@ -5,6 +5,7 @@ The stages, each in its own module and each usable alone:
 1. `sources`     where the documents come from; every source is a Hugging Face `datasets` stream.
 2. `tokenizer`   bytes, a byte-level BPE trained on the data, or any Hugging Face fast tokenizer.
 3. `prepare`     runs 1 and 2 once over the corpus, in parallel (`encode` in `workers`), and publishes it atomically.
+                 What is tokenized already is checked and copied (`token_ids`, `megatron`).
 4. `shards`      what was published: memory-mapped, checksummed token files, read as windows of fixed length.
 5. `sampler`     which windows make global batch number n. A pure function: nothing to save, nothing to restore.
 6. `loader`      the windows of this rank as tensors, read one step ahead.

@@ -45,7 +45,12 @@ class _Encoder:
 
 def is_validation(text: str, fraction: float) -> bool:
     """Whether a document is held out: its hash as a number in [0, 1) is below `fraction`. Same text, same answer."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"split").digest()
+    return is_drawn(text.encode(), fraction)
+
+
+def is_drawn(content: bytes, fraction: float) -> bool:
+    """`is_validation` of a document that is these bytes."""
+    digest = hashlib.blake2b(content, digest_size=8, person=b"split").digest()
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
 

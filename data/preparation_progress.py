@@ -19,6 +19,7 @@ from rich.progress import Progress as RichProgress
 from config import json_text, printable
 
 _FILE = "progress.json"
+_WORDS = {"tokenizer": "making the tokenizer for", "ids": "copying the tokens of"}
 _SECONDS_BETWEEN_WRITES = 0.25
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -28,9 +29,9 @@ class Progress:
     """State of a preparation."""
 
     stage: str
-    """"tokenizer" while that is made, then "tokens"."""
+    """"tokenizer" while that is made, then "tokens", or "ids" where the source is tokenized already."""
     done_bytes: int
-    """[bytes] Text tokenized so far."""
+    """[bytes] Text tokenized so far, or ids copied."""
     total_bytes: int | None
     """[bytes] Size of the source, duplicates and unreadable files included; None when unknown."""
 
@@ -66,7 +67,7 @@ class Display:
         """Draw a state; None (unknown yet) draws nothing."""
         if not self._shown or progress is None:
             return
-        what = "making the tokenizer for" if progress.stage == "tokenizer" else "tokenizing"
+        what = _WORDS.get(progress.stage, "tokenizing")
         if self._bar is not None:
             self._bar.update(
                 self._bar.task_ids[0],

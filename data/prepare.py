@@ -19,9 +19,9 @@ import os
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -196,13 +196,18 @@ def _fill(
     end_of_document = tokenizer.eos_token_id
     writers = {split: _SplitWriter(folder, split, dtype, header, end_of_document) for split in SPLITS}
     skipped: Counter[str] = Counter()
-    encoder = (tokenizer_json, end_of_document, dtype, data.validation_fraction, data.tokenizer == "bytes")
-    with Workers(data.workers, start_worker, *encoder) as workers:
-        for encoded in _in_order(workers, source, skipped, 2 * data.workers):
-            for split, part in zip(SPLITS, encoded, strict=True):
+    if source.ids_field is None:
+        encoder = (tokenizer_json, end_of_document, dtype, data.validation_fraction, data.tokenizer == "bytes")
+        batches = _tokenized(data, source, skipped, encoder)
+    else:
+        from data.token_ids import Vocabulary, copied  # it loads pyarrow
+
+        batches = copied(data, source, Vocabulary(data.tokenizer, vocab_size, end_of_document, dtype), skipped)
+    with closing(batches):
+        for batch in batches:
+            for split, part in zip(SPLITS, batch, strict=True):
                 writers[split].add(part)
-            done = sum(writer.text_bytes for writer in writers.values())
-            report(Progress("tokens", done, source.total_bytes))
+            report(_progress(source, list(writers.values())))
     splits = {split: writer.finish() for split, writer in writers.items()}
     read = sum(writer.documents for writer in writers.values()) + sum(skipped.values())
     if data.source == "text" and data.document_separator is not None and read == len(source.files):
@@ -227,21 +232,31 @@ def _fill(
     )
 
 
-def _in_order(
-    workers: Workers, source: Source, skipped: Counter[str], most_in_flight: int
-) -> Iterator[tuple[Encoded, Encoded]]:
-    """Encode the source's batches in the workers; results come in the order of the batches."""
+def _progress(source: Source, writers: list[_SplitWriter]) -> Progress:
+    if source.ids_field is None:
+        return Progress("tokens", sum(writer.text_bytes for writer in writers), source.total_bytes)
+    return Progress("ids", sum(writer.token_bytes for writer in writers), None)
+
+
+def _tokenized(
+    data: DataSection, source: Source, skipped: Counter[str], encoder: tuple[Any, ...]
+) -> Generator[tuple[Encoded, Encoded]]:
+    """Encode the source's batches in workers; results come in the order of the batches.
+
+    encoder: arguments of `start_worker`.
+    """
     running: deque[Future[tuple[Encoded, Encoded]]] = deque()
-    try:
-        for batch in _batches(source.documents(skipped)):
-            running.append(workers.submit(encode_batch, batch))
-            if len(running) >= most_in_flight:
+    with Workers(data.workers, start_worker, *encoder) as workers:
+        try:
+            for batch in _batches(source.documents(skipped)):
+                running.append(workers.submit(encode_batch, batch))
+                if len(running) >= 2 * data.workers:
+                    yield running.popleft().result()
+            while running:
                 yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
-    finally:
-        for future in running:
-            future.cancel()
+        finally:
+            for future in running:
+                future.cancel()
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
@@ -282,11 +297,13 @@ class _SplitWriter:
         self._shards: list[dict[str, Any]] = []
         self.documents = 0
         self.text_bytes = 0
+        self.token_bytes = 0
 
     def add(self, part: Encoded) -> None:
         """Append encoded documents; a document may be split between two shards."""
         self.documents += part.documents
         self.text_bytes += part.text_bytes
+        self.token_bytes += part.tokens.nbytes
         start = 0
         while start < len(part.tokens):
             taken = min(len(part.tokens) - start, len(self._buffer) - self._held)

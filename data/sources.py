@@ -21,7 +21,7 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +32,12 @@ from config.schema import DataSection
 HASHED_BYTES = 1 << 30
 """[bytes] Local sources up to this size are identified by content, larger ones by modification time."""
 
-_PATTERNS = {"text": ("*",), "jsonl": ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.json"), "parquet": ("*.parquet",)}
+_PATTERNS = {
+    "text": ("*",),
+    "jsonl": ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.json"),
+    "parquet": ("*.parquet",),
+    "megatron": ("*.idx",),
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class Source:
     """Revision of a hub dataset, once it was opened."""
     files: tuple[str, ...] = ()
     """Local files, in order."""
+    ids_field: str | None = None
+    """Field with the token ids of a document, where it is tokenized already and no text."""
 
     def documents(self, skipped: Counter[str]) -> Iterator[str]:
         """Yield every document's text; what is left out is counted in `skipped` by reason.
@@ -115,11 +122,20 @@ def open_source(data: DataSection) -> Source:
     if not data.path:
         raise UserError(f"data.path: missing; data.source={data.source} needs a path. Set data.path.")
     label = f"data.path={data.path}"
-    if data.source == "hub":
-        return _hub_source(data, label)
-    root, files = _local_files(data.path, data.source)
     if data.source == "text":
+        root, files = _local_files(data.path, data.source)
         return _text_source(label, root, files, deduplicate=False, separator=data.document_separator)
+    if data.source == "megatron":
+        return _megatron_source(data.path, label)
+    source = _hub_source(data, label) if data.source == "hub" else _row_source(data, data.path, label)
+    if data.input_ids_field is None:
+        return source
+    identity = f"{source.identity}:ids of {json.dumps(data.input_ids_field)}"
+    return replace(source, ids_field=data.input_ids_field, identity=identity, total_bytes=None)
+
+
+def _row_source(data: DataSection, path: str, label: str) -> Source:
+    root, files = _local_files(path, data.source)
     builder = "json" if data.source == "jsonl" else "parquet"
     names = [str(path) for path in sorted(files)]
     return Source(
@@ -154,6 +170,26 @@ def _text_source(
         null_means="not utf-8",
         deduplicate=deduplicate,
         files=tuple(paths),
+    )
+
+
+def _megatron_source(path: str, label: str) -> Source:
+    from data import megatron
+
+    whole = Path(path).expanduser()
+    prefix = whole.with_suffix("") if whole.suffix == ".bin" else whole
+    index = Path(f"{prefix}.idx")
+    root, found = (index.parent, [index]) if index.is_file() else _local_files(path, "megatron")
+    files = sorted(file for file in found if file.suffix != ".bin")
+    tokens = [megatron.bin_of(file) for file in files]
+    return Source(
+        label=label,
+        identity=_files_identity(root, [*files, *(file for file in tokens if file.is_file())]),
+        total_bytes=None,
+        text_field="text",
+        open=lambda: ({"input_ids": ids} for file in files for ids in megatron.documents(file)),
+        files=tuple(map(str, files)),
+        ids_field="input_ids",
     )
 
 

@@ -13,6 +13,7 @@ from config.load import load_config
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "corpus.idx").touch()
     (tmp_path / "demo.yaml").write_text("model: {architecture: llama}\nrun: {steps: 100}\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -38,6 +39,18 @@ REFUSED = [
         ["data.source=text", "data.path=a.txt", 'data.document_separator=""'],
         "data.document_separator is empty; give what stands between documents, or null",
     ),
+    (
+        ["data={source: jsonl, path: a.txt, tokenizer: bytes, input_ids_field: ids}", "task=sft"],
+        "data.input_ids_field = 'ids' is of documents, and task = sft learns from rows; remove it, or set",
+    ),
+    (["data.input_ids_field=ids"], "data.input_ids_field = 'ids' is only read by data.source = jsonl, parquet and hub"),
+    (
+        ["data={source: jsonl, path: a.txt, input_ids_field: ids}"],
+        "data.tokenizer = bpe:4096 is trained on text, and the data are tokens already; name the one that made",
+    ),
+    (["data={source: megatron, path: corpus}"], "data.tokenizer = bpe:4096 is trained on text"),
+    (["data={source: megatron, path: corpus}", "task=sft"], "data.source = megatron has no rows"),
+    (["data={source: megatron, path: b, tokenizer: bytes}"], "data.path = 'b' matches no file"),
     (["data.tokenizer=bpe:many"], "data.tokenizer = 'bpe:many' names no vocabulary size"),
     (["tracking.otlp_endpoint=localhost:4318"], "tracking.otlp_endpoint = 'localhost:4318' is not an address"),
     (["tracking.otlp_endpoint=http://me:hush@host"], "tracking.otlp_endpoint holds a password"),
@@ -124,6 +137,9 @@ ALLOWED = [
     ["data.source=text", "data.path=a.txt"],
     ["data.source=text", "data.path='*.txt'"],
     ["data.source=text", "data.path=a.txt", 'data.document_separator="\\n\\n"'],
+    ["data={source: jsonl, path: a.txt, tokenizer: bytes, input_ids_field: ids}"],
+    ["data={source: megatron, path: corpus, tokenizer: bytes}"],
+    ["data={source: auto, path: corpus.idx, tokenizer: bytes}"],
     ["data.source=hub", "data.path=owner/name", "data.name=en"],
     ["precision.loss_scale={policy: static, initial: 1000, minimum: 0.5}"],
     ["precision.loss_scale.initial=1"],
