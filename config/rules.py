@@ -16,8 +16,8 @@ from config.optimizers import OPTIMIZERS
 from config.printable import line
 from config.redact import redact
 from config.schema import Config, DataSection, DistillSection, Fault, ModelSection, OptimizerSection, SourceSection
-from config.secrets import WITH_PASSWORD
-from config.task import ENCODER_TASKS, ROW_FORMATS
+from config.secrets import ADVICE, WITH_PASSWORD
+from config.task import ENCODER_TASKS, ROW_FORMATS, is_url
 
 # Arguments of a Hugging Face config that a key of the run config decides.
 _OWNED_MODEL_ARGUMENTS = {
@@ -318,6 +318,7 @@ def _mixture(config: Config) -> Iterator[Problem]:
             yield f"data.sources[{index}].path", f"= '{item.path}' matches no file; give one that exists"
         if item.source in _OF_DOCUMENTS and config.learns_rows:
             yield f"data.sources[{index}].source", f"= {item.source} has no rows; give rows as jsonl or parquet"
+        yield from _url(f"data.sources[{index}].path", item)
 
 
 def _documents(config: Config) -> Iterator[Problem]:
@@ -340,6 +341,19 @@ def _documents(config: Config) -> Iterator[Problem]:
         yield "data.tokenizer", f"= {data.tokenizer} is trained on text, and the data are tokens already; {fix}"
 
 
+def _url(key: str, item: DataSection | SourceSection) -> Iterator[Problem]:
+    if item.path is None or not is_url(item.path):
+        return
+    if WITH_PASSWORD.search(item.path) or redact(item.path) != item.path:
+        yield key, f"holds what looks like a credential, which would be recorded; take it out and {ADVICE}"
+    if item.source == "megatron":
+        problem = "is a URL, and files of source = megatron are mapped into memory"
+        yield key, f"= '{item.path}' {problem}; copy them to a disk"
+    elif item.source not in ("text", "jsonl", "parquet"):
+        fix = "set source to text, jsonl or parquet"
+        yield key, f"= '{item.path}' is a URL, which source = {item.source} does not read; {fix}"
+
+
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
     if data.sources:
@@ -353,6 +367,7 @@ def _data(config: Config) -> Iterator[Problem]:
         yield "data.path", f"is missing; data.source = {data.source} needs it"
     if data.path is not None and not _matches(data):
         yield "data.path", f"= '{data.path}' matches no file; give a file, a folder or a glob that exists"
+    yield from _url("data.path", data)
     if data.name is not None and data.source != "hub":
         yield "data.name", f"= '{data.name}' is only read by data.source = hub; remove it"
     if data.tokenizer.startswith("bpe:") and not data.tokenizer.removeprefix("bpe:").isdecimal():
@@ -361,7 +376,7 @@ def _data(config: Config) -> Iterator[Problem]:
 
 def _matches(item: DataSection | SourceSection) -> bool:
     """Whether the path of a source of files names something that exists; it may be a glob."""
-    if item.path is None or item.source not in ("text", "jsonl", "parquet", "megatron"):
+    if item.path is None or item.source not in ("text", "jsonl", "parquet", "megatron") or is_url(item.path):
         return True
     path = Path(item.path).expanduser()
     if path.exists() or (item.source == "megatron" and Path(f"{path}.idx").exists()):

@@ -201,8 +201,9 @@ class DataSection:
     files with their .idx. auto: stdlib without a data.path, else what its name says: .jsonl and .json, .parquet, .idx,
     and hub for the rest."""
     path: str | None = None
-    """[path, glob or hub id] File, folder or glob of text, jsonl, parquet and megatron, of which it may be what both
-    files' names begin with; the dataset's id for hub."""
+    """[path, glob, URL or hub id] File, folder or glob of text, jsonl, parquet and megatron, of which it may be what
+    both files' names begin with; of the first three also behind a URL that fsspec knows, such as s3://bucket/*.jsonl.
+    The dataset's id for hub."""
     document_separator: str | None = None
     """[text] For source text: what stands between the documents of a file, such as "\\n\\n" in double quotes. Empty
     documents are left out and counted. null: a file is a document."""

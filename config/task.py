@@ -80,8 +80,14 @@ def _decided(source: str, path: str | None) -> Any:
     return _source_of(path) if source == "auto" else source
 
 
+def is_url(path: str) -> bool:
+    """Whether a data.path is read through fsspec and not from a disk, such as s3://bucket/folder."""
+    return "://" in path
+
+
 def _source_of(path: str | None) -> str:
     if path is None:
         return "stdlib"
-    suffixes = [suffix for suffix in PurePath(path).suffixes if suffix not in _COMPRESSED]
+    name = path.partition("?")[0] if is_url(path) else path
+    suffixes = [suffix for suffix in PurePath(name).suffixes if suffix not in _COMPRESSED]
     return _SUFFIXES.get(suffixes[-1] if suffixes else "", "hub")

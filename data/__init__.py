@@ -2,7 +2,7 @@
 
 The stages, each in its own module and each usable alone:
 
-1. `sources`     where the documents come from; every source is a Hugging Face `datasets` stream.
+1. `sources`     where the documents come from: files, also behind URLs (`remote`), or a hub, as a stream.
 2. `tokenizer`   bytes, a byte-level BPE trained on the data, or any Hugging Face fast tokenizer.
 3. `prepare`     runs 1 and 2 once over the corpus, in parallel (`encode` in `workers`), and publishes it atomically.
                  What is tokenized already is checked and copied (`token_ids`, `megatron`).

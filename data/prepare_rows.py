@@ -26,12 +26,13 @@ from config.errors import UserError
 from config.schema import DataSection
 from data.chat import Chat, Tokens
 from data.corpus import SPLITS, TOKENIZER, Corpus, open_corpus, tokenizer_sha256, write_index
+from data.json_rows import Found
 from data.packing import best_fit, by_number
 from data.preparation_progress import Progress, ProgressFile
 from data.prepare import identified, published
 from data.row_formats import BadRow, Example, read_examples, recognise
 from data.row_shards import write_tensors
-from data.row_sources import Found, is_held_out, located_rows
+from data.row_sources import is_held_out, located_rows
 from data.shards import token_dtype
 from data.sources import Source
 from data.tokenizer import load_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size

@@ -1,7 +1,7 @@
 """Rows of a source, each with where it is: file and line, or its number.
 
-JSONL is read line by line and not through `datasets`, which knows no line numbers and gives every row the keys of all
-others. Compressed files (.gz, .zst, .bz2) are read as they are.
+JSONL is read by `json_rows` and not through `datasets`, which knows no line numbers and gives every row the keys of all
+others.
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-
-from config.errors import UserError, one_line
 from config.schema import DataSection
 from data.encode import is_validation
+from data.json_rows import Found, json_rows
 from data.labelled_rows import TASK_FORMATS
 from data.row_formats import BadRow
 from data.sources import Source
 
-Found = tuple[str, dict[str, Any] | BadRow]
-"""Where a row is, and the row, or why it is none."""
 _LONGEST_FUNCTION = 40
 """[lines] Of a function."""
 _LONGEST_DOCSTRING = 4
@@ -39,7 +35,7 @@ def located_rows(data: DataSection, source: Source) -> Iterator[Found]:
             return _functions_by_folder(source)
         return _short_and_long(source) if data.format == "preference" else _summaries(source)
     if data.source == "jsonl":
-        return (found for path in source.files for found in _json_rows(path))
+        return (found for path in source.files for found in json_rows(path))
     return ((f"{source.label}: row {number}", row) for number, row in enumerate(source.rows(), 1))
 
 
@@ -53,44 +49,6 @@ def is_held_out(row: dict[str, Any], validation_fraction: float) -> bool:
         return is_validation(text, validation_fraction)
     except UnicodeEncodeError as error:
         raise BadRow("", "holds a lone surrogate, which is no character") from error
-
-
-def _json_rows(path: str) -> Iterator[Found]:
-    """The rows of a JSONL file by line, or of a JSON file that holds one list by item."""
-    try:
-        with pyarrow.input_stream(path) as stream:
-            opening = stream.read(64).lstrip()[:1]
-        with pyarrow.input_stream(path) as stream:
-            if opening == b"[":
-                for number, row in enumerate(json.loads(stream.read()), 1):
-                    yield f"{path}: item {number}", _as_row(row)
-                return
-            for number, line in enumerate(_lines(stream), 1):
-                if line.strip():
-                    yield f"{path}:{number}", _parsed(line)
-    except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
-        raise UserError(
-            f"{path}: cannot be read ({one_line(error)}). Check that it is whole, and its format."
-        ) from error
-
-
-def _lines(stream: pyarrow.NativeFile) -> Iterator[bytes]:
-    rest = b""
-    while block := stream.read(1 << 20):
-        *whole, rest = (rest + block).split(b"\n")
-        yield from whole
-    yield rest
-
-
-def _parsed(line: bytes) -> dict[str, Any] | BadRow:
-    try:
-        return _as_row(json.loads(line))
-    except (ValueError, RecursionError) as error:
-        return BadRow("", f"is not JSON ({one_line(error, 120)})")
-
-
-def _as_row(value: Any) -> dict[str, Any] | BadRow:
-    return value if isinstance(value, dict) else BadRow("", f"is {json.dumps(value)[:40]}, not an object with fields")
 
 
 def _functions(source: Source) -> Iterator[tuple[str, str, list[str]]]:

@@ -1,4 +1,4 @@
-"""Sources of documents, each a Hugging Face `datasets` stream with an identity.
+"""Sources of documents, each a stream with an identity.
 
 A `Source` is cheap to make and reads nothing of a hub until its documents are asked for, so that a corpus that was
 prepared earlier opens on a machine without a network.
@@ -8,6 +8,7 @@ Identity, the part of the corpus's fingerprint that stands for the text:
 - Local files: names (relative to data.path) and sizes, and the sha256 of the contents while these are at most
   `HASHED_BYTES` in all, so that copies of a corpus on two nodes are the same corpus whatever their times. Above that
   size hashing would delay every start by minutes, so modification times take its place.
+- URLs: each with its size and the ETag, checksum or time of its file system (`remote`), so that a start asks for these.
 - Hub: id, name, split, and the revision when data.path pins one (`owner/name@revision`). Without a pin, what was
   prepared stays in use when the hub changes; the revision that was read is recorded in the corpus (`revision`).
 """
@@ -22,12 +23,13 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from types import ModuleType
 from typing import Any
 
 from config.errors import UserError
 from config.schema import DataSection
+from config.task import is_url
 
 HASHED_BYTES = 1 << 30
 """[bytes] Local sources up to this size are identified by content, larger ones by modification time."""
@@ -60,7 +62,7 @@ class Source:
     revision: Callable[[], str | None] = field(default=lambda: None)
     """Revision of a hub dataset, once it was opened."""
     files: tuple[str, ...] = ()
-    """Local files, in order."""
+    """Paths or URLs of the files, in order."""
     ids_field: str | None = None
     """Field with the token ids of a document, where it is tokenized already and no text."""
 
@@ -96,18 +98,14 @@ class Source:
         """Every row as it is. Raises UserError when the source cannot be read."""
         from data.streams import READ_ERRORS
 
+        # What the libraries of stores raise has no base class but this one.
+        errors = (Exception,) if any(map(is_url, self.files[:1])) else READ_ERRORS
         try:
-            rows = iter(self.open())
-        except READ_ERRORS as error:
+            yield from self.open()
+        except UserError:
+            raise
+        except errors as error:
             raise self._unreadable(error) from error
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except READ_ERRORS as error:
-                raise self._unreadable(error) from error
-            yield row
 
     def _unreadable(self, error: Exception) -> UserError:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
@@ -118,13 +116,12 @@ def open_source(data: DataSection) -> Source:
     """The source that a config names. Raises UserError for a missing path or a path that matches no file."""
     if data.source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        return _text_source("data.source=stdlib", root, list(_library_files(root)), deduplicate=True)
+        return _text_source("data.source=stdlib", _local(root, list(_library_files(root)), "text"), deduplicate=True)
     if not data.path:
         raise UserError(f"data.path: missing; data.source={data.source} needs a path. Set data.path.")
     label = f"data.path={data.path}"
     if data.source == "text":
-        root, files = _local_files(data.path, data.source)
-        return _text_source(label, root, files, deduplicate=False, separator=data.document_separator)
+        return _text_source(label, _files(data.path, "text"), separator=data.document_separator)
     if data.source == "megatron":
         return _megatron_source(data.path, label)
     source = _hub_source(data, label) if data.source == "hub" else _row_source(data, data.path, label)
@@ -135,17 +132,53 @@ def open_source(data: DataSection) -> Source:
 
 
 def _row_source(data: DataSection, path: str, label: str) -> Source:
-    root, files = _local_files(path, data.source)
+    files = _files(path, data.source)
     builder = "json" if data.source == "jsonl" else "parquet"
-    names = [str(path) for path in sorted(files)]
     return Source(
         label=label,
-        identity=_files_identity(root, files),
-        total_bytes=sum(path.stat().st_size for path in files),
+        identity=files.identity,
+        total_bytes=files.total_bytes,
         text_field=data.text_field,
-        open=lambda: _streams().files(builder, names),
-        files=tuple(names),
+        open=lambda: _streams().files(builder, list(files.names)),
+        files=files.names,
     )
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What data.path names."""
+
+    names: tuple[str, ...]
+    """Paths or URLs, in the order in which they are read."""
+    identity: str
+    total_bytes: int | None
+    """[bytes]"""
+
+
+def _files(path: str, source: str) -> _Files:
+    """The files of data.path, on disk or behind a URL. Raises UserError."""
+    if not is_url(path):
+        return _local(*_local_files(path, source), source)
+    from data.remote import list_files
+
+    found = sorted(list_files(path, _PATTERNS[source]), key=lambda file: _order(PurePosixPath(file.name), source))
+    digest = hashlib.sha256(b"remote")
+    for file in found:
+        digest.update(f"\0{file.url.partition('?')[0]}\0{file.size}\0{file.version}".encode())
+    sizes = [file.size for file in found if file.size is not None]
+    whole = sum(sizes) if len(sizes) == len(found) else None
+    return _Files(tuple(file.url for file in found), f"files:{digest.hexdigest()}", whole)
+
+
+def _local(root: Path, files: list[Path], source: str) -> _Files:
+    ordered = sorted(files, key=lambda path: _order(path.relative_to(root), source))
+    size = sum(path.stat().st_size for path in ordered)
+    return _Files(tuple(map(str, ordered)), _files_identity(root, ordered), size)
+
+
+def _order(name: PurePath, source: str) -> Any:
+    """By the text of the name, or for rows folder by folder: the tokens of prepared corpora have these orders."""
+    return name.as_posix() if source == "text" else name.parts
 
 
 def _library_files(root: Path) -> Iterator[Path]:
@@ -155,21 +188,16 @@ def _library_files(root: Path) -> Iterator[Path]:
         yield from (Path(folder, file) for file in files if file.endswith(".py"))
 
 
-def _text_source(
-    label: str, root: Path, files: list[Path], *, deduplicate: bool, separator: str | None = None
-) -> Source:
-    ordered = sorted(files, key=lambda path: path.relative_to(root).as_posix())
-    paths = [str(path) for path in ordered]
-    identity = _files_identity(root, ordered)
+def _text_source(label: str, files: _Files, *, deduplicate: bool = False, separator: str | None = None) -> Source:
     return Source(
         label=label,
-        identity=identity if separator is None else f"{identity}:split at {json.dumps(separator)}",
-        total_bytes=sum(path.stat().st_size for path in ordered),
+        identity=files.identity if separator is None else f"{files.identity}:split at {json.dumps(separator)}",
+        total_bytes=files.total_bytes,
         text_field="text",
-        open=lambda: _streams().texts(paths, separator),
+        open=lambda: _streams().texts(list(files.names), separator),
         null_means="not utf-8",
         deduplicate=deduplicate,
-        files=tuple(paths),
+        files=files.names,
     )
 
 

@@ -1,4 +1,4 @@
-"""Sources opened as Hugging Face `datasets` streams.
+"""Sources opened as streams, most of them by Hugging Face's `datasets`.
 
 Importing `datasets` takes longer than opening a corpus that is prepared already, so `data.sources` imports this only
 when a document is asked for.
@@ -6,22 +6,24 @@ when a document is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import datasets
 import httpx
 import pyarrow
 
 from config.files import temporary_folder, why_not_writable
+from config.task import is_url
+from data.files import opened, pieces
+from data.json_rows import json_rows
+from data.row_formats import BadRow
 
 if why_not_writable(Path(datasets.config.HF_DATASETS_CACHE)):
     # Nothing is kept there of a stream, but even one of local files makes the folder, for a lock.
     datasets.config.HF_DATASETS_CACHE = temporary_folder() / "datasets"
 
-BLOCK_BYTES = 1 << 20
-"""[bytes] A file that is split into documents is read in blocks of so many."""
 READ_ERRORS = (datasets.exceptions.DatasetsError, pyarrow.ArrowException, httpx.HTTPError, ValueError, OSError)
 """What opening and reading a stream raises when its files, its format or the network are at fault."""
 
@@ -34,8 +36,10 @@ def texts(paths: list[str], separator: str | None) -> datasets.IterableDataset:
     return datasets.IterableDataset.from_generator(_read_texts, gen_kwargs={"paths": paths, "separator": separator})
 
 
-def files(builder: str, paths: list[str]) -> datasets.IterableDataset:
+def files(builder: str, paths: list[str]) -> Iterable[dict[str, Any]]:
     """The rows of `json` or `parquet` files."""
+    if builder == "json" and any(map(is_url, paths)):
+        return _json_behind_urls(paths)  # `datasets` 5.2 reads compressed files of web servers only
     return datasets.load_dataset(builder, data_files=paths, split="train", streaming=True)
 
 
@@ -62,7 +66,7 @@ def hub(repository: str, name: str | None, split: str, revision: str | None) -> 
 
 def _read_texts(paths: list[str], separator: str | None) -> Iterator[dict[str, Any]]:
     for path in paths:
-        with Path(path).open("rb") as file:
+        with opened(path) as file:
             for raw in [file.read()] if separator is None else pieces(file, separator.encode()):
                 try:
                     yield {"text": raw.decode("utf-8")}
@@ -70,18 +74,12 @@ def _read_texts(paths: list[str], separator: str | None) -> Iterator[dict[str, A
                     yield {"text": None}
 
 
-def pieces(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
-    """What `bytes.split` makes of a file, with a block and copies of the longest piece in memory.
-
-    A separator that is UTF-8 cuts no character of a text that is: no character's bytes are inside another's.
-    """
-    held = bytearray()
-    while block := file.read(BLOCK_BYTES):
-        start = max(0, len(held) - len(separator) + 1)  # where one may begin that was not whole before
-        held += block
-        done = 0
-        while (end := held.find(separator, max(start, done))) >= 0:
-            yield bytes(held[done:end])
-            done = end + len(separator)
-        del held[:done]
-    yield bytes(held)
+def _json_behind_urls(urls: list[str]) -> Iterator[dict[str, Any]]:
+    """Every row with the fields of those before it, null where it lacks one, as `datasets` has it on a disk."""
+    fields: dict[str, None] = {}
+    for url in urls:
+        for where, row in json_rows(url):
+            if isinstance(row, BadRow):
+                raise ValueError(f"{where}: {row}")
+            fields |= dict.fromkeys(row)
+            yield {**fields, **row}

@@ -20,6 +20,7 @@ from config.errors import UserError, one_line
 from config.schema import DataSection
 from data import megatron
 from data.encode import Encoded, is_drawn
+from data.files import opened
 from data.row_formats import BadRow
 from data.row_sources import located_rows
 from data.sources import Source
@@ -116,7 +117,7 @@ def _located(data: DataSection, source: Source, field: str) -> Iterator[Found]:
 def _of_parquet(path: str, field: str) -> Iterator[Found]:
     """Rows of one column, as views of its buffer: Python's numbers take ten times as long."""
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(opened(path, seekable=True)) as file:
             if field not in file.schema_arrow.names:
                 raise _no_such_field(path, field, file.schema_arrow.names)
             number = 0

@@ -73,11 +73,14 @@ def test_a_name_with_markup_is_a_name(tmp_path: Path, name: str) -> None:
 def test_an_error_shows_no_secret_of_the_command_line(tmp_path: Path, capsys) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("model: {architecture: llama}\nbatch: {global_size: 2, micro_size: 1}\n")
-    settings = ["data.source=text", "data.path=https://me:hunter2hunter2@host/x"]
-    with pytest.raises(SystemExit):
-        read_command_line(["--config", str(config), *settings], {})
-    said = capsys.readouterr().err
-    assert "data.path = 'https://***@host/x' matches no file" in said and "hunter2" not in said
+    for settings, problem in (
+        (["run.resume=https://me:hunter2hunter2@host/x"], "run.resume = 'https://***@host/x' does not exist"),
+        (["data.source=text", "data.path=https://me:hunter2hunter2@host/x"], "data.path holds what looks like a cred"),
+    ):
+        with pytest.raises(SystemExit):
+            read_command_line(["--config", str(config), *settings], {})
+        said = capsys.readouterr().err
+        assert problem in said and "hunter2" not in said
 
 
 def test_the_shown_config_has_no_secret(tmp_path: Path, capsys) -> None:

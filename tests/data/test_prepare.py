@@ -113,7 +113,7 @@ def tokens(corpus: Corpus) -> dict[str, bytes]:
 def test_one_split_file_is_prepared_as_a_file_for_each_document(
     section: DataSection, texts: Path, tmp_path: Path, separator: str, for_encoder: bool, monkeypatch
 ) -> None:
-    monkeypatch.setattr("data.streams.BLOCK_BYTES", 7)
+    monkeypatch.setattr("data.files.BLOCK_BYTES", 7)
     whole = prepare(replace(section, tokenizer="bpe:300"), progress=False, for_encoder=for_encoder)
     originals = [path.read_bytes() for path in sorted(texts.iterdir())]
     empty = [b"", *originals[:50], b"", *originals[50:], b""]

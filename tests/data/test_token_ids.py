@@ -20,12 +20,10 @@ from transformers import PreTrainedTokenizerFast
 from config.errors import UserError
 from config.schema import DataSection, SourceSection
 from data.corpus import SPLITS, Corpus
-from data.encode import byte_ids
 from data.mix import mixed
 from data.prepare import prepare
 from data.tokenizer import load_tokenizer
 from tests.support import indexed_dataset
-from tests.support.launches import command, events, finish
 
 WORDS = ["alpha", "beta", "γάμμα", "delta\n", "<|endoftext|>"]
 
@@ -189,25 +187,3 @@ def test_tokenized_and_other_sources_are_mixed(section: DataSection, tmp_path: P
     corpus = mixed(replace(data, sequence_length=64), lambda item: prepare(item, progress=False))
     assert corpus.mixture is not None
     assert corpus.mixture.samples[:2] == (3000 // 64, 2000 // 64)
-
-
-@pytest.mark.slow
-def test_a_run_on_ids_is_the_run_on_their_text(tmp_path: Path) -> None:
-    texts = sorted(Path("data").glob("*.py"))
-    table = byte_ids()
-    ids = [[int(table[byte]) for byte in path.read_bytes()] for path in texts]
-    indexed_dataset.write(tmp_path / "corpus", [[each] for each in ids], 8)
-    (tmp_path / "one.txt").write_bytes(b"\x1e".join(path.read_bytes() for path in texts))
-    jsonl(tmp_path / "ids.jsonl", [{"input_ids": each} for each in ids])
-    losses = {}
-    for name, data in {
-        "text": ["data.source=text", "data.path=data/*.py"],
-        "split": ["data.source=text", f"data.path={tmp_path}/one.txt", r'data.document_separator="\x1e"'],
-        "megatron": ["data.source=megatron", f"data.path={tmp_path}/corpus"],
-        "jsonl": ["data.source=jsonl", f"data.path={tmp_path}/ids.jsonl", "data.input_ids_field=input_ids"],
-    }.items():
-        more = ["data.validation_fraction=0", "evaluate.every_steps=0", "checkpoint.every_steps=0"]
-        finish(command("python", tmp_path, name, *data, *more))
-        losses[name] = [event["loss"] for event in events(tmp_path, name, "step")]
-    assert len(losses["text"]) == 6
-    assert all(each == losses["text"] for each in losses.values()), losses

@@ -1,0 +1,41 @@
+"""Files of a source, on a disk or behind a URL: opened, and cut at a separator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from config.task import is_url
+
+BLOCK_BYTES = 1 << 20
+"""[bytes] A file that is cut is read in blocks of so many."""
+
+
+def opened(path: str, *, seekable: bool = False) -> BinaryIO:
+    """A file or URL for reading. seekable: whether it is read in parts, which not every web server sends.
+
+    Raises OSError, also while it is read.
+    """
+    if not is_url(path):
+        return Path(path).open("rb")
+    from data import remote  # it loads fsspec
+
+    return remote.opened(path, seekable=seekable)
+
+
+def pieces(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
+    """What `bytes.split` makes of a file, with a block and copies of the longest piece in memory.
+
+    A separator that is UTF-8 cuts no character of a text that is: no character's bytes are inside another's.
+    """
+    held = bytearray()
+    while block := file.read(BLOCK_BYTES):
+        start = max(0, len(held) - len(separator) + 1)  # where one may begin that was not whole before
+        held += block
+        done = 0
+        while (end := held.find(separator, max(start, done))) >= 0:
+            yield bytes(held[done:end])
+            done = end + len(separator)
+        del held[:done]
+    yield bytes(held)

@@ -1,0 +1,55 @@
+"""Rows of JSONL and JSON files, each with its file and line. Compressed files (.gz, .zst, .bz2) need no unpacking."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+import pyarrow
+
+from config.errors import UserError, one_line
+from config.task import is_url
+from data.files import opened, pieces
+from data.row_formats import BadRow
+
+Found = tuple[str, dict[str, Any] | BadRow]
+"""Where a row is, and the row, or why it is none."""
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+"""By the end of a file's name."""
+
+
+def json_rows(path: str) -> Iterator[Found]:
+    """The rows of a JSONL file by line, or of a JSON file that holds one list by item. Raises UserError."""
+    try:
+        with _decompressed(path) as stream:
+            opening = stream.read(64).lstrip()[:1]
+        with _decompressed(path) as stream:
+            if opening == b"[":
+                for number, row in enumerate(json.loads(stream.read()), 1):
+                    yield f"{path}: item {number}", _as_row(row)
+                return
+            for number, line in enumerate(pieces(stream, b"\n"), 1):
+                if line.strip():
+                    yield f"{path}:{number}", _parsed(line)
+    except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
+        raise UserError(
+            f"{path}: cannot be read ({one_line(error)}). Check that it is whole, and its format."
+        ) from error
+
+
+def _decompressed(path: str) -> pyarrow.NativeFile:
+    suffix = PurePosixPath(path.partition("?")[0] if is_url(path) else path).suffix
+    return pyarrow.input_stream(opened(path), compression=_COMPRESSIONS.get(suffix))
+
+
+def _parsed(line: bytes) -> dict[str, Any] | BadRow:
+    try:
+        return _as_row(json.loads(line))
+    except (ValueError, RecursionError) as error:
+        return BadRow("", f"is not JSON ({one_line(error, 120)})")
+
+
+def _as_row(value: Any) -> dict[str, Any] | BadRow:
+    return value if isinstance(value, dict) else BadRow("", f"is {json.dumps(value)[:40]}, not an object with fields")

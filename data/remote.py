@@ -1,0 +1,176 @@
+"""Files of data.path behind a URL, through fsspec: which there are, what tells their versions apart, and their bytes.
+
+Whatever the libraries under fsspec raise while a file is read becomes an OSError here: botocore, aiohttp, gcsfs and
+adlfs have exceptions of their own, none of which has to be installed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, cast
+
+import fsspec
+from fsspec.registry import known_implementations
+
+from config.errors import UserError, one_line
+
+_WEB = ("http", "https")
+_VERSIONS = (
+    *("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "crc32c", "Digest", "blob_id", "generation"),
+    *("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created"),
+)
+"""What file systems call that by which a file's versions differ: of its content first, else a time."""
+_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """One file, without its content."""
+
+    url: str
+    name: str
+    """Relative to the folder that data.path names, or that its glob begins in."""
+    size: int | None
+    """[bytes] None where the file system does not tell."""
+    version: str
+    """Changes with the content, as far as the file system tells: an ETag, a checksum or a time; else ""."""
+
+
+def list_files(url: str, patterns: Sequence[str]) -> list[RemoteFile]:
+    """The file at a URL, those of a folder (recursive) whose names fit one of the patterns, or those of a glob.
+
+    Raises UserError for a file system that is not installed or does not answer, and for a URL without files.
+    """
+    try:
+        system, root = _connect(url)
+        system.invalidate_cache()
+        found = dict(_found(system, root, patterns))
+    except ImportError as error:
+        raise _not_installed(url, error) from error
+    except Exception as error:
+        # A web server that does not answer is to fsspec a file that is not there, too.
+        cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
+        if cause is not None and getattr(cause, "status", None) != HTTPStatus.NOT_FOUND:
+            raise UserError(
+                f"data.path={url}: cannot be read ({one_line(cause)}). Check the URL, the credentials and the network."
+            ) from error
+        found = {}
+    if not found:
+        wanted = " or ".join(patterns)
+        raise UserError(f"data.path={url}: no file there. Set data.path to a file, a folder with {wanted}, or a glob.")
+    return [
+        RemoteFile(system.unstrip_protocol(path), name, info.get("size"), _version(info))
+        for path, (name, info) in found.items()
+    ]
+
+
+def opened(url: str, *, seekable: bool = False) -> BinaryIO:
+    """A file for reading, whose errors are OSErrors. seekable: of the web, from servers that send parts of files only.
+
+    Raises OSError.
+    """
+    with _as_os_error():
+        system, path = _connect(url)
+        # One request for a whole file, which every server can answer, or one for each part of it.
+        whole = {"block_size": 0} if _is_web(url) and not seekable else {}
+        file = system.open(path, mode="rb", **whole)
+    return cast(BinaryIO, io.BufferedReader(_Reader(file), _BUFFER_BYTES))
+
+
+class _Reader(io.RawIOBase):
+    """A file of fsspec whose errors are OSErrors."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def readinto(self, buffer: Any) -> int:
+        with _as_os_error():
+            content = self._file.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        with _as_os_error():
+            return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(one_line(error)) from error
+
+
+def _is_web(url: str) -> bool:
+    return url.partition("://")[0] in _WEB
+
+
+def _connect(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it."""
+    options: dict[str, Any] = {}
+    if _is_web(url):
+        import aiohttp
+
+        # Proxies are those of the environment. A file may take longer than aiohttp's five minutes.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=300)
+        options = {"client_kwargs": {"trust_env": True, "timeout": timeout}}
+    return cast(tuple[Any, str], fsspec.core.url_to_fs(url, **options))
+
+
+def _found(system: Any, root: str, patterns: Sequence[str]) -> Iterator[tuple[str, tuple[str, dict[str, Any]]]]:
+    """Path, name and what the file system says of every file."""
+    web = _is_web(root)
+    path = root.partition("?")[0] if web else root  # in an address it begins the query
+    if glob.has_magic(path):
+        parts = path.split("/")
+        base = "/".join(parts[: next(index for index, part in enumerate(parts) if glob.has_magic(part))])
+        listed, patterns = system.glob(root, detail=True), ("*",)
+    elif (web and root.endswith("/")) or (info := system.info(root))["type"] == "directory":
+        base, listed = root.rstrip("/"), system.find(root, detail=True)
+        listed = {found: info for found, info in listed.items() if not _hidden(found.removeprefix(base))}
+    else:
+        yield root, (PurePosixPath(path).name, info)
+        return
+    for found, info in listed.items():
+        name = found.removeprefix(base).lstrip("/")
+        if info["type"] == "file" and any(fnmatch.fnmatchcase(PurePosixPath(name).name, each) for each in patterns):
+            # A web server's list of links says nothing of the files.
+            yield found, (name, info if _version(info) else system.info(found))
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
+
+
+def _version(info: dict[str, Any]) -> str:
+    return next((f"{key}={info[key]}" for key in _VERSIONS if info.get(key)), "")
+
+
+def _not_installed(url: str, error: ImportError) -> UserError:
+    package = known_implementations.get(url.partition("://")[0], {"class": "fsspec"})["class"].partition(".")[0]
+    how = "" if package == "fsspec" else f" (pip install {package})"
+    return UserError(f"data.path={url}: {one_line(error)}. Install it{how}, or copy the files to a disk.")
