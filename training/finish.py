@@ -12,6 +12,8 @@ from config.task import ENCODER_TASKS
 from data.prepare import Corpus
 from data.tokenizer import load_tokenizer
 from modeling.generate import sample_text
+from tracking.heatmap.grid import read_heat
+from tracking.heatmap.still import still_sentence
 from tracking.report.page import summary_table, write_report
 from tracking.terminal import console, words
 from training.loop import Ending
@@ -70,6 +72,9 @@ def _report(parts: Parts, sample: str | None, ending: Ending) -> None:
     try:
         report = write_report(run_dir, sample=sample, resume_command=command)
         screen.print(summary_table(run_dir))
+        still = still_sentence(read_heat(run_dir.events), after=parts.resolved.config.schedule.warmup_steps)
+        if still:
+            screen.print(words(f"! {still}", "yellow"))
         if sample:
             screen.print(printable(redact(sample.strip())), style="dim")
         screen.print(words(f"report   {os.path.relpath(report)}"))

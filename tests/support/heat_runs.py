@@ -22,8 +22,15 @@ def modules(layers: int) -> list[str]:
     return ["model.embed_tokens", *(name.rstrip(".") for name in inside), "model.norm", "model", "lm_head"]
 
 
-def telemetry(step: int, layers: int, *, activation: Callable[[str, int], float] | None = None) -> dict[str, Any]:
-    """The fields of a plausible `telemetry` event. activation: largest activation by module and step, or None."""
+def telemetry(
+    step: int,
+    layers: int,
+    *,
+    activation: Callable[[str, int], float] | None = None,
+    lost: Callable[[str, int], float] | None = None,
+) -> dict[str, Any]:
+    """The fields of a plausible `telemetry` event. activation: largest activation by module and step, or None. lost:
+    share of its updates that a module's rounding hides."""
     names, noise = modules(layers), random.Random(step)
     measured = [name for name in names if name.rpartition(".")[2] not in _PLAIN and not name[-1].isdigit()]
     measured.remove("model")
@@ -41,6 +48,7 @@ def telemetry(step: int, layers: int, *, activation: Callable[[str, int], float]
         "drift": {"maximum": 0.0, "rms": 0.0, "by_module": {}},
         "update_ratio": 1e-3,
         "update_ratios": {name: 1e-3 * noise.lognormvariate(0, 0.3) for name in measured},
+        "lost_updates": {name: lost(name, step) for name in measured} if lost else {},
         "gradient_exponents": {"lowest": -30, "counts": [1, 2, 1]},
     }
 
@@ -61,7 +69,17 @@ def growing(
 
 
 def write_heat_run(
-    root: Path, name: str, *, layers=4, steps=400, every=10, activation=None, compute="fp16", config=None, events=()
+    root: Path,
+    name: str,
+    *,
+    layers=4,
+    steps=400,
+    every=10,
+    activation=None,
+    lost=None,
+    compute="fp16",
+    config=None,
+    events=(),
 ) -> Path:
     """A finished run with a telemetry event every so many steps. events: (step, event, fields) beside them."""
     writer = RunWriter(root, name)
@@ -74,5 +92,5 @@ def write_heat_run(
             if at == step:
                 writer.event(kind, step, **fields)
         if step % every == 0:
-            writer.event("telemetry", step, **telemetry(step, layers, activation=activation))
+            writer.event("telemetry", step, **telemetry(step, layers, activation=activation, lost=lost))
     return writer.end(steps).path

@@ -28,7 +28,7 @@ _MOST_CHANGES = 20_000  # non-finite findings and changes of dtype that are kept
 USED = ("run_start", "telemetry", "nonfinite", "incident", "note")
 """Events that the collector reads."""
 _PREFIXES = tuple(f'{{"event":{space}"{kind}"'.encode() for kind in USED for space in ("", " "))
-_MEASURED = ("activation", "gradient", "underflow", "drift", "update")
+_MEASURED = ("activation", "gradient", "underflow", "drift", "update", "lost")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Heat:
     def folded(self, fold: Fold, opened: Iterable[str] = ()) -> Heat:
         """The same with one row for each block, or for each kind of module; those in `opened` stay unfolded below it.
 
-        A folded cell holds the largest, the sum or the geometric mean of its modules.
+        A folded cell holds the largest, the sum or a mean of its modules.
         """
         if fold == "modules":
             return self
@@ -123,6 +123,8 @@ def merged(panel: str, values: np.ndarray, axis: int) -> np.ndarray:
             case "sum":
                 known = np.isfinite(values).any(axis=axis)
                 return np.where(known, np.nansum(values, axis=axis), np.nan).astype(np.float32)
+            case "average":
+                return np.nanmean(values, axis=axis)
             case _:
                 logs = np.log(np.where(values > 0, values, np.nan))
                 return np.exp(np.nanmean(logs, axis=axis)).astype(np.float32)
@@ -202,6 +204,8 @@ class HeatCollector:
         }
         updates = _mapping(event.get("update_ratios"))
         found["update"] = self._spread("updates", updates, list(updates.values()))
+        lost = _mapping(event.get("lost_updates"))
+        found["lost"] = self._spread("lost", lost, list(lost.values()))
         drift = _mapping(event.get("drift"))
         if "by_module" in drift:  # has only the modules whose weights are not their rounded masters
             apart = _mapping(drift["by_module"])

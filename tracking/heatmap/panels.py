@@ -14,12 +14,12 @@ DTYPES = ("", "fp32", "bf16", "fp16", "fp8")
 
 @dataclass(frozen=True)
 class Panel:
-    """One heat map. merge: of several measurements or modules in one cell, the largest, the sum, or the geometric
-    mean."""
+    """One heat map. merge: of several measurements or modules in one cell, the largest, the sum, the geometric mean, or
+    the average."""
 
     title: str
     log: bool
-    merge: Literal["largest", "sum", "mean"]
+    merge: Literal["largest", "sum", "mean", "average"]
     low: float | None = None
     """Where the colours begin; None: at the smallest value."""
     high: float | None = None
@@ -34,6 +34,7 @@ PANELS = {
     ),
     "drift": Panel("Distance of 16-bit weights from their rounded masters, relative", True, "largest"),
     "update": Panel("Update over weights, ratio of norms", True, "mean"),
+    "lost": Panel("Updates that changed no bit of the weight that computes", False, "average", 0.0, 1.0, percent=True),
     "nonfinite": Panel("Values that were inf or nan", True, "sum"),
     "dtype": Panel("Dtype in force", False, "largest", 0.0, len(DTYPES) - 1.0),
 }

@@ -12,6 +12,7 @@ import numpy as np
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import in_words, leaves
 from tracking.heatmap.panels import DTYPES, PANELS
+from tracking.heatmap.still import still_sentence
 from tracking.heatmap.trend import Trend, trend
 
 NEAR = 0.25
@@ -45,6 +46,7 @@ def sentences(heat: Heat) -> dict[str, str]:
         "underflow": _underflow,
         "drift": _drift,
         "update": _updates,
+        "lost": _lost,
         "nonfinite": _nonfinite,
         "dtype": _dtypes,
     }
@@ -205,6 +207,20 @@ def _updates(heat: Heat) -> str:
     )
     changed = _changed(heat, "update")
     return f"{text}; {changed}." if changed else f"{text}."
+
+
+def _lost(heat: Heat) -> str:
+    still = still_sentence(heat)
+    if still:
+        return f"{still}."
+    values = heat.panels["lost"]
+    column = _newest(values)
+    newest = values[:, column]
+    high = int(np.nanargmax(newest))
+    return (
+        f"{_percent(float(np.nanmedian(newest)))} of a usual module's at {_step(heat, column)}, "
+        f"{_percent(float(newest[high]))} of {_name(heat, high)}'s."
+    )
 
 
 def _nonfinite(heat: Heat) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from config.errors import UserError
+from tracking.heatmap.still import still_of_run
 from tracking.report.absolute import drift, job_success, low_precision, nonfinite, overflow_rate, restore_success
 from tracking.report.context import Finding, MeasureContext, Run
 from tracking.report.relative import epoch_cost, epoch_time, norm_variance, peak_memory, utilisation, validation_delta
@@ -37,11 +38,12 @@ def count_verdicts(findings: Sequence[Finding]) -> str:
 
 
 def caveats(context: MeasureContext) -> list[str]:
-    """What limits the verdicts, a sentence each."""
+    """What limits the verdicts, a sentence each: a run that hardly moves, a baseline that is none."""
+    still = still_of_run(context.run.facts)
+    found = [still] if still else []
     baseline = context.baseline
     if baseline is None:
-        return []
-    found = []
+        return found
     if baseline.low_precision is not None:
         found.append(f"the baseline {baseline.name} computes in {baseline.low_precision}, not in FP32")
     if baseline.history.end is None:

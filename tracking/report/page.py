@@ -23,7 +23,7 @@ from tracking.heatmap.scale import drawn_panels
 from tracking.heatmap.words import sentences
 from tracking.plots import plot_run
 from tracking.report.context import LIMITS, Finding, MeasureContext
-from tracking.report.measures import all_measures, count_verdicts, read_run
+from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
 from tracking.report.text import markdown as measures
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, read_inputs, setting, summarise
@@ -42,13 +42,14 @@ def write_report(
     """Draw the plot, write `report.md` and return its path.
 
     sample: text from the trained model, written to `sample.txt`; None uses the one already there. findings: the twelve
-    measures; None measures without a baseline. remarks: sentences that limit the verdicts. summary: None reads it.
+    measures; None measures without a baseline. remarks: sentences that limit the verdicts, of findings that are given.
+    summary: None reads it.
     Raises UserError when nothing has been recorded in the run folder, OSError when the page itself cannot be written.
     """
     summary = summary or summarise(run_dir)
     if findings is None:
         alone = MeasureContext(read_run(run_dir.path), None, LIMITS, price=None, peak=None, now=time.time())
-        findings = all_measures(alone)
+        findings, remarks = all_measures(alone), caveats(alone)
     config, deepspeed, environment = read_inputs(run_dir)
     text = sample
     if sample is not None:

@@ -26,6 +26,7 @@ from tracking import terminal
 from tracking.heatmap.grid import USED, HeatCollector
 from tracking.heatmap.panels import PANELS
 from tracking.heatmap.scale import drawn_panels
+from tracking.heatmap.still import still_sentence, warmup_of
 from tracking.run_dir import RunDir
 from tracking.status import run_status
 from tracking.summary import read_inputs
@@ -51,6 +52,8 @@ class Watch:
         """The heat map that is shown; empty for the curves."""
         self._tail = EventTail(run_dir.events)
         self._planned: int | None = None
+        self._warmup = 0
+        self._still = (0, "")  # telemetry events so far, and what they say
 
     def read(self, seconds: float) -> bool:
         """Read new events for at most `seconds`; returns whether there is more to read."""
@@ -62,7 +65,7 @@ class Watch:
             if event["event"] in USED:
                 self.heat.add(event)
             if event["event"] == "run_start":
-                self._planned = _planned_steps(self._run_dir)
+                self._planned, self._warmup = _planned_steps(self._run_dir)
         return not self._tail.at_end
 
     def view(self, width: int, height: int, *, keys: bool) -> View:
@@ -82,7 +85,15 @@ class Watch:
             status=run_status(self.folder),
             panel=self.panel,
             heat=self.heat.heat() if self.panel else None,
+            alert=self._alert(),
         )
+
+    def _alert(self) -> str:
+        """What is said of a run that hardly moves; worked out anew after each telemetry event."""
+        measured = self.state.counts["telemetry", ""]
+        if measured != self._still[0]:
+            self._still = measured, still_sentence(self.heat.heat(), after=self._warmup)
+        return self._still[1]
 
     def next_panel(self) -> None:
         """Show the next heat map that has anything to show; after the last the curves again."""
@@ -91,12 +102,14 @@ class Watch:
         self.panel = keys[(at + 1) % len(keys)]
 
 
-def _planned_steps(run_dir: RunDir) -> int | None:
+def _planned_steps(run_dir: RunDir) -> tuple[int | None, int]:
+    """Steps in all, None where that is not known, and those of the warm-up."""
     try:
-        steps = (read_inputs(run_dir)[0].get("run") or {}).get("steps")
+        config = read_inputs(run_dir)[0]
     except UserError:
-        return None  # being written, or damaged: the events are shown all the same
-    return steps if isinstance(steps, int) else None
+        return None, 0  # being written, or damaged: the events are shown all the same
+    steps = (config.get("run") or {}).get("steps")
+    return (steps if isinstance(steps, int) else None), warmup_of(config)
 
 
 def once(watch: Watch, console: Console, *, svg: Path | None = None) -> None:

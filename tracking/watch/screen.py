@@ -62,17 +62,26 @@ class View:
     """The heat map to show instead of curves."""
     heat: Heat | None = None
     """What it is drawn from."""
+    alert: str = ""
+    """What the run is doing wrong though nothing has failed."""
 
     @property
     def room(self) -> int:
-        """Lines below the head, which holds the cause as well."""
-        return self.height - 2 - len(self.cause)
+        """Lines below the head, which holds cause and alert as well."""
+        return self.height - 2 - len(self.cause) - len(self.alerts)
 
     @property
     def cause(self) -> list[str]:
         """Lines of the status's cause, whole unless it would fill more than a quarter of the screen."""
-        most = max(1, self.height // 4)
-        return textwrap.wrap(shown(self.status.cause), self.width, max_lines=most, placeholder=" ...")
+        return self._wrapped(self.status.cause)
+
+    @property
+    def alerts(self) -> list[str]:
+        """Lines of the alert, cut as those of the cause."""
+        return self._wrapped(self.alert)
+
+    def _wrapped(self, text: str) -> list[str]:
+        return textwrap.wrap(shown(text), self.width, max_lines=max(1, self.height // 4), placeholder=" ...")
 
 
 def frame(state: WatchState, view: View) -> RenderableType:
@@ -197,7 +206,8 @@ def _head(state: WatchState, view: View) -> RenderableType:
         what = f"{human(start['parameters'])} parameters, {'+'.join(computes)}, ZeRO-{start['zero_stage']}, {ranks}"
         first.append(shown(f"  {what}"), style="dim")
     cause = (Text(text, style=style, no_wrap=True) for text in view.cause)
-    return Group(first, *cause, _progress(state, view))
+    alert = (Text(text, style="yellow", no_wrap=True) for text in view.alerts)
+    return Group(first, *cause, *alert, _progress(state, view))
 
 
 def _status(state: WatchState, view: View) -> tuple[str, str]:

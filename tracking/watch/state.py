@@ -134,6 +134,9 @@ class WatchState:
     def _on_note(self, event: Event) -> None:
         self._log(event, "warn", event["text"])
 
+    def _on_telemetry(self, event: Event) -> None:
+        self.counts["telemetry", ""] += 1
+
     def _on_fault(self, event: Event) -> None:
         self._log(event, "warn")
 

@@ -14,8 +14,12 @@ from tests.support.heat_runs import growing, modules, telemetry, write_heat_run
 from tracking.heatmap import grid
 from tracking.heatmap.grid import HeatCollector, merged, read_heat
 from tracking.heatmap.modules import folded_name, in_words, leaves
+from tracking.heatmap.still import still_modules, still_of_run, still_sentence
 from tracking.heatmap.trend import trend
 from tracking.heatmap.words import dangers, sentences
+from tracking.report.command import main as report
+from tracking.report.measures import read_run
+from tracking.watch.command import main as watch
 
 
 def collected(events):
@@ -210,3 +214,71 @@ def test_a_run_without_telemetry_has_nothing_to_draw():
     assert not collected([start()])
     assert sentences(collected([start()])) == {}
     assert not HeatCollector().heat()
+
+
+def losing(shares):
+    """Telemetry events of made-up modules every 10 steps; each module's shares one after another, None for no entry."""
+    counts = {len(values) for values in shares.values()}
+    return [
+        measured(10 * (n + 1), lost_updates={k: v[n] for k, v in shares.items() if v[n] is not None})
+        for n in range(counts.pop())
+    ]
+
+
+def test_a_run_that_does_not_move_is_named_module_by_module_worst_first():
+    late, none = [0.2] * 4 + [0.99, 0.995, 1.0] * 2, [None] + [0.5] * 3 + [0.998] * 6
+    heat = collected(
+        [
+            start(compute="bf16"),
+            *losing({"m.layers.0.up": late, "m.layers.1.up": late, "lm_head": none, "a": [0.1] * 10}),
+        ]
+    )
+    assert [(kind.modules, kind.since, kind.dtype) for kind in still_modules(heat)] == [
+        (["lm_head"], 50, "bf16"),
+        (["m.layers.0.up", "m.layers.1.up"], 50, "bf16"),
+    ]
+    assert [kind.share for kind in still_modules(heat)] == pytest.approx([0.998, 0.995])
+    line = sentences(heat)["lost"]
+    assert (
+        "BF16 weights: 99.8% of the updates of lm_head changed no bit of the weight that computes, since step" in line
+    )
+    assert "99.5% of the updates of layers 0-1 up since step 50; said from 99% on." in line
+
+
+@pytest.mark.parametrize(
+    ("shares", "after"),
+    [
+        ({"a.input_layernorm": [1.0] * 9, "h.0.ln_1": [1.0] * 9, "transformer.ln_f": [1.0] * 9, "a.up": [0.9] * 9}, 0),
+        ({"a.up": [0.98] * 6 + [1.0] * 5}, 0),  # the end of a schedule
+        ({"a.up": [1.0] * 3 + [0.5] + [1.0] * 2}, 0),
+        ({"a.up": [1.0] * 2}, 0),
+        ({"a.up": [1.0] * 4}, 20),  # the start of one
+        ({"a.up": [1.0] * 9, "a.down": [0.3] * 9, "a.gate": [0.3] * 9}, 0),
+    ],
+)
+def test_a_run_that_moves_is_left_alone(shares, after):
+    heat = collected([start(compute="bf16"), *losing(shares)])
+    assert still_sentence(heat, after=after) == ""
+    if not after:
+        assert "hardly" not in sentences(heat)["lost"]
+
+
+def test_report_and_watch_say_that_a_run_does_not_move(tmp_path, capsys):
+    """In Markdown, on the page, on the console, and live; nothing of a run that warms up."""
+
+    def lost(name, step):
+        return 0.996 if step > 20 else 0.2
+
+    still = write_heat_run(tmp_path, "still", layers=1, steps=60, compute="bf16", lost=lost)
+    page = tmp_path / "still.html"
+    assert report([str(still), "--html", str(page)]) == watch([str(still), "--once"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    measures = (still / "report.md").read_text(encoding="utf-8").partition("## Measures")[2]
+    warned = page.read_text(encoding="utf-8").partition("<h2>Measures")[0]
+    line = "99.6% of the updates of embed_tokens changed no bit of the weight that computes, since step 30"
+    for text, times in ((shown, 2), (measures.replace("\\", ""), 1), (warned, 1)):
+        assert text.count("the model hardly moves") == text.count(line) == times
+    warm = {"schedule.warmup_steps": 50}
+    warms = write_heat_run(tmp_path, "warms", layers=1, steps=60, compute="bf16", lost=lost, config=warm)
+    assert still_of_run(read_run(warms).facts) == "" and watch([str(warms), "--once"]) == 0
+    assert "hardly moves" not in capsys.readouterr().out
