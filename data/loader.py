@@ -54,6 +54,9 @@ class Batch:
 
     labels_by_source: dict[str, int] | None = None
     """[tokens] Labels over all ranks, by source; None where there is one source."""
+    sources: torch.Tensor | None = None
+    """(accumulation, micro) int64: the source of each sample of this rank, by its place in labels_by_source; None where
+    there is one source."""
     further: dict[str, torch.Tensor] = field(default_factory=dict)
     """Further inputs of the task's objective, each (accumulation, micro, ...) of any dtype, which it keeps."""
 
@@ -61,6 +64,14 @@ class Batch:
     def tokens(self) -> int:
         """[tokens] Inputs of the global batch, padding aside."""
         return self.sample_ids.size * self.input_ids.shape[-1] if self.places_of_all is None else self.places_of_all
+
+    @property
+    def counts_by_source(self) -> list[float]:
+        """Labels on this rank that count, of each source of a mixture; empty where there is one source."""
+        if self.sources is None:
+            return []
+        counts = (self.labels != IGNORED_LABEL).reshape(*self.sources.shape, -1).sum(-1)
+        return torch.bincount(self.sources.flatten(), counts.flatten(), len(self.labels_by_source or ())).tolist()
 
     def micro_batches(self, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
         """The model's arguments and the labels of each micro-batch, on `device`.
@@ -94,6 +105,7 @@ class Batch:
             label_tokens=int((labels != IGNORED_LABEL).sum()),
             label_tokens_of_all=None,
             position_ids=None if self.position_ids is None else self.position_ids[:1, :sequences],
+            sources=None if self.sources is None else self.sources[:1, :sequences],
             further={name: values[:1, :sequences] for name, values in self.further.items()},
         )
 
@@ -176,7 +188,10 @@ class Batches:
             ids = self._sample_ids(position)
         mine = split_for_rank(ids, micro_size=self._micro_size, rank=self._rank, world_size=self._world_size)
         batch = self._make_batch(self._shards, position, ids, mine)
-        return batch if self._mixture is None else replace(batch, labels_by_source=self._by_source(ids))
+        if self._mixture is None:
+            return batch
+        sources = on_host(self._mixture.source_of(mine))
+        return replace(batch, labels_by_source=self._by_source(ids), sources=sources)
 
     def _sample_ids(self, position: int) -> np.ndarray:
         options = {"seed": self._seed, "global_size": self._global_size}

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from modeling.linear_cross_entropy import Head, linear_cross_entropy_sum
+from modeling.linear_cross_entropy import Head, linear_cross_entropy
 
 _PROBE_LIMIT = 60.0
 """Probe logits reach from minus this to this: past every soft cap in use."""
@@ -60,6 +60,8 @@ class ChunkedHead:
         self._model.forward = self._forward_model
         self._hook = head.register_forward_hook(self._keep_loss)
         self._hooks = len(head._forward_hooks)
+        self.label_losses: torch.Tensor | None = None
+        """Of the last pass inside `loss_of`, of the shape of its labels and without gradient."""
 
     @property
     def watched(self) -> bool:
@@ -123,7 +125,7 @@ class ChunkedHead:
             now.probe = torch.linspace(-_PROBE_LIMIT, _PROBE_LIMIT, steps, device=hidden.device).reshape(shape)
             return now.probe.clone()
         head = Head(weight, self._head.bias, self._scale, self._cap)
-        loss = linear_cross_entropy_sum(
+        loss, self.label_losses = linear_cross_entropy(
             hidden, head, now.labels, chunk_tokens=self._chunk, gradient_scale=now.gradient_scale
         )
         return loss.reshape(1, 1, 1)

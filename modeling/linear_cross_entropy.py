@@ -30,20 +30,22 @@ class Head(NamedTuple):
     """Logits x become cap tanh(x / cap), as in Gemma 2."""
 
 
-def linear_cross_entropy_sum(
+def linear_cross_entropy(
     hidden: torch.Tensor,
     head: Head,
     labels: torch.Tensor,
     *,
     chunk_tokens: int,
     gradient_scale: torch.Tensor | float = 1.0,
-) -> torch.Tensor:
-    """Summed cross-entropy in nats over the labels that count, as a scalar: FP32, or FP64 where the logits are.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed cross-entropy in nats over the labels that count, as a scalar; and that of each label, without gradient.
+
+    Both FP32, or FP64 where the logits are; the second has the shape of labels, and 0 where one is masked.
 
     hidden: (..., hidden size). labels: (...) int64, already shifted, IGNORED where masked. Matmuls run in the dtype of
     autocast where it is on, else in that of the weight; the softmax in FP32 or wider. gradient_scale: the gradient
-    that the result will receive; any other one is correct too, but 16-bit gradients are rounded at this scale.
-    One backward pass can run through the result, which keeps gradients instead of activations. Raises ValueError when
+    that the sum will receive; any other one is correct too, but 16-bit gradients are rounded at this scale.
+    One backward pass can run through the sum, which keeps gradients instead of activations. Raises ValueError when
     hidden states and labels are not of the same tokens.
     """
     if hidden.shape[:-1] != labels.shape:
@@ -54,7 +56,13 @@ def linear_cross_entropy_sum(
     scale = torch.where(scale == 0, 1.0, scale)  # a zero gradient must not make 0 / 0
     flat = hidden.reshape(-1, hidden.shape[-1])
     options = (head.scale, head.cap, chunk_tokens, compute, torch.is_grad_enabled())
-    return _ChunkedLoss.apply(flat, head.weight, head.bias, labels.reshape(-1), scale, *options)
+    total, losses = _ChunkedLoss.apply(flat, head.weight, head.bias, labels.reshape(-1), scale, *options)
+    return total, losses.view(labels.shape)
+
+
+def linear_cross_entropy_sum(hidden: torch.Tensor, head: Head, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The sum alone of `linear_cross_entropy`."""
+    return linear_cross_entropy(hidden, head, labels, **options)[0]
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -71,10 +79,11 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk_tokens: int,
         compute: torch.dtype,
         with_gradients: bool,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(compute, torch.float32)
         needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
         sums = _Gradients(hidden, weight, bias, wide, needs)
+        losses = torch.zeros(len(labels), dtype=wide, device=hidden.device)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         gradient_scale = gradient_scale.to(wide)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -84,13 +93,15 @@ class _ChunkedLoss(torch.autograd.Function):
                 rows = slice(start, start + chunk_tokens)
                 states = hidden[rows].to(compute)
                 logits = _logits(states, narrow, offset).to(wide)
-                total += _softmax_loss(logits, labels[rows], scale, cap, any(needs))
+                losses[rows] = _softmax_loss(logits, labels[rows], scale, cap, any(needs))
+                total += losses[rows].sum()
                 if any(needs):
                     sums.add(rows, logits.mul_(gradient_scale), states, narrow)
                 del logits  # before the next chunk's
         ctx.made, ctx.scale = sums.made(), gradient_scale
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        return total
+        ctx.mark_non_differentiable(losses)
+        return total, losses
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -110,7 +121,7 @@ def _logits(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def _softmax_loss(
     logits: torch.Tensor, labels: torch.Tensor, scale: float, cap: float | None, with_gradient: bool
 ) -> torch.Tensor:
-    """Summed loss of a chunk. Overwrites `logits`, with_gradient with the loss's gradient.
+    """(tokens,) losses of a chunk. Overwrites `logits`, with_gradient with the loss's gradient.
 
     logits: (tokens, vocabulary), FP32 or wider, before scale and cap.
     """
@@ -126,7 +137,7 @@ def _softmax_loss(
     logits.sub_(logits.amax(dim=1, keepdim=True))
     of_target = logits.gather(1, targets)
     sums = logits.exp_().sum(dim=1, keepdim=True)
-    loss = torch.where(counts, sums.log() - of_target, 0.0).sum()
+    loss = torch.where(counts, sums.log() - of_target, 0.0).squeeze(1)
     if not with_gradient:
         return loss
     logits.div_(sums)
@@ -187,3 +198,11 @@ def label_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
+
+
+def label_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """What `label_loss_sum` adds up, (batch, sequence) of FP32: 0 where a label is masked."""
+    losses = functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    return losses.view(labels.shape)

@@ -39,6 +39,8 @@ class Health:
     `training.engine.work_time.by_rank` gives it."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the task's objective over the global batch, by name."""
+    loss_by_source: dict[str, float] = field(default_factory=dict)
+    """The mean loss of each source of a mixture, of those that the step has something of."""
     preempted: bool = False
     """Some rank was asked to stop."""
     save_ended: bool = False

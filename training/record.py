@@ -41,6 +41,7 @@ def record_step(
         further["metrics"] = health.metrics
     if batch.labels_by_source is not None:
         further["labels_by_source"] = batch.labels_by_source
+        further["loss_by_source"] = health.loss_by_source
     record.event(
         "step",
         **where,

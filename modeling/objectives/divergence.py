@@ -93,14 +93,15 @@ class Distillation:
         logits = forward(**inputs, use_cache=False).logits.flatten(0, 1)
         size = max(1, _CHUNK_VALUES // logits.shape[-1])
         targets = zip(*(values.split(size) for values in known), strict=True)
-        losses, sums = [], []
+        losses, sums, parts = [], [], []
         for ours, theirs, named in zip(logits.split(size), targets, labels.flatten().split(size), strict=True):
-            loss, parts = checkpoint(
+            loss, of_chunk, of_labels = checkpoint(
                 self._of_chunk, ours, named, *theirs, use_reentrant=False, preserve_rng_state=False
             )
             losses.append(loss)
-            sums.append(parts)
-        return Scored(torch.stack(losses).sum(), torch.stack(sums).sum(dim=0))
+            sums.append(of_chunk)
+            parts.append(of_labels)
+        return Scored(torch.stack(losses).sum(), torch.stack(sums).sum(dim=0), torch.cat(parts))
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """Means over the labels."""
@@ -108,8 +109,8 @@ class Distillation:
 
     def _of_chunk(
         self, logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, ids: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Summed loss, and (3,) float64 sums without gradient.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Summed loss; and without gradient (3,) float64 sums, and the loss at each label, (tokens,).
 
         logits: (tokens, vocabulary). known: the teacher's logits, or with ids its log-probabilities.
         """
@@ -130,4 +131,5 @@ class Distillation:
             kl = divergence(p, q, kind="forward_kl")
             rows = torch.stack([kl, entropy, (logits.argmax(dim=-1) == likeliest).to(kl.dtype)])
             sums = torch.where(counts, rows, 0.0).sum(dim=1, dtype=torch.float64)
-        return torch.where(counts, loss, 0.0).sum(), sums
+        kept = torch.where(counts, loss, 0.0)
+        return kept.sum(), sums, kept.detach()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from modeling.linear_cross_entropy import label_loss_sum
+from modeling.linear_cross_entropy import label_losses
 from modeling.objectives.objective import Forward, Scored
 
 
@@ -19,7 +19,8 @@ class LabelPrediction:
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
         """All logits at once."""
-        return Scored(label_loss_sum(forward(**inputs, use_cache=False).logits, labels))
+        losses = label_losses(forward(**inputs, use_cache=False).logits, labels)
+        return Scored(losses.sum(), parts=losses.detach())
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """None: perplexity follows from the loss."""

@@ -23,6 +23,9 @@ class Scored(NamedTuple):
     also where nothing counts, so that each rank takes part in every collective of the backward pass."""
     sums: torch.Tensor | None = None
     """(len(objective.sums),) float64 without gradient, on the loss's device; None where the objective has none."""
+    parts: torch.Tensor | None = None
+    """FP32 without gradient, what `loss` is the sum of, sample by sample: n values belong to each of the micro-batch,
+    one after another. None where the objective does not know them."""
 
 
 class Objective(Protocol):

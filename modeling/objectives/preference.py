@@ -62,7 +62,8 @@ class Preference:
             preferred = (torch.sign(margin) + 1) / 2
             found = torch.stack([policy[:, 0], policy[:, 1], ratios[:, 0], ratios[:, 1], preferred, nll])
             sums = torch.where(real, found.double(), 0.0).sum(-1)
-        return Scored(torch.where(real, loss, loss * 0).sum(), sums)
+        kept = torch.where(real, loss, loss * 0)
+        return Scored(kept.sum(), sums, kept.detach())
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """Means over pairs. A pair whose margin is 0 counts as half preferred."""

@@ -73,13 +73,15 @@ def test_the_loss_is_the_mixture_over_labels_whatever_the_chunks(kind: Any, monk
     counts = labels != -100
     apart = plain(teacher / 2.5, student / 2.5, kind, 0.3)
     entropy = functional.cross_entropy(student.flatten(0, 1), labels.flatten(), reduction="none").view(2, 9)
-    exact = (0.6 * 2.5**2 * apart + 0.4 * entropy)[counts].sum()
+    each = torch.where(counts, 0.6 * 2.5**2 * apart + 0.4 * entropy, 0.0)
+    exact = each.sum()
     for values in (1, 5 * VOCABULARY, 1000):
         monkeypatch.setattr(module, "_CHUNK_VALUES", values)
         of = objective(teacher, kind=kind, temperature=2.5, ce_weight=0.4, beta=0.3)
         found = of.score(Known(student), {}, labels)
         torch.testing.assert_close(found.loss, exact)
-        assert found.sums is not None
+        assert found.sums is not None and found.parts is not None
+        torch.testing.assert_close(found.parts.view(2, 9), each)
         kl = plain(teacher / 2.5, student / 2.5, "forward_kl", 0)[counts].sum()
         same = (teacher.argmax(-1) == student.argmax(-1))[counts].sum()
         torch.testing.assert_close(found.sums, torch.stack([kl, entropy[counts].sum(), same.double()]))

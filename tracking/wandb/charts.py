@@ -81,9 +81,12 @@ def chart_values(event: Event) -> dict[str, Any]:
     if kind == "step":
         values = {f"train/{name}": event[name] for name in _STEP_FIELDS} | {"train/applied": int(event["applied"])}
         values |= {f"train/{name}": value for name, value in event.get("metrics", {}).items()}
+        for name in ("loss_by_source", "labels_by_source"):
+            values |= {f"train/{name}/{source}": value for source, value in event.get(name, {}).items()}
     elif kind in _OWN_CHARTS:
         values = {f"{kind}/{name}": value for name, value in event.items() if name not in COMMON_FIELDS}
         values |= {f"{kind}/{name}": value for name, value in event.get("metrics", {}).items()}
+        values |= {f"{kind}/loss_by_source/{name}": value for name, value in event.get("by_source", {}).items()}
     elif kind == "telemetry":
         values = dict(_flatten(event))
     elif kind == "precision":

@@ -148,6 +148,7 @@ class Engine:
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         sums = torch.zeros(len(self.objective.sums), dtype=torch.float64, device=device)
         routed = torch.zeros(len(METRICS) if self._router else 0, dtype=torch.float64, device=device)
+        sources, by_source = self._sources(batch)
         experts = self._tokens_by_expert(batch) if self._router and len(batch.input_ids) > 1 else None
         for index, (inputs, labels) in enumerate(batch.micro_batches(device)):
             last = index == len(batch.input_ids) - 1
@@ -155,7 +156,8 @@ class Engine:
                 share = self._defects.weighted(weight, index).float()
                 factor, inspected = share * self.loss_scale, on_loss is not None
                 with self._work.measured():
-                    micro_loss, micro_sums = self.loss_path.score(inputs, labels, factor, inspected=inspected)
+                    scored = self.loss_path.score(inputs, labels, factor, inspected=inspected)
+                    micro_loss = scored.loss
                 if last:
                     micro_loss = self.faults.corrupt_loss(step, micro_loss)
                 if on_loss is not None:
@@ -168,9 +170,21 @@ class Engine:
                     routed += torch.cat([parts, self._router.load(experts) / self._equal_parts(batch)])
                 self.backward(loss, last=last)
             loss_sum += micro_loss.detach().double()
-            if micro_sums is not None:
-                sums += micro_sums
-        return Outcome(loss_sum, label_tokens, before, torch.cat([sums, routed]))
+            if scored.sums is not None:
+                sums += scored.sums
+            if sources is not None:
+                assert scored.parts is not None, "a task with several sources knows its loss by sample"
+                by_source[0] += _by_source(scored.parts, sources[index], len(by_source[0]))
+        names = tuple(batch.labels_by_source or ())
+        return Outcome(loss_sum, label_tokens, before, torch.cat([sums, routed]), names, by_source.flatten())
+
+    def _sources(self, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The source of each sample, (accumulation, micro) int64, None where there is one; and (2, sources) float64:
+        zeros for the sums of their losses, and how many labels of theirs count on this rank."""
+        names = batch.labels_by_source or {}
+        counts = batch.counts_by_source
+        sums = self.world.numbers([0.0] * len(names) + counts).view(2, len(names))
+        return None if batch.sources is None else batch.sources.to(self.world.device, non_blocking=True), sums
 
     def _equal_parts(self, batch: Batch) -> int:
         """How many micro-batches of all ranks have the same number of the whole step in their sums."""
@@ -225,9 +239,11 @@ class Engine:
         here = [memory, float(preempted_here), self.loss_scale, *map(float, counters), float(save_ended_here)]
         here.append(data_seconds + self._work.take())
         mine = torch.stack([outcome.loss_sum, outcome.label_tokens, norm.double()])
-        rows = self.world.gather(torch.cat([mine, self.world.numbers(here), outcome.sums])).tolist()
-        own = len(self.objective.sums)
+        parts = [mine, self.world.numbers(here), outcome.sums, outcome.by_source]
+        rows = self.world.gather(torch.cat(parts)).tolist()
+        own, sources = len(self.objective.sums), len(outcome.sources)
         sums = [sum(column) for column in zip(*(row[10:] for row in rows), strict=True)]
+        lost, counted = sums[len(sums) - 2 * sources : len(sums) - sources], sums[len(sums) - sources :]
         require_equal("the gradient norm", [row[2] for row in rows])
         for column, what in (
             (5, "the loss scale"),
@@ -244,6 +260,9 @@ class Engine:
             scale_at_minimum=self.scale_at_minimum,
             memory_bytes=int(max(row[3] for row in rows)),
             metrics=self.objective.metrics(sums[:own], rows[0][1]) | dict(zip(METRICS, sums[own:], strict=False)),
+            loss_by_source={
+                name: loss / count for name, loss, count in zip(outcome.sources, lost, counted, strict=True) if count
+            },
             by_rank=by_rank(memory_bytes=[row[3] for row in rows], work_seconds=[row[9] for row in rows]),
             preempted=any(row[4] for row in rows),
             save_ended=all(row[8] for row in rows),
@@ -307,10 +326,10 @@ class Engine:
         totals = torch.zeros(2 + len(self.objective.sums), dtype=torch.float64, device=self.world.device)
         for batch in batches:
             for inputs, labels in batch.micro_batches(self.world.device):
-                loss, sums = self.loss_path.score(inputs, labels, 1.0, inspected=False)
-                totals[0] += loss.double()
-                if sums is not None:
-                    totals[2:] += sums
+                scored = self.loss_path.score(inputs, labels, 1.0, inspected=False)
+                totals[0] += scored.loss.double()
+                if scored.sums is not None:
+                    totals[2:] += scored.sums
             totals[1] += batch.label_tokens
         self.deepspeed.train()
         total, count, *sums_of_all = self.world.sum(totals).tolist()
@@ -395,6 +414,16 @@ class Engine:
         if state is not None:
             self._scaler.load_state_dict(state)
         self.deepspeed.optimizer.loss_scaler = self._scaler
+
+
+def _by_source(parts: torch.Tensor, sources: torch.Tensor, count: int) -> torch.Tensor:
+    """(count,) float64: the parts of a micro-batch's loss by source. sources: (micro,) int64, of each sample.
+
+    Not by index_add, whose order of summation on a GPU is another each time.
+    """
+    of_samples = parts.double().view(len(sources), -1).sum(1)
+    belongs = sources[:, None] == torch.arange(count, device=sources.device)
+    return torch.where(belongs, of_samples[:, None], 0.0).sum(0)
 
 
 def _regions(model: PreTrainedModel, resolved: Resolved, *, stage: int) -> Regions | None:

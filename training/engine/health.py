@@ -22,6 +22,11 @@ class Outcome:
     """States of the random generators before the step, to run it again exactly."""
     sums: torch.Tensor
     """(len(objective.sums),) float64: of this rank, for the metrics; then those of routers, where they are balanced."""
+    sources: tuple[str, ...]
+    """Names of a mixture's sources; empty where there is one."""
+    by_source: torch.Tensor
+    """(2 x len(sources),) float64, of this rank: each source's summed loss, then how many of its labels (or whatever
+    the task counts) count."""
 
 
 class Evaluation(NamedTuple):

@@ -82,7 +82,8 @@ class LossPath:
         if self._head is None or (self._head.watched and not inspected):
             return self._objective.score(self._forward, inputs, labels)
         with self._head.loss_of(labels, gradient_scale):
-            return Scored(self._forward(**inputs, use_cache=False).logits.sum())
+            loss = self._forward(**inputs, use_cache=False).logits.sum()
+            return Scored(loss, parts=self._head.label_losses)
 
     def close(self) -> None:
         """Restore the model."""

@@ -70,6 +70,15 @@ def test_the_lowest_validation_loss_is_that_of_all_sessions() -> None:
 def test_charts_keep_what_is_not_finite_and_leave_out_what_was_not_recorded() -> None:
     values = chart_values(_step(3, loss=math.inf, clip_coefficient=None))
     assert values["train/loss"] == math.inf and "train/clip_coefficient" not in values and values["step"] == 3
+    by_source = {"labels_by_source": {"code": 7, "chat": 0}, "loss_by_source": {"code": 1.5}}
+    drawn = {name: value for name, value in chart_values(_step(3) | by_source).items() if "_source/" in name}
+    assert drawn == {
+        "train/labels_by_source/code": 7,
+        "train/labels_by_source/chat": 0,
+        "train/loss_by_source/code": 1.5,
+    }
+    held_out = chart_values(_event("eval", loss=1.0, perplexity=2.0, by_source={"code": 1.5}))
+    assert held_out["eval/loss_by_source/code"] == 1.5
     values = chart_values(_event("scale", **_SCALE))
     assert values["scale/from"] == 4.0 and values["scale/reason"] == "overflow" and "scale/momentum_norm" not in values
 

@@ -169,10 +169,11 @@ def killed_while_writing(world: World, *, folder: Path, **options: Any) -> None:
 
 
 def by_source(world: World, *, folder: Path, **options: Any) -> dict[str, float]:
-    """The loss of the first step, and before it that of each source's held-out pairs."""
+    """The loss of the first step, whole and by source, and before it that of each source's held-out pairs."""
     with session(resolve(folder, **options), world=world) as opened:
         engine = opened.engine
         found = {name: engine.evaluate(own).loss for name, own in opened.validation_by_source().items()}
         health = engine.health(engine.forward_backward(opened.batches.next_step(), step=1))
         engine.discard_gradients()
-        return found | {"step": health.loss}
+        of_step = {f"step, {name}": loss for name, loss in health.loss_by_source.items()}
+        return found | of_step | {"step": health.loss}

@@ -211,19 +211,41 @@ def regions(world: World, *, folder: Path, **options: Any) -> dict[str, str]:
 
 
 def mixture(world: World, *, folder: Path, count: int, first: int = 0, **options: Any) -> list[dict[str, Any]]:
-    """Some global batches of a mixture from position `first` on, and the validation loss by source."""
+    """Some global batches of a mixture of two from position `first` on, and the validation loss by source.
+
+    The last entry has of each batch also `trained`, its loss as a whole and by source with the start weights, and
+    `rows`, of each source the (tokens, which of them are labels).
+    """
     with session(resolve(folder, **options), world=world) as opened:
         opened.batches.restore(first)
-        found = []
+        engine, train, mix = opened.engine, opened.corpus.train, opened.corpus.mixture
+        assert isinstance(train, RowShards) and mix is not None
+        found, trained, rows = [], [], []
         for _ in range(count):
             batch = opened.batches.next_step()
             assert batch.labels_by_source is not None
             found.append({"ids": batch.sample_ids.tolist(), "labels": batch.labels_by_source})
-            mine = opened.engine.world.sum(opened.engine.world.numbers([batch.label_tokens]))
+            mine = engine.world.sum(engine.world.numbers([batch.label_tokens]))
             assert int(mine) == sum(batch.labels_by_source.values()) == batch.label_tokens_of_all
-        losses = {name: opened.engine.evaluate(own).loss for name, own in opened.validation_by_source().items()}
-        assert opened.corpus.mixture is not None
-        return [*found, {"shares": opened.corpus.mixture.shares(), "losses": losses}]
+            health = engine.health(engine.forward_backward(batch, step=1))
+            engine.discard_gradients()
+            trained.append({"all": health.loss, **health.loss_by_source})
+            sides = [[sample for sample in batch.sample_ids if (sample >= mix.samples[0]) == side] for side in (0, 1)]
+            rows.append([[row for sample in side for row in train.sequence(int(sample))] for side in sides])
+        losses = {name: engine.evaluate(own).loss for name, own in opened.validation_by_source().items()}
+        return [*found, {"shares": mix.shares(), "losses": losses, "trained": trained, "rows": rows}]
+
+
+def mean_of_labels(model: Any, rows: list[tuple[Any, Any]]) -> float:
+    """Of the cross-entropy at every label of some rows, each (tokens, which of them are labels), one row at a time."""
+    total, count = 0.0, 0
+    for tokens, trained in rows:
+        ids = torch.tensor(tokens.astype("int64"))
+        with torch.no_grad():
+            log_probs = model(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
+        picked = -log_probs[torch.arange(len(ids) - 1), ids[1:]][torch.tensor(trained[1:].astype(bool))]
+        total, count = total + float(picked.sum()), count + len(picked)
+    return total / count
 
 
 def lost_updates(world: World, *, folder: Path, rate: float, **options: Any) -> dict[str, Any]:

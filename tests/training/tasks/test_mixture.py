@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.chats import write_chats
 from tests.support.process_group import ProcessGroup
@@ -22,13 +24,21 @@ def test_the_order_is_that_of_every_layout(pair: ProcessGroup, solo: ProcessGrou
     sources = f"[{{path: {folder}/chats.jsonl, weight: 3, name: a}}, {{path: {folder}/more.jsonl, weight: 1}}]"
     given = (f"data.sources={sources}", "data.path=null", "data.validation_fraction=0.2", f"data.packing={packing}")
     whole, _ = pair.run(cases.mixture, folder=folder, count=6, overrides=given)
-    [alone] = solo.run(cases.mixture, folder=folder, count=6, overrides=(*given, "batch.micro_size=8"))
+    chunked = ("batch.micro_size=8", "model.loss=chunked", "model.loss_chunk_tokens=7")
+    [alone] = solo.run(cases.mixture, folder=folder, count=6, overrides=(*given, *chunked))
     [later] = solo.run(cases.mixture, folder=folder, count=2, first=4, overrides=given)
     assert alone[:6] == whole[:6]
     assert later[:2] == whole[4:6]
     assert whole[-1]["shares"] == [0.75, 0.25]
     assert whole[-1]["losses"].keys() == {"a", "source 2"}
     assert whole[-1]["losses"] == pytest.approx(alone[-1]["losses"], rel=1e-6)
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
+    for mine, theirs, rows in zip(whole[-1]["trained"], alone[-1]["trained"], whole[-1]["rows"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+        exact = {
+            name: cases.mean_of_labels(model, own) for name, own in zip(("a", "source 2"), rows, strict=True) if own
+        }
+        assert mine == pytest.approx({**exact, "all": cases.mean_of_labels(model, [*rows[0], *rows[1]])}, rel=1e-5)
     labels = [sum(step["labels"][name] for step in whole[:6]) for name in ("a", "source 2")]
     assert min(labels) > 0
     if packing == "best_fit":  # padded batches of a stretch are sorted by length, so six of them tell little
@@ -52,5 +62,10 @@ def test_a_job_on_a_mixture_records_each_source(pair: ProcessGroup, folder: Path
     events = list(read_events(folder / "runs" / "mixed" / "events.jsonl"))
     steps = [event for event in events if event["event"] == "step"]
     assert all(step["labels_by_source"].keys() == {"a", "b"} for step in steps)
+    for step in steps:
+        labels, losses = step["labels_by_source"], step["loss_by_source"]
+        assert losses.keys() == {name for name, count in labels.items() if count}
+        mean = sum(labels[name] * loss for name, loss in losses.items()) / sum(labels.values())
+        assert mean == pytest.approx(step["loss"], rel=1e-6)
     evals = [event for event in events if event["event"] == "eval"]
     assert [event["by_source"].keys() for event in evals] == [{"a", "b"}] * 2
