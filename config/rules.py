@@ -42,7 +42,7 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
         UserError: the first broken rule: the keys that conflict and what to change.
     """
     for rule in (
-        *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _preference, _distill),
+        *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _sft, _preference, _distill),
         *(_encoder, _adapter, _mixture, _data, _documents, _optimizer, _schedule, _precision, _loss_scale, _evaluate),
         *(_tracking, _guard, _faults),
     ):
@@ -192,6 +192,11 @@ def _only_read_by(task: str, name: str, section: Any) -> Iterator[Problem]:
         value = getattr(section, item.name)
         if value != item.default:
             yield f"{name}.{item.name}", f"= {value} is only read by task = {task}; remove it, or set task={task}"
+
+
+def _sft(config: Config) -> Iterator[Problem]:
+    if config.task != "sft":
+        yield from _only_read_by("sft", "sft", config.sft)
 
 
 def _preference(config: Config) -> Iterator[Problem]:

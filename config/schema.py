@@ -125,6 +125,15 @@ class AdapterSection:
 
 
 @dataclass(frozen=True)
+class SftSection:
+    """How task sft weighs labels (docs/finetuning.md)."""
+
+    loss: Literal["token", "row"] = "token"
+    """[choice] token: the mean over all labels of the global batch, so that a long answer weighs more than a short one.
+    row: the mean over its rows of each row's mean, so that all weigh the same."""
+
+
+@dataclass(frozen=True)
 class PreferenceSection:
     """What task dpo minimises over pairs of answers (docs/finetuning.md)."""
 
@@ -726,6 +735,7 @@ class Config:
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
     adapter: AdapterSection = field(default_factory=AdapterSection)
+    sft: SftSection = field(default_factory=SftSection)
     preference: PreferenceSection = field(default_factory=PreferenceSection)
     distill: DistillSection = field(default_factory=DistillSection)
     data: DataSection = field(default_factory=DataSection)

@@ -42,7 +42,7 @@ class Batch:
     sample_ids: np.ndarray
     """(global_size,) int64, the whole global batch over all ranks; NO_SAMPLE for padding rows."""
     label_tokens: int
-    """[tokens] Labels on this rank that count; pairs of preference optimisation."""
+    """[tokens] Labels on this rank that count; pairs of preference optimisation, or rows where `counting_rows`."""
     label_tokens_of_all: int | None = None
     """[tokens] The same over all ranks; None where labels are masked and a rank knows only its own."""
     position_ids: torch.Tensor | None = None
@@ -57,6 +57,8 @@ class Batch:
     sources: torch.Tensor | None = None
     """(accumulation, micro) int64: the source of each sample of this rank, by its place in labels_by_source; None where
     there is one source."""
+    counts: np.ndarray | None = None
+    """(accumulation, micro) int64: what label_tokens counts, by sample of this rank; None: its labels."""
     further: dict[str, torch.Tensor] = field(default_factory=dict)
     """Further inputs of the task's objective, each (accumulation, micro, ...) of any dtype, which it keeps."""
 
@@ -67,11 +69,19 @@ class Batch:
 
     @property
     def counts_by_source(self) -> list[float]:
-        """Labels on this rank that count, of each source of a mixture; empty where there is one source."""
+        """What label_tokens counts, by source of a mixture; empty where there is one source."""
         if self.sources is None:
             return []
-        counts = (self.labels != IGNORED_LABEL).reshape(*self.sources.shape, -1).sum(-1)
-        return torch.bincount(self.sources.flatten(), counts.flatten(), len(self.labels_by_source or ())).tolist()
+        counts, names = torch.from_numpy(self.counted), self.labels_by_source or ()
+        return torch.bincount(self.sources.flatten(), counts.flatten(), len(names)).tolist()
+
+    @property
+    def counted(self) -> np.ndarray:
+        """(accumulation, micro) int64: what label_tokens counts, by sample of this rank."""
+        if self.counts is not None:
+            return self.counts
+        found: np.ndarray = (self.labels != IGNORED_LABEL).reshape(*self.labels.shape[:2], -1).sum(-1).numpy()
+        return found
 
     def micro_batches(self, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
         """The model's arguments and the labels of each micro-batch, on `device`.
@@ -97,13 +107,14 @@ class Batch:
 
     def first_sequences(self, sequences: int) -> Batch:
         """The first sequences of this rank's first micro-batch as a batch of their own."""
-        labels = self.labels[:1, :sequences]
+        labels, counts = self.labels[:1, :sequences], self.counted[:1, :sequences]
         return replace(
             self,
             input_ids=self.input_ids[:1, :sequences],
             labels=labels,
-            label_tokens=int((labels != IGNORED_LABEL).sum()),
+            label_tokens=int(counts.sum()),
             label_tokens_of_all=None,
+            counts=counts,
             position_ids=None if self.position_ids is None else self.position_ids[:1, :sequences],
             sources=None if self.sources is None else self.sources[:1, :sequences],
             further={name: values[:1, :sequences] for name, values in self.further.items()},
@@ -248,6 +259,20 @@ def next_tokens(sequence_length: int, documents: Documents | None) -> MakeBatch:
         return _batch_of_windows(shards, sequence_length, position, ids, mine, documents)
 
     return make
+
+
+def counting_rows(make: MakeBatch) -> MakeBatch:
+    """The same batches, whose label_tokens are rows with a label."""
+
+    def made(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
+        assert isinstance(shards, RowShards)
+        batch, rows = make(shards, position, ids, mine), shards.trained_rows
+        counts = np.zeros_like(mine)
+        counts[mine != NO_SAMPLE] = rows[mine[mine != NO_SAMPLE]]
+        of_all = int(rows[ids[ids != NO_SAMPLE]].sum())
+        return replace(batch, label_tokens=int(counts.sum()), label_tokens_of_all=of_all, counts=counts)
+
+    return made
 
 
 def _batch_of_windows(

@@ -129,6 +129,11 @@ class RowShards:
         """(sequences,) int64: labels of each sequence."""
         return self._sums(self._labels.astype(np.int64))
 
+    @cached_property
+    def trained_rows(self) -> np.ndarray:
+        """(sequences,) int64: rows of each sequence that have a label."""
+        return self._sums((self._labels > 0).astype(np.int64))
+
     def _sums(self, of_rows: np.ndarray) -> np.ndarray:
         total = np.concatenate([[0], np.cumsum(of_rows[self._rows])])[np.concatenate([[0], self._ends])]
         return np.diff(total)

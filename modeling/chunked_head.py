@@ -32,6 +32,7 @@ class _Pass:
     labels: torch.Tensor | None
     """None: return probe logits instead of a loss."""
     gradient_scale: torch.Tensor | float = 1.0
+    weights: torch.Tensor | None = None
     calls: int = 0
     probe: torch.Tensor | None = None
     loss: torch.Tensor | None = None
@@ -60,8 +61,8 @@ class ChunkedHead:
         self._model.forward = self._forward_model
         self._hook = head.register_forward_hook(self._keep_loss)
         self._hooks = len(head._forward_hooks)
-        self.label_losses: torch.Tensor | None = None
-        """Of the last pass inside `loss_of`, of the shape of its labels and without gradient."""
+        self.label_losses = torch.zeros(0)
+        """Of the last pass inside `loss_of`, of the shape of its labels, before weights and without gradient."""
 
     @property
     def watched(self) -> bool:
@@ -69,12 +70,15 @@ class ChunkedHead:
         return len(self._head._forward_hooks) != self._hooks
 
     @contextmanager
-    def loss_of(self, labels: torch.Tensor, gradient_scale: torch.Tensor | float) -> Iterator[None]:
+    def loss_of(
+        self, labels: torch.Tensor, gradient_scale: torch.Tensor | float, weights: torch.Tensor | None = None
+    ) -> Iterator[None]:
         """Inside, the model returns as its logits the summed loss over `labels`, of shape (1, 1, 1).
 
         labels: (batch, sequence) int64, already shifted. gradient_scale: the gradient that the loss will receive.
+        weights: FP32 of the labels' shape, factors on their losses; None: 1 each.
         """
-        self._pass = _Pass(labels, gradient_scale)
+        self._pass = _Pass(labels, gradient_scale, weights)
         try:
             yield
         finally:
@@ -126,7 +130,12 @@ class ChunkedHead:
             return now.probe.clone()
         head = Head(weight, self._head.bias, self._scale, self._cap)
         loss, self.label_losses = linear_cross_entropy(
-            hidden, head, now.labels, chunk_tokens=self._chunk, gradient_scale=now.gradient_scale
+            hidden,
+            head,
+            now.labels,
+            chunk_tokens=self._chunk,
+            gradient_scale=now.gradient_scale,
+            weights=now.weights,
         )
         return loss.reshape(1, 1, 1)
 

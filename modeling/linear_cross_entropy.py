@@ -37,6 +37,7 @@ def linear_cross_entropy(
     *,
     chunk_tokens: int,
     gradient_scale: torch.Tensor | float = 1.0,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross-entropy in nats over the labels that count, as a scalar; and that of each label, without gradient.
 
@@ -44,7 +45,8 @@ def linear_cross_entropy(
 
     hidden: (..., hidden size). labels: (...) int64, already shifted, IGNORED where masked. Matmuls run in the dtype of
     autocast where it is on, else in that of the weight; the softmax in FP32 or wider. gradient_scale: the gradient
-    that the sum will receive; any other one is correct too, but 16-bit gradients are rounded at this scale.
+    that the sum will receive; any other one is correct too, but 16-bit gradients are rounded at this scale. weights: of
+    the shape of labels, FP32 or wider, factors on the losses in the sum; None: 1 each.
     One backward pass can run through the sum, which keeps gradients instead of activations. Raises ValueError when
     hidden states and labels are not of the same tokens.
     """
@@ -55,8 +57,10 @@ def linear_cross_entropy(
     scale = torch.as_tensor(gradient_scale, device=hidden.device)
     scale = torch.where(scale == 0, 1.0, scale)  # a zero gradient must not make 0 / 0
     flat = hidden.reshape(-1, hidden.shape[-1])
-    options = (head.scale, head.cap, chunk_tokens, compute, torch.is_grad_enabled())
-    total, losses = _ChunkedLoss.apply(flat, head.weight, head.bias, labels.reshape(-1), scale, *options)
+    options = (None if weights is None else weights.reshape(-1), head.scale, head.cap, chunk_tokens, compute)
+    total, losses = _ChunkedLoss.apply(
+        flat, head.weight, head.bias, labels.reshape(-1), scale, *options, torch.is_grad_enabled()
+    )
     return total, losses.view(labels.shape)
 
 
@@ -74,6 +78,7 @@ class _ChunkedLoss(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         gradient_scale: torch.Tensor,
+        weights: torch.Tensor | None,
         scale: float,
         cap: float | None,
         chunk_tokens: int,
@@ -94,9 +99,11 @@ class _ChunkedLoss(torch.autograd.Function):
                 states = hidden[rows].to(compute)
                 logits = _logits(states, narrow, offset).to(wide)
                 losses[rows] = _softmax_loss(logits, labels[rows], scale, cap, any(needs))
-                total += losses[rows].sum()
+                weighted = losses[rows] if weights is None else losses[rows] * weights[rows]
+                total += weighted.sum()
                 if any(needs):
-                    sums.add(rows, logits.mul_(gradient_scale), states, narrow)
+                    factors = gradient_scale if weights is None else (gradient_scale * weights[rows]).unsqueeze(1)
+                    sums.add(rows, logits.mul_(factors), states, narrow)
                 del logits  # before the next chunk's
         ctx.made, ctx.scale = sums.made(), gradient_scale
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
@@ -111,7 +118,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ratio = upstream[0] / ctx.scale  # 1 where the caller gave the right scale; nan or inf where the loss was
         pairs = zip(made, ctx.dtypes, strict=True)
         gradients = [None if item is None else item.mul_(ratio).to(dtype) for item, dtype in pairs]
-        return (*gradients, *[None] * 7)
+        return (*gradients, *[None] * 8)
 
 
 def _logits(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

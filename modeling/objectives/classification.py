@@ -24,7 +24,7 @@ class Classification:
     K-category assignments by a K-category correlation coefficient"), 0 where either side has one label only.
     """
 
-    is_label_prediction = False
+    has_perplexity = False
 
     def __init__(self, labels: int) -> None:
         """labels: how many there are."""
@@ -65,7 +65,7 @@ class Regression:
     Numbers to predict are the input `targets`, FP32 whatever the model computes in; in 16 bits they would be others.
     """
 
-    is_label_prediction = False
+    has_perplexity = False
     sums: tuple[str, ...] = ("count", "predicted", "there", "predicted squared", "there squared", "product")
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:

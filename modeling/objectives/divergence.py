@@ -71,7 +71,7 @@ class Distillation:
     """The loss of a student under a live teacher, or under cached log-probabilities of one."""
 
     sums = ("kl", "label_cross_entropy", "teacher_agreement")
-    is_label_prediction = False
+    has_perplexity = False
 
     def __init__(self, *, kind: Kind, beta: float, temperature: float, ce_weight: float) -> None:
         self._kind, self._beta, self._temperature, self._ce_weight = kind, beta, temperature, ce_weight

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from modeling.linear_cross_entropy import label_losses
+from modeling.linear_cross_entropy import IGNORED, label_losses
 from modeling.objectives.objective import Forward, Scored
 
 
@@ -15,13 +15,63 @@ class LabelPrediction:
     """Cross-entropy in nats, in FP32, of logits (batch, sequence, vocabulary) at labels (batch, sequence)."""
 
     sums: tuple[str, ...] = ()
-    is_label_prediction = True
+    has_perplexity = True
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
         """All logits at once."""
         losses = label_losses(forward(**inputs, use_cache=False).logits, labels)
-        return Scored(losses.sum(), parts=losses.detach())
+        weights = self.weights(inputs, labels)
+        loss = losses.sum() if weights is None else (losses * weights).sum()
+        return self.scored(loss, losses.detach(), labels, weights)
+
+    def weights(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor | None:
+        """Factors on the losses of the labels, of their shape, FP32; None: 1 each."""
+        return None
+
+    def scored(
+        self, loss: torch.Tensor, losses: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+    ) -> Scored:
+        """A micro-batch from its summed loss and, without gradient, the losses of its labels before `weights`."""
+        return Scored(loss, parts=losses)
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """None: perplexity follows from the loss."""
         return {}
+
+
+class RowPrediction(LabelPrediction):
+    """The mean over rows of each row's mean cross-entropy; what counts are rows with a label."""
+
+    sums = ("label_loss", "labels")
+    has_perplexity = False
+
+    def weights(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
+        """One by the number of labels of the row that a label belongs to."""
+        return 1.0 / labels_of_row(labels, inputs.get("position_ids")).clamp_(min=1)
+
+    def scored(
+        self, loss: torch.Tensor, losses: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+    ) -> Scored:
+        """The sums are of the cross-entropy of all labels, and how many they are."""
+        assert weights is not None
+        sums = torch.stack([losses.double().sum(), (labels != IGNORED).sum().double()])
+        return Scored(loss, sums, losses * weights)
+
+    def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
+        """The mean over labels, which is what the other way of counting trains."""
+        loss, labels = sums
+        return {"token_loss": loss / max(labels, 1.0)}
+
+
+def labels_of_row(labels: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """How many labels count in the row that each place belongs to, int64 of the shape of labels.
+
+    labels: (batch, sequence) int64. positions: the same, 0 where a row begins, as in packed sequences and in several of
+    them laid end to end; None: every sequence is one row.
+    """
+    counts = (labels != IGNORED).long()
+    if positions is None:
+        return counts.sum(dim=1, keepdim=True).expand_as(labels).clone()
+    row = (positions.flatten() == 0).cumsum(0)
+    of_rows = torch.zeros(row.numel() + 1, dtype=torch.int64, device=labels.device)  # no more rows than places
+    return of_rows.index_add_(0, row, counts.flatten())[row].view_as(labels)

@@ -33,8 +33,8 @@ class Objective(Protocol):
 
     sums: tuple[str, ...]
     """Names of what is added up for the metrics, besides the loss."""
-    is_label_prediction: bool
-    """Whether the loss is the cross-entropy of the model's logits at every label, which may be computed in chunks."""
+    has_perplexity: bool
+    """Whether exp(loss) is a perplexity: the loss is the mean cross-entropy of all labels."""
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
         """Forward pass and loss. inputs, labels: as `Batch.micro_batches` gives them."""

@@ -40,7 +40,7 @@ class Preference:
     """The loss of pairs of answers, in nats; what counts are pairs."""
 
     sums = ("log_prob_chosen", "log_prob_rejected", "ratio_chosen", "ratio_rejected", "preferred", "nll_chosen")
-    is_label_prediction = False
+    has_perplexity = False
 
     def __init__(self, section: PreferenceSection, adapter_off: Off | None) -> None:
         """adapter_off: how to compute the reference; None where the batches have it."""

@@ -17,7 +17,7 @@ from config.cli import REPOSITORY
 from config.schema import ModelSection
 from launch.plan.memory import loss_bytes
 from modeling.chunked_head import ChunkedHead
-from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
+from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy, linear_cross_entropy_sum
 from tests.support.small_models import VOCABULARY, small_model
 
 HIDDEN = 24
@@ -38,15 +38,18 @@ def draw(dtype: torch.dtype, *, bias: bool, seed: int) -> tuple[list[torch.Tenso
     return [tensors[0], tensors[1], tensors[2] if bias else None], labels
 
 
-def in_fp64(tensors: list[torch.Tensor | None], labels: torch.Tensor, scale: float, cap: float | None) -> Any:
-    """(loss, gradients) with all logits at once."""
+def in_fp64(
+    tensors: list[torch.Tensor | None], labels: torch.Tensor, scale: float, cap: float | None, weights: Any = 1.0
+) -> Any:
+    """(loss, gradients, losses of the labels before their weights) with all logits at once."""
     wide = [None if item is None else item.detach().double().requires_grad_() for item in tensors]
     logits = functional.linear(*wide) * scale
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
-    loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+    loss = (losses.view_as(labels) * weights).sum()
     loss.backward()
-    return loss.detach(), [None if item is None else item.grad for item in wide]
+    return loss.detach(), [None if item is None else item.grad for item in wide], losses.detach().view_as(labels)
 
 
 @pytest.mark.parametrize("dtype", ROUNDOFF)
@@ -58,9 +61,12 @@ def test_value_and_gradients_are_those_of_fp64(dtype, chunk: int, scale: float, 
     """Loss within rounding of the logits, gradients within some roundings of their norm."""
     tensors, labels = draw(dtype, bias=bias, seed=chunk)
     hidden, weight, offset = tensors
-    loss = linear_cross_entropy_sum(hidden, Head(weight, offset, scale, cap), labels, chunk_tokens=chunk)
+    weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(chunk)) if chunk in (5, 7) else None
+    head = Head(weight, offset, scale, cap)
+    loss, losses = linear_cross_entropy(hidden, head, labels, chunk_tokens=chunk, weights=weights)
     loss.backward()
-    exact, gradients = in_fp64(tensors, labels, scale, cap)
+    exact, gradients, of_labels = in_fp64(tensors, labels, scale, cap, 1.0 if weights is None else weights)
+    assert not losses.requires_grad and relative(losses, of_labels) < 4 * ROUNDOFF[dtype] + 2e-15
     assert loss.dtype == torch.promote_types(dtype, torch.float32)
     assert relative(loss.detach(), exact) < 4 * ROUNDOFF[dtype] + 2e-15
     for item, gradient in zip(tensors, gradients, strict=True):
@@ -106,14 +112,14 @@ def test_a_weight_gradient_of_many_chunks_is_rounded_once() -> None:
     linear_cross_entropy_sum(hidden, Head(once, None), labels, chunk_tokens=1).backward()
     for state, label in zip(hidden.split(1), labels.split(1), strict=True):
         label_loss_sum(functional.linear(state, each)[None], label[None]).backward()
-    _, gradients = in_fp64([hidden[None], weight, None], labels[None], 1.0, None)
+    _, gradients, _ = in_fp64([hidden[None], weight, None], labels[None], 1.0, None)
     assert relative(once.grad, gradients[1]) < ROUNDOFF[torch.bfloat16] < relative(each.grad, gradients[1]) / 2
 
 
 def test_autocast_does_not_round_the_gradient_of_an_fp32_weight() -> None:
     """Matmuls in BF16 as with the full loss, whose weight gradient has BF16's 8 bits; the chunked one's has more."""
     (hidden, weight, _), labels = draw(torch.float32, bias=False, seed=6)
-    _, exact = in_fp64([hidden, weight, None], labels, 1.0, None)
+    _, exact, _ = in_fp64([hidden, weight, None], labels, 1.0, None)
     made = {}
     for way in ("full", "chunked"):
         hidden.grad = weight.grad = None

@@ -11,6 +11,7 @@ from config.errors import UserError
 from config.resolved import Resolved
 from data.loader import Batch
 from modeling.chunked_head import ChunkedHead
+from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Objective, Scored
 from modeling.router_balance import RouterBalance
 from training.distributed import World
@@ -39,12 +40,13 @@ class LossPath:
         Raises UserError where the config asks for a chunked loss and the model does not support one.
         """
         self._engine, self._objective, self._device = engine, objective, device
+        self._labels = objective if isinstance(objective, LabelPrediction) else None
         self._forward = engine if router is None else router.watching(engine)
         self._head: ChunkedHead | None = None
         self.unchunked_reason: str | None = None
         """Why a loss that should be chunked is not; None otherwise."""
         section, model = resolved.config.model, engine.module
-        if not objective.is_label_prediction:
+        if self._labels is None:  # only the cross-entropy at every label may be computed in chunks
             return
         tokens = resolved.batch.micro_size * resolved.config.data.sequence_length
         chunk = loss_chunk(section, tokens=tokens, vocabulary=model.config.get_text_config().vocab_size)
@@ -79,11 +81,13 @@ class LossPath:
         logits, so all are then materialized, unless inspected: the hooks only check for values that are not finite,
         which show in the loss too; a step that goes wrong must not need more memory than others.
         """
-        if self._head is None or (self._head.watched and not inspected):
+        head, chunked = self._head, self._labels
+        if head is None or chunked is None or (head.watched and not inspected):
             return self._objective.score(self._forward, inputs, labels)
-        with self._head.loss_of(labels, gradient_scale):
+        weights = chunked.weights(inputs, labels)
+        with head.loss_of(labels, gradient_scale, weights):
             loss = self._forward(**inputs, use_cache=False).logits.sum()
-            return Scored(loss, parts=self._head.label_losses)
+        return chunked.scored(loss, head.label_losses, labels, weights)
 
     def close(self) -> None:
         """Restore the model."""

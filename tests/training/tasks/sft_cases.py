@@ -91,8 +91,11 @@ def _step(opened: Session) -> dict[str, Any]:
     }
 
 
-def oracle(folder: Path, rows_of_steps: list[list[int]], model: Any = None) -> dict[str, Any]:
-    """The same steps in plain torch: one row at a time, unpadded, its labels derived from the shape's description."""
+def oracle(folder: Path, rows_of_steps: list[list[int]], model: Any = None, *, by_row: bool = False) -> dict[str, Any]:
+    """The same steps in plain torch: one row at a time, unpadded, its labels derived from the shape's description.
+
+    by_row: the mean over rows of each row's mean, in place of the mean over labels.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     if model is None:
         model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
@@ -104,17 +107,20 @@ def oracle(folder: Path, rows_of_steps: list[list[int]], model: Any = None) -> d
     found = []
     for numbers in rows_of_steps:
         rows = [labelled(tokenizer, chats[number]) for number in numbers]
-        count = sum(int((labels[1:] != -100).sum()) for _, labels in rows)
-        total = 0.0
-        for ids, labels in rows:
+        counts = [int((labels[1:] != -100).sum()) for _, labels in rows]
+        total = of_labels = 0.0
+        for (ids, labels), count in zip(rows, counts, strict=True):
             logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
             loss = torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum")
-            (loss / count).backward()
-            total += float(loss.detach())
+            share = loss / (count * len(rows)) if by_row else loss / sum(counts)
+            share.backward()
+            total += float(share.detach())
+            of_labels += float(loss.detach()) / sum(counts)
         norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), CLIPPING))
         optimizer.step()
         optimizer.zero_grad()
-        found.append({"loss": total / count, "grad_norm": norm, "tokens": sum(len(ids) - 1 for ids, _ in rows)})
+        tokens = sum(len(ids) - 1 for ids, _ in rows)
+        found.append({"loss": total, "grad_norm": norm, "tokens": tokens, "token_loss": of_labels})
     return {"steps": found, "after": {name: parameter.detach().clone() for name, parameter in parameters.items()}}
 
 
@@ -214,7 +220,7 @@ def mixture(world: World, *, folder: Path, count: int, first: int = 0, **options
     """Some global batches of a mixture of two from position `first` on, and the validation loss by source.
 
     The last entry has of each batch also `trained`, its loss as a whole and by source with the start weights, and
-    `rows`, of each source the (tokens, which of them are labels).
+    `rows`, of each source the (tokens, which of them are labels); `held_out` has those of the validation sets.
     """
     with session(resolve(folder, **options), world=world) as opened:
         opened.batches.restore(first)
@@ -226,18 +232,30 @@ def mixture(world: World, *, folder: Path, count: int, first: int = 0, **options
             assert batch.labels_by_source is not None
             found.append({"ids": batch.sample_ids.tolist(), "labels": batch.labels_by_source})
             mine = engine.world.sum(engine.world.numbers([batch.label_tokens]))
-            assert int(mine) == sum(batch.labels_by_source.values()) == batch.label_tokens_of_all
+            assert int(mine) == batch.label_tokens_of_all
+            assert opened.resolved.config.sft.loss == "row" or int(mine) == sum(batch.labels_by_source.values())
             health = engine.health(engine.forward_backward(batch, step=1))
             engine.discard_gradients()
             trained.append({"all": health.loss, **health.loss_by_source})
             sides = [[sample for sample in batch.sample_ids if (sample >= mix.samples[0]) == side] for side in (0, 1)]
             rows.append([[row for sample in side for row in train.sequence(int(sample))] for side in sides])
         losses = {name: engine.evaluate(own).loss for name, own in opened.validation_by_source().items()}
-        return [*found, {"shares": mix.shares(), "losses": losses, "trained": trained, "rows": rows}]
+        held_out = {
+            name: [row for number in range(split.sequences(LENGTH)) for row in split.sequence(number)]
+            for name, split in opened.corpus.validation_by_source.items()
+            if isinstance(split, RowShards)
+        }
+        also = {"trained": trained, "rows": rows, "held_out": held_out}
+        return [*found, {"shares": mix.shares(), "losses": losses, **also}]
 
 
-def mean_of_labels(model: Any, rows: list[tuple[Any, Any]]) -> float:
-    """Of the cross-entropy at every label of some rows, each (tokens, which of them are labels), one row at a time."""
+def mean_loss(model: Any, rows: list[tuple[Any, Any]], *, by_row: bool = False) -> float:
+    """Mean cross-entropy at every label of some rows, each (tokens, which of them are labels), one row at a time.
+
+    by_row: the mean of each row's mean.
+    """
+    if by_row:
+        return sum(mean_loss(model, [row]) for row in rows) / len(rows)
     total, count = 0.0, 0
     for tokens, trained in rows:
         ids = torch.tensor(tokens.astype("int64"))

@@ -32,13 +32,15 @@ def test_the_order_is_that_of_every_layout(pair: ProcessGroup, solo: ProcessGrou
     assert whole[-1]["shares"] == [0.75, 0.25]
     assert whole[-1]["losses"].keys() == {"a", "source 2"}
     assert whole[-1]["losses"] == pytest.approx(alone[-1]["losses"], rel=1e-6)
+    [of_rows] = solo.run(cases.mixture, folder=folder, count=2, overrides=(*given, "sft.loss=row", *chunked))
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
-    for mine, theirs, rows in zip(whole[-1]["trained"], alone[-1]["trained"], whole[-1]["rows"], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5)
-        exact = {
-            name: cases.mean_of_labels(model, own) for name, own in zip(("a", "source 2"), rows, strict=True) if own
-        }
-        assert mine == pytest.approx({**exact, "all": cases.mean_of_labels(model, [*rows[0], *rows[1]])}, rel=1e-5)
+    for found, by_row in ((whole[-1], False), (alone[-1], False), (of_rows[-1], True)):
+        for mine, rows in zip(found["trained"][:2], found["rows"], strict=False):
+            exact = {"all": [*rows[0], *rows[1]], "a": rows[0], "source 2": rows[1]}
+            means = {name: cases.mean_loss(model, own, by_row=by_row) for name, own in exact.items() if own}
+            assert mine == pytest.approx(means, rel=1e-5)
+        held_out = {name: cases.mean_loss(model, own, by_row=by_row) for name, own in found["held_out"].items()}
+        assert found["losses"] == pytest.approx(held_out, rel=1e-5)
     labels = [sum(step["labels"][name] for step in whole[:6]) for name in ("a", "source 2")]
     assert min(labels) > 0
     if packing == "best_fit":  # padded batches of a stretch are sorted by length, so six of them tell little
