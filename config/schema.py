@@ -126,11 +126,14 @@ class AdapterSection:
 
 @dataclass(frozen=True)
 class SftSection:
-    """How task sft weighs labels (docs/finetuning.md)."""
+    """How task sft weighs labels, and the noise it adds to embeddings (docs/finetuning.md)."""
 
     loss: Literal["token", "row"] = "token"
     """[choice] token: the mean over all labels of the global batch, so that a long answer weighs more than a short one.
     row: the mean over its rows of each row's mean, so that all weigh the same."""
+    neftune_alpha: float = limit(0.0, at_least=0.0)
+    """[factor] Of uniform noise on the embeddings in training, divided by the root of the row's tokens times the
+    embedding's width (NEFTune, Jain et al. 2023, who use 5 to 15). 0: none."""
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,10 @@ class RowShards:
         found: list[int] = self._rows[self._ends[number - 1] if number else 0 : self._ends[number]].tolist()
         return found
 
+    def row_places(self, number: int) -> np.ndarray:
+        """(rows,) int64: the inputs of each row of a sequence, in their order in it."""
+        return self._lengths[self.rows_of(number)].astype(np.int64) - 1
+
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """One row, in the order of the source."""
         shard, _, part = self.found(number)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from modeling.embedding_noise import EmbeddingNoise
 from modeling.linear_cross_entropy import IGNORED, label_losses
 from modeling.objectives.objective import Forward, Scored
 
@@ -17,9 +19,18 @@ class LabelPrediction:
     sums: tuple[str, ...] = ()
     has_perplexity = True
 
+    def __init__(self, noise: EmbeddingNoise | None = None) -> None:
+        """noise: on the model's embeddings in training; None: none."""
+        self._noise = noise
+
+    def noisy(self, inputs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """Inside, forward passes have the micro-batch's noise; gives the inputs that are the model's."""
+        return nullcontext(inputs) if self._noise is None else self._noise.of(inputs)
+
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
         """All logits at once."""
-        losses = label_losses(forward(**inputs, use_cache=False).logits, labels)
+        with self.noisy(inputs) as given:
+            losses = label_losses(forward(**given, use_cache=False).logits, labels)
         weights = self.weights(inputs, labels)
         loss = losses.sum() if weights is None else (losses * weights).sum()
         return self.scored(loss, losses.detach(), labels, weights)

@@ -85,8 +85,8 @@ class LossPath:
         if head is None or chunked is None or (head.watched and not inspected):
             return self._objective.score(self._forward, inputs, labels)
         weights = chunked.weights(inputs, labels)
-        with head.loss_of(labels, gradient_scale, weights):
-            loss = self._forward(**inputs, use_cache=False).logits.sum()
+        with chunked.noisy(inputs) as given, head.loss_of(labels, gradient_scale, weights):
+            loss = self._forward(**given, use_cache=False).logits.sum()
         return chunked.scored(loss, head.label_losses, labels, weights)
 
     def close(self) -> None:

@@ -6,7 +6,9 @@ from config.schema import Config
 from data.corpus import Corpus
 from data.loader import MakeBatch, counting_rows, next_tokens
 from data.prepare_rows import prepare_rows as prepare
+from modeling.embedding_noise import EmbeddingNoise
 from modeling.objectives.label_prediction import LabelPrediction, RowPrediction
+from training.tasks.noise import with_noise
 from training.tasks.targets import documents_of
 
 __all__ = ["make_batch", "objective", "prepare"]
@@ -14,11 +16,13 @@ __all__ = ["make_batch", "objective", "prepare"]
 
 def objective(config: Config, model: PreTrainedModel) -> LabelPrediction:
     """Every token of an answer is a label."""
-    return RowPrediction() if config.sft.loss == "row" else LabelPrediction()
+    noise = EmbeddingNoise(model, config.sft.neftune_alpha) if config.sft.neftune_alpha else None
+    return RowPrediction(noise) if config.sft.loss == "row" else LabelPrediction(noise)
 
 
-def make_batch(config: Config, corpus: Corpus) -> MakeBatch | None:
-    """The loader's own batches of next tokens, which may count rows."""
-    if config.sft.loss == "token":
-        return None
-    return counting_rows(next_tokens(config.data.sequence_length, documents_of(config, corpus)))
+def make_batch(config: Config, corpus: Corpus) -> MakeBatch:
+    """The loader's own batches of next tokens, which may count rows and bring noise."""
+    make = next_tokens(config.data.sequence_length, documents_of(config, corpus))
+    if config.sft.loss == "row":
+        make = counting_rows(make)
+    return with_noise(make, seed=config.run.seed, train=corpus.train) if config.sft.neftune_alpha else make

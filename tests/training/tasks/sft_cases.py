@@ -24,6 +24,7 @@ STEPS = 3
 GLOBAL = 8
 RATE = 0.01
 CLIPPING = 0.5
+SEED = 0
 
 
 def resolve(folder: Path, *, stage: int = 2, compute: str = "fp32", overrides: tuple[str, ...] = ()) -> Resolved:
@@ -70,6 +71,15 @@ def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
         return {"steps": found, "before": before, "after": masters(opened)}
 
 
+def evaluated(world: World, *, folder: Path, **options: Any) -> tuple[float, float]:
+    """The loss of the validation set, and of the first training batch before that."""
+    with session(resolve(folder, **options), world=world) as opened:
+        engine = opened.engine
+        health = engine.health(engine.forward_backward(opened.batches.next_step(), step=1))
+        engine.discard_gradients()
+        return engine.evaluate(opened.validation()).loss, health.loss
+
+
 def masters(opened: Session) -> dict[str, torch.Tensor]:
     """Every master, whole, by name. A collective."""
     engine = opened.engine
@@ -81,8 +91,15 @@ def _step(opened: Session) -> dict[str, Any]:
     assert isinstance(train, RowShards)
     health = engine.health(engine.forward_backward(batch, step=batch.position + 1))
     assert engine.step(health, RATE).applied
-    rows = [row for sample in batch.sample_ids for row in train.rows_of(int(sample))]
+    rows, noise_names = [], []
+    for sample in batch.sample_ids:
+        start = 0
+        for row in train.rows_of(int(sample)):
+            rows.append(row)
+            noise_names.append((f"{SEED}/{sample}/{batch.position}", start))
+            start += len(train.row(row)[0]) - 1
     return {
+        "noise_names": noise_names,
         "loss": health.loss,
         "grad_norm": health.grad_norm,
         "rows": rows,
@@ -91,10 +108,13 @@ def _step(opened: Session) -> dict[str, Any]:
     }
 
 
-def oracle(folder: Path, rows_of_steps: list[list[int]], model: Any = None, *, by_row: bool = False) -> dict[str, Any]:
+def oracle(
+    folder: Path, rows_of_steps: list[list[int]], model: Any = None, *, by_row: bool = False, noise: Any = None
+) -> dict[str, Any]:
     """The same steps in plain torch: one row at a time, unpadded, its labels derived from the shape's description.
 
-    by_row: the mean over rows of each row's mean, in place of the mean over labels.
+    by_row: the mean over rows of each row's mean, in place of the mean over labels. noise: called with the numbers of a
+    step and of one of its rows and the shape of its embeddings, which it is added to.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     if model is None:
@@ -105,12 +125,15 @@ def oracle(folder: Path, rows_of_steps: list[list[int]], model: Any = None, *, b
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = []
-    for numbers in rows_of_steps:
+    for step, numbers in enumerate(rows_of_steps):
         rows = [labelled(tokenizer, chats[number]) for number in numbers]
         counts = [int((labels[1:] != -100).sum()) for _, labels in rows]
         total = of_labels = 0.0
-        for (ids, labels), count in zip(rows, counts, strict=True):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+        for row, ((ids, labels), count) in enumerate(zip(rows, counts, strict=True)):
+            embedded = model.get_input_embeddings()(ids[None, :-1])
+            if noise is not None:
+                embedded = embedded + noise(step, row, embedded.shape[1:])
+            logits = model(inputs_embeds=embedded, use_cache=False).logits[0].float()
             loss = torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum")
             share = loss / (count * len(rows)) if by_row else loss / sum(counts)
             share.backward()

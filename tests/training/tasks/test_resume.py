@@ -23,16 +23,18 @@ SFT = [
     "data.tokenizer=model",
     "data.sequence_length=96",
 ]
+NOISE = "sft={neftune_alpha: 5, loss: row}"
 FP16 = ["precision.compute=fp16", "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}"]
 OVERFLOW = ["faults=[{kind: inf_gradient, step: 3, rank: 1}]"]
 JOBS = {
     "packed, BF16, ZeRO-2": ["precision.compute=bf16", "deepspeed.stage=2"],
-    "padded, FP16, ZeRO-1, an overflow": [*FP16, *OVERFLOW, "deepspeed.stage=1", "data.packing=none"],
+    "padded, FP16, ZeRO-1, an overflow": [*FP16, *OVERFLOW, "deepspeed.stage=1", "data.packing=none", NOISE],
     "DoRA, FP16, ZeRO-2, an overflow": [*FP16, *OVERFLOW, "deepspeed.stage=2", "adapter={kind: dora, r: 4}"],
     "LoRA, BF16, ZeRO-3": [
         "precision.compute=bf16",
         "deepspeed.stage=3",
         "adapter={kind: lora, r: 4, dropout: 0.1, modules_to_save: [lm_head]}",
+        NOISE,
     ],
 }
 

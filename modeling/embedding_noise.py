@@ -1,0 +1,81 @@
+"""Uniform noise on the embeddings in training, as a regulariser of fine-tuning.
+
+To every value of the embedding layer's output epsilon alpha / sqrt(L d) is added (Jain et al. 2023, "NEFTune: Noisy
+Embeddings Improve Instruction Finetuning", algorithm 1): epsilon uniform in (-1, 1), L the number of tokens of the row
+that the token is of, d the width of the embedding.
+
+Epsilon is a hash of a key of its token, which comes with the batch, and of its channel. So it is the same however a
+batch is cut, in every dtype, and whoever computes the step once more; no generator has to be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+KEYS, LENGTHS = "noise_keys", "row_lengths"
+"""Further inputs of a batch, (micro, sequence) int64 each: a token's key, and how many tokens its row has, 0 of
+padding, which gets no noise."""
+_CHUNK_VALUES, _CACHED_VALUES = 1 << 22, 1 << 16
+"""Values that are hashed at once: 32 MiB of int64, and on a CPU what its caches hold."""
+_GOLDEN, _FIRST, _SECOND = (
+    factor - (1 << 64) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+class EmbeddingNoise:
+    """Noise on the input embedding of one model, from then on; none outside of `of`, and none in evaluation."""
+
+    def __init__(self, model: PreTrainedModel, alpha: float) -> None:
+        """alpha: above 0; 5 to 15 in the paper."""
+        self._alpha = alpha
+        self._now: tuple[torch.Tensor, torch.Tensor] | None = None
+        model.get_input_embeddings().register_forward_hook(self._add)
+
+    @contextmanager
+    def of(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Inside, forward passes in training have the noise of a micro-batch. inputs: as `Batch.micro_batches` gives
+        them; yields those that are the model's. A batch without KEYS has no noise."""
+        self._now = (inputs[KEYS], inputs[LENGTHS]) if KEYS in inputs else None
+        try:
+            yield {name: value for name, value in inputs.items() if name not in (KEYS, LENGTHS)}
+        finally:
+            self._now = None
+
+    def _add(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if self._now is None or not module.training:
+            return None
+        keys, lengths = self._now
+        width = output.shape[-1]
+        size = torch.where(lengths > 0, self._alpha * torch.rsqrt(lengths.float() * width), 0.0)
+        noise = uniform(keys.flatten(), width).view_as(output)
+        return (output + noise.mul_(size.unsqueeze(-1))).to(output.dtype)  # summed in FP32, rounded once
+
+
+@torch.no_grad()
+def uniform(keys: torch.Tensor, width: int) -> torch.Tensor:
+    """(n, width) of FP32, uniform over the 2^23 odd multiples of 2^-23 in (-1, 1). keys: (n,) int64.
+
+    The value of channel c is made from the upper bits of the (c + 1)-th number that SplitMix64 (Steele, Lea and Flood
+    2014) gives from the state `key`.
+    """
+    found = torch.empty(len(keys), width, device=keys.device)
+    steps = torch.arange(1, width + 1, device=keys.device) * _GOLDEN  # int64 wraps, as the unsigned numbers do
+    rows = max(1, (_CACHED_VALUES if keys.device.type == "cpu" else _CHUNK_VALUES) // width)
+    for start in range(0, len(keys), rows):
+        value = keys[start : start + rows, None] + steps
+        value.bitwise_xor_(_shifted(value, 30)).mul_(_FIRST)
+        value.bitwise_xor_(_shifted(value, 27)).mul_(_SECOND)
+        value.bitwise_xor_(_shifted(value, 31))
+        found[start : start + rows] = _shifted(value, 41)
+    return found.add_(0.5).mul_(2.0**-22).sub_(1.0)
+
+
+def _shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """A logical shift to the right; that of int64 would repeat the sign."""
+    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -1,0 +1,45 @@
+"""What the noise on embeddings is made from, beside each batch: a key and the length of its row for every token."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+
+from data.loader import Batch, MakeBatch, on_host
+from data.row_shards import RowShards
+from data.sampler import mix
+from data.shards import TokenShards
+from modeling.embedding_noise import KEYS, LENGTHS
+
+
+def with_noise(make: MakeBatch, *, seed: int, train: TokenShards | RowShards) -> MakeBatch:
+    """The same batches; those of `train` with keys, a function of (seed, sample, position of the batch, place).
+
+    Rows of a packed sequence have their own lengths; padding has none.
+    """
+
+    def made(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
+        batch = make(shards, position, ids, mine)
+        if shards is not train:
+            return batch
+        assert isinstance(shards, RowShards)
+        shape = batch.input_ids.shape
+        keys, lengths = (np.zeros((mine.size, shape[-1]), dtype=np.int64) for _ in range(2))
+        for row, sample in enumerate(mine.reshape(-1)):
+            keys[row] = _keys(f"{seed}/{sample}/{position}", shape[-1])
+            places = shards.row_places(int(sample))
+            lengths[row, : sum(places)] = np.repeat(places, places)
+        further = {name: on_host(values).view(shape) for name, values in ((KEYS, keys), (LENGTHS, lengths))}
+        return replace(batch, further=batch.further | further)
+
+    return made
+
+
+def _keys(name: str, count: int) -> np.ndarray:
+    """(count,) int64: the first numbers of SplitMix64 from a hash of `name`."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8, person=b"mantissa-noise").digest()
+    with np.errstate(over="ignore"):
+        steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return mix(np.frombuffer(digest, dtype="<u8") + steps).view(np.int64)
