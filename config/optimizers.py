@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from config.errors import UserError
 from config.schema import OptimizerSection
 
 COUNT = "step"
@@ -107,6 +108,13 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     ),
 }
 """optimizer.name to its row."""
+
+
+def unmatched_group(match: str, example: str) -> UserError:
+    """What to raise for a group of the config that is of no parameter. example: a trained parameter's name."""
+    return UserError(
+        f"optimizer.groups: match '{match}' is the last match of no parameter that is trained; names are like {example}"
+    )
 
 
 def settings_of(section: OptimizerSection) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from config.errors import UserError, one_line
+from config.adapter import peft_arguments, refused_targets, require_modules
 from config.schema import AdapterSection
 
 NAME = "default"
@@ -27,35 +27,24 @@ def adapter_config(section: AdapterSection) -> Any:
     """The `peft.LoraConfig` of the config's section."""
     from peft import LoraConfig
 
-    targets = section.target_modules
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=section.r,
-        lora_alpha=section.alpha,
-        lora_dropout=section.dropout,
-        use_rslora=section.rslora,
-        use_dora=section.kind == "dora",
-        target_modules=targets[0] if targets == ("all-linear",) else list(targets),
-        modules_to_save=list(section.modules_to_save) or None,
-        init_lora_weights="gaussian" if section.init == "gaussian" else True,
-    )
+    return LoraConfig(**peft_arguments(section))
 
 
 def add_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int) -> PreTrainedModel:
     """Freeze the model and put the adapter into it; the same model, changed in place.
 
-    Under ZeRO-3 its weights may be partitioned already. Raises UserError for target modules that it does not have.
+    Under ZeRO-3 its weights may be partitioned already. Raises UserError for modules that it does not have.
     """
     from peft import get_peft_model
 
+    require_modules(section, (name for name, _ in model.named_modules()))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         try:
             wrapped = get_peft_model(model, adapter_config(section), autocast_adapter_dtype=False)
         except (ValueError, TypeError) as error:
-            problem = f"adapter.target_modules = {', '.join(section.target_modules)}: {one_line(error)}"
-            raise UserError(f"{problem}; name modules of the model, such as q_proj and v_proj") from error
+            raise refused_targets(section, error) from error
     adapted: Any = wrapped.get_base_model()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

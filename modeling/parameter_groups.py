@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from config.errors import UserError
-from config.optimizers import OPTIMIZERS
+from config.optimizers import OPTIMIZERS, unmatched_group
 from config.schema import OptimizerSection
 
 
@@ -45,10 +44,8 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
         groups.setdefault((not matrix, not decays, own), {"params": [], **options})["params"].append(parameter)
     for group, found in zip(section.groups, matched, strict=True):
         if not found:
-            raise UserError(
-                f"optimizer.groups: match '{group.match}' is the last match of no parameter that is trained; names are "
-                f"like {next(name for name, parameter in model.named_parameters() if parameter.requires_grad)}"
-            )
+            example = next(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+            raise unmatched_group(group.match, example)
     return [groups[key] for key in sorted(groups)]
 
 

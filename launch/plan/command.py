@@ -15,6 +15,7 @@ from typing import Any
 
 from config.cli import Arguments, entry_point, positive_int, positive_number, share
 from launch.plan.devices import DEVICES
+from launch.plan.memory import checkpoint_bytes
 from launch.plan.plan import Plan, make_plan
 from launch.plan.search import Option, communication_bound_from
 from launch.plan.speed import DEFAULT_MFU, LATENCY_SECONDS, traffic
@@ -31,6 +32,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model": {
             "architecture": plan.shape.architecture,
             "parameters": plan.shape.parameters,
+            "trained_parameters": plan.shape.trained_parameters,
             "flops_per_token": plan.shape.flops_per_token(plan.configured.layout.sequence),
         },
         "memory": {
@@ -40,6 +42,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "at": plan.configured.memory.moment,
             "usable": plan.usable,
         },
+        "checkpoint_bytes": checkpoint_bytes(plan.shape, plan.configured.layout),
         "traffic": {"gradients": moved.gradients, "parameters": moved.parameters, "collectives": moved.collectives},
         "mfu": {"assumed" if plan.mfu_source == "assumed" else "measured": plan.mfu, "model": plan.model_mfu},
         "token_budget": plan.token_budget,

@@ -8,7 +8,7 @@ from typing import Any
 from config.deepspeed.document import offload, zero_stage
 from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.resolved import Resolved
-from config.schema import ModelSection
+from config.schema import DistillSection, ModelSection
 
 ZERO_DEFAULTS = {
     "reduce_bucket_size": 5e8,
@@ -28,10 +28,12 @@ class Layout:
     stage: int
     world: int
     micro: int
-    """[sequences] In one forward pass."""
+    """[samples] In one forward pass."""
     accumulation: int
     sequence: int
     """[tokens]"""
+    rows: int
+    """[sequences] Of one sample: two of a pair of answers."""
     compute: str
     """fp32, bf16 or fp16: dtype of parameters and activations on the cast path."""
     manifest: bool
@@ -41,6 +43,13 @@ class Layout:
     checkpointing: str
     """none, full, selective, attention, ops or budget."""
     attention: str
+    masked: bool
+    """Rows that share a sequence do not see each other, so that attention gets a mask."""
+    task: str
+    reference_pass: bool
+    """Each micro-batch also runs through the model without its adapter."""
+    distill: DistillSection
+    """What a student is held to."""
     model: ModelSection
     """Says whether the loss is computed in chunks."""
     optimizer: OptimizerSpec
@@ -56,6 +65,11 @@ class Layout:
     """Checkpoints are written from a copy in host memory."""
     saves_between: bool
     """Checkpoints are written during training, not only at its end."""
+
+    @property
+    def tokens(self) -> int:
+        """[tokens] Of one micro-batch."""
+        return self.micro * self.rows * self.sequence
 
     @property
     def width(self) -> int:
@@ -84,11 +98,16 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         micro=resolved.batch.micro_size,
         accumulation=resolved.batch.accumulation,
         sequence=config.data.sequence_length,
+        rows=2 if config.task == "dpo" else 1,
         compute=resolved.compute,
         manifest=config.precision.path == "manifest",
         reduced=4 if config.precision.reduce == "fp32" or resolved.compute == "fp32" else 2,
         checkpointing=config.model.activation_checkpointing,
         attention=config.model.attention,
+        masked=config.keeps_documents_apart,
+        task=config.task,
+        reference_pass=config.task == "dpo" and config.preference.reference == "adapter_off",
+        distill=config.distill,
         model=config.model,
         optimizer=OPTIMIZERS[config.optimizer.name],
         offload=kept_on_host,

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from config.batch import loss_chunk
 from launch.plan.layout import BUFFERED_ALLREDUCE, ZERO_DEFAULTS, Layout
+from launch.plan.loss import loss_bytes, teacher_bytes
 from launch.plan.model import Shape
-from launch.plan.recompute import attention_bytes, kept_bytes
+from launch.plan.recompute import attention_bytes, kept_bytes, outside_bytes
 
 _GATHER_SIZES = ("stage3_max_live_parameters", "stage3_prefetch_bucket_size")
 
@@ -39,16 +39,17 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
     """(on the device, on the host) item to bytes that stay from step to step: ZeRO's table, section 5 and 6.
 
     Stage 0 updates its FP32 parameters in place. From stage 1 on masters and optimizer state are divided by the ranks,
-    from stage 2 on gradients, at stage 3 parameters; also an FP32 run keeps masters beside its parameters then.
+    from stage 2 on gradients, at stage 3 parameters; also an FP32 run keeps masters beside its parameters then. Frozen
+    parameters have none of these.
     """
-    whole, part = float(shape.parameters), shape.parameters / layout.world
-    gradients = 4 * (whole if layout.stage < 2 else part)
+    whole, part = float(shape.parameters), shape.trained_parameters / layout.world
+    gradients = 4 * (float(shape.trained_parameters) if layout.stage < 2 else part)
     kept = _state_bytes(shape, layout)
     if layout.stage == 0:
         items = {"parameters": 4 * whole, "moments": kept, "gradients": gradients}
     else:
         items = {
-            "parameters": layout.width * (part if layout.stage == 3 else whole),
+            "parameters": layout.width * (whole / layout.world if layout.stage == 3 else whole),
             "masters": 4 * part,
             "moments": kept / layout.world,
             "gradients": gradients,
@@ -63,8 +64,8 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
 
 def _state_bytes(shape: Shape, layout: Layout) -> float:
     """[bytes] The optimizer's state of the whole model."""
-    matrices, bytes_of = shape.hidden_matrix_parameters, layout.optimizer.state_bytes
-    return float(bytes_of(matrix=True) * matrices + bytes_of(matrix=False) * (shape.parameters - matrices))
+    bytes_of = layout.optimizer.state_bytes
+    return float(sum(bytes_of(matrix=group.matrix) * group.parameters for group in shape.groups))
 
 
 def block_bytes(shape: Shape, layout: Layout) -> float:
@@ -74,14 +75,21 @@ def block_bytes(shape: Shape, layout: Layout) -> float:
     projection its input; fused attention queries, keys, values, output and a log-sum-exp; a gated MLP both halves, the
     activation and the product. A dropout mask is one byte a value.
     """
-    width, hidden, mlp, queries = layout.width, shape.hidden, shape.intermediate, shape.heads * shape.head_dim
+    if shape.counted is not None:
+        return shape.counted.block + _autocast_bytes(shape, layout)
+    width, hidden, mlp = layout.width, shape.hidden, shape.intermediate
     norm = (4 + 2 * width) * hidden + 4 if shape.rms_norm else 2 * width * hidden + 2 * width
     attention = attention_bytes(shape, layout)
     tensors = 4 if shape.gated else 5 if shape.activation == "gelu_new" else 2
     total = shape.norms * norm + attention + tensors * width * mlp + (2 * hidden if shape.dropout else 0)
-    if layout.manifest:  # autocast keeps a 16-bit copy of what enters a projection
-        total += 2 * (2 * hidden + queries + mlp)
-    return total
+    return total + _autocast_bytes(shape, layout)
+
+
+def _autocast_bytes(shape: Shape, layout: Layout) -> float:
+    """[bytes] Of one token in one block: the 16-bit copy of what enters a projection, which autocast keeps."""
+    if not layout.manifest:
+        return 0.0
+    return 2.0 * (2 * shape.hidden + shape.heads * shape.head_dim + shape.intermediate)
 
 
 def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
@@ -90,50 +98,31 @@ def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
     kept: until the backward pass. recomputed: of one block, made again while its backward pass runs. loss: see
     `loss_bytes`.
     """
-    tokens = layout.micro * layout.sequence
+    tokens = layout.tokens
     block = block_bytes(shape, layout) * tokens
     if layout.manifest:  # autocast, its cache off, keeps a 16-bit copy of the weights as well
         block += 2 * shape.block_parameters
-    final_norm = ((4 + 2 * layout.width) if shape.rms_norm else 2 * layout.width) * shape.hidden * tokens
     kept, again = kept_bytes(shape, layout, block)
-    return kept + final_norm, again, loss_bytes(shape, layout)
-
-
-def loss_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Of logits and what is made of them, at their most.
-
-    All at once: the logits in the dtype they come in, their FP32 log-softmax and its gradients; three FP32 tensors of
-    the vocabulary's width at most. In chunks: the FP32 logits of a chunk, which become their gradient, and that in 16
-    bits; the gradient of the head's weight, in FP32 and, once summed, in the weight's dtype; that of the hidden states.
-    """
-    tokens = layout.micro * layout.sequence
-    chunk = min(loss_chunk(layout.model, tokens=tokens, vocabulary=shape.vocabulary), tokens)
-    if not chunk:
-        return 12.0 * shape.vocabulary * tokens
-    sixteen = layout.manifest or layout.width == 2
-    head = shape.vocabulary * shape.hidden
-    of_chunk = (6.0 if sixteen else 4.0) * shape.vocabulary * chunk
-    copy = 2.0 * head if layout.manifest else 0.0  # of the weight, for autocast
-    rounded = 2.0 * head if layout.width == 2 else 0.0
-    return 4.0 * head + max(of_chunk + copy, rounded) + layout.width * shape.hidden * tokens
+    return kept + outside_bytes(shape, layout) * tokens, again, loss_bytes(shape, layout)
 
 
 def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory:
     """What one rank needs at its peak. process: bytes of the process itself, for ranks on a CPU."""
     device, host = model_states(shape, layout)
-    part, tokens = shape.parameters / layout.world, layout.micro * layout.sequence
+    trained, tokens = shape.trained_parameters, layout.tokens
+    part = trained / layout.world
     kept, recomputed, loss = activations(shape, layout)
     live, arriving = _gathered(shape, layout)
     buffer, copy = _buckets(shape, layout)
-    states = {**device, "gathered parameters": live, "process": process}
+    states = {**device, "teacher": teacher_bytes(shape, layout), "gathered parameters": live, "process": process}
     begun = layout.accumulation > 1 or layout.stage == 3 or layout.bf16_optimizer
     at_first = {**states, "gradients": states.get("gradients", 0.0) if begun else 0.0}
     working = recomputed + tokens * layout.width * (2 * shape.intermediate + 2 * shape.hidden)
-    in_flight = layout.width * max(shape.block_parameters, shape.largest_parameter)
+    in_flight = layout.width * max(shape.trained_block, shape.largest_trained)
     before = 0.0 if layout.on_cpu else buffer  # where nothing is written into it yet, it takes no memory on a CPU
     # Gradients are reduced when they fill a bucket; by then the activations of the blocks they come from are freed.
-    left = 1 - min(1.0, layout.size("reduce_bucket_size", shape.parameters) / shape.parameters)
-    whole = {"gradients in flight": layout.width * float(shape.parameters)} if layout.bf16_optimizer else {}
+    left = 1 - min(1.0, layout.size("reduce_bucket_size", trained) / trained)
+    whole = {"gradients in flight": layout.width * float(trained)} if layout.bf16_optimizer else {}
     moments = {
         "the loss": at_first | {"activations": kept, "logits": loss, "buckets": buffer if layout.stage == 3 else 0.0},
         "the backward pass": at_first
@@ -150,18 +139,35 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
             "gathered parameters": live + left * arriving,
         }
         | whole,
+        **({"the start": _start(shape, layout, device, process)} if layout.on_cpu and layout.stage < 3 else {}),
         "the optimizer step": states | {"gathered parameters": 0.0, "step": _step_copy(layout, part)},
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     items = {name: size for name, size in moments[moment].items() if size}
     if layout.background_save:
-        computing = layout.width * (part if layout.stage == 3 else shape.parameters)
-        saved = 4 * part + _state_bytes(shape, layout) / layout.world + computing
+        saved = saved_bytes(shape, layout)
         if not layout.on_cpu:
             host["checkpoint copy"] = saved
         elif layout.saves_between:
             items["checkpoint copy"] = saved
     return Memory(items, host, moment)
+
+
+def saved_bytes(shape: Shape, layout: Layout) -> float:
+    """[bytes] Of one rank's part of a checkpoint: masters, the optimizer's state, and weights in the compute dtype.
+
+    Frozen weights are not in it. Below stage 3 only rank 0 writes the weights, and every rank copies them.
+    """
+    trained = shape.trained_parameters / (layout.world if layout.stage == 3 else 1)
+    share = layout.world if layout.stage else 1
+    masters = 4 * shape.trained_parameters / share if layout.stage else 0.0
+    return masters + _state_bytes(shape, layout) / share + layout.width * trained
+
+
+def checkpoint_bytes(shape: Shape, layout: Layout) -> float:
+    """[bytes] Of a checkpoint on disk, of all ranks."""
+    masters = 4 * shape.trained_parameters if layout.stage else 0
+    return masters + _state_bytes(shape, layout) + layout.width * shape.trained_parameters
 
 
 def _gathered(shape: Shape, layout: Layout) -> tuple[float, float]:
@@ -173,13 +179,21 @@ def _gathered(shape: Shape, layout: Layout) -> tuple[float, float]:
     return live, arriving
 
 
+def _start(shape: Shape, layout: Layout, device: dict[str, float], process: float) -> dict[str, float]:
+    """The model is built in FP32, in host memory, and then rounded."""
+    whole = float(shape.parameters)
+    masters = device.get("masters", 0.0)
+    return {"parameters": layout.width * whole, "masters": masters, "loading": 4 * whole, "process": process}
+
+
 def _buckets(shape: Shape, layout: Layout) -> tuple[float, float]:
     """(buffer, copies) bytes through which gradients go to the network."""
     if layout.stage == 0 or layout.bf16_optimizer:
-        flat = layout.reduced * min(shape.parameters, BUFFERED_ALLREDUCE) if layout.world > 1 else 0.0
+        flat = layout.reduced * min(shape.trained_parameters, BUFFERED_ALLREDUCE) if layout.world > 1 else 0.0
         return 0.0, float(flat)
-    bucket = layout.size("reduce_bucket_size", shape.parameters)
-    filled = min(max(bucket, shape.largest_parameter), shape.parameters)  # a tensor larger than the bucket goes alone
+    trained = shape.trained_parameters
+    bucket = layout.size("reduce_bucket_size", trained)
+    filled = min(max(bucket, shape.largest_trained), trained)  # a tensor larger than the bucket goes alone
     buffers = 2 if layout.overlap and layout.stage < 3 else 1
     copies = filled * (1 + 1 / layout.world) if layout.stage == 3 else filled  # in one piece, and what is scattered
     return layout.reduced * bucket * buffers, layout.reduced * float(copies)

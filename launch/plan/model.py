@@ -1,21 +1,42 @@
-"""The sizes of the model that a run config describes, without its weights.
-
-The model is built on torch's meta device, where tensors have shapes and no memory, by transformers and accelerate. So
-the parameters of every architecture are counted and not computed by a formula that may lag behind transformers.
-"""
+"""The sizes of the model that a run config describes, without its weights, and of the teacher it may learn from."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
 
 from config.errors import UserError, one_line
-from config.schema import Config
-from config.task import ENCODER_TASKS
+from config.optimizers import OPTIMIZERS, unmatched_group
+from config.schema import AdapterSection, Config, OptimizerSection
+from config.task import CAUSAL_LM, ENCODER_TASKS, model_class_of
+from launch.plan.build import adapted, hugging_face_config, new_model, saved_config
+from launch.plan.counted import Counted, count_activations
 
-_BYTES_VOCABULARY = 257  # data.tokenizer = bytes: 256 bytes and the end of a document
+if TYPE_CHECKING:
+    from launch.plan.layout import Layout
+
+
+@dataclass(frozen=True)
+class Group:
+    """Trained parameters that the optimizer updates together (`modeling.parameter_groups`)."""
+
+    matrix: bool
+    """Hidden matrices with a rule of their own."""
+    parameters: int
+    largest: int
+    """[elements] Of its largest tensor."""
+    longest: int
+    """[elements] Of the longer side of that tensor, if it is a matrix; else 1."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model that only answers."""
+
+    shape: Shape
+    width: int
+    """[bytes] Of one of its parameters."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +45,23 @@ class Shape:
 
     architecture: str
     parameters: int
-    """[parameters] Shared ones once."""
+    """[parameters] Shared ones once, those of an adapter included."""
+    trained_parameters: int
+    """[parameters] That have masters, moments and gradients: all, or those of an adapter."""
     largest_parameter: int
     """[elements] Of the largest single tensor."""
+    largest_trained: int
+    """[elements] Of the largest single tensor that is trained."""
     block_parameters: int
     """[parameters] Of one transformer block."""
+    trained_block: int
+    """[parameters] Of these trained."""
     matmul_parameters: int
     """[parameters] In a token's matmuls: not embeddings that are only looked up, but the head."""
-    hidden_matrix_parameters: int
-    """[parameters] In 2-D weights other than embeddings and the head: those that Muon updates."""
+    trained_matmul: int
+    """[parameters] Of these trained, so that the backward pass has a matmul more for them."""
+    groups: tuple[Group, ...]
+    """That the optimizer keeps apart."""
     layers: int
     hidden: int
     intermediate: int
@@ -52,66 +81,104 @@ class Shape:
     """Queries and keys are normalised head by head."""
     dropout: bool
     """Whether dropout keeps masks."""
+    plain_head: bool
+    """The logits come from a plain linear layer, so that its loss may be computed in chunks."""
+    trained_head: bool
+    """Whether that layer is trained."""
     exact: bool
     """Whether the activation formulas were verified for this kind of block: a plain attention and one MLP."""
     attention: str = "sdpa"
     """What model.attention = auto becomes."""
+    counted: Counted | None = None
+    """Activations that were counted, in place of formulas."""
+    teacher: Teacher | None = None
+    """That answers in every micro-batch."""
+
+    @property
+    def hidden_matrix_parameters(self) -> int:
+        """[parameters] Trained, in 2-D weights other than embeddings and the head: those that Muon updates."""
+        return sum(group.parameters for group in self.groups if group.matrix)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether some of its parameters are frozen."""
+        return self.trained_parameters < self.parameters
+
+    def forward_flops(self, sequence: int) -> float:
+        """[FLOP] Of the forward pass of one token: 2 for each parameter in a matmul, and attention's."""
+        return 2.0 * self.matmul_parameters + 4.0 * self.layers * self.heads * self.head_dim * sequence
 
     def flops_per_token(self, sequence: int) -> float:
         """[FLOP] Forward and backward of one token, nothing recomputed.
 
-        6 for each parameter in a matmul, and 12 x layers x heads x head size x sequence for attention over the whole
-        square, as in Chowdhery et al. 2022 (PaLM), appendix B; a causal kernel does half of the latter.
+        6 for each trained parameter in a matmul, 4 for a frozen one, whose gradient nobody needs, and 12 x layers x
+        heads x head size x sequence for attention over the whole square, as in Chowdhery et al. 2022 (PaLM), appendix
+        B; a causal kernel does half of the latter.
         """
-        return 6.0 * self.matmul_parameters + 12.0 * self.layers * self.heads * self.head_dim * sequence
+        attention = 12.0 * self.layers * self.heads * self.head_dim * sequence
+        return 4.0 * self.matmul_parameters + 2.0 * self.trained_matmul + attention
 
 
-def read_shape(config: Config) -> Shape:
+def read_shape(config: Config, layout: Layout) -> Shape:
     """The sizes of the model of `config`. Takes seconds, no weights, and no network for a new model.
 
-    Raises UserError: the architecture is unknown, its config is refused, or the vocabulary cannot be determined.
+    Raises UserError: the architecture or a target module is unknown, its config is refused, or the vocabulary cannot be
+    determined.
     """
-    if config.task in ENCODER_TASKS:
-        raise UserError(f"task = {config.task}: is not planned; only causal language models are")
-    return shape_of(_hugging_face_config(config), trust_remote_code=config.model.trust_remote_code)
+    trusted = config.model.trust_remote_code
+    model = new_model(
+        hugging_face_config(config),
+        model_class=model_class_of(config),
+        eager=config.model.attention == "eager",
+        trust_remote_code=trusted,
+    )
+    encoder = config.task in ENCODER_TASKS
+    shape = _measured(model, config.adapter, config.optimizer)
+    if config.distill.teacher is not None and not config.distill.top_k:
+        shape = replace(shape, teacher=_teacher(config, vocabulary=shape.vocabulary))
+    if shape.exact and not shape.has_adapter and not encoder:
+        return shape
+    counted = count_activations(model, _blocks(model, shape.layers), layout, encoder=encoder)
+    return replace(shape, counted=counted, exact=shape.exact or counted is not None)
 
 
-def shape_of(hugging_face: Any, *, trust_remote_code: bool = False) -> Shape:
-    """The sizes of the model of a Hugging Face config. Raises UserError when it cannot be built."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
+def shape_of(hugging_face: Any, optimizer: OptimizerSection | None = None) -> Shape:
+    """The sizes of the causal language model of a Hugging Face config. Raises UserError when it cannot be built."""
+    return _measured(new_model(hugging_face), AdapterSection(), optimizer or OptimizerSection())
 
-    try:
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(hugging_face, trust_remote_code=trust_remote_code)
-        model.tie_weights()
-    except (ImportError, ValueError, OSError) as error:
-        raise UserError(
-            f"model.architecture = {hugging_face.model_type}: cannot be built: {one_line(error)}"
-        ) from error
-    text = hugging_face.get_text_config()
-    block = _block(model, text.num_hidden_layers)
+
+def _measured(model: Any, adapter: AdapterSection, optimizer: OptimizerSection) -> Shape:
+    """The sizes of a model on the meta device, which gets its adapter. Raises UserError for one that does not fit."""
+    text = model.config.get_text_config()
+    block = _blocks(model, text.num_hidden_layers)[0]
     names = {name.rpartition(".")[2] for name, _ in block.named_modules()}
     hidden, heads = text.hidden_size, text.num_attention_heads
     norms = {name.rpartition(".")[2]: type(module).__name__ for name, module in block.named_modules()}
     norms = {name: kind for name, kind in norms.items() if "Norm" in kind}
-    vocabulary_table = model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
-    looked_up = 0 if head is not None and head.weight is vocabulary_table else vocabulary_table.numel()
-    looked_up += sum(
-        module.weight.numel()
-        for module in model.modules()
-        if type(module).__name__ == "Embedding" and module.weight is not vocabulary_table
-    )
-    parameters = sum(item.numel() for item in model.parameters())
     gated = bool(names & {"gate_proj", "gate_up_proj"})
+    dropout = any(type(module).__name__ == "Dropout" and module.p > 0 for module in block.modules())
+    looked_up = _embeddings(model)
+    if adapter.kind != "none":
+        adapted(model, adapter)
+    parameters = {name: (item, item.numel()) for name, item in model.named_parameters()}
+    # of a module that is trained whole the original is kept and not used
+    used = {name: item for name, item in parameters.items() if ".original_module." not in name}
+    matmuls = [(item, size) for item, size in used.values() if id(item) not in looked_up | _embeddings(model)]
+    inside = list(block.parameters())
+    trained = [size for item, size in parameters.values() if item.requires_grad]
+    head = model.get_output_embeddings()
+    plain = type(head).__name__ == "Linear" and type(head).__module__.startswith("torch.")
     return Shape(
-        architecture=hugging_face.model_type,
-        parameters=parameters,
-        largest_parameter=max(item.numel() for item in model.parameters()),
-        block_parameters=sum(item.numel() for item in block.parameters()),
-        matmul_parameters=parameters - looked_up,
-        hidden_matrix_parameters=_hidden_matrices(model),
+        architecture=model.config.model_type,
+        parameters=sum(size for _, size in parameters.values()),
+        trained_parameters=sum(trained),
+        largest_parameter=max(size for _, size in parameters.values()),
+        largest_trained=max(trained),
+        block_parameters=sum(item.numel() for item in inside),
+        trained_block=sum(item.numel() for item in inside if item.requires_grad),
+        matmul_parameters=sum(size for _, size in matmuls),
+        trained_matmul=sum(size for item, size in matmuls if item.requires_grad),
+        groups=tuple(_groups(model, optimizer)),
         layers=text.num_hidden_layers,
         hidden=hidden,
         intermediate=getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden,
@@ -124,67 +191,71 @@ def shape_of(hugging_face: Any, *, trust_remote_code: bool = False) -> Shape:
         rms_norm=any("RMS" in kind for kind in norms.values()),
         norms=sum(name not in ("q_norm", "k_norm") for name in norms),
         head_norms=bool(names & {"q_norm", "k_norm"}),
-        dropout=any(type(module).__name__ == "Dropout" and module.p > 0 for module in block.modules()),
-        exact="experts" not in names and (gated or hugging_face.model_type == "gpt2"),
+        dropout=dropout,
+        plain_head=plain,
+        trained_head=plain and head.weight.requires_grad,
+        exact="experts" not in names and (gated or model.config.model_type == "gpt2"),
         attention=str(model.config._attn_implementation),
     )
 
 
-def _hidden_matrices(model: Any) -> int:
-    """Parameters of the group `matrix` of `modeling.parameter_groups`."""
-    beside = [module for module in model.modules() if type(module).__name__ == "Embedding"]
-    beside.append(model.get_output_embeddings())
-    apart = {id(item) for module in beside if module is not None for item in module.parameters(recurse=False)}
-    return sum(item.numel() for item in model.parameters() if item.dim() == 2 and id(item) not in apart)
+def _embeddings(model: Any) -> set[int]:
+    """ids of the weights of embeddings, but for one that is the head's as well."""
+    head = model.get_output_embeddings()
+    own = {id(item) for item in head.parameters()} if head is not None else set()
+    return _tables(model) - own
 
 
-def _block(model: Any, layers: int) -> Any:
-    """The first transformer block."""
+def _tables(model: Any) -> set[int]:
+    """ids of the weights of embeddings."""
+    return {id(module.weight) for module in model.modules() if type(module).__name__ == "Embedding"}
+
+
+def _groups(model: Any, section: OptimizerSection) -> list[Group]:
+    """Sizes of the groups of `modeling.parameter_groups`. Raises UserError for one of the config without parameters."""
+    embeddings = _tables(model)
+    head = model.get_output_embeddings()
+    of_head = {id(item) for item in head.parameters(recurse=False)} if head is not None else set()
+    splits = OPTIMIZERS[section.name].splits_matrices
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for name, item in model.named_parameters():
+        if item.requires_grad:
+            decays = item.dim() >= 2 and id(item) not in embeddings
+            matrix = splits and decays and item.dim() == 2 and id(item) not in of_head
+            own = max((i for i, group in enumerate(section.groups) if fnmatchcase(name, group.match)), default=-1)
+            found.setdefault((not matrix, not decays, own), []).append(item)
+    for index, group in enumerate(section.groups):
+        if not any(own == index for *_, own in found):
+            raise unmatched_group(group.match, next(name for name, p in model.named_parameters() if p.requires_grad))
+    groups = []
+    for key in sorted(found):
+        largest = max(found[key], key=lambda item: item.numel())
+        longest = max(largest.shape) if largest.dim() == 2 else 1
+        groups.append(Group(not key[0], sum(item.numel() for item in found[key]), largest.numel(), longest))
+    return groups
+
+
+def _blocks(model: Any, layers: int) -> list[Any]:
+    """The transformer blocks."""
     lists = [module for module in model.modules() if type(module).__name__ == "ModuleList" and len(module) == layers]
     if not lists:
         raise UserError(f"model.architecture = {model.config.model_type}: has no list of {layers} blocks to plan for")
-    return lists[0][0]
+    return list(lists[0])
 
 
-def _hugging_face_config(config: Config) -> Any:
-    from transformers import AutoConfig
-
-    model = config.model
+def _teacher(config: Config, *, vocabulary: int) -> Teacher:
+    section, trusted = config.distill, config.model.trust_remote_code
     try:
-        if model.name_or_path is not None:
-            name = str(Path(model.name_or_path).expanduser())
-            found = AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code)
-            found.update(model.config)
-        else:
-            given = {"vocab_size": model.config.get("vocab_size") or vocabulary_size(config.data.tokenizer)}
-            defaults = AutoConfig.for_model(str(model.architecture))
-            if hasattr(defaults, "max_position_embeddings"):
-                given["max_position_embeddings"] = config.data.sequence_length
-            found = AutoConfig.for_model(str(model.architecture), **{**given, **model.config})
-    except (OSError, ValueError, TypeError, ZeroDivisionError) as error:
-        source = model.name_or_path or model.architecture
-        raise UserError(f"model {source}: its config cannot be read: {one_line(error)}") from error
-    found.use_cache = False
-    return found
-
-
-def vocabulary_size(tokenizer: str) -> int:
-    """[tokens] Vocabulary size of data.tokenizer; a Hugging Face tokenizer is loaded, from the hub if need be.
-
-    Raises UserError: it cannot be loaded.
-    """
-    if tokenizer == "bytes":
-        return _BYTES_VOCABULARY
-    trained = re.fullmatch(r"bpe:(\d+)", tokenizer)
-    if trained:
-        return int(trained[1])
-    from transformers import AutoTokenizer
-
-    try:
-        found = AutoTokenizer.from_pretrained(str(Path(tokenizer).expanduser()), trust_remote_code=False)
-    except Exception as error:  # the hub, a gated repository or a file may raise anything
+        found = saved_config(str(section.teacher), trust_remote_code=trusted)
+    except (OSError, ValueError) as error:
+        raise UserError(f"distill.teacher = {section.teacher}: cannot be loaded ({one_line(error)})") from error
+    own = found.get_text_config().vocab_size
+    if own != vocabulary:
         raise UserError(
-            f"data.tokenizer = {tokenizer}: cannot be loaded here to count its tokens; "
-            f"add model.config.vocab_size=N to the command line ({type(error).__name__})"
-        ) from error
-    return max(len(found), max(found.get_vocab().values()) + 1)
+            f"distill.teacher = {section.teacher}: has a vocabulary of {own} tokens, the student one of {vocabulary}; "
+            "choose a teacher with the student's tokenizer"
+        )
+    saved = str(getattr(found, "dtype", None)).removeprefix("torch.")
+    width = {"auto": 2 if saved in ("bfloat16", "float16") else 4, "fp32": 4}.get(section.dtype, 2)
+    model = new_model(found, model_class=CAUSAL_LM, trust_remote_code=trusted)
+    return Teacher(_measured(model, AdapterSection(), OptimizerSection()), width)

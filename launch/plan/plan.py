@@ -66,7 +66,7 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
     resolved = read_command_line(arguments, as_launched(options.gpus))
     device = _device(options)
     layout = layout_of(resolved, world=options.gpus, on_cpu=device.is_cpu)
-    shape = read_shape(resolved.config)
+    shape = read_shape(resolved.config, layout)
     if layout.attention == "auto":
         layout = replace(layout, attention=shape.attention)
     mfu, source = options.mfu, "assumed"
@@ -127,7 +127,7 @@ def _measured_mfu(folder: Path, device: Device) -> tuple[float, str]:
         raise UserError(f"command line: --measured {folder}: has no two steps to measure; let it run a little longer")
     resolved = read_command_line(["--config", str(folder / "config.yaml")], as_launched(world))
     layout = layout_of(resolved, world=world, on_cpu=device.is_cpu)
-    found = mfu_of(median(rates), read_shape(resolved.config), layout, device)
+    found = mfu_of(median(rates), read_shape(resolved.config, layout), layout, device)
     if found > 1:
         raise UserError(f"command line: --measured {folder}: is faster than the peak of --device {device.name}")
     return found, f"measured in {folder}"

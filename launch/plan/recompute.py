@@ -12,8 +12,12 @@ if TYPE_CHECKING:
 
 def attention_bytes(shape: Shape, layout: Layout) -> float:
     """[bytes] Of one token in one block, what its attention saves beside its input, which is the norm's output."""
+    if shape.counted is not None:
+        return shape.counted.attention - layout.width * shape.hidden
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = layout.width * (2 * queries + 2 * keys)
+    if layout.masked and layout.attention != "eager":  # keys and values of all heads, and each layer's own mask
+        attention += layout.width * (2 * (queries - keys) + layout.sequence)
     if shape.head_norms:
         attention += (4 + layout.width) * (queries + keys) + 4 * (shape.heads + shape.kv_heads)
     if layout.attention == "eager":
@@ -28,7 +32,7 @@ def kept_bytes(shape: Shape, layout: Layout, block: float) -> tuple[float, float
 
     block: bytes of one block of which nothing is recomputed.
     """
-    tokens = layout.micro * layout.sequence
+    tokens = layout.tokens
     edge = float(layout.width * shape.hidden * tokens)
     if layout.checkpointing == "attention":
         again = attention_bytes(shape, layout) * tokens
@@ -40,16 +44,22 @@ def kept_bytes(shape: Shape, layout: Layout, block: float) -> tuple[float, float
     return (shape.layers - number) * block + number * edge, block if number else 0.0
 
 
+def outside_bytes(shape: Shape, layout: Layout) -> float:
+    """[bytes] Of one token that are kept outside of the blocks, without the logits: for the last norm, as a rule."""
+    if shape.counted is not None:
+        return shape.counted.outside
+    return float(((4 + 2 * layout.width) if shape.rms_norm else 2 * layout.width) * shape.hidden)
+
+
 def recomputed_blocks(shape: Shape, layout: Layout, block: float) -> int:
     """[blocks] That are recomputed as a whole. For budget the fewest that fit, as the trainer finds them by counting.
 
     Of the loss the trainer counts what stays until the backward pass: FP32 log-softmax, or gradients of chunks.
     """
-    model, layers, tokens = layout.model, shape.layers, layout.micro * layout.sequence
+    model, layers, tokens = layout.model, shape.layers, layout.tokens
     if layout.checkpointing == "budget":
-        final_norm = ((4 + 2 * layout.width) if shape.rms_norm else 2 * layout.width) * shape.hidden * tokens
         loss = min(4.0 * shape.vocabulary * tokens, 4.0 * shape.hidden * (shape.vocabulary + tokens))
-        room = (model.activation_memory_gib or 0.0) * 2**30 - final_norm - loss
+        room = (model.activation_memory_gib or 0.0) * 2**30 - outside_bytes(shape, layout) * tokens - loss
         edge = layout.width * shape.hidden * tokens
         return next((n for n in range(layers) if (layers - n) * block + n * edge <= room), layers)
     return {"selective": -(-layers // model.checkpointing_every), "full": layers}.get(layout.checkpointing, 0)
@@ -65,11 +75,13 @@ def recomputed_share(shape: Shape, layout: Layout, block: float) -> float:
         again = scores if layout.attention == "eager" else 0.0
     else:
         again = scores + 2.0 * shape.hidden * 2 * (queries + keys)
-    return 3.0 * shape.layers * again / shape.flops_per_token(layout.sequence)
+    return shape.layers * again / shape.forward_flops(layout.sequence)
 
 
 def _matmul_bytes(shape: Shape, layout: Layout) -> float:
     """[bytes] Of one token in one block, the results of its matmuls and of fused attention."""
+    if shape.counted is not None:
+        return shape.counted.matmuls
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     mlp = (2 if shape.gated else 1) * shape.intermediate + shape.hidden
     fused = 0 if layout.attention == "eager" else layout.width * queries + 4 * shape.heads

@@ -41,19 +41,29 @@ def traffic(shape: Shape, layout: Layout) -> Traffic:
     0.19.8 moves more where it all-reduces what a rank then keeps a part of: stages 1 and 2 (two elements, and one to
     gather the parameters), and stages 2 and 3 reduce once for each micro-batch.
     """
-    whole, every = float(shape.parameters), layout.accumulation
+    whole, every = float(shape.trained_parameters), layout.accumulation
     exchanged = 8.0 * shape.hidden_matrix_parameters / layout.world if layout.optimizer.splits_matrices else 0.0
     bucket = (
         BUFFERED_ALLREDUCE if layout.stage == 0 or layout.bf16_optimizer else layout.size("reduce_bucket_size", whole)
     )
     times = math.ceil(whole / bucket)
+    all_of = float(shape.parameters)
     if layout.stage == 0:
-        return Traffic(2 * whole * layout.reduced, 0.0, times)
+        return Traffic(2 * whole * layout.reduced, _teacher_traffic(shape, layout), times)
     if layout.stage == 3:
-        gathered = 2 * every * whole * layout.width + exchanged
+        passes = 2 + layout.reference_pass
+        gathered = passes * every * all_of * layout.width + exchanged + _teacher_traffic(shape, layout)
         return Traffic(every * whole * layout.reduced, gathered, every * (times + 2 * (shape.layers + 2)))
     reductions = every if layout.stage == 2 else 1
-    return Traffic(2 * reductions * whole * layout.reduced, whole * layout.width + exchanged, reductions * times + 1)
+    sent = whole * layout.width + exchanged + _teacher_traffic(shape, layout)
+    return Traffic(2 * reductions * whole * layout.reduced, sent, reductions * times + 1)
+
+
+def _teacher_traffic(shape: Shape, layout: Layout) -> float:
+    """[bytes] Of a sharded teacher's parameters, gathered in every micro-batch."""
+    if shape.teacher is None or not layout.distill.sharded:
+        return 0.0
+    return float(layout.accumulation * shape.teacher.width * shape.teacher.shape.parameters)
 
 
 def ring_bandwidth(device: Device, world: int) -> float:
@@ -98,9 +108,9 @@ def speed(
     longer of the two counts.
     """
     world = layout.world
-    tokens = layout.micro * layout.accumulation * layout.sequence
+    tokens = layout.tokens * layout.accumulation
     peak = matmul_peak(layout, device)
-    flops = tokens * shape.flops_per_token(layout.sequence) * _recompute_factor(shape, layout)
+    flops = tokens * computed_flops(shape, layout)
     compute, moved = flops / (peak * mfu), traffic(shape, layout)
     communication = 0.0
     if world > 1:
@@ -119,11 +129,13 @@ def matmul_peak(layout: Layout, device: Device) -> float:
 def mfu_of(tokens_per_second: float, shape: Shape, layout: Layout, device: Device) -> float:
     """The `mfu` at which `speed` gives a measured throughput, with communication counted as computing."""
     peak = matmul_peak(layout, device)
-    flops = shape.flops_per_token(layout.sequence) * _recompute_factor(shape, layout)
+    flops = computed_flops(shape, layout)
     return tokens_per_second / layout.world * flops / peak
 
 
-def _recompute_factor(shape: Shape, layout: Layout) -> float:
-    """FLOPs of forward and backward with recomputation over those without; a forward pass is a third of them."""
-    block = block_bytes(shape, layout) * layout.micro * layout.sequence
-    return 1 + recomputed_share(shape, layout, block) / 3
+def computed_flops(shape: Shape, layout: Layout) -> float:
+    """[FLOP] Of one token: forward and backward, what is recomputed, and the passes of a reference and a teacher."""
+    block = block_bytes(shape, layout) * layout.tokens
+    again = recomputed_share(shape, layout, block) + layout.reference_pass
+    flops = shape.flops_per_token(layout.sequence) + again * shape.forward_flops(layout.sequence)
+    return flops + (shape.teacher.shape.forward_flops(layout.sequence) if shape.teacher else 0.0)

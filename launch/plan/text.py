@@ -9,6 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.plan.devices import GIB
+from launch.plan.memory import checkpoint_bytes
+from launch.plan.model import Shape
 from launch.plan.search import Option, communication_bound_from
 from launch.plan.speed import traffic
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 _ITEM_NOTES = {
     "parameters": "what the model computes with",
+    "loading": "the model in FP32, before it is rounded",
     "masters": "FP32 copies that the optimizer updates",
     "gradients": "summed over micro-batches in FP32",
     "gradients in flight": "of the block whose backward pass runs, before they are reduced",
@@ -24,7 +27,8 @@ _ITEM_NOTES = {
     "activations": "kept for the backward pass, and the block that is recomputed",
     "logits": "FP32 softmax over the vocabulary and its gradients, of all tokens or a chunk; docs/loss.md",
     "buckets": "on the way to the network",
-    "step": "flattened gradients",
+    "step": "flattened gradients, or what the optimizer's rule makes besides",
+    "teacher": "its weights; its logits are among the logits",
     "process": "Python, torch, DeepSpeed",
     "checkpoint copy": "while a checkpoint is written in the background",
 }
@@ -38,7 +42,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     shape, layout, device = plan.shape, plan.configured.layout, plan.device
     console.print(
         Text(
-            f"{shape.architecture}, {_count(shape.parameters)} parameters, on {layout.world} x {device.name} "
+            f"{shape.architecture}, {_sizes(shape)}, on {layout.world} x {device.name} "
             f"({device.memory / GIB:.0f} GiB, {device.peak / 1e12:,.0f} TFLOP/s; {device.source})",
             style="bold",
         ),
@@ -78,6 +82,7 @@ def _summary(plan: Plan) -> list[Text]:
         "activations": "model.activation_checkpointing=full or a smaller batch.micro_size lowers them",
         "logits": "model.loss=chunked or a smaller batch.micro_size lowers them; activation checkpointing does not",
         "parameters": "ZeRO-3 divides them by the ranks",
+        "teacher": "distill.sharded=true divides it by the ranks, distill.top_k asks it before training",
         "gradients": "ZeRO-2 divides them by the ranks",
         "masters": "more ranks divide them",
         "moments": "more ranks divide them",
@@ -100,6 +105,9 @@ def _summary(plan: Plan) -> list[Text]:
     ]
     cost = plan.cost(configured)
     price = "" if cost is None else f", {cost:,.2f} at {plan.price:g} a device and hour"
+    saved = f"{checkpoint_bytes(plan.shape, layout) / GIB:.2f} GiB on disk"
+    frozen = ", without the frozen weights" if plan.shape.has_adapter else ""
+    lines.append(Text(f"Checkpoint: {saved}{frozen}."))
     budget = f"Budget: {_count(plan.token_budget)} tokens take {_hours(plan.hours(configured))}{price}."
     return [*lines, Text(budget, style="bold")]
 
@@ -126,7 +134,7 @@ def _scaling_table(plan: Plan) -> Table:
         f"ZeRO-{plan.configured.layout.stage} on more or fewer",
         *("devices", "batch", "micro", "GiB", "tokens/s", "waiting", "time", *money, ""),
     )
-    planned = plan.configured.speed.tokens_per_step // plan.configured.layout.sequence
+    planned = plan.resolved.batch.global_size
     for option in plan.scaling:
         layout = option.layout
         batch = layout.world * layout.micro * layout.accumulation
@@ -191,6 +199,12 @@ def _table(title: str, *columns: str) -> Table:
     for name in columns:
         table.add_column(name, justify="right" if name in numbers or name == "time" else "left")
     return table
+
+
+def _sizes(shape: Shape) -> str:
+    trained = f" ({_count(shape.trained_parameters)} trained)" if shape.has_adapter else ""
+    teacher = f", a teacher of {_count(shape.teacher.shape.parameters)}" if shape.teacher else ""
+    return f"{_count(shape.parameters)} parameters{trained}{teacher}"
 
 
 def _count(number: float) -> str:

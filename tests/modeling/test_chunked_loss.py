@@ -15,7 +15,7 @@ from torch.nn import functional
 from config.batch import AUTO_FROM_LOGITS, CHUNK_LOGITS, loss_chunk
 from config.cli import REPOSITORY
 from config.schema import ModelSection
-from launch.plan.memory import loss_bytes
+from launch.plan.loss import loss_bytes
 from modeling.chunked_head import ChunkedHead
 from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy, linear_cross_entropy_sum
 from tests.support.small_models import VOCABULARY, small_model
@@ -234,9 +234,10 @@ def test_logits_of_a_large_vocabulary_take_what_the_planner_says(way: str, compu
     command = [sys.executable, "-c", PEAK, way, compute]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # each thread has buffers of its own
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=one_thread)
-    shape: Any = SimpleNamespace(vocabulary=131072, hidden=16)
+    shape: Any = SimpleNamespace(vocabulary=131072, hidden=16, plain_head=True, trained_head=True)
     width = {"fp32": 4, "bf16": 2}[compute]
-    layout: Any = SimpleNamespace(micro=1, sequence=1024, manifest=False, width=width, model=ModelSection(loss=way))
+    model = ModelSection(loss=way)
+    layout: Any = SimpleNamespace(tokens=1024, task="pretrain", manifest=False, width=width, model=model)
     said = loss_bytes(shape, layout)
     assert said <= {"full": 3, "chunked": 0.8}[way] * 512 * 2**20
     assert int(done.stdout) == pytest.approx(said, rel=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
+from config.task import ENCODER_TASKS, model_class_of
 from data.loader import Batch
 from modeling.build import model_config
 from training.distributed import World
@@ -52,18 +54,38 @@ def resolve(overrides: Sequence[str]) -> Resolved:
 
 
 def engine_of(resolved: Resolved, vocabulary: int, world: World) -> Any:
-    sequence = resolved.config.data.sequence_length
-    shape = model_config(resolved.config.model, vocab_size=vocabulary, sequence_length=sequence)
+    config = resolved.config
+    names = {"id2label": dict(enumerate(config.classify.labels))} if config.task == "classify" else {}
+    tokens = {"pad_token_id": 0} if config.task in ENCODER_TASKS else {}
+    shape = model_config(
+        config.model,
+        vocab_size=vocabulary,
+        sequence_length=config.data.sequence_length,
+        model_class=model_class_of(config),
+        given=names | tokens,
+    )
     return build_engine(resolved, shape, world)
 
 
 def batch_of(world: World, resolved: Resolved, vocabulary: int) -> Batch:
-    """Random tokens in the shape that the config gives a rank."""
+    """Random tokens in the shape that the config gives a rank, none of them padding."""
     generator = torch.Generator().manual_seed(world.rank)
-    plan, sequence = resolved.batch, resolved.config.data.sequence_length
-    ids = torch.randint(vocabulary, (plan.accumulation, plan.micro_size, sequence + 1), generator=generator)
-    count = plan.accumulation * plan.micro_size * sequence
-    return Batch(0, ids[..., :-1].contiguous(), ids[..., 1:].contiguous(), np.arange(plan.global_size), count)
+    plan, sequence, task = resolved.batch, resolved.config.data.sequence_length, resolved.config.task
+    samples = (plan.accumulation, plan.micro_size)
+    rows = (*samples, 2) if task == "dpo" else samples
+    ids = torch.randint(vocabulary, (*rows, sequence + 1), generator=generator)
+    inputs, labels = ids[..., :-1].contiguous(), ids[..., 1:].contiguous()
+    count, further, positions = labels.numel(), {}, None
+    if task == "dpo":
+        further, labels, count = {"targets": labels}, torch.zeros(samples, dtype=torch.int64), math.prod(samples)
+    if task in ENCODER_TASKS:
+        further = {"attention_mask": torch.ones_like(inputs)}
+    if task == "classify":
+        further["attention_mask"][..., -1] = 0
+        labels = torch.zeros(*samples, 1, dtype=torch.int64)
+    if resolved.config.keeps_documents_apart:
+        positions = torch.arange(sequence).remainder(sequence // 2).expand(inputs.shape)
+    return Batch(0, inputs, labels, np.arange(plan.global_size), count, position_ids=positions, further=further)
 
 
 def one_step(engine: Any, batch: Batch, step: int) -> None:

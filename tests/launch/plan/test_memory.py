@@ -66,7 +66,8 @@ def kept_by_autograd(config, dtype: torch.dtype, ids: torch.Tensor) -> int:
 def layout(*overrides: str, world: int = 2, on_cpu: bool = False):
     """The layout of the demo recipe with these overrides, and its shape."""
     resolved = read_command_line([*DEMO, *overrides], as_launched(world))
-    return read_shape(resolved.config), layout_of(resolved, world=world, on_cpu=on_cpu)
+    found = layout_of(resolved, world=world, on_cpu=on_cpu)
+    return read_shape(resolved.config, found), found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -85,15 +86,18 @@ def test_a_block_keeps_what_the_formula_says(family: str, compute: str) -> None:
 def test_parameters_are_those_of_the_real_model(family: str) -> None:
     config = hugging_face(family, 3)
     model = AutoModelForCausalLM.from_config(config)
-    shape = shape_of(config)
+    section = OptimizerSection(name="muon")
+    shape = shape_of(config, section)
     assert shape.parameters == count_parameters(model)
-    groups = parameter_groups(model, OptimizerSection(name="muon"))
-    matrices = [parameter.numel() for group in groups if group["matrix"] for parameter in group["params"]]
-    assert shape.hidden_matrix_parameters == sum(matrices) > 0
+    groups = parameter_groups(model, section)
+    assert [(group.matrix, group.parameters) for group in shape.groups] == [
+        (group["matrix"], sum(parameter.numel() for parameter in group["params"])) for group in groups
+    ]
+    assert shape.hidden_matrix_parameters > 0
 
 
 def test_muon_keeps_one_state_of_a_hidden_matrix_and_two_of_the_rest() -> None:
-    shape, demo = layout()
+    shape, demo = layout("optimizer.name=muon")
     kept = {name: model_states(shape, replace(demo, optimizer=OPTIMIZERS[name]))[0] for name in ("adamw", "muon")}
     saved = 4 * shape.hidden_matrix_parameters / (demo.world if demo.stage else 1)
     assert kept["adamw"]["moments"] - kept["muon"]["moments"] == saved

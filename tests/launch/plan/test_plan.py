@@ -31,7 +31,8 @@ DEMO = ["--config", str(RECIPES / "demo.yaml")]
 def big():
     """The shape of Llama-3.1-8B and its layout on 8 ranks."""
     resolved = read_command_line(BIG, as_launched(8))
-    return read_shape(resolved.config), layout_of(resolved, world=8, on_cpu=False)
+    layout = layout_of(resolved, world=8, on_cpu=False)
+    return read_shape(resolved.config, layout), layout
 
 
 def planner_of(shape, device=DEVICES["h100"]) -> Planner:
@@ -65,7 +66,8 @@ def test_gradient_traffic_is_what_deepspeed_sends(pair, stage: int, compute: str
     overrides += [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
     overrides.append("model.config.num_hidden_layers=1")
     resolved = read_command_line([*DEMO, *overrides], as_launched(2))
-    said = traffic(read_shape(resolved.config), layout_of(resolved, world=2, on_cpu=True))
+    layout = layout_of(resolved, world=2, on_cpu=True)
+    said = traffic(read_shape(resolved.config, layout), layout)
     for sent in pair.run(plan_cases.traffic_of, overrides=overrides, vocabulary=1024):
         assert 2 * sent["all_reduce"] == pytest.approx(said.gradients, rel=0.01)
 
@@ -188,7 +190,8 @@ def test_help_needs_neither_torch_nor_transformers() -> None:
 def test_a_measured_run_gives_its_speed(tmp_path, capsys) -> None:
     """A run folder of one rank on a device of a known peak; the first steps are left out."""
     resolved = read_command_line(DEMO, as_launched(1))
-    shape, layout = read_shape(resolved.config), layout_of(resolved, world=1, on_cpu=True)
+    layout = layout_of(resolved, world=1, on_cpu=True)
+    shape = read_shape(resolved.config, layout)
     rate = 0.25 * find_device("cpu").peak / (shape.flops_per_token(layout.sequence) * 4 / 3)
     events = [{"event": "run_start", "world_size": 1}, {"event": "step", "tokens_per_second": 1.0}]
     events += [{"event": "step", "tokens_per_second": rate}] * 5

@@ -1,0 +1,63 @@
+"""Memory of the loss: logits and what is made of them, by the task's objective; and of a teacher beside the model."""
+
+from __future__ import annotations
+
+from config.batch import loss_chunk
+from launch.plan.layout import ZERO_DEFAULTS, Layout
+from launch.plan.model import Shape
+
+_PREFERENCE_CHUNK = 1 << 24
+"""[logits] That `modeling.log_probs` widens at a time."""
+_DISTILLATION_CHUNK = 1 << 22
+"""[logits] That `modeling.objectives.divergence` takes at a time."""
+_DIVERGENCE_TENSORS = {"forward_kl": 6, "reverse_kl": 6, "jsd": 9}
+"""[FP32 tensors] Of a chunk of logits, at most, while its divergence is recomputed and differentiated."""
+
+
+def loss_bytes(shape: Shape, layout: Layout) -> float:
+    """[bytes] Of logits and what is made of them, at their most."""
+    logits, width = float(shape.vocabulary * layout.tokens), layout.width
+    if layout.task == "classify":
+        return 0.0  # a number or two for a token, at most
+    if layout.task == "dpo":
+        # the logits and their gradient, and a chunk in FP32, beside which 16 bits are widened
+        return 2 * width * logits + (8 if width == 2 else 4) * min(logits, _PREFERENCE_CHUNK)
+    if layout.task == "distill":
+        return _distillation(shape, layout)
+    return _label_prediction(shape, layout)
+
+
+def _label_prediction(shape: Shape, layout: Layout) -> float:
+    """All at once: the logits in the dtype they come in, their FP32 log-softmax and its gradients; three FP32 tensors
+    of the vocabulary's width at most. In chunks: the FP32 logits of a chunk, which become their gradient, and that in
+    16 bits; the gradient of the head's weight where that is trained, in FP32 and, once summed, in the weight's dtype;
+    that of the hidden states.
+    """
+    tokens = layout.tokens
+    chunk = min(loss_chunk(layout.model, tokens=tokens, vocabulary=shape.vocabulary), tokens)
+    if not chunk or not shape.plain_head:
+        return 12.0 * shape.vocabulary * tokens
+    sixteen = layout.manifest or layout.width == 2
+    head = float(shape.vocabulary * shape.hidden) if shape.trained_head else 0.0
+    of_chunk = (6.0 if sixteen else 4.0) * shape.vocabulary * chunk
+    copy = 2.0 * shape.vocabulary * shape.hidden if layout.manifest else 0.0  # of the weight, for autocast
+    rounded = 2.0 * head if layout.width == 2 else 0.0
+    return 4.0 * head + max(of_chunk + copy, rounded) + layout.width * shape.hidden * tokens
+
+
+def _distillation(shape: Shape, layout: Layout) -> float:
+    """The student's logits and their gradient, by chunk and then in one piece; the teacher's; and a chunk in FP32."""
+    logits, width = float(shape.vocabulary * layout.tokens), layout.width
+    known = shape.teacher.width * logits if shape.teacher else (8 * layout.distill.top_k + 4) * float(layout.tokens)
+    chunk = 4 * _DIVERGENCE_TENSORS[layout.distill.loss] * min(logits, _DISTILLATION_CHUNK)
+    return known + max(2 * width * logits + chunk, 3 * width * logits)
+
+
+def teacher_bytes(shape: Shape, layout: Layout) -> float:
+    """[bytes] Of the teacher's weights on one rank: all of them, or a part and those that are gathered."""
+    if shape.teacher is None:
+        return 0.0
+    whole = float(shape.teacher.width * shape.teacher.shape.parameters)
+    if not layout.distill.sharded:
+        return whole
+    return whole / layout.world + min(whole, shape.teacher.width * ZERO_DEFAULTS["stage3_max_live_parameters"])
