@@ -664,7 +664,7 @@ class ParitySection:
     grad_norm_ratio: float = limit(1.1, above=1.0)
     """[factor] Largest median ratio of gradient norms, either way."""
     skipped_share: float = limit(0.05, at_least=0.0, at_most=1.0)
-    """[fraction] Largest share of skipped steps. FP16 skips a few while its loss scale settles."""
+    """[fraction] Largest share of skipped steps, without those in which a loss scale that starts high settles."""
     nonfinite_events: int = limit(0, at_least=0)
     """[events] Non-finite values allowed, those of overflows that the loss scale answers aside."""
     restored_share: float = limit(1.0, at_least=0.0, at_most=1.0)

@@ -3,20 +3,35 @@
 Rounding differences grow until two runs are as far apart as any two, in any dtype. So differences are compared with
 those of FP32 runs among themselves: from seed to seed, or from *controls*, FP32 runs at a learning rate that differs by
 about BF16's rounding error.
+
+A loss scale that starts high comes down by skipping steps, each of which lowers it. That is how it is found, not a
+defect: these steps are counted apart from those skipped later.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
+from typing import Any
 
 from config.schema import ParitySection
 from precision.parity import Check
 
 NUDGE = 2.0**-8
 """[fraction] BF16's unit roundoff: the relative change of the nearest control's learning rate."""
+
+
+@dataclass(frozen=True)
+class Settling:
+    """The steps that were skipped at the start of a run, while its loss scale came down from where it started."""
+
+    steps: Sequence[int]
+    started: float
+    """[factor] The loss scale before the first of them."""
+    ended: float
+    """[factor] The loss scale after the last, with which training began."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +43,44 @@ class Trajectory:
     """Raw training loss of each step, in nats."""
     grad_norms: Sequence[float]
     skipped: int
+    """All skipped steps, those of `settling` included."""
     nonfinite: int
     """Non-finite values, without those of overflows that the loss scale handled."""
     validation: float | None
     """Last validation loss, in nats."""
+    settling: Settling | None = None
+    """None where the first step was applied, or the loss scale did not settle."""
 
 
 def control_factor(index: int) -> float:
     """What the learning rate of the control of that index, from 0, is multiplied by: 1 + 2^-8, 1 - 2^-8, 1 + 2^-7."""
     return 1 + (-1) ** index * NUDGE * (index // 2 + 1)
+
+
+def settling_of(steps: Sequence[Mapping[str, Any]], scales: Sequence[Mapping[str, Any]]) -> Settling | None:
+    """How a loss scale that started high settled, from a run's `step` and `scale` events; None where it did not.
+
+    The first step was skipped. Settling ends with the first stable stretch, in which as many steps are applied in a row
+    as were skipped until then; each step skipped before it has lowered the scale or used up hysteresis. So a scale
+    that goes on falling has not settled, and no skip of a run that never comes to such a stretch is settling.
+    """
+    changes = {event["step"]: event for event in scales}
+    skipped: list[int] = []
+    applied = 0
+    for event in steps:
+        if event["applied"]:
+            applied += 1
+            if not skipped:
+                return None
+            if applied >= len(skipped):
+                return Settling(skipped, changes[skipped[0]]["from"], changes[skipped[-1]]["to"])
+            continue
+        change = changes.get(event["step"])
+        if change is None or not (change["reason"] == "hysteresis" or change["to"] < change["from"]):
+            return None
+        skipped.append(event["step"])
+        applied = 0
+    return None
 
 
 def judge_trajectories(
@@ -47,10 +91,8 @@ def judge_trajectories(
 ) -> list[Check]:
     """The checks of whole runs; candidate and FP32 twin by seed, controls of the first seed."""
     pairs = list(zip(candidate, twin, strict=True))
-    steps = sum(len(run.steps) for run in candidate)
     gap, where = max((_loss_gap(mine, other) for mine, other in pairs), key=lambda found: found[0])
     ratio = median(_norm_ratio(mine, other) for mine, other in pairs)
-    skipped = sum(run.skipped for run in candidate) / max(steps, 1)
     nonfinite = sum(run.nonfinite for run in candidate)
     larger = max(ratio, 1 / ratio) if ratio > 0 else math.inf
     apart = [_loss_gap(control, twin[0])[0] for control in controls]
@@ -59,7 +101,7 @@ def judge_trajectories(
         _validation(pairs, bounds, controls),
         Check("loss_gap", gap, allowed, gap <= allowed, where=where, note=_controls_note(apart)),
         Check("grad_norm_ratio", ratio, bounds.grad_norm_ratio, larger <= bounds.grad_norm_ratio),
-        Check("skipped_share", skipped, bounds.skipped_share, skipped <= bounds.skipped_share),
+        _skipped(candidate, bounds),
         Check("nonfinite_events", nonfinite, bounds.nonfinite_events, nonfinite <= bounds.nonfinite_events),
     ]
 
@@ -77,6 +119,19 @@ def running_median(values: Sequence[float]) -> list[float]:
         window = [value for value in values[max(0, centre - half) : centre + half + 1] if math.isfinite(value)]
         found.append(median(window) if window else math.nan)
     return found
+
+
+def _skipped(runs: Sequence[Trajectory], bounds: ParitySection) -> Check:
+    """The share of the steps after the loss scale had settled that were skipped."""
+    settled = [run.settling for run in runs if run.settling is not None]
+    apart = sum(len(found.steps) for found in settled)
+    share = (sum(run.skipped for run in runs) - apart) / max(sum(len(run.steps) for run in runs) - apart, 1)
+    notes = [
+        f"apart from {len(found.steps)} while the loss scale settled: "
+        f"of steps {found.steps[0]} to {found.steps[-1]}, from {found.started:g} to {found.ended:g}"
+        for found in settled
+    ]
+    return Check("skipped_share", share, bounds.skipped_share, share <= bounds.skipped_share, note="; ".join(notes))
 
 
 def _validation(
@@ -111,10 +166,19 @@ def _controls_note(distances: Sequence[float]) -> str:
 
 
 def _gaps(mine: Trajectory, other: Trajectory) -> list[tuple[int, float]]:
-    """(step, relative distance of the running medians of the loss) over the steps that both have."""
-    theirs = dict(zip(other.steps, running_median(other.losses), strict=True))
-    own = zip(mine.steps, running_median(mine.losses), strict=True)
-    return [(step, abs(loss - theirs[step]) / theirs[step]) for step, loss in own if step in theirs]
+    """(step, relative distance of the running medians of the loss) after equally many updates."""
+    late = _late(mine)
+    shared = len(other.steps) - late
+    theirs = dict(zip(other.steps[:shared], running_median(other.losses[:shared]), strict=True))
+    began = list(mine.steps).index(mine.settling.steps[-1]) + 1 if mine.settling is not None else 0
+    own = zip(mine.steps[began:], running_median(mine.losses[began:]), strict=True)
+    pairs = [(step, loss, theirs[step - late]) for step, loss in own if step - late in theirs]
+    return [(step, abs(loss - exact) / exact) for step, loss, exact in pairs]
+
+
+def _late(run: Trajectory) -> int:
+    """[steps] How many fewer updates than its twin the run has made at the same step, because its scale settled."""
+    return len(run.settling.steps) if run.settling is not None else 0
 
 
 def _loss_gap(mine: Trajectory, other: Trajectory) -> tuple[float, str]:
@@ -127,9 +191,10 @@ def _loss_gap(mine: Trajectory, other: Trajectory) -> tuple[float, str]:
 
 def _norm_ratio(mine: Trajectory, other: Trajectory) -> float:
     theirs = dict(zip(other.steps, other.grad_norms, strict=True))
+    late = _late(mine)
     ratios = [
-        norm / theirs[step]
+        norm / theirs[step - late]
         for step, norm in zip(mine.steps, mine.grad_norms, strict=True)
-        if math.isfinite(norm) and theirs.get(step, 0.0) > 0
+        if math.isfinite(norm) and theirs.get(step - late, 0.0) > 0
     ]
     return median(ratios) if ratios else math.inf

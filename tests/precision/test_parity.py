@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 
-from config.schema import ParitySection
+from config.schema import LossScaleSection, ParitySection
+from precision.loss_scale import make_policy
 from precision.parity import Check, Walk, first_divergence, judge_steps
-from precision.trajectories import Trajectory, control_factor, first_departure, judge_trajectories, running_median
+from precision.trajectories import (
+    Settling,
+    Trajectory,
+    control_factor,
+    first_departure,
+    judge_trajectories,
+    running_median,
+    settling_of,
+)
 
 BOUNDS = ParitySection()
 
@@ -72,6 +81,74 @@ def test_a_run_agrees_with_itself_and_with_one_that_is_a_little_off() -> None:
 )
 def test_each_bound_of_a_trajectory_is_held(mine: Trajectory, name: str) -> None:
     assert failed(trajectories(mine, run())) == {name}
+
+
+def scaled(*outcomes: str, policy: str = "deepspeed", **section: Any) -> Trajectory:
+    """A run whose loss scale the real policy moves; outcomes: ``.`` a clean step, ``x`` an overflow, one a step."""
+    scaler = make_policy(LossScaleSection(policy=policy, **section))  # type: ignore[arg-type]
+    steps, scales = [], []
+    for number, outcome in enumerate("".join(outcomes), start=1):
+        before = scaler.scale
+        scaler.update(outcome == "x")
+        steps.append({"step": number, "applied": outcome == "."})
+        if scaler.reason:
+            scales.append({"step": number, "from": before, "to": scaler.scale, "reason": scaler.reason})
+    found = settling_of(steps, scales)
+    skipped = sum(not event["applied"] for event in steps)
+    healthy = run()
+    curve = {"steps": healthy.steps[: len(steps)], "losses": healthy.losses[: len(steps)]}
+    return replace(healthy, **curve, grad_norms=healthy.grad_norms[: len(steps)], skipped=skipped, settling=found)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "section", "settled", "share"),
+    [
+        ("xx" + 22 * ".", {}, "of steps 1 to 2, from 65536 to 32768", 0.0),  # one tolerated, one that halves
+        ("xxxxx" + 19 * ".", {"hysteresis": 1}, "of steps 1 to 5, from 65536 to 2048", 0.0),
+        (
+            "xxx" + 21 * ".",
+            {"policy": "adaptive"},
+            "of steps 1 to 3, from 4096 to 256",
+            0.0,
+        ),  # the third squares the backoff
+        ("xx" + 10 * "." + "x" + 11 * ".", {}, "from 65536 to 32768", 1 / 22),
+        ("xx" + 10 * "." + "xx" + 10 * ".", {}, "from 65536 to 32768", 2 / 22),
+        (".xx" + 21 * ".", {}, "", 2 / 24),  # it had trained already: no start
+        (24 * "x", {}, "", 1.0),
+        (13 * "x" + 11 * ".", {}, "", 13 / 24),  # longer than what is left of the run
+        ("xx." + 7 * "xx.", {}, "", 16 / 24),
+        (
+            "xxx." + "x" + 19 * ".",
+            {"hysteresis": 1},
+            "4 while the loss scale settled: of steps 1 to 5, from 65536 to 4096",
+            0.0,
+        ),
+        ("x" + 23 * ".", {}, "of steps 1 to 1, from 65536 to 65536", 0.0),  # tolerated
+        ("xx" + 22 * ".", {"policy": "static"}, "", 2 / 24),
+        ("xxx" + 21 * ".", {"hysteresis": 1, "initial": 2.0}, "", 3 / 24),  # at its minimum: an incident each
+    ],
+)
+def test_the_settling_of_a_scale_that_starts_high_is_no_skipping(
+    outcomes: str, section: dict[str, Any], settled: str, share: float
+) -> None:
+    mine = scaled(outcomes, **section)
+    check = trajectories(mine, run())["skipped_share"]
+    assert check.measured == pytest.approx(share)
+    assert check.passed is (share <= BOUNDS.skipped_share)
+    assert check.note.endswith(settled) and bool(check.note) is bool(settled) is (mine.settling is not None)
+
+
+def test_a_run_that_settled_first_is_compared_from_where_it_began_to_train() -> None:
+    """In its first steps a loss falls by far more than the bound, so three steps of delay would be a gap."""
+    falling = [7.0 * 0.9**step for step in range(40)]
+    norms = [2.0 * 0.9**step for step in range(40)]
+    twin = run(steps=range(1, 41), losses=falling, grad_norms=norms)
+    delayed = {"losses": [7.0] * 3 + falling[:-3], "grad_norms": [math.inf] * 3 + norms[:-3], "skipped": 3}
+    mine = replace(twin, **delayed, settling=Settling([1, 2, 3], 65536.0, 8192.0))
+    assert not failed(trajectories(mine, twin))
+    assert failed(trajectories(replace(mine, settling=None), twin)) == {"loss_gap", "grad_norm_ratio", "skipped_share"}
+    later = replace(mine, losses=[*mine.losses[:20], *(loss * 1.03 for loss in mine.losses[20:])])
+    assert failed(trajectories(later, twin)) == {"loss_gap"}
 
 
 def test_a_loss_that_becomes_nan_is_no_parity() -> None:

@@ -16,7 +16,7 @@ from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
 from precision.parity import Walk
-from precision.trajectories import Trajectory, control_factor
+from precision.trajectories import Trajectory, control_factor, settling_of
 from tracking.jsonl import read_events, surviving
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, summarise
@@ -191,9 +191,8 @@ def trajectory(run: Run) -> Trajectory:
     """Losses, norms and counts of a run, from its events."""
     events = surviving(read_events(run.folder.events))
     steps = [event for event in events if event["event"] == "step"]
-    expected = {
-        event["step"] for event in events if event["event"] == "scale" and event["reason"] in ("overflow", "hysteresis")
-    }
+    scales = [event for event in events if event["event"] == "scale"]
+    expected = {event["step"] for event in scales if event["reason"] in ("overflow", "hysteresis")}
     unexpected = [
         event
         for event in events
@@ -208,6 +207,7 @@ def trajectory(run: Run) -> Trajectory:
         skipped=sum(not event["applied"] for event in steps),
         nonfinite=max(len(unexpected), bad_losses),
         validation=losses[-1] if losses else None,
+        settling=settling_of(steps, scales),
     )
 
 

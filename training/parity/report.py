@@ -22,7 +22,7 @@ _WORDS = {
     "validation_delta": "validation loss, distance from FP32",
     "loss_gap": "training loss, largest distance of running medians",
     "grad_norm_ratio": "gradient norm over FP32's, median",
-    "skipped_share": "skipped steps",
+    "skipped_share": "skipped steps, once the loss scale has settled",
     "nonfinite_events": "non-finite values not answered by the loss scale",
     "module_error": "a module's own error, on the inputs it got",
     "gradient_error": "weight gradients, relative error",

@@ -8,8 +8,13 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from precision.trajectories import Settling
 from tests.support import launches
 from tests.support.forked_launcher import forked_launcher
+from tests.support.synthetic_events import SCALE, TOKENS_PER_STEP, step_fields
+from tracking.jsonl import JsonlSink
+from tracking.record import Record
+from tracking.run_dir import RunDir
 from training.jobs import error_line_of, launch
 from training.parity import gate as parity
 from training.parity import jobs as parity_jobs
@@ -84,6 +89,20 @@ def test_a_sabotaged_norm_fails_by_name(folder, judged):
     assert "module_error" in found["failed"]
     assert found["first_parting"]["module"] == NORM
     assert NORM in (folder / "bad/parity.md").read_text().split("## Checks")[0]
+
+
+def test_the_skips_of_a_settling_loss_scale_are_read_from_the_events(tmp_path):
+    changes = [(65536, 65536, "hysteresis"), (65536, 32768, "overflow")]
+    record = Record([JsonlSink(tmp_path / "events.jsonl")])
+    for step in range(1, 7):
+        where = {"step": step, "tokens": step * TOKENS_PER_STEP}
+        record.event("step", **where, **step_fields(step, applied=step > 2))
+        if step <= 2:
+            old, new, reason = changes[step - 1]
+            record.scale(**where, previous=old, new=new, reason=reason, **SCALE)
+    record.close()
+    found = parity_jobs.trajectory(parity_jobs.Run(RunDir(tmp_path), True, "", None))
+    assert (found.skipped, found.settling) == (2, Settling([1, 2], 65536, 32768))
 
 
 def test_the_warm_up_shrinks_with_the_steps_and_points_fit(folder):
