@@ -667,6 +667,9 @@ class ParitySection:
     """[fraction] Largest share of skipped steps, without those in which a loss scale that starts high settles."""
     nonfinite_events: int = limit(0, at_least=0)
     """[events] Non-finite values allowed, those of overflows that the loss scale answers aside."""
+    lower_dtypes: int = limit(0, at_least=0)
+    """[modules] Modules that may compute a softmax, a norm's statistics, the loss or a rotary table in fewer bits than
+    the reference path's FP32."""
     restored_share: float = limit(1.0, at_least=0.0, at_most=1.0)
     """[fraction] Share of the compared points that must restore from their checkpoint and repeat the recorded loss."""
     module_error: float = limit(0.02, above=0.0)

@@ -9,6 +9,8 @@ Attention is the common surprise: without a fused kernel (on a CPU: with attenti
 FLOPs count one multiply-add as two (torch.utils.flop_counter's formulas; attention 2 B H S_q S_k (D + D_v), causality
 not deducted) and are booked under the dtype of the operands, of forward and recomputation.
 
+Softmaxes, norms' statistics, the loss, rotary tables, routers and the residual stream: `precision.inner_dtypes`.
+
 It does not change the numbers of the pass. It slows it down, and sees nothing inside a `torch.compile`d graph: use it
 on a pass now and then. FlexAttention is such a graph, which torch does not enter under a dispatch mode: it runs without
 the mode, and its arguments are recorded.
@@ -30,6 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from config.errors import UserError
 from precision.dtypes import NAMES
 from precision.fp8 import is_multiplying
+from precision.inner_dtypes import InnerDtypes
 
 ROOT = "(model)"
 """Name under which matmuls in the model's own forward are booked."""
@@ -57,11 +60,14 @@ class PrecisionMismatch(UserError):
 class Observation:
     """`with Observation(model) as seen: model(...)`, then `seen.computed` and `seen.flops`."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, with_inner: bool = True) -> None:
+        """with_inner: whether to observe `inner`, too."""
         self.flops: dict[str, int] = defaultdict(int)
         """Dtype to matmul FLOPs of the observed forward passes and recomputations."""
         self._matmuls: dict[str, set[str]] = defaultdict(set)
         self._norms: dict[str, set[str]] = defaultdict(set)
+        self.inner = InnerDtypes(model, root=ROOT) if with_inner else None
+        """What was computed besides matmuls."""
         self._model = model
         self._running: list[str] = []
         self._exit = ExitStack()
@@ -97,7 +103,11 @@ class Observation:
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(module: torch.nn.Module, args: Any) -> None:
+            if not self._running and self.inner is not None:
+                self.inner.forget()
             self._running.append(name)
+            if self.inner is not None:
+                self.inner.ran.add(name)
 
         return enter
 
@@ -121,9 +131,15 @@ class Observation:
             ALL_ATTENTION_FUNCTIONS[_FLEX] = function
 
     def _see(self, func: Any, name: str, args: tuple, output: Any) -> None:
-        if not self._running or "backward" in name:
+        if "backward" in name:
+            return
+        if not self._running:
+            if self.inner is not None and torch._C._current_graph_task_id() == -1:  # not autograd, but the loss
+                self.inner.see(None, name, args, output)
             return
         where = self._running[-1]
+        if self.inner is not None:
+            self.inner.see(where, name, args, output)
         if name in _NORMS:
             self._norms[where].update(_dtypes(args, (0,)))
             return
@@ -133,6 +149,11 @@ class Observation:
             return
         dtypes = ["fp8"] * 2 if is_multiplying() else _dtypes(args, operands)
         self._matmuls[where].update(dtypes)
+        if self.inner is not None:
+            if attention:
+                self.inner.see_attention(where, name)
+            else:
+                self.inner.see_matmul(where, dtypes)
         self.flops[dtypes[0]] += _attention_flops(*args[:3]) if attention else _flops(func, name, args, output)
 
 

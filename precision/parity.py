@@ -108,6 +108,31 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     return [*checks, _restored(walks, bounds)]
 
 
+def judge_dtypes(seen: Sequence[Mapping[str, Any]], bounds: ParitySection) -> Check:
+    """Modules whose softmax, norm statistics, loss or rotary table was seen in a lower dtype than promised.
+
+    seen: `InnerDtypes.report` of each step that was observed. A defect of that kind may well leave a short run and its
+    single steps within all other bounds, so no effect is asked for.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for report in seen:
+        for entry in report["lower"]:
+            found.setdefault(f"{entry['what']} in {entry['computed']}", {}).update(dict.fromkeys(entry["modules"]))
+    named = list(dict.fromkeys(name for modules in found.values() for name in modules))
+    notes = [f"{what}: {_named(list(modules))}" for what, modules in found.items()]
+    blind = list(dict.fromkeys(f"{entry['what']}: {entry['why']}" for report in seen for entry in report["unobserved"]))
+    notes += [f"not observable: {'; '.join(blind)}"] if blind else []
+    passed = bool(seen) and len(named) <= bounds.lower_dtypes
+    measured = len(named) if seen else math.nan
+    note = "; ".join(notes) if seen else "no step was observed"
+    return Check("lower_dtypes", measured, bounds.lower_dtypes, passed, modules=tuple(named[:MOST_NAMED]), note=note)
+
+
+def _named(modules: Sequence[str]) -> str:
+    more = f" and {len(modules) - MOST_NAMED} more" if len(modules) > MOST_NAMED else ""
+    return ", ".join(modules[:MOST_NAMED]) + more
+
+
 def first_divergence(walks: Sequence[Walk], bounds: ParitySection) -> dict[str, Any] | None:
     """The first module, in the order of execution, whose own error is beyond the bound, at the first step it shows."""
     for walk in walks:

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from config.printable import line
 from tracking.events import Event, describe_event, format_scale
+from tracking.observed_dtypes import lower_than_promised
 from tracking.terminal import console
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -76,6 +77,9 @@ class ConsoleSink:
                 self._on_run_end(event)
             case "scale" | "nonfinite" | "incident" | "eval" | "checkpoint":
                 self.print_line(f"step {event['step']}: {describe_event(event)}")
+            case "precision":
+                for found in lower_than_promised(event):
+                    self.print_line(f"step {event['step']}: {found}")
 
     def print_line(self, text: str) -> None:
         """Print `text` on one line above the live line."""

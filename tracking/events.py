@@ -19,6 +19,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from config.printable import line
+from tracking.observed_dtypes import lower_than_promised
 
 Event = dict[str, Any]
 
@@ -36,7 +37,8 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     "eval": ("loss", "perplexity"),
     "checkpoint": ("path", "seconds", "stall_seconds", "bytes", "verified"),
     "run_end": ("status", "exit_code"),
-    # In which dtypes the forward pass's matmuls were observed to compute: their share of its matmul FLOPs.
+    # In which dtypes the forward pass's matmuls were observed to compute: their share of its matmul FLOPs. `inner`, of
+    # newer versions: the same of softmaxes, norms' statistics and the like (precision/inner_dtypes.py: report).
     "precision": ("flop_share",),
     # Statistics of each module's tensors, by module or parameter name.
     "telemetry": ("gradients", "activation_max", "probe", "drift", "update_ratio", "gradient_exponents"),
@@ -148,5 +150,6 @@ def _describe(event: Event) -> str:
             reason = f": {event['reason']}" if event.get("reason") else ""
             return f"{event['status']}{code}{reason}"
         case "precision":
-            return "computes in " + ", ".join(f"{dtype} {share:.1%}" for dtype, share in event["flop_share"].items())
+            shares = ", ".join(f"{dtype} {share:.1%}" for dtype, share in event["flop_share"].items())
+            return "; ".join(filter(None, (f"computes in {shares}", *lower_than_promised(event))))
     return str({key: value for key, value in event.items() if key not in COMMON_FIELDS})

@@ -170,7 +170,7 @@ class Collector:
             _keep(self._state[kind], (self._serial, event))
         elif kind == "precision":
             kept = self._events.setdefault(kind, [])
-            if not kept or kept[-1].get("flop_share") != event.get("flop_share"):
+            if not kept or any(kept[-1].get(name) != event.get(name) for name in ("flop_share", "inner")):
                 _keep(kept, event)
         else:
             if kind == "run_start":

@@ -60,6 +60,8 @@ class Summary:
     wall_seconds: float
     memory_bytes: int | None
     checkpoint: str | None
+    precision: Event | None
+    """The newest `precision` event."""
 
 
 def summarise(run_dir: RunDir) -> Summary:
@@ -106,6 +108,7 @@ def summarise(run_dir: RunDir) -> Summary:
         wall_seconds=facts.wall_seconds,
         memory_bytes=int(facts.peak_memory_bytes) if facts.peak_memory_bytes > 0 else None,
         checkpoint=checkpoints[-1]["path"] if checkpoints else None,
+        precision=rare["precision"][-1] if rare.get("precision") else None,
     )
 
 

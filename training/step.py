@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 from data.loader import Batch
 from precision.guard import Judgement, Verdict
+from precision.inner_dtypes import over_ranks
 from precision.observe import Observation, verify
 from precision.step_health import Health
 from training.attribution import attribute
@@ -92,11 +93,20 @@ def _due_telemetry(parts: Parts, progress: Progress) -> Telemetry | None:
 
 
 def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> None:
-    """Compare the dtypes that were seen with the manifest. Raises PrecisionMismatch, which names the module."""
-    if parts.engine.regions is not None:
-        verify(watch, parts.engine.regions.dtypes, may_idle=parts.engine.regions.may_idle)
+    """Compare the dtypes that were seen with the manifest, and record them. A collective.
+
+    Raises PrecisionMismatch, which names the module. That sums inside a module are in a lower dtype than the reference
+    path's is recorded only: a model may be meant so, and the parity gate judges it.
+    """
+    regions, inner = parts.engine.regions, watch.inner
+    further = {}
+    if inner is not None:
+        report = inner.report(regions.dtypes if regions else None, compiled=parts.resolved.config.model.compile)
+        further["inner"] = over_ranks(parts.engine.world.gather_objects(report))
+    if regions is not None:
+        verify(watch, regions.dtypes, may_idle=regions.may_idle)
     share = watch.flop_share()
-    parts.record.event("precision", step=progress.step, tokens=progress.tokens, flop_share=share)
+    parts.record.event("precision", step=progress.step, tokens=progress.tokens, flop_share=share, **further)
 
 
 def _find_causes(parts: Parts, health: Health, batch: Batch, outcome: Outcome) -> Causes:

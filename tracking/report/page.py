@@ -21,6 +21,7 @@ from tracking.heatmap.panels import PANELS
 from tracking.heatmap.picture import draw_heat
 from tracking.heatmap.scale import drawn_panels
 from tracking.heatmap.words import sentences
+from tracking.observed_dtypes import computed, lower_than_promised, unobserved
 from tracking.plots import plot_run
 from tracking.report.context import LIMITS, Finding, MeasureContext
 from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
@@ -71,6 +72,7 @@ def write_report(
     parts.append(f"## Measures\n\n{count_verdicts(findings)}.\n\n{measures(findings, remarks)}")
     if environment.get("ledger"):
         parts.append("## Dtypes\n\n" + _ledger(environment["ledger"]))
+    parts += _observed(summary.precision or {})
     if summary.notes:
         parts.append("## Notes\n\n" + "".join(f"- {markdown.text(note)}\n" for note in summary.notes))
     if text:
@@ -229,6 +231,16 @@ def _ledger(ledger: list[dict[str, Any]]) -> str:
     sizes = (f"{row['bytes'] / 2**20:,.1f}" if row["bytes"] else "" for row in ledger)
     rows = [(markdown.text(row["what"]), row["dtype"], size) for row, size in zip(ledger, sizes, strict=True)]
     return markdown.table(("what", "dtype", "MiB"), rows)
+
+
+def _observed(event: dict[str, Any]) -> list[str]:
+    """In which dtypes sums inside the modules were seen to be made; nothing of a run that did not look."""
+    rows = [*computed(event), *unobserved(event)]
+    if not rows:
+        return []
+    lower = "".join(f"- **{markdown.text(found)}**\n" for found in lower_than_promised(event))
+    seen = markdown.table(("observed", "computed in (modules)"), [tuple(map(markdown.text, row)) for row in rows])
+    return [f"### Inside the modules\n\nSeen in step {event['step']}:\n\n{seen}" + (f"\n{lower}" if lower else "")]
 
 
 def _number(value: float | None) -> str:

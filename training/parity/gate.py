@@ -25,7 +25,7 @@ from typing import Any
 from config.cli import Arguments, entry_point, positive_int
 from config.errors import UserError
 from config.redact import redact, redact_arguments
-from precision.parity import Check, first_divergence, judge_steps
+from precision.parity import Check, first_divergence, judge_dtypes, judge_steps
 from precision.trajectories import Trajectory, first_departure, judge_trajectories
 from tracking.jsonl import encode
 from tracking.summary import read_inputs
@@ -35,6 +35,7 @@ from training.parity.jobs import (
     Plan,
     References,
     Run,
+    inner_dtypes,
     plan,
     seeds,
     train_candidate,
@@ -64,6 +65,7 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         Check("finished_runs", share, 1.0, not unfinished, at_least=True, note="; ".join(unfinished)),
         *judge_trajectories(half, fp32, bounds, [trajectory(run) for run in controls]),
         *judge_steps(walks, bounds),
+        judge_dtypes([report for run in candidates for report in inner_dtypes(run)], bounds),
     ]
     failed = [check.name for check in checks if not check.passed]
     found = {

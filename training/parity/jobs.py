@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from config.command_line import read_command_line
 from config.deepspeed.document import write_in_fp32
@@ -209,6 +210,12 @@ def trajectory(run: Run) -> Trajectory:
         validation=losses[-1] if losses else None,
         settling=settling_of(steps, scales),
     )
+
+
+def inner_dtypes(run: Run) -> list[dict[str, Any]]:
+    """What the run's `precision` events say of the sums inside its modules (`precision.inner_dtypes`)."""
+    events = read_events(run.folder.events)
+    return [event["inner"] for event in events if event["event"] == "precision" and "inner" in event]
 
 
 def _log(chosen: Plan, name: str) -> Path:

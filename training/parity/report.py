@@ -32,6 +32,7 @@ _WORDS = {
     "grad_norm_error": "reported gradient norm against the gradient's",
     "weight_drift": "weights against their rounded masters",
     "applied_points": "points with an applied step",
+    "lower_dtypes": "softmax, norm statistics, loss, rotary table in a lower dtype than FP32",
     "restored_share": "points restored with the recorded loss",
 }
 _SHARES = frozenset({"finished_runs", "validation_delta", "loss_gap", "skipped_share", "restored_share"})

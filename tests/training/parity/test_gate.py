@@ -66,6 +66,8 @@ def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
     assert 0 < abs(runs["candidate"][0]["losses"][-1] - runs["fp32"][0]["losses"][-1]) < 0.02
     for quantity in ("step_seconds", "memory_bytes", "tokens_per_second", "cost_per_million_tokens"):
         assert found["bought"][quantity]["ratio"] > 0
+    dtypes = {check["name"]: check for check in found["checks"]}["lower_dtypes"]
+    assert (dtypes["measured"], dtypes["note"]) == (0, "")
     conditions = found["conditions"]
     assert conditions["steps"] == 12
     assert conditions["data"]
@@ -88,6 +90,9 @@ def test_a_sabotaged_norm_fails_by_name(folder, judged):
     assert found["verdict"] == "no parity"
     assert "module_error" in found["failed"]
     assert found["first_parting"]["module"] == NORM
+    dtypes = {check["name"]: check for check in found["checks"]}["lower_dtypes"]
+    assert (dtypes["passed"], dtypes["modules"]) == (False, [NORM])
+    assert dtypes["note"] == f"norm statistics in fp16: {NORM}"
     assert NORM in (folder / "bad/parity.md").read_text().split("## Checks")[0]
 
 

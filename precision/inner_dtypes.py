@@ -1,0 +1,317 @@
+"""In which dtype the sums inside a step were made: softmaxes, norms' statistics, the loss, rotary tables, routers.
+
+A matmul's dtype says nothing about these: a BF16 model whose softmax adds up in 8 bits multiplies in BF16 like a sound
+one, and 24 steps of it end where the sound ones do. So the operators themselves are looked at (`precision.observe`
+calls `see` with each of them), and what is told apart is this:
+
+- *Operators of torch* that are one kernel (`_softmax`, `native_layer_norm`) and get 16 bits read these, add up in FP32
+  and round the result once (`KERNEL`). On 16-bit scores that gives the bits which softmax in FP32, rounded to their
+  dtype, gives: `tests/precision/test_inner_dtypes.py` holds both against FP64.
+- *The same written out* (exp, sum; pow, mean, rsqrt) rounds every step to the dtype of its tensors. The narrowest
+  of them counts, also where it is widened again before the next, or narrowed just for this within the module.
+- *A fused attention kernel* (`scaled_dot_product_attention`, flash attention) shows its operands only. Its sums are the
+  kernel's (`FUSED`).
+
+Norms' statistics are those of modules that `find_regions` calls norms. Of a rotary table all that led to cos and sin
+inside its module counts: frequencies, positions, their product. Frequencies that were rounded to 16 bits and stored in
+FP32 before are known by their values. Rotary positions in BF16 are exact up to 256, and named all the same.
+
+What leaves no such operator is not guessed: `report` lists it with the reason. Backward passes are not seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from precision.dtypes import DTYPES, NAMES
+from precision.findings import LOSS
+from precision.manifest import find_regions
+
+SOFTMAX, NORM, LOSS_SUM, ROTARY = "softmax", "norm statistics", "loss", "rotary table"
+ROUTER, RESIDUAL = "router", "residual stream"
+JUDGED = (SOFTMAX, NORM, LOSS_SUM, ROTARY)
+"""What the reference path computes in FP32. Routers and the residual stream follow the path: they are shown only."""
+KERNEL = "fp32 inside torch's kernel"
+"""Of one operator of torch that gets 16 bits and adds up in FP32."""
+FUSED = "inside {kernel}, by its kernel"
+
+_WIDTHS = ("fp8", "bf16", "fp16", "fp32", "fp64")
+_EXPONENTIALS = frozenset({"aten::exp", "aten::exp_", "aten::exp2", "aten::exp2_"})
+_SOFTMAXES = frozenset({"aten::_softmax", "aten::_safe_softmax"})
+_LOSSES = frozenset({"aten::_log_softmax", "aten::logsumexp", "aten::nll_loss_forward", "aten::nll_loss2d_forward"})
+_NORM_KERNELS = frozenset(
+    {
+        *("aten::native_layer_norm", "aten::_fused_rms_norm", "aten::native_group_norm", "aten::native_batch_norm"),
+        *("aten::_native_batch_norm_legit", "aten::cudnn_batch_norm"),
+    }
+)
+# Of a composed norm: what its statistic goes through.
+_NORM_STEPS = frozenset(
+    {
+        *("aten::pow", "aten::square", "aten::mean", "aten::sum", "aten::var", "aten::var_mean", "aten::std"),
+        *("aten::linalg_vector_norm", "aten::norm", "aten::rsqrt", "aten::sqrt", "aten::reciprocal"),
+    }
+)
+_ANGLES = frozenset({"aten::cos", "aten::sin", "aten::cos_", "aten::sin_", "aten::polar"})
+_ADDS = frozenset({"aten::add", "aten::add_"})
+# New tensors of the same values, as far as rounding goes. Views share their storage.
+_COPIES = frozenset({"aten::_to_copy", "aten::clone", "aten::masked_fill", "aten::copy_"})
+_WITH_NUMBER = frozenset({"aten::add", "aten::sub", "aten::mul", "aten::div", "aten::clamp", "aten::clamp_min"})
+_MOST_FREQUENCIES = 65536
+_OWN = "it ran without an operator of torch that computes one: a kernel of its own, or none at all"
+_FLEX = "flex_attention"
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the values of a tensor went through."""
+
+    dtype: str
+    """The narrowest dtype."""
+    where: str | None
+    """The module in which they were narrowed: what an earlier one made is that one's own output."""
+    exponential: bool = False
+    """Whether they are exponentials, which a softmax or a loss adds up."""
+
+
+class InnerDtypes:
+    """What `precision.observe` shows it of a pass, and the report on that."""
+
+    def __init__(self, model: torch.nn.Module, *, root: str) -> None:
+        """root: what `where` is in the model's own forward."""
+        kinds = find_regions(model)
+        modules = dict(model.named_modules())
+        self._norms = {name for name, kind in kinds.items() if kind == "norm"}
+        self._attentions = {name for name, kind in kinds.items() if kind == "attention"}
+        self._routers = {name for name, module in modules.items() if "router" in type(module).__name__.lower()}
+        self._tables = {name for name, module in modules.items() if _makes_table(module)}
+        inner = self._norms | self._attentions
+        self._blocks = {
+            name
+            for name, module in modules.items()
+            if name.rpartition(".")[2].isdigit()
+            and any(f"{name}.{child}" in inner for child, _ in module.named_children())
+        }
+        find_head: Any = getattr(model, "get_output_embeddings", None)
+        head = find_head() if callable(find_head) else None
+        self._ends = {None, root, *(name for name, module in modules.items() if module is head)}
+        self.found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        """What to module name (or LOSS, outside of all modules) to the dtypes it was computed in."""
+        self.ran: set[str] = set()
+        """Modules whose forward was entered."""
+        self._compiled: set[str] = set()
+        # By the storage's address, which the reference keeps from being given to another one.
+        self._of: dict[int, tuple[StorageWeakRef, _Known]] = {}
+
+    def see(self, where: str | None, name: str, args: Sequence[Any], output: Any) -> None:
+        """One operator, after it ran. where: the innermost module whose forward is running; None outside of all."""
+        if where in self._tables:
+            self._follow_table(where, name, args, output)
+            return
+        given = args[0] if args else None
+        result = output[0] if isinstance(output, tuple | list) and output else output
+        if not (_is_float(given) and isinstance(result, torch.Tensor)):
+            return
+        if where in self._norms and self._is_norm_step(where, name, args, result):
+            return
+        if name in _EXPONENTIALS:
+            self._know(result, _Known(_name(result), where, exponential=True))
+        elif name in _COPIES or (name in _WITH_NUMBER and not isinstance(args[1], torch.Tensor)):
+            self._copied(where, name, args, result)
+        elif name == "aten::sum":
+            known = self._known(given)
+            if known is not None and known.exponential:
+                what = LOSS_SUM if where in self._ends else SOFTMAX
+                self._found(what, where, _narrowest(known.dtype, _name(given), _name(result)))
+        elif name in _LOSSES:
+            self._found(LOSS_SUM, where, _narrowest(_name(given), _name(result), *self._narrowed_here(where, given)))
+        elif where is None:
+            return
+        elif name in _SOFTMAXES:
+            self._found(SOFTMAX, where, self._of_kernel(where, given))
+        elif name in _ANGLES:
+            self._found(ROTARY, where, _narrowest(*map(_name, filter(_is_float, args))))
+        elif name in _ADDS and where in self._blocks and args[1].shape == given.shape and given.dim() > 1:
+            self._found(RESIDUAL, where, _name(result))
+
+    def see_attention(self, where: str, kernel: str) -> None:
+        """A fused attention kernel. kernel: the operator's name, such as aten::_scaled_dot_product_flash_attention."""
+        if kernel == _FLEX:
+            self._compiled.add(where)
+            return
+        known = "scaled_dot_product_attention" if "_scaled_dot_product_" in kernel else kernel.rpartition("::")[2]
+        self._found(SOFTMAX, where, FUSED.format(kernel=known))
+
+    def see_matmul(self, where: str, dtypes: Sequence[str]) -> None:
+        """The operands' dtypes of a matmul, which are of interest in a router."""
+        if where in self._routers:
+            self.found[ROUTER][where].update(dtypes)
+
+    def forget(self) -> None:
+        """Between two forward passes: nothing of the one leads to the other."""
+        self._of.clear()
+
+    def report(self, promised: Mapping[str, str] | None = None, *, compiled: bool = False) -> dict[str, Any]:
+        """As plain types: what was computed how, what in a lower dtype than promised, and what could not be observed.
+
+        promised: module name to the dtype of its norm statistics where that is not FP32 (`Regions.dtypes`).
+        compiled: whether the steps that are not observed run a compiled graph instead.
+
+        {"computed": {what: {dtype: modules}}, "lower": [{"what", "computed", "promised", "modules"}],
+        "unobserved": [{"what", "why", "modules"}]}; the first has counts, the other two names.
+        """
+        computed: dict[str, dict[str, int]] = {}
+        lower: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+        for what in (what for what in (*JUDGED, ROUTER, RESIDUAL) if what in self.found):
+            counts: Counter[str] = Counter()
+            for name, dtypes in self.found[what].items():
+                promise = (promised or {}).get(name, "fp32") if what == NORM else "fp32"
+                counts.update(sorted(dtypes))
+                for dtype in dtypes:
+                    if what in JUDGED and not _is_narrow(promise) and _is_narrow(dtype):
+                        lower[what, dtype, promise].append(name)
+            computed[what] = dict(counts)
+        return {
+            "computed": computed,
+            "lower": [
+                {"what": what, "computed": dtype, "promised": promise, "modules": names}
+                for (what, dtype, promise), names in sorted(lower.items())
+            ],
+            "unobserved": self._unobserved(compiled),
+        }
+
+    def _unobserved(self, compiled: bool) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        if compiled:
+            why = "other steps run a compiled graph, which shows no operators; the blocks' own code was observed"
+            found.append({"what": "compiled blocks", "why": why, "modules": []})
+        if self._compiled:
+            why = "flex_attention is a compiled graph, which shows no operators"
+            found.append({"what": SOFTMAX, "why": why, "modules": sorted(self._compiled)})
+        expected = {SOFTMAX: self._attentions - self._compiled, NORM: self._norms, ROTARY: self._tables}
+        for what, modules in expected.items():
+            silent = sorted(
+                (modules & self.ran) - self.found[what].keys() if what in self.found else modules & self.ran
+            )
+            if silent:
+                found.append({"what": what, "why": _OWN, "modules": silent})
+        if self.ran and LOSS_SUM not in self.found:
+            found.append({"what": LOSS_SUM, "why": _OWN, "modules": []})
+        return found
+
+    def _found(self, what: str, where: str | None, dtype: str) -> None:
+        self.found[what][LOSS if where is None else where].add(dtype)
+
+    def _is_norm_step(self, where: str | None, name: str, args: Sequence[Any], result: torch.Tensor) -> bool:
+        given = args[0]
+        if name in _NORM_KERNELS:
+            self._found(NORM, where, self._of_kernel(where, given))
+            return True
+        if name not in _NORM_STEPS and not (name == "aten::mul" and self._is_square(where, *args[:2])):
+            return False
+        self._found(NORM, where, _narrowest(_name(given), _name(result), *self._narrowed_here(where, given)))
+        return True
+
+    def _is_square(self, where: str | None, one: torch.Tensor, other: Any) -> bool:
+        if one is other:
+            return True
+        narrowed = [_is_float(item) and bool(self._narrowed_here(where, item)) for item in (one, other)]
+        return all(narrowed) and one.shape == other.shape
+
+    def _of_kernel(self, where: str | None, given: torch.Tensor) -> str:
+        """Of a kernel that adds up in FP32: its operand's dtype only if the operand was narrowed for it, here."""
+        narrowed = self._narrowed_here(where, given)
+        return narrowed[0] if narrowed else KERNEL if _is_narrow(_name(given)) else _name(given)
+
+    def _narrowed_here(self, where: str | None, given: torch.Tensor) -> list[str]:
+        known = self._known(given)
+        return [known.dtype] if known is not None and known.where == where and _is_narrow(known.dtype) else []
+
+    def _copied(self, where: str | None, name: str, args: Sequence[Any], result: torch.Tensor) -> None:
+        source = args[1] if name == "aten::copy_" else args[0]
+        if not _is_float(source):
+            return
+        known = self._known(source)
+        if known is not None:
+            self._know(result, replace(known, dtype=_narrowest(known.dtype, _name(result))))
+        elif _is_narrow(_name(result)) and not _is_narrow(_name(source)):
+            self._know(result, _Known(_name(result), where))
+
+    def _follow_table(self, where: str | None, name: str, args: Sequence[Any], output: Any) -> None:
+        """In a module that makes a rotary table each operator counts: all of it leads to cos and sin."""
+        if not isinstance(output, torch.Tensor):
+            return
+        listed = (item for given in args for item in (given if isinstance(given, tuple | list) else (given,)))
+        dtypes = [self._narrowest_of(item) for item in listed if _is_float(item)]
+        if name in _ANGLES:
+            self._found(ROTARY, where, _narrowest(*dtypes))
+        if _is_float(output):
+            self._know(output, _Known(_narrowest(*dtypes, _name(output)), where))
+
+    def _narrowest_of(self, tensor: torch.Tensor) -> str:
+        known = self._known(tensor)
+        return known.dtype if known is not None else _rounded_to(tensor) or _name(tensor)
+
+    def _know(self, tensor: torch.Tensor, known: _Known) -> None:
+        storage = tensor.untyped_storage()
+        self._of[storage._cdata] = (StorageWeakRef(storage), known)
+
+    def _known(self, tensor: torch.Tensor) -> _Known | None:
+        found = self._of.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+
+def over_ranks(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The first rank's report, with what any rank computed in a lower dtype. reports: by rank."""
+    lower: dict[tuple[str, str, str], dict[str, None]] = {}
+    for report in reports:
+        for entry in report["lower"]:
+            named = lower.setdefault((entry["what"], entry["computed"], entry["promised"]), {})
+            named.update(dict.fromkeys(entry["modules"]))
+    entries = [
+        {"what": what, "computed": dtype, "promised": promise, "modules": list(names)}
+        for (what, dtype, promise), names in lower.items()
+    ]
+    return {**reports[0], "lower": entries}
+
+
+def _makes_table(module: torch.nn.Module) -> bool:
+    named = any(word in type(module).__name__.lower() for word in ("rotary", "rope"))
+    frequencies = any("inv_freq" in name for name, _ in module.named_buffers(recurse=False))
+    return (named or frequencies) and next(module.parameters(), None) is None
+
+
+def _rounded_to(tensor: torch.Tensor) -> str | None:
+    """The 16-bit dtype that all of an FP32 tensor's values were rounded to, by the values; None where there is none.
+
+    Integers and powers of two are the same in any dtype: three others at least have to be exact in 16 bits.
+    """
+    values = tensor.detach()
+    if values.dtype != torch.float32 or values.numel() > _MOST_FREQUENCIES:
+        return None
+    telling = (values != values.round()) & (torch.frexp(values).mantissa.abs() != 0.5)
+    if int(telling.sum()) < 3:
+        return None
+    return next((name for name in ("bf16", "fp16") if torch.equal(values.to(DTYPES[name]).float(), values)), None)
+
+
+def _is_float(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+
+
+def _narrowest(*dtypes: str) -> str:
+    return min(dtypes, key=lambda dtype: _WIDTHS.index(dtype) if dtype in _WIDTHS else len(_WIDTHS))
+
+
+def _is_narrow(dtype: str) -> bool:
+    return dtype in ("fp8", "bf16", "fp16")

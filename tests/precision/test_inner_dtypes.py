@@ -1,0 +1,322 @@
+"""Where the sums inside a step were rounded: sound models show no lower dtype, planted ones show it by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from modeling.activation_checkpointing import apply_activation_checkpointing
+from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
+from modeling.log_probs import token_log_probs
+from precision.dtypes import DTYPES
+from precision.findings import LOSS
+from precision.inner_dtypes import KERNEL, LOSS_SUM, NORM, RESIDUAL, ROTARY, ROUTER, SOFTMAX, InnerDtypes
+from precision.manifest import Manifest, load_manifest
+from precision.observe import ROOT, Observation
+from precision.regions import Regions
+from tests.support.small_models import small_model
+
+IDS = torch.arange(2 * 16).reshape(2, 16)
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+FUSED = "inside scaled_dot_product_attention, by its kernel"
+
+
+def sound(family: str, attention: str, path: str, compute: str = "bf16", **config: Any) -> tuple[PreTrainedModel, Any]:
+    """A model as a path of `precision.path` has it, and the dtypes that its regions were promised."""
+    model = small_model(family, attention, **config).train()
+    if path == "manifest":
+        return model, Regions(model, Manifest(compute, (), Path("m.json"))).dtypes  # type: ignore[arg-type]
+    for parameter in model.parameters():  # as DeepSpeed casts: buffers keep their dtype
+        parameter.data = parameter.data.to(DTYPES[compute])
+    return model, None
+
+
+def observed(model: PreTrainedModel, promised: Any = None, loss: Loss = label_loss_sum) -> dict[str, Any]:
+    """The report on forward, loss and backward."""
+    with Observation(model) as seen:
+        loss(model(IDS, use_cache=False).logits, IDS).backward()
+    assert seen.inner is not None
+    return seen.inner.report(promised)
+
+
+def lower(report: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
+    return [(found["what"], found["computed"], found["modules"]) for found in report["lower"]]
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("path", ["cast", "manifest"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma3_text", "mixtral"])
+def test_a_sound_model_computes_nothing_in_a_lower_dtype(family: str, attention: str, path: str, compute: str) -> None:
+    model, promised = sound(family, attention, path, compute)
+    report = observed(model, promised)
+    assert report["lower"] == report["unobserved"] == []
+    found = report["computed"]
+    norms = {"llama": 5, "gpt2": 5, "qwen3": 9, "gemma3_text": 13, "mixtral": 5}[family]
+    kernels = family == "gpt2" and path == "cast"  # its LayerNorm and softmax get 16 bits
+    assert found[NORM] == {KERNEL if kernels else "fp32": norms}
+    scores = FUSED if attention == "sdpa" else KERNEL if kernels else "fp32"
+    assert found[SOFTMAX] == (
+        {scores: 2} if family != "mixtral" else {"fp32": 4} if scores == "fp32" else {scores: 2, "fp32": 2}
+    )
+    assert found[LOSS_SUM] == {"fp32": 1}
+    assert found.get(ROTARY) == (None if family == "gpt2" else {"fp32": 1})
+    assert found.get(ROUTER) == ({compute: 2} if family == "mixtral" else None)
+    assert found[RESIDUAL] == {compute if path == "cast" else "fp32": 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_torchs_kernels_do_with_16_bits(dtype: torch.dtype) -> None:
+    """Against FP64 on the same values: a kernel rounds once, the same written out more often.
+
+    And eager attention's softmax, in FP32 and rounded, gives the kernel's bits: there is no difference to be found.
+    """
+    values = torch.randn(64, 2048, generator=torch.Generator().manual_seed(0)).mul(2).to(dtype)
+    exact = values.double()
+    root = values.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
+    powers = (values - values.amax(-1, keepdim=True)).exp()
+    one = 0.53  # of a unit in the last place: half of it is rounding once
+    for kernel, composed, wanted in (
+        (values.softmax(-1), powers / powers.sum(-1, keepdim=True), exact.softmax(-1)),
+        (functional.layer_norm(values, (2048,)), None, functional.layer_norm(exact, (2048,))),
+        (functional.rms_norm(values, (2048,), eps=1e-6), values * root, functional.rms_norm(exact, (2048,), eps=1e-6)),
+    ):
+        assert units(kernel, wanted) < one
+        assert composed is None or units(composed, wanted) > 1.2
+    assert torch.equal(values.softmax(-1), values.softmax(-1, dtype=torch.float32).to(dtype))
+
+
+def units(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest error in units in the last place of `found`'s dtype at the exact value, of normal numbers."""
+    bits = 8 if found.dtype == torch.bfloat16 else 11
+    exponent = torch.frexp(exact.abs().clamp(min=2.0**-14)).exponent
+    return float(((found.double() - exact).abs() / torch.ldexp(torch.ones_like(exact), exponent - bits)).max())
+
+
+def eager_with(softmax: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """Attention whose scores go through `softmax`; causal."""
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **rest: Any) -> Any:
+        groups = module.num_key_value_groups
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+        hidden = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
+        weights = softmax((query @ key.mT * scaling).masked_fill(hidden, -1e4)).to(value.dtype)
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+
+    return attend
+
+
+def by_hand(scores: torch.Tensor) -> torch.Tensor:
+    scores = scores.to(torch.bfloat16)
+    powers = (scores - scores.amax(-1, keepdim=True)).exp()
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def widened_between(scores: torch.Tensor) -> torch.Tensor:
+    """exp in 16 bits, the sum in FP32."""
+    powers = (scores.bfloat16() - scores.bfloat16().amax(-1, keepdim=True)).exp().unsqueeze(0)[0].float()
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def narrowed_first(scores: torch.Tensor) -> torch.Tensor:
+    """torch's kernel, on wide scores that are narrowed for it."""
+    return scores.float().mul(1.0).bfloat16().softmax(-1)
+
+
+def widened_again(scores: torch.Tensor) -> torch.Tensor:
+    return scores.float().mul(1.0).bfloat16().float().softmax(-1)
+
+
+@pytest.mark.parametrize("softmax", [by_hand, widened_between, narrowed_first, widened_again])
+@pytest.mark.parametrize("path", ["cast", "manifest"])
+def test_a_softmax_in_16_bits_is_named(path: str, softmax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, promised = sound("llama", "eager", path)
+    sick = model.get_submodule("model.layers.1.self_attn")
+    planted, healthy = eager_with(softmax), eager_with(lambda scores: scores.softmax(-1, dtype=torch.float32))
+
+    def attend(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return (planted if module is sick else healthy)(module, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "eager", attend)
+    report = observed(model, promised)
+    assert lower(report) == [(SOFTMAX, "bf16", ["model.layers.1.self_attn"])]
+    assert report["computed"][SOFTMAX] == {"fp32": 1, "bf16": 1}
+
+
+def test_torchs_softmax_on_scores_that_are_16_bits_anyway_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives the bits of the reference path (above), and is shown as what it is."""
+    model, _ = sound("llama", "eager", "cast")
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "eager", eager_with(lambda scores: scores.bfloat16().softmax(-1)))
+    report = observed(model)
+    assert report["computed"][SOFTMAX] == {KERNEL: 2} and report["lower"] == []
+
+
+def coarse_norm(module: Any, statistic: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        normed = hidden_states.float() * statistic(hidden_states).float()
+        return module.weight * normed.to(hidden_states.dtype)
+
+    return forward
+
+
+STATISTICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all": lambda x: torch.rsqrt(x.bfloat16().pow(2).mean(-1, keepdim=True) + 1e-6),
+    "squares": lambda x: torch.rsqrt(x.bfloat16().square().float().mean(-1, keepdim=True) + 1e-6),
+    "product": lambda x: torch.rsqrt((x.bfloat16() * x.bfloat16()).float().mean(-1, keepdim=True) + 1e-6),
+    "mean": lambda x: torch.rsqrt(x.float().pow(2).bfloat16().mean(-1, keepdim=True).float() + 1e-6),
+    "rounded": lambda x: torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True).bfloat16().float() + 1e-6),
+    "norm": lambda x: 1 / (x.bfloat16().norm(dim=-1, keepdim=True).float() / 32**0.5 + 1e-6),
+}
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("path", ["cast", "manifest"])
+def test_a_norms_statistic_in_16_bits_is_named(path: str, statistic: str) -> None:
+    model, promised = sound("llama", "sdpa", path)
+    name = "model.layers.0.post_attention_layernorm"
+    sick: Any = model.get_submodule(name)
+    sick.forward = coarse_norm(sick, STATISTICS[statistic])
+    assert lower(observed(model, promised)) == [(NORM, "bf16", [name])]
+
+
+def test_norms_of_all_layers_are_all_named() -> None:
+    model, _ = sound("qwen3", "sdpa", "cast")
+    norms: dict[str, Any] = {name: module for name, module in model.named_modules() if name.endswith("norm")}
+    for norm in norms.values():
+        norm.forward = coarse_norm(norm, STATISTICS["all"])
+    [(what, computed, named)] = lower(observed(model))
+    assert (what, computed, set(named)) == (NORM, "bf16", set(norms))
+
+
+def test_a_norm_that_a_manifest_puts_into_16_bits_keeps_its_promise(tmp_path: Path) -> None:
+    rule = '{"module_class": "*Norm", "compute": "bf16", "reason": "a trial"}'
+    (tmp_path / "m.json").write_text(f'{{"default": "bf16", "rules": [{rule}]}}', encoding="utf-8")
+    model = small_model("gpt2", "sdpa").train()
+    regions = Regions(model, load_manifest(tmp_path / "m.json"))
+    assert observed(model, regions.dtypes)["lower"] == []
+    assert lower(observed(model)) == [(NORM, "bf16", [name for name, kind in regions.dtypes.items() if "ln_" in name])]
+
+
+def flat(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.bfloat16().flatten(0, 1), labels.flatten()
+
+
+LOSSES: dict[str, Loss] = {
+    "sum of exp": lambda x, y: (
+        -(x.bfloat16() - x.bfloat16().exp().sum(-1, keepdim=True).log()).gather(-1, y[..., None]).sum()
+    ),
+    "exp only": lambda x, y: (x.bfloat16().exp_().float().sum(-1).log() - x.gather(-1, y[..., None])[..., 0]).sum(),
+    "logsumexp": lambda x, y: (x.bfloat16().logsumexp(-1).float() - x.float().gather(-1, y[..., None])[..., 0]).sum(),
+    "log_softmax": lambda x, y: -x.bfloat16().log_softmax(-1).float().gather(-1, y[..., None]).sum(),
+    "cross_entropy": lambda x, y: functional.cross_entropy(*flat(x, y), reduction="sum"),
+    "narrowed": lambda x, y: functional.cross_entropy(flat(x.float(), y)[0].float(), y.flatten(), reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_in_16_bits_is_named(loss: str) -> None:
+    model, _ = sound("llama", "sdpa", "cast")
+    if loss == "narrowed":  # on the cast path logits are 16 bits: rounding them again changes nothing
+        model.float()
+    assert lower(observed(model, loss=LOSSES[loss])) == [(LOSS_SUM, "bf16", [LOSS])]
+
+
+@pytest.mark.parametrize("kind", ["whole", "chunked", "log probabilities"])
+def test_the_losses_of_the_tasks_add_up_in_fp32(kind: str) -> None:
+    model, _ = sound("llama", "sdpa", "cast")
+    if kind == "chunked":
+        head: Any = model.get_output_embeddings()
+        head.forward = lambda hidden: linear_cross_entropy_sum(hidden, Head(head.weight, None), IDS, chunk_tokens=8)
+        report = observed(model, loss=lambda loss, _: loss)
+    elif kind == "whole":
+        report = observed(model)
+    else:
+        report = observed(model, loss=lambda logits, labels: -token_log_probs(logits, labels, ignored=-100).sum())
+    assert report["computed"][LOSS_SUM] == {"fp32": 1}
+    assert report["lower"] == report["unobserved"] == []
+
+
+def positions_in_bf16(rotary: Any) -> None:
+    own = rotary.forward
+    rotary.forward = lambda x, position_ids: own(x, position_ids=position_ids.bfloat16())
+
+
+def frequencies_in_bf16(rotary: Any) -> None:
+    rotary.inv_freq = rotary.inv_freq.bfloat16()
+
+
+def frequencies_rounded_before(rotary: Any) -> None:
+    rotary.inv_freq.copy_(rotary.inv_freq.bfloat16())
+
+
+def angles_in_bf16(rotary: Any) -> None:
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = (position_ids[..., None].float() * rotary.inv_freq).bfloat16().repeat(1, 1, 2).float()
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+    rotary.forward = forward
+
+
+@pytest.mark.parametrize("plant", [positions_in_bf16, frequencies_in_bf16, frequencies_rounded_before, angles_in_bf16])
+@pytest.mark.parametrize("path", ["cast", "manifest"])
+def test_a_rotary_table_of_16_bits_is_named(path: str, plant: Callable[[Any], None]) -> None:
+    model, promised = sound("llama", "sdpa", path, head_dim=16)
+    plant(model.get_submodule("model.rotary_emb"))
+    assert lower(observed(model, promised)) == [(ROTARY, "bf16", ["model.rotary_emb"])]
+
+
+@pytest.mark.parametrize(("mode", "reentrant"), [("full", False), ("full", True), ("ops", False)])
+def test_recomputation_shows_the_same(mode: Any, reentrant: bool) -> None:
+    model, _ = sound("llama", "eager", "cast")
+    norm: Any = model.get_submodule("model.layers.1.input_layernorm")
+    norm.forward = coarse_norm(norm, STATISTICS["all"])
+    plain = observed(model)
+    assert lower(plain) == [(NORM, "bf16", ["model.layers.1.input_layernorm"])]
+    apply_activation_checkpointing(model, mode, reentrant=reentrant)
+    assert observed(model) == plain
+
+
+def test_what_shows_no_operator_is_said_and_not_guessed() -> None:
+    class Opaque(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(x.numpy() / 2)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            return gradients[0] / 2
+
+    model, _ = sound("llama", "sdpa", "cast")
+    model.float()
+    norm: Any = model.get_submodule("model.norm")
+    norm.forward = Opaque.apply
+    with Observation(model) as seen:
+        model(IDS, use_cache=False)
+    assert seen.inner is not None
+    unobserved = {entry["what"]: entry for entry in seen.inner.report(compiled=True)["unobserved"]}
+    assert unobserved[NORM]["modules"] == ["model.norm"] and "a kernel of its own" in unobserved[NORM]["why"]
+    assert "compiled graph" in unobserved["compiled blocks"]["why"]
+    assert LOSS_SUM in unobserved and SOFTMAX not in unobserved
+    inner = InnerDtypes(model, root=ROOT)
+    inner.ran.add("model.layers.0.self_attn")
+    inner.see_attention("model.layers.0.self_attn", "flex_attention")
+    entry = inner.report()["unobserved"][0]
+    assert (entry["what"], entry["modules"]) == (SOFTMAX, ["model.layers.0.self_attn"])
+    assert "flex_attention" in entry["why"]
+
+
+def test_a_norm_may_follow_one_that_returns_16_bits() -> None:
+    """What one module narrowed as its own output is the next one's input, not narrowed for its statistic."""
+    model, _ = sound("llama", "sdpa", "cast")
+    norm: Any = model.get_submodule("model.layers.0.input_layernorm")
+    embed: Any = model.get_submodule("model.embed_tokens")
+    own = embed.forward
+    embed.forward = lambda ids: own(ids).float().mul(1.0).bfloat16()
+    assert norm is not None and observed(model)["lower"] == []

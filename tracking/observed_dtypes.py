@@ -1,0 +1,43 @@
+"""What a `precision` event says about the sums inside a step, as text: `precision/inner_dtypes.py` writes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAMED = 3
+"""Modules that a line names."""
+
+
+def lower_than_promised(event: dict[str, Any]) -> list[str]:
+    """What was computed in a lower dtype than promised, a line each with its modules; none in a sound run."""
+    return [
+        f"{entry['what']} in {entry['computed']} where {entry['promised']} is promised: {_some(entry['modules'])}"
+        for entry in _part(event, "lower", list)
+    ]
+
+
+def computed(event: dict[str, Any]) -> list[tuple[str, str]]:
+    """(what, the dtypes that it was computed in and in how many modules each)."""
+    found = _part(event, "computed", dict).items()
+    return [(what, "; ".join(f"{dtype} ({count:,})" for dtype, count in dtypes.items())) for what, dtypes in found]
+
+
+def unobserved(event: dict[str, Any]) -> list[tuple[str, str]]:
+    """(what, why it could not be observed, and in which modules)."""
+    found = []
+    for entry in _part(event, "unobserved", list):
+        names = f" ({_some(entry['modules'])})" if entry["modules"] else ""
+        found.append((entry["what"], f"not observable{names}: {entry['why']}"))
+    return found
+
+
+def _part(event: dict[str, Any], name: str, kind: type) -> Any:
+    """A part of `inner`, which older events do not have."""
+    inner = event.get("inner")
+    part = inner.get(name) if isinstance(inner, dict) else None
+    return part if isinstance(part, kind) else kind()
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(map(str, names[:NAMED])) + more
