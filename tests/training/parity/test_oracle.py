@@ -24,6 +24,7 @@ from training.parity.oracle.judge import Judged, judge
 from training.parity.oracle.rules import permuted, schedule
 from training.schedule import learning_rate
 
+SLOW = pytest.mark.slow
 APART = ("data.document_masking=true", "batch.micro_size=1", "run.steps=4", "data.source=jsonl")
 """Micro-batches with different numbers of labels: of short documents that are kept apart."""
 
@@ -65,11 +66,11 @@ def test_a_run_in_fp32_is_what_it_computes(finished: Path) -> None:
     [
         (*APART, "deepspeed.stage=3", "optimizer.gradient_clipping=0.05"),
         pytest.param(("precision.compute=bf16", "deepspeed.stage=2"), id="bf16"),
-        pytest.param(("precision.compute=fp16", "deepspeed.stage=1"), id="fp16", marks=pytest.mark.slow),
+        pytest.param(("precision.compute=fp16", "deepspeed.stage=1"), id="fp16", marks=SLOW),
         pytest.param(
             ("optimizer.name=sgd", "optimizer.groups=[{match: '*mlp*', learning_rate: 0.1, weight_decay: 0.3}]"),
             id="sgd",
-            marks=pytest.mark.slow,
+            marks=SLOW,
         ),
     ],
 )
@@ -78,12 +79,12 @@ def test_so_are_runs_of_other_configs(folder: Path, overrides: tuple[str, ...]) 
     assert found.holds, found.lines()
 
 
-@pytest.mark.parametrize("packing", ["best_fit", pytest.param("none", marks=pytest.mark.slow)])
-def test_so_are_runs_on_chats(folder: Path, packing: str) -> None:
+@pytest.mark.parametrize(("packing", "loss"), [("best_fit", "row"), pytest.param("none", "token", marks=SLOW)])
+def test_so_are_runs_on_chats(folder: Path, packing: str, loss: str) -> None:
     base, rows = write_base(folder / f"base-{packing}"), write_chats(folder / f"{packing}.jsonl", 80)
     data = f"data={{source: auto, path: {rows}, tokenizer: model, sequence_length: {LENGTH}, packing: {packing}}}"
     model = ("model.architecture=null", "model.config={}", f"model.name_or_path={base}")
-    found = judged(folder, f"chats-{packing}", "task=sft", *model, data)
+    found = judged(folder, f"chats-{packing}", "task=sft", f"sft.loss={loss}", *model, data)
     assert found.holds, found.lines()
 
 
@@ -92,7 +93,7 @@ def test_so_are_runs_on_chats(folder: Path, packing: str) -> None:
     [
         ("late_rate", {"learning rate", "masters", "distance moved"}),
         ("mean_of_means", {"norm", "masters"}),
-        pytest.param("swapped_batches", {"samples"}, marks=pytest.mark.slow),
+        pytest.param("swapped_batches", {"samples"}, marks=SLOW),
     ],
 )
 def test_a_mistake_that_both_twins_of_a_gate_would_share_is_named(folder: Path, mistake: str, named: set[str]) -> None:

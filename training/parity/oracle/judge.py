@@ -126,6 +126,7 @@ def _require_known(config: Config) -> None:
         ("data.sources", "given", not config.data.sources),
         ("model.balance_loss", model.balance_loss, not model.balance_loss),
         ("model.router_z_loss", model.router_z_loss, not model.router_z_loss),
+        ("sft.neftune_alpha", config.sft.neftune_alpha, not config.sft.neftune_alpha),
     ):
         if not known:
             raise UserError(f"{key} = {value}: the oracle does not compute it")
@@ -195,14 +196,18 @@ class _Oracle:
         log(f"{where}: loss {loss:.8g}, recorded {event['loss']:.8g}; norm {norm:.6g}, {event['grad_norm']:.6g}")
 
     def _gradients(self, ids: Sequence[int]) -> float:
-        """The mean loss over all labels of a global batch [nats], whose gradient is left in the parameters."""
-        total = sum(int((labels != IGNORED).sum()) for _, labels in self._order.sequences(ids))
-        loss = 0.0
-        for inputs, labels in self._order.sequences(ids):
-            if not bool((labels != IGNORED).any()):
+        """The loss of a global batch [nats], whose gradient is left in the parameters: the mean over all its labels.
+
+        With sft.loss = row it is the mean over its rows of each row's mean.
+        """
+        counts = [int((labels != IGNORED).sum()) for _, labels in self._order.sequences(ids)]
+        by_row, rows, loss = self._config.sft.loss == "row", sum(count > 0 for count in counts), 0.0
+        for count, (inputs, labels) in zip(counts, self._order.sequences(ids), strict=True):
+            if not count:
                 continue
             logits = self._model(input_ids=inputs[None], use_cache=False).logits[0].double()
-            part = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / total
+            part = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+            part = part / (rows * count if by_row else sum(counts))
             part.backward()
             loss += float(part.detach())
         return loss
