@@ -29,6 +29,14 @@ _OWNED_MODEL_ARGUMENTS = {
 
 _OF_DOCUMENTS = ("text", "megatron")
 """Sources that have no rows."""
+
+_QUANTISING = ("quantization_config", "load_in_4bit", "load_in_8bit")
+QUANTISED_BASES = (
+    "4-bit and 8-bit bases are not supported; give the model in BF16, FP16 or FP32 (adapter.kind = lora holds it once, "
+    "in precision.compute)"
+)
+"""What is said of a base that is quantised, or shall be."""
+
 _LONGEST_NAME = 200  # bytes: file systems take 255, and a renamed or partial folder's name is longer
 
 Problem = tuple[str, str]
@@ -81,6 +89,9 @@ def _model(config: Config) -> Iterator[Problem]:
     for argument, owner in _OWNED_MODEL_ARGUMENTS.items():
         if argument in model.config:
             yield f"model.config.{argument}", f"is decided by {owner}; remove it here and set {owner}"
+    for argument in _QUANTISING:
+        if argument in model.config:
+            yield f"model.config.{argument}", f"asks for a quantised base; remove it: {QUANTISED_BASES}"
 
 
 def _routers(config: Config) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from config.errors import UserError, one_line
+from config.rules import QUANTISED_BASES
 from config.schema import ModelSection
 from config.task import CAUSAL_LM, KINDS
 
@@ -235,9 +236,22 @@ def _saved_config(section: ModelSection, model_class: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"model.name_or_path = {section.name_or_path}: {one_line(error)}") from error
+    _refuse_quantised(section, config)
     _check_keys(section.config, config, model_class)
     config.update(section.config)
     return config
+
+
+def _refuse_quantised(section: ModelSection, config: PretrainedConfig) -> None:
+    """transformers would ask for a package, or make other weights of them without a word."""
+    for shape in (config, config.get_text_config()):
+        found = getattr(shape, "quantization_config", None)
+        if found:
+            method = found.get("quant_method", "of unknown method") if isinstance(found, dict) else type(found).__name__
+            raise UserError(
+                f"model.name_or_path = {section.name_or_path}: its weights are quantised (quantization_config in "
+                f"config.json: {method}); {QUANTISED_BASES}"
+            )
 
 
 def _new_config(

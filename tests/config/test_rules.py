@@ -70,6 +70,10 @@ REFUSED = [
     (["schedule={name: wsd, warmup_steps: 90}"], "schedule.decay_fraction = 0.2 of run.steps = 100 leaves no room"),
     (["task=distill"], "distill.teacher is missing for task = distill; name a model folder or a hub id"),
     (["task=distill", "distill.teacher=./gone"], "distill.teacher = './gone' is not a folder"),
+    (
+        ["model.config={load_in_4bit: true}"],
+        "model.config.load_in_4bit asks for a quantised base; remove it: 4-bit and",
+    ),
     (["sft.neftune_alpha=5"], "sft.neftune_alpha = 5.0 is only read by task = sft; remove it, or set task=sft"),
     (["sft.loss=row"], "sft.loss = row is only read by task = sft; remove it, or set task=sft"),
     (["distill.teacher=gpt2"], "distill.teacher = gpt2 is only read by task = distill"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -129,3 +130,23 @@ def test_a_mistake_is_one_line(section, message):
     with pytest.raises(UserError, match=message) as caught:
         build(section)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"load_in_4bit": True, "quant_method": "bitsandbytes"},
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},  # transformers makes BF16 of it on a CPU, unasked
+    ],
+)
+def test_a_quantised_base_is_refused(tmp_path, given):
+    build(ModelSection(architecture="llama", config=LLAMA)).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**saved, "quantization_config": given}), encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        build(ModelSection(name_or_path=str(tmp_path)))
+    assert str(caught.value) == (
+        f"model.name_or_path = {tmp_path}: its weights are quantised (quantization_config in config.json: "
+        f"{given['quant_method']}); 4-bit and 8-bit bases are not supported; give the model in BF16, FP16 or FP32 "
+        "(adapter.kind = lora holds it once, in precision.compute)"
+    )
