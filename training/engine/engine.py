@@ -243,7 +243,8 @@ class Engine:
         rows = self.world.gather(torch.cat(parts)).tolist()
         own, sources = len(self.objective.sums), len(outcome.sources)
         sums = [sum(column) for column in zip(*(row[10:] for row in rows), strict=True)]
-        lost, counted = sums[len(sums) - 2 * sources : len(sums) - sources], sums[len(sums) - sources :]
+        after = len(sums) - 2 * sources
+        routed, lost, counted = sums[own:after], sums[after : after + sources], sums[after + sources :]
         require_equal("the gradient norm", [row[2] for row in rows])
         for column, what in (
             (5, "the loss scale"),
@@ -259,7 +260,7 @@ class Engine:
             scales_dynamically=self.scales_dynamically,
             scale_at_minimum=self.scale_at_minimum,
             memory_bytes=int(max(row[3] for row in rows)),
-            metrics=self.objective.metrics(sums[:own], rows[0][1]) | dict(zip(METRICS, sums[own:], strict=False)),
+            metrics=self.objective.metrics(sums[:own], rows[0][1]) | dict(zip(METRICS, routed, strict=False)),
             loss_by_source={
                 name: loss / count for name, loss, count in zip(outcome.sources, lost, counted, strict=True) if count
             },

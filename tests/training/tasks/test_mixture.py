@@ -69,5 +69,6 @@ def test_a_job_on_a_mixture_records_each_source(pair: ProcessGroup, folder: Path
         assert losses.keys() == {name for name, count in labels.items() if count}
         mean = sum(labels[name] * loss for name, loss in losses.items()) / sum(labels.values())
         assert mean == pytest.approx(step["loss"], rel=1e-6)
+        assert "metrics" not in step  # it has no experts
     evals = [event for event in events if event["event"] == "eval"]
     assert [event["by_source"].keys() for event in evals] == [{"a", "b"}] * 2
