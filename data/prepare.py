@@ -279,7 +279,8 @@ def _no_training_text(data: DataSection, source: Source, held_out: int, skipped:
             "drawn for validation. Set it to 0 or give more documents."
         )
     left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "none"
-    return UserError(f"{source.label}: holds no document with text (left out: {left_out}). Point it at text.")
+    what = "text" if source.ids_field is None else "tokens"
+    return UserError(f"{source.label}: holds no document with {what} (left out: {left_out}). Point it at {what}.")
 
 
 class _AllHeldOut(UserError):

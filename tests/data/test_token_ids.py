@@ -176,6 +176,13 @@ def test_ids_that_name_what_megatron_has_not(tmp_path: Path) -> None:
         prepare(data, progress=False)
 
 
+def test_nothing_but_empty_documents(tmp_path: Path) -> None:
+    indexed_dataset.write(tmp_path / "a", [[], [[]], [[256]]])
+    data = DataSection(source="megatron", path=str(tmp_path / "a"), tokenizer="bytes", cache_dir=str(tmp_path))
+    with pytest.raises(UserError, match=r"holds no document with tokens \(left out: 3 no tokens\)"):
+        prepare(data, progress=False)
+
+
 def test_tokenized_and_other_sources_are_mixed(section: DataSection, tmp_path: Path) -> None:
     indexed_dataset.write(tmp_path / "a", [[[number % 256 for number in range(3000)]]])
     path = jsonl(tmp_path / "a.jsonl", [{"ids": [7] * 2000}])
