@@ -45,7 +45,9 @@ def rows_of_data(data: str, config: Config, tokenizer: Path, count: int = ROWS) 
         chosen = load_config(Path(data), [], None)
     else:
         kind = _kind(data)
-        section = dataclasses.replace(config.data, path=data, source=kind, sources=(), name=None)
+        section = dataclasses.replace(
+            config.data, path=data, source=kind, sources=(), name=None, document_separator=None
+        )
         chosen = dataclasses.replace(config, data=section, task="pretrain" if kind == "text" else config.task)
         if not Path(data).expanduser().exists():
             raise UserError(f"--compare-logits {data}: is not there; give a run config or a file of rows or text")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ def test_rows_are_those_of_the_data_that_is_named(chats: Path) -> None:
     (chats / "other.yaml").write_text(yaml.safe_dump(written))
     of_config = rows_of_data(str(chats / "other.yaml"), config, chats / "base", 5)
     assert {tokenizer.decode(row[0]) for row in of_config} == texts
+
+
+def test_a_text_file_is_read_whatever_separated_the_run_s_documents(chats: Path) -> None:
+    config = resolve(chats, overrides=("data.packing=none",)).config
+    split = replace(config, data=replace(config.data, document_separator="\n==\n"))
+    (chats / "plain.txt").write_text("some words " * 40)
+    assert len(rows_of_data(str(chats / "plain.txt"), split, chats / "base", 1)) == 1
 
 
 SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
