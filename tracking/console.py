@@ -20,7 +20,7 @@ from rich.text import Text
 
 from config.printable import line
 from tracking.events import Event, describe_event, format_scale
-from tracking.observed_dtypes import lower_than_promised
+from tracking.observed_dtypes import computed, lower_than_promised
 from tracking.terminal import console
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -58,6 +58,7 @@ class ConsoleSink:
         self._fp16 = False
         self._blocks = _BLOCKS if _can_print(_BLOCKS, self._stream) else ""
         self._skipped: list[Event] = []  # a skipped step and what followed from it, until all of it is known
+        self._dtypes = ""
         self._progress: _Progress | None = None
         self._task: TaskID | None = None
 
@@ -78,8 +79,16 @@ class ConsoleSink:
             case "scale" | "nonfinite" | "incident" | "eval" | "checkpoint":
                 self.print_line(f"step {event['step']}: {describe_event(event)}")
             case "precision":
-                for found in lower_than_promised(event):
-                    self.print_line(f"step {event['step']}: {found}")
+                self._on_precision(event)
+
+    def _on_precision(self, event: Event) -> None:
+        """The dtypes inside the modules, when they are not those of the last time; in every case what is too low."""
+        dtypes = "; ".join(f"{what} {' and '.join(found)}" for what, found in computed(event).items())
+        if dtypes and dtypes != self._dtypes:
+            self.print_line(f"step {event['step']}: seen inside the modules: {dtypes}")
+            self._dtypes = dtypes
+        for found in lower_than_promised(event):
+            self.print_line(f"step {event['step']}: {found}")
 
     def print_line(self, text: str) -> None:
         """Print `text` on one line above the live line."""

@@ -16,10 +16,10 @@ def lower_than_promised(event: dict[str, Any]) -> list[str]:
     ]
 
 
-def computed(event: dict[str, Any]) -> list[tuple[str, str]]:
-    """(what, the dtypes that it was computed in and in how many modules each)."""
-    found = _part(event, "computed", dict).items()
-    return [(what, "; ".join(f"{dtype} ({count:,})" for dtype, count in dtypes.items())) for what, dtypes in found]
+def computed(event: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """What, to the dtypes that it was computed in, to the modules that did."""
+    found: dict[str, dict[str, int]] = _part(event, "computed", dict)
+    return found
 
 
 def unobserved(event: dict[str, Any]) -> list[tuple[str, str]]:

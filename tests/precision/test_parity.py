@@ -12,7 +12,7 @@ import pytest
 
 from config.schema import LossScaleSection, ParitySection
 from precision.loss_scale import make_policy
-from precision.parity import Check, Walk, first_divergence, judge_steps
+from precision.parity import Check, Walk, first_divergence, judge_dtypes, judge_steps
 from precision.trajectories import (
     Settling,
     Trajectory,
@@ -276,6 +276,31 @@ def test_a_point_has_to_come_back_as_it_was() -> None:
     assert not failed(walked(step(), recorded_loss=4.0 + 1e-6))
     checks = walked(restored=False, why="a flipped byte")
     assert "a flipped byte" in checks["restored_share"].note
+
+
+def dtypes(*lower: tuple[str, str, list[str]], blind: str = "") -> dict[str, Any]:
+    keys = ("what", "computed", "modules")
+    unobserved = [{"what": "softmax", "why": blind, "modules": ["a"]}] if blind else []
+    return {"lower": [dict(zip(keys, entry, strict=True)) for entry in lower], "unobserved": unobserved}
+
+
+def test_a_lower_dtype_inside_a_module_is_named_whatever_its_effect() -> None:
+    sound, sick = dtypes(), dtypes(("softmax", "bf16", ["a"]), ("norm statistics", "bf16", ["b", "c"]))
+    check = judge_dtypes([sound, sick, sick], BOUNDS)
+    assert (check.passed, check.measured, check.modules) == (False, 3, ("a", "b", "c"))
+    assert check.note == "softmax in bf16: a; norm statistics in bf16: b, c"
+    assert judge_dtypes([sound], BOUNDS) == Check("lower_dtypes", 0, 0, True)
+    assert judge_dtypes([sick], replace(BOUNDS, lower_dtypes=3)).passed
+    many = [f"m{index}" for index in range(20)]
+    check = judge_dtypes([dtypes(("norm statistics", "fp16", many))], BOUNDS)
+    assert check.measured == 20 and check.modules == tuple(many[:8]) and check.note.endswith("m7 and 12 more")
+
+
+def test_what_could_not_be_observed_is_said_and_no_failure_but_a_run_without_any_observation_is_one() -> None:
+    check = judge_dtypes([dtypes(blind="a kernel of its own")], BOUNDS)
+    assert check.passed and check.note == "not observable: softmax: a kernel of its own"
+    check = judge_dtypes([], BOUNDS)
+    assert not check.passed and math.isnan(check.measured) and check.note == "no step was observed"
 
 
 def test_the_first_divergence_is_the_first_in_execution_of_the_first_step() -> None:

@@ -48,6 +48,26 @@ def test_plain_lines_come_as_often_as_asked_and_for_every_skip() -> None:
     assert not any("\x1b" in line for line in lines), "no terminal codes in a log file"
 
 
+INNER = {
+    "computed": {"softmax": {"fp32": 23, "bf16": 1}, "norm statistics": {"fp32": 49}},
+    "lower": [{"what": "softmax", "computed": "bf16", "promised": "fp32", "modules": ["a", "b", "c", "d", "e"]}],
+    "unobserved": [{"what": "loss", "why": "a kernel", "modules": []}],
+}
+
+
+def test_the_dtypes_inside_the_modules_are_shown_when_they_change_and_a_low_one_each_time() -> None:
+    stream = io.StringIO()
+    record = Record([ConsoleSink(9, log_every_steps=9, stream=stream)])
+    for step, inner in ((1, INNER), (2, INNER), (3, None)):  # None: of a version that did not look
+        record.event("precision", step=step, tokens=0, flop_share={"bf16": 1.0}, **({"inner": inner} if inner else {}))
+    low = "softmax in bf16 where fp32 is promised: a, b, c and 2 more"
+    assert stream.getvalue().splitlines() == [
+        "step 1: seen inside the modules: softmax fp32 and bf16; norm statistics fp32",
+        f"step 1: {low}",
+        f"step 2: {low}",
+    ]
+
+
 def test_plain_lines_are_aligned_and_stay_on_one_line() -> None:
     lines = [line for line in _shown(200, 50) if "tok/s" in line]
     assert len({line.index("grad norm") for line in lines}) == 1

@@ -64,6 +64,12 @@ def _folder_name(said: str) -> str:
     return said.replace("/", "∕")
 
 
+def _inner(said: str) -> dict[str, Any]:
+    lower = [{"what": said, "computed": said, "promised": said, "modules": [said]}]
+    unobserved = [{"what": said, "why": said, "modules": [said]}]
+    return {"computed": {said: {said: 1}}, "lower": lower, "unobserved": unobserved}
+
+
 def _trouble(said: str) -> list[dict[str, Any]]:
     found = {"rank": 0, "tensor": "gradient", "kind": "nan", "count": 1, "module": said}
     return [
@@ -71,7 +77,7 @@ def _trouble(said: str) -> list[dict[str, Any]]:
         {"event": "incident", "verdict": "SKIP", "reason": said, "modules": [said], "replay": said},
         {"event": "checkpoint", "path": said, "seconds": 1.0, "stall_seconds": 0.1, "bytes": 10, "verified": True},
         {"event": "note", "text": said},
-        {"event": "precision", "flop_share": {said: 1.0}},
+        {"event": "precision", "flop_share": {said: 1.0}, "inner": _inner(said)},
     ]
 
 
@@ -140,7 +146,7 @@ def test_a_report_is_text(
     assert not OBEYED.search(source.replace("\n", ""))
     tokens = MarkdownIt("commonmark").enable("table").parse(source)
     headings = [tokens[place + 1].content for place, token in enumerate(tokens) if token.type == "heading_open"]
-    assert headings[1:] == ["What ran", "Results", "Measures", "Dtypes", "Notes", "Resume"]
+    assert headings[1:] == ["What ran", "Results", "Measures", "Dtypes", "Inside the modules", "Notes", "Resume"]
     kinds = {item.type for token in tokens for item in token.children or []}
     assert "link_open" not in kinds and "html_inline" not in kinds
     assert [token.content.partition("\n")[0] for token in tokens if token.type == "html_block"] == [

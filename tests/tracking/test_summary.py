@@ -46,6 +46,22 @@ def told_run(fp16_run: RunDir) -> RunDir:
     return fp16_run
 
 
+def test_the_report_has_the_dtypes_seen_inside_the_modules_by_the_newest_observation(told_run: RunDir) -> None:
+    low = {"what": "norm statistics", "computed": "bf16", "promised": "fp32", "modules": ["model.norm"]}
+    blind = {"what": "softmax", "why": "a kernel of its own", "modules": ["model.layers.0.self_attn"]}
+    record = Record([JsonlSink(told_run.events)])
+    for step, count in ((61, 8), (62, 1)):
+        inner = {"computed": {"norm statistics": {"fp32": count, "bf16": 1}}, "lower": [low], "unobserved": [blind]}
+        record.event("precision", step=step, tokens=0, flop_share={"bf16": 1.0}, inner=inner)
+    record.close()
+    page = write_report(told_run, sample=None, resume_command="train").read_text(encoding="utf-8")
+    section = page.partition("### Inside the modules")[2].partition("## Resume")[0]
+    assert "Seen in step 62" in section
+    assert "| norm statistics | fp32 (1); bf16 (1) |" in section
+    assert "| softmax | not observable (model.layers.0.self_attn): a kernel of its own |" in section
+    assert "- **norm statistics in bf16 where fp32 is promised: model.norm**" in section
+
+
 def test_the_numbers_are_those_of_the_events(fp16_run: RunDir) -> None:
     summary = summarise(fp16_run)
     losses = [step_fields(step)["loss"] for step in range(1, 61)]

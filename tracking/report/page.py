@@ -235,7 +235,10 @@ def _ledger(ledger: list[dict[str, Any]]) -> str:
 
 def _observed(event: dict[str, Any]) -> list[str]:
     """In which dtypes sums inside the modules were seen to be made; nothing of a run that did not look."""
-    rows = [*computed(event), *unobserved(event)]
+    counted = {
+        what: [f"{dtype} ({count:,})" for dtype, count in dtypes.items()] for what, dtypes in computed(event).items()
+    }
+    rows = [*((what, "; ".join(dtypes)) for what, dtypes in counted.items()), *unobserved(event)]
     if not rows:
         return []
     lower = "".join(f"- **{markdown.text(found)}**\n" for found in lower_than_promised(event))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from modeling.build import model_config
+from precision.observe import Observation
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from training.distributed import World
 from training.parity.reference import Reference
@@ -26,3 +27,19 @@ def measured_steps(
             applied += row["applied"]
             rows.append(row)
     return rows
+
+
+def inner_dtypes(
+    world: World, *, stage: int, compute: str, overrides: Sequence[str] = (), planted: str | None = None
+) -> dict[str, Any]:
+    """The report on one step of the engine. planted: a norm whose statistics are BF16, on the last rank."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
+    with engine_of(world, resolved) as engine:
+        if planted is not None and world.rank == world.world_size - 1:
+            norm: Any = engine.model.get_submodule(planted)
+            norm.forward = lambda states: norm.weight * states * states.bfloat16().pow(2).mean(-1, keepdim=True).rsqrt()
+        with Observation(engine.model) as seen:
+            engine.forward_backward(batch_of(world, 2, seed=1), step=1)
+        assert seen.inner is not None
+        regions = engine.regions
+        return seen.inner.report(regions.dtypes if regions else None, compiled=resolved.config.model.compile)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from config.schema import ParitySection
-from precision.parity import Check, Walk, first_divergence, judge_steps
+from precision.inner_dtypes import LOSS_SUM, RESIDUAL, ROTARY, SOFTMAX, over_ranks
+from precision.inner_dtypes import NORM as NORMS
+from precision.parity import Check, Walk, first_divergence, judge_dtypes, judge_steps
 from tests.training.parity import step_cases as parity_cases
 from training.parity.defects import PLANTED
 
@@ -104,6 +106,35 @@ def test_a_planted_defect_is_found_on_the_manifest_path(pair, defect):
     overrides = [*manifest("bf16"), CLIPPED, f"defects=[{defect}]"]
     for steps in pair.run(parity_cases.measured_steps, stage=2, compute="fp32", steps=3, overrides=overrides):
         assert failed(judged(steps))
+
+
+PATHS = [
+    *((stage, compute, []) for stage in (1, 2, 3) for compute in ("bf16", "fp16")),
+    (0, "fp32", []),
+    (2, "fp32", manifest("bf16")),
+    (3, "fp32", manifest("llama_mixed")),
+    (2, "bf16", ["model.activation_checkpointing=full"]),
+    (3, "bf16", ["model.activation_checkpointing=full", "model.checkpointing_reentrant=true"]),
+    (2, "bf16", ["model.loss_chunk_tokens=8"]),
+    (2, "bf16", ["model.attention=eager"]),
+]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(("stage", "compute", "overrides"), PATHS)
+def test_what_the_engine_computes_inside_its_modules_is_fp32(pair, stage, compute, overrides):
+    for report in pair.run(parity_cases.inner_dtypes, stage=stage, compute=compute, overrides=overrides):
+        assert report["lower"] == report["unobserved"] == []
+        assert set(report["computed"]) == {SOFTMAX, NORMS, LOSS_SUM, ROTARY, RESIDUAL}
+        assert report["computed"][NORMS] == {"fp32": 5}
+        assert report["computed"][LOSS_SUM] == report["computed"][ROTARY] == {"fp32": 1}
+
+
+def test_a_norm_that_one_rank_alone_computes_in_16_bits_is_named(pair):
+    reports = pair.run(parity_cases.inner_dtypes, stage=2, compute="bf16", planted=NORM)
+    assert [len(report["lower"]) for report in reports] == [0, 1]
+    check = judge_dtypes([over_ranks(reports)], BOUNDS)
+    assert (check.passed, check.modules, check.note) == (False, (NORM,), f"norm statistics in bf16: {NORM}")
 
 
 def test_the_first_module_to_part_is_the_one_that_was_sabotaged(pair):
