@@ -14,9 +14,8 @@ from statistics import median
 from typing import Any
 
 from config.schema import ParitySection
+from precision.statistics import NEGLIGIBLE
 
-NEGLIGIBLE = 1e-4
-"""Gradients below this share of the largest are rounding noise, such as those of a key's bias (softmax cancels it)."""
 MOST_NAMED = 8
 """Modules that a check names."""
 SAME_LOSS = 1e-5
@@ -223,7 +222,8 @@ def _restored(walks: Sequence[Walk], bounds: ParitySection) -> Check:
     bad = []
     for walk in walks:
         known = walk.recorded_loss
-        loss = walk.steps[0]["loss"] if walk.steps else math.nan
+        first = walk.steps[0] if walk.steps else {"loss": math.nan}
+        loss = first.get("loss_with_dropout", first["loss"])
         if not walk.restored:
             bad.append(f"step {walk.point}: {walk.why}")
         elif known is not None and not abs(loss - known) <= SAME_LOSS * abs(known):

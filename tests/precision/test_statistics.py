@@ -74,6 +74,18 @@ def test_gradients_are_compared_as_plain_python_does():
     assert measured["relative_error"] == pytest.approx(error)
 
 
+@pytest.mark.parametrize(("size", "agreement"), [(1e-6, 1900 / 2000), (1e-2, 2400 / 3000)])
+def test_signs_of_rounding_noise_are_not_compared(size, agreement):
+    """A third of a fused bias's gradients, those of its keys, is noise at 1e-6 of the others, and none at 1e-2."""
+    reference = torch.randn(3000, generator=torch.Generator().manual_seed(0)).abs().clamp(min=0.1)
+    reference[:1000] *= size
+    gradient = reference.clone()
+    gradient[:500] *= -1  # noise has any sign
+    gradient[-100:] *= -1
+    found = statistics.compare_gradients([("b", gradient)], [("b", reference)])["b"]
+    assert float(found.sign_agreement) == pytest.approx(agreement)
+
+
 def test_comparisons_with_zero_and_wrong_shapes():
     one, zero = torch.ones(2), torch.zeros(2)
     compare = lambda a, b: tuple(map(float, statistics.compare_gradients([("w", a)], [("w", b)])["w"]))  # noqa: E731

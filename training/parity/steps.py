@@ -70,8 +70,8 @@ class StepParity:
 
     def __init__(self, engine: Engine, reference: Reference, resolved: Resolved) -> None:
         self._engine, self._reference, self._resolved = engine, reference, resolved
-        self._no_dropout = bool(dropout_keys(engine.model.config))
-        """Compare without dropout, whose random numbers differ between dtypes."""
+        self.no_dropout = bool(dropout_keys(engine.model.config))
+        """Compare without dropout: which values a kernel drops may depend on the dtype."""
 
     def step(self, batch: Batch, *, applied: int) -> dict[str, Any]:
         """Take one real step and measure it. applied: updates so far."""
@@ -80,7 +80,7 @@ class StepParity:
         reference.load(before.masters)
         drift = self._drift(before)
         for model in (engine.model, reference.model):
-            model.train(not self._no_dropout)
+            model.train(not self.no_dropout)
         errors = OutputErrors(reference.model, engine.model, world=engine.world)
         with errors.of_reference():
             loss, gradients = reference.loss_and_gradients(batch)
@@ -109,6 +109,14 @@ class StepParity:
         if update.applied:
             measured["update_error"] = self._update_errors(before, found, lr=lr, step=applied + 1)
         return measured
+
+    def loss_with_dropout(self, batch: Batch) -> float:
+        """The loss as the run computes it, from the random generators as they are. Changes no weight."""
+        engine = self._engine
+        engine.model.train()
+        loss = engine.health(engine.forward_backward(batch, step=batch.position + 1)).loss
+        engine.discard_gradients()
+        return loss
 
     def _before(self) -> Before:
         engine = self._engine
@@ -158,13 +166,17 @@ class StepParity:
 
 
 def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int) -> list[dict[str, Any]]:
-    """Measure steps from `progress` on until `length` of them were applied; the list has skipped ones, too."""
+    """Measure steps from `progress` on until `length` of them were applied; the list has skipped ones, too.
+
+    Of a model with dropout the first has `loss_with_dropout`, which the run's own loss is compared with.
+    """
     batches.restore(progress.position)
     measured: list[dict[str, Any]] = []
     applied = 0
     while applied < length and len(measured) - applied < MAX_SKIPS:
         batch = batches.next_step()
-        found = steps.step(batch, applied=progress.applied + applied)
+        repeated = {"loss_with_dropout": steps.loss_with_dropout(batch)} if steps.no_dropout and not measured else {}
+        found = repeated | steps.step(batch, applied=progress.applied + applied)
         applied += found["applied"]
         measured.append({"step": progress.step + len(measured) + 1, **found})
     return measured

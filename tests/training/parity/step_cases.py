@@ -9,6 +9,7 @@ from modeling.build import model_config
 from precision.observe import Observation
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from training.distributed import World
+from training.engine.rng import generators, restore_generators
 from training.parity.reference import Reference
 from training.parity.steps import StepParity
 
@@ -43,3 +44,23 @@ def inner_dtypes(
         assert seen.inner is not None
         regions = engine.regions
         return seen.inner.report(regions.dtypes if regions else None, compiled=resolved.config.model.compile)
+
+
+def with_dropout(world: World, *, stage: int, compute: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """A step as a run takes it; then, from the same generators, its loss repeated and the same step measured."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    with engine_of(world, resolved) as engine:
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        batch, drawn = batch_of(world, 2, seed=1), generators(world.device)
+        engine.model.train()
+        run = engine.health(engine.forward_backward(batch, step=1)).loss
+        engine.discard_gradients()
+        other = parity.loss_with_dropout(batch)
+        restore_generators(drawn, world.device)
+        return {
+            "run": run,
+            "other": other,
+            "repeated": parity.loss_with_dropout(batch),
+            "step": parity.step(batch, applied=0),
+        }

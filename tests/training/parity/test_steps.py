@@ -137,6 +137,26 @@ def test_a_norm_that_one_rank_alone_computes_in_16_bits_is_named(pair):
     assert (check.passed, check.modules, check.note) == (False, (NORM,), f"norm statistics in bf16: {NORM}")
 
 
+GPT2 = (
+    "model.architecture=gpt2",
+    "model.config={n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.2, attn_pdrop: 0.2, embd_pdrop: 0.2}",
+)
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16")])
+def test_a_model_with_dropout_is_sound_and_repeats_its_loss(pair, stage, compute):
+    """Restored with the values that the run dropped, compared without any; and the keys' part of a bias is noise."""
+    overrides = [*GPT2, "precision.loss_scale.initial=1024"]
+    for found in pair.run(parity_cases.with_dropout, stage=stage, compute=compute, overrides=overrides):
+        assert found["repeated"] == found["run"] != found["other"]
+        step = {"step": 1, "loss_with_dropout": found["repeated"], **found["step"]}
+        assert abs(step["loss"] - step["reference_loss"]) < 0.001 < abs(step["loss"] - found["run"])
+        for recorded, bad in ((found["run"], set()), (step["loss"], {"restored_share"})):
+            assert (
+                failed({check.name: check for check in judge_steps([Walk(0, True, [step], recorded)], BOUNDS)}) == bad
+            )
+
+
 def test_the_first_module_to_part_is_the_one_that_was_sabotaged(pair):
     """Later modules inherit the error and are not blamed for it."""
     overrides = [f"defects=[{{kind: fp16_norm, module: {NORM}, factor: 30000}}]"]
