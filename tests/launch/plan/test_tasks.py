@@ -6,25 +6,34 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.profiler import ProfilerActivity, profile
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+)
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.launcher import as_launched
-from config.schema import AdapterSection, OptimizerSection
+from config.schema import AdapterSection, DistillSection, OptimizerSection
 from launch.plan import command
 from launch.plan.build import adapted, new_model
 from launch.plan.counted import count_activations
 from launch.plan.layout import Layout, layout_of
-from launch.plan.memory import block_bytes, checkpoint_bytes, model_states, peak_memory
+from launch.plan.loss import loss_bytes, teacher_bytes
+from launch.plan.memory import activations, block_bytes, checkpoint_bytes, model_states, peak_memory
 from launch.plan.model import Shape, _blocks, _measured, read_shape
 from launch.plan.speed import computed_flops
 from modeling.adapter import add_adapter
+from modeling.objectives.divergence import IDS, LOG_PROBS, Distillation
 from modeling.parameter_groups import parameter_groups
 from tests.launch.plan import plan_cases
 from tests.launch.plan.test_memory import FAMILIES, hugging_face
@@ -168,30 +177,128 @@ def test_a_frozen_base_saves_a_third_of_the_flops(base: Path) -> None:
     assert more == 2 * shape.matmul_parameters + attention / 3
 
 
+CAUSAL = [
+    (2, [LORA], 0.1),
+    (2, [LORA, "model.activation_checkpointing=full"], 0.1),
+    (2, ["adapter={kind: dora, r: 8}", "model.activation_checkpointing=ops"], 0.1),
+    (2, [LORA, "task=sft"], 0.1),
+    (3, [LORA], 0.2),
+    (2, [LORA, "task=dpo"], 0.1),
+    (2, ["task=distill", "distill.teacher=BASE"], 0.1),
+    (2, ["task=distill", "distill.teacher=BASE", "distill.sharded=true"], 0.2),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "overrides", "within"),
-    [
-        (2, [LORA], 0.1),
-        (2, [LORA, "model.activation_checkpointing=full"], 0.1),
-        (2, ["adapter={kind: dora, r: 8}", "model.activation_checkpointing=ops"], 0.1),
-        (3, [LORA], 0.2),
-    ],
-)
+@pytest.mark.parametrize(("stage", "overrides", "within"), CAUSAL)
 def test_the_peak_of_a_task_is_what_tensors_take(pair, base, tmp_path, stage, overrides, within) -> None:
     """Of two ranks. The threads of gloo hold what ZeRO-3 gathers for a while."""
+    more = [*rounded(tmp_path, stage), *(text.replace("BASE", str(base)) for text in overrides)]
+    assert_peak(pair, on_base(base, "batch.micro_size=4", "batch.global_size=8", *more), 512, within)
+
+
+SIZES = "hidden_size: 256, num_hidden_layers: 4, num_attention_heads: 4"
+ENCODERS = [
+    ("mlm", f"model.architecture=bert model.config={{{SIZES}, intermediate_size: 1024}}"),
+    ("classify", f"model.architecture=modernbert model.config={{{SIZES}, intermediate_size: 512}}"),
+    ("classify", f"model.architecture=deberta-v2 model.config={{{SIZES}, intermediate_size: 1024}}"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "model"), ENCODERS)
+def test_the_peak_of_an_encoder_is_what_tensors_take(pair, tmp_path, task: str, model: str) -> None:
+    architecture, config = model.split(" ", 1)
+    overrides = [architecture, config, f"task={task}", "data.tokenizer=bpe:4096", "data.sequence_length=128"]
+    overrides += ["batch.micro_size=8", "batch.global_size=16", "model.activation_checkpointing=none"]
+    overrides += ["classify.labels=[a, b]"] if task == "classify" else []
+    assert_peak(pair, [*overrides, *rounded(tmp_path, 2)], 4100, 0.1)
+
+
+def rounded(folder: Path, stage: int) -> list[str]:
+    """Overrides of a BF16 run without saves whose buckets hold a part of the gradients."""
     document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_bf16.json").read_text())
     document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
-    (tmp_path / "ds.json").write_text(json.dumps(document))
-    more = [
-        "batch.micro_size=4",
-        "batch.global_size=8",
-        f"deepspeed.config={tmp_path}/ds.json",
-        "checkpoint.every_steps=0",
-    ]
-    overrides = on_base(base, *more, "precision.compute=bf16", *overrides)
-    measured = max(result["peak"] for result in pair.run(plan_cases.peak_of, overrides=overrides, vocabulary=512))
-    assert peak_memory(*planned(overrides)).total == pytest.approx(measured, rel=within)
+    (folder / "ds.json").write_text(json.dumps(document))
+    return [f"deepspeed.config={folder}/ds.json", "precision.compute=bf16", "checkpoint.every_steps=0"]
+
+
+def assert_peak(pair, overrides: list[str], vocabulary: int, within: float) -> None:
+    results = pair.run(plan_cases.peak_of, overrides=overrides, vocabulary=vocabulary)
+    planned_bytes = peak_memory(*planned(overrides)).total
+    assert planned_bytes == pytest.approx(max(result["peak"] for result in results), rel=within)
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize(("kind", "top_k"), [("forward_kl", 0), ("reverse_kl", 0), ("jsd", 0), ("jsd", 32)])
+def test_a_divergence_takes_what_the_planner_says(kind: Any, top_k: int, compute: str) -> None:
+    """In one chunk and in three; a teacher in FP32."""
+    dtype, vocabulary = DTYPES[compute], 2**14
+    for tokens in (256, 768):
+        measured = divergence_peak(kind, top_k, dtype, tokens, vocabulary)
+        teacher = None if top_k else SimpleNamespace(width=4)
+        shape: Any = SimpleNamespace(vocabulary=vocabulary, teacher=teacher)
+        section = DistillSection(loss=kind, top_k=top_k)
+        layout: Any = SimpleNamespace(tokens=tokens, width=dtype.itemsize, task="distill", distill=section)
+        assert loss_bytes(shape, layout) == pytest.approx(measured, rel=0.02)
+
+
+def divergence_peak(kind: Any, top_k: int, dtype: torch.dtype, tokens: int, vocabulary: int) -> float:
+    """Bytes of forward and backward through logits that two linear layers make of next to nothing."""
+    hidden, labels = torch.randn(1, tokens, 1), torch.randint(vocabulary, (1, tokens))
+    weight = torch.randn(vocabulary, 1, dtype=dtype, requires_grad=True)
+    objective = Distillation(kind=kind, beta=0.5, temperature=2.0, ce_weight=0.5)
+    inputs = {"input_ids": labels}
+    if top_k:
+        inputs[IDS] = torch.randint(vocabulary, (1, tokens, top_k), dtype=torch.int32)
+        inputs[LOG_PROBS] = torch.randn(1, tokens, top_k + 1).log_softmax(-1)
+    else:
+        objective.teacher = lambda **_: SimpleNamespace(logits=hidden @ weight.detach().float().T)
+    states = hidden.to(dtype)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        loss = objective.score(lambda **_: SimpleNamespace(logits=states @ weight.T), inputs, labels).loss
+        loss.backward()
+    return plan_cases.max_allocated(record)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("auto", 4), ("bf16", 2), ("fp16", 2)])
+def test_a_teacher_is_whole_on_every_rank_or_divided(base: Path, dtype: str, width: int) -> None:
+    """In its own dtype, and with the FLOPs of a forward pass."""
+    given = ["task=distill", f"distill.teacher={base}", f"distill.dtype={dtype}"]
+    shape, layout = planned(on_base(base, *given))
+    alone, _ = planned(on_base(base))
+    assert teacher_bytes(shape, layout) == width * shape.parameters
+    sharded = replace(layout, distill=replace(layout.distill, sharded=True))
+    assert teacher_bytes(shape, sharded) == width * shape.parameters * 1.5  # gathered as a whole, so small is it
+    assert computed_flops(shape, layout) - computed_flops(alone, layout) == shape.forward_flops(128)
+    asked_before, _ = planned(on_base(base, *given, "distill.top_k=8"))
+    assert teacher_bytes(asked_before, layout) == 0
+
+
+def test_a_pair_is_two_sequences(base: Path) -> None:
+    """And the adapter's base is asked in every micro-batch, unless the reference is computed before."""
+    shape, one = planned(on_base(base, LORA))
+    _, pairs = planned(on_base(base, LORA, "task=dpo"))
+    _, before = planned(on_base(base, LORA, "task=dpo", "preference.reference=precomputed"))
+    assert pairs.tokens == before.tokens == 2 * one.tokens
+    assert pairs.reference_pass and not before.reference_pass
+    assert activations(shape, pairs)[0] == 2 * activations(shape, one)[0]
+
+
+def test_an_encoder_is_the_model_of_its_task() -> None:
+    """From scratch, its vocabulary with the four tokens that it needs besides."""
+    sizes = "model.config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}"
+    found = {}
+    for task, labels in (("mlm", []), ("classify", ["classify.labels=[a, b, c]"])):
+        shape, layout = planned(["model.architecture=bert", sizes, f"task={task}", "data.tokenizer=bytes", *labels])
+        found[task] = shape
+        assert shape.vocabulary == 261 and shape.exact and shape.counted is not None
+        assert loss_bytes(shape, layout) == (12 * 261 * layout.tokens if task == "mlm" else 0)
+    config = AutoConfig.for_model("bert", vocab_size=261, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    config.num_attention_heads, config.num_labels, config.max_position_embeddings = 2, 3, 256
+    for task, model_class in (("mlm", AutoModelForMaskedLM), ("classify", AutoModelForSequenceClassification)):
+        assert found[task].parameters == sum(map(torch.numel, model_class.from_config(config).parameters()))
 
 
 @pytest.mark.parametrize(
@@ -200,10 +307,14 @@ def test_the_peak_of_a_task_is_what_tensors_take(pair, base, tmp_path, stage, ov
         ([LORA[:-1] + ", target_modules: [q_proj, nope]}"], "adapter.target_modules = q_proj, nope: the model has no"),
         ([LORA[:-1] + ", modules_to_save: [nope]}"], "adapter.modules_to_save = nope: the model has no module nope"),
         ([LORA[:-1] + ", target_modules: [act_fn]}"], "adapter.target_modules = act_fn: Target module"),
+        (
+            ["task=distill", "distill.teacher=BASE", "model.config.vocab_size=600"],
+            "has a vocabulary of 512 tokens, the",
+        ),
         (["optimizer.groups=[{match: nope, learning_rate: 1}]"], "match 'nope' is the last match of no parameter"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, base: Path, overrides: list[str], problem: str) -> None:
-    assert command.main([*DEMO, *on_base(base, *overrides)]) == 2
+    assert command.main([*DEMO, *on_base(base, *(text.replace("BASE", str(base)) for text in overrides))]) == 2
     error = capsys.readouterr().err
     assert problem in error and error.count("\n") == 1
