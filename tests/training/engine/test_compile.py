@@ -23,7 +23,7 @@ CALLS = 2 * 2 * cases.STEPS
 """Two blocks, two micro-batches a step."""
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "compute", "tolerance"), [(2, "fp32", 1e-6), (1, "bf16", 1e-6)])
 def test_compiled_blocks_train_as_the_blocks_do(pair: ProcessGroup, stage: int, compute: str, tolerance: float) -> None:
     overrides = HARD if compute == "fp32" else ["model.activation_checkpointing=selective"]

@@ -43,7 +43,7 @@ def overrides_of(folder: Path, what: str) -> list[str]:
     return [item.replace("{folder}", str(folder)) for item in [*SFT, *JOBS[what]]]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("what", JOBS)
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
     """60 rows are less than 10 steps: the jobs go through them more than once, and break in the middle."""
