@@ -21,6 +21,7 @@ from typing import Any
 from config import rules, yaml_text
 from config.deepspeed.choice import Place, settle
 from config.errors import UserError
+from config.not_offered import why_not
 from config.schema import Config
 from config.task import settle_task
 
@@ -239,6 +240,9 @@ class _Builder:
             raise self.wrong(key, value, "is empty; give a value or leave the key out")
         if origin is typing.Literal:
             if not isinstance(value, str) or value not in arguments:
+                reason = why_not(key, str(value))
+                if reason is not None:
+                    raise self.wrong(key, value, f"is not offered: {reason}")
                 near = difflib.get_close_matches(str(value), arguments, n=1)
                 raise self.wrong(
                     key, value, f"is not one of {', '.join(arguments)}" + (f"; did you mean {near[0]}?" if near else "")

@@ -92,6 +92,16 @@ def test_json_and_an_empty_section_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
+        (
+            "optimizer.name=paged_adamw_8bit",
+            "optimizer.name = 'paged_adamw_8bit' is not offered: 8-bit states are wrong",
+        ),
+        (
+            "optimizer.name=Adafactor",
+            "optimizer.name = 'Adafactor' is not offered: its factored moments are of whole matrices",
+        ),
+        ("optimizer.name=onebitadam", "optimizer.name = 'onebitadam' is not offered: it sends compressed updates"),
+        ("optimizer.name=adam", "optimizer.name = 'adam' is not one of adamw, muon"),
         ("optimizer.learnig_rate=1", "optimizer.learnig_rate: no such key; did you mean optimizer.learning_rate?"),
         ("micro_size=3", "micro_size: no such key; did you mean batch.micro_size?"),
         ("batch.xyz=3", "batch.xyz: no such key; batch has: global_size, micro_size"),

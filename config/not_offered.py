@@ -1,0 +1,32 @@
+"""Values that users know from elsewhere and that are left out on purpose: the reason, and the nearest right setting."""
+
+from __future__ import annotations
+
+import re
+
+_OPTIMIZERS = (
+    (
+        r"8.?bit|fp8|4.?bit",
+        "8-bit states are wrong under ZeRO: torchao's are FP32 there without a word unless a shard is a multiple of "
+        "its block, and without ZeRO embeddings run away, because small second moments round to 0 (torchao #1218); "
+        "use adamw, with deepspeed.offload=cpu for memory",
+    ),
+    (
+        r"ada.?factor",
+        "its factored moments are of whole matrices, and a ZeRO shard has none (its update was 14% to 68% off); use "
+        "stable_adamw, or lion for one state less",
+    ),
+    (r"1.?bit|one.?bit|zero.?one|zoadam", "it sends compressed updates, which are no longer AdamW's; use adamw"),
+    (
+        r"soap|shampoo",
+        "its preconditioners are of whole matrices, and there is no rule for shards yet; use muon",
+    ),
+    (r"zenflow", "it delays part of each update, so it is not AdamW; use adamw with deepspeed.offload=cpu"),
+)
+
+
+def why_not(key: str, value: str) -> str | None:
+    """Why a key does not take a value that others offer; None where there is no such reason."""
+    if key != "optimizer.name":
+        return None
+    return next((why for pattern, why in _OPTIMIZERS if re.search(pattern, value, re.IGNORECASE)), None)
