@@ -20,6 +20,9 @@ from typing import Any
 from config.errors import UserError
 from config.schema import OptimizerSection
 
+EXCHANGED_VALUES = 1 << 26
+"""[values] Of the whole matrices that ranks send each other at once, for each rank: 256 MiB. Who sends how many of them
+is up to ZeRO."""
 COUNT = "step"
 """torch's key for the number of updates in a parameter's state, in every optimizer that counts them."""
 
@@ -40,6 +43,10 @@ class OptimizerSpec:
     """Keys of OptimizerSection that it alone decides about, called alike in torch's parameter groups."""
     defaults: Mapping[str, float] = field(default_factory=dict)
     """What a setting is where the config says null."""
+    temporaries: tuple[tuple[int, int], ...] = ()
+    """[bytes] That an update makes besides, for the planner: of one value of the flat tensor that is updated, and of
+    one value of the largest parameter in it; a pair for each moment that may be the peak. Hidden matrices with a rule
+    of their own are counted apart (launch/plan/step.py)."""
     matrix_states: tuple[str, ...] | None = None
     """Those of hidden matrices (`modeling.parameter_groups`), where these have a rule of their own. None: all."""
     offload_op: str | None = None
@@ -83,6 +90,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         momentum="exp_avg",
         counts_updates=True,
         settings=("momentum", "orthogonalization", "betas", "eps"),
+        temporaries=((8, 0),),  # of the rest: both corrected averages
         defaults={"momentum": 0.95},
     ),
     "lion": OptimizerSpec(
@@ -91,6 +99,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         momentum="exp_avg",
         counts_updates=False,
         settings=("betas",),
+        temporaries=((4, 0),),  # the direction
     ),
     "lamb": OptimizerSpec(
         summary="LAMB's two averages in FP32",
@@ -98,6 +107,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         momentum="exp_avg",
         counts_updates=True,
         settings=("betas", "eps"),
+        temporaries=((8, 16),),  # both corrected averages, and a parameter with its squares in FP64
     ),
     "stable_adamw": OptimizerSpec(
         summary="StableAdamW's two averages in FP32",
@@ -105,6 +115,8 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         momentum="exp_avg",
         counts_updates=True,
         settings=("betas", "eps"),
+        # both corrected averages, squared gradients and what divides them; then a parameter's quotients in FP64
+        temporaries=((16, 0), (12, 8)),
     ),
 }
 """optimizer.name to its row."""

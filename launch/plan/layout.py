@@ -54,6 +54,8 @@ class Layout:
     """Says whether the loss is computed in chunks."""
     optimizer: OptimizerSpec
     """Says what is kept beside the masters."""
+    bf16_matrices: bool
+    """Whole matrices are orthogonalized in BF16."""
     offload: str
     """none, optimizer, param or optimizer+param."""
     overlap: bool
@@ -110,6 +112,7 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         distill=config.distill,
         model=config.model,
         optimizer=OPTIMIZERS[config.optimizer.name],
+        bf16_matrices=config.optimizer.orthogonalization == "bf16",
         offload=kept_on_host,
         overlap=bool(zero.get("overlap_comm", False)),
         zero=zero,

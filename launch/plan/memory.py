@@ -14,6 +14,7 @@ from launch.plan.layout import BUFFERED_ALLREDUCE, ZERO_DEFAULTS, Layout
 from launch.plan.loss import loss_bytes, teacher_bytes
 from launch.plan.model import Shape
 from launch.plan.recompute import attention_bytes, kept_bytes, outside_bytes
+from launch.plan.step import step_bytes
 
 _GATHER_SIZES = ("stage3_max_live_parameters", "stage3_prefetch_bucket_size")
 
@@ -110,7 +111,6 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     """What one rank needs at its peak. process: bytes of the process itself, for ranks on a CPU."""
     device, host = model_states(shape, layout)
     trained, tokens = shape.trained_parameters, layout.tokens
-    part = trained / layout.world
     kept, recomputed, loss = activations(shape, layout)
     live, arriving = _gathered(shape, layout)
     buffer, copy = _buckets(shape, layout)
@@ -123,6 +123,9 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     # Gradients are reduced when they fill a bucket; by then the activations of the blocks they come from are freed.
     left = 1 - min(1.0, layout.size("reduce_bucket_size", trained) / trained)
     whole = {"gradients in flight": layout.width * float(trained)} if layout.bf16_optimizer else {}
+    step = step_bytes(shape, layout)
+    if "optimizer" in layout.offload:
+        host, step = {**host, "step": step}, 0.0
     moments = {
         "the loss": at_first | {"activations": kept, "logits": loss, "buckets": buffer if layout.stage == 3 else 0.0},
         "the backward pass": at_first
@@ -140,7 +143,7 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
         }
         | whole,
         **({"the start": _start(shape, layout, device, process)} if layout.on_cpu and layout.stage < 3 else {}),
-        "the optimizer step": states | {"gathered parameters": 0.0, "step": _step_copy(layout, part)},
+        "the optimizer step": states | {"gathered parameters": 0.0, "step": step} | whole,
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     items = {name: size for name, size in moments[moment].items() if size}
@@ -197,12 +200,3 @@ def _buckets(shape: Shape, layout: Layout) -> tuple[float, float]:
     buffers = 2 if layout.overlap and layout.stage < 3 else 1
     copies = filled * (1 + 1 / layout.world) if layout.stage == 3 else filled  # in one piece, and what is scattered
     return layout.reduced * bucket * buffers, layout.reduced * float(copies)
-
-
-def _step_copy(layout: Layout, part: float) -> float:
-    """[bytes] FP32 gradients that the optimizer step flattens into a second copy."""
-    if layout.stage == 0 or layout.bf16_optimizer or "optimizer" in layout.offload:
-        return 0.0
-    if layout.stage == 3:
-        return 4 * min(part, float(layout.zero.get("sub_group_size", ZERO_DEFAULTS["sub_group_size"])))
-    return 0.0 if layout.stage == 2 and layout.width == 2 else 4 * part

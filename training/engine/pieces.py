@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 
+from config.optimizers import EXCHANGED_VALUES
 from training.engine.engine import Engine
 from training.engine.tensors import flat_masters, shape_of, shard_of, trainable_parameters
 
 Rule = Callable[[torch.Tensor], torch.Tensor]
 """A whole matrix to what replaces it."""
-
-_BATCH = 1 << 26
-"""[values] Of the matrices of one exchange, for each rank: 256 MiB. Who sends how many of them is up to ZeRO."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ class ShardedPieces(Pieces):
         work, owners, size = [0] * ranks, dict[int, int](), 0
         for row in sorted(rows, key=lambda row: (-self._shapes[row].numel(), row)):
             numel = self._shapes[row].numel()
-            if owners and size + numel > _BATCH * ranks:
+            if owners and size + numel > EXCHANGED_VALUES * ranks:
                 yield owners
                 owners, size = {}, 0
             owners[row] = work.index(min(work))

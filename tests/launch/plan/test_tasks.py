@@ -23,6 +23,7 @@ from transformers import (
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.launcher import as_launched
+from config.optimizers import OPTIMIZERS
 from config.schema import AdapterSection, DistillSection, OptimizerSection
 from launch.plan import command
 from launch.plan.build import adapted, new_model
@@ -32,6 +33,7 @@ from launch.plan.loss import loss_bytes, teacher_bytes
 from launch.plan.memory import activations, block_bytes, checkpoint_bytes, model_states, peak_memory
 from launch.plan.model import Shape, _blocks, _measured, read_shape
 from launch.plan.speed import computed_flops
+from launch.plan.step import step_bytes
 from modeling.adapter import add_adapter
 from modeling.objectives.divergence import IDS, LOG_PROBS, Distillation
 from modeling.parameter_groups import parameter_groups
@@ -318,3 +320,43 @@ def test_a_mistake_is_one_line(capsys, base: Path, overrides: list[str], problem
     assert command.main([*DEMO, *on_base(base, *(text.replace("BASE", str(base)) for text in overrides))]) == 2
     error = capsys.readouterr().err
     assert problem in error and error.count("\n") == 1
+
+
+TEMPORARIES = [
+    (0, "lamb"),
+    (1, "stable_adamw"),
+    (2, "lamb"),
+    (2, "stable_adamw"),
+    (2, "muon"),
+    (3, "muon"),
+    (3, "lamb"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "optimizer"), TEMPORARIES)
+def test_the_peak_of_an_optimizers_step_is_what_tensors_take(pair, base, tmp_path, stage: int, optimizer: str) -> None:
+    """With hardly any activations. Of two ranks."""
+    more = rounded(tmp_path, stage) if stage else ["deepspeed.stage=0", "precision.compute=fp32"]
+    more += [f"optimizer.name={optimizer}", "data.sequence_length=16", "batch.micro_size=1", "batch.global_size=2"]
+    assert_peak(pair, on_base(base, *more, "checkpoint.every_steps=0"), 512, 0.1 if stage == 3 else 0.06)
+
+
+def test_the_planner_counts_what_an_optimizer_makes(base: Path) -> None:
+    """By hand, of one rank's part of the model of 3 M parameters at ZeRO-2 in BF16."""
+    shape, layout = planned(on_base(base, "precision.compute=bf16"))
+    matrices = 4 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 704)
+    flat, largest = (matrices + 512 * 256) / 2, 704 * 256
+    for name, expected in (
+        ("adamw", 0.0),
+        ("lion", 4 * flat),
+        ("lamb", 8 * flat + 16 * largest),
+        ("stable_adamw", max(16 * flat, 12 * flat + 8 * largest)),
+    ):
+        assert step_bytes(shape, replace(layout, optimizer=OPTIMIZERS[name])) == expected
+    muon, layout = planned(on_base(base, "precision.compute=bf16", "optimizer.name=muon"))
+    # the direction, then each rank's half of the matrices as they arrived, whole, joined, and sent back
+    assert step_bytes(muon, layout) == 4 * 5 * matrices / 2
+    many = replace(layout, world=1024)
+    # one matrix, as it arrived and whole, in the iteration with its products
+    assert step_bytes(muon, many) == 4 * matrices / 1024 + 16 * largest + 8 * 256**2

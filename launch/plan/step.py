@@ -1,0 +1,69 @@
+"""Memory of the optimizer step: gradients in a second copy, and what the optimizer's rule makes besides its state."""
+
+from __future__ import annotations
+
+from config.optimizers import EXCHANGED_VALUES
+from launch.plan.layout import ZERO_DEFAULTS, Layout
+from launch.plan.model import Group, Shape
+
+
+def step_bytes(shape: Shape, layout: Layout) -> float:
+    """[bytes] That one rank needs at once, at most, beside model states.
+
+    DeepSpeed updates one flat tensor after the other: at stages 1 and 2 a rank's part of each parameter group, at stage
+    3 of each sub-group, and without ZeRO each parameter. Where it flattens FP32 gradients into a second copy, the first
+    one stays until the update is done.
+    """
+    rule = max((_rule_bytes(group, layout) for group in shape.groups), default=0.0)
+    return _copied_gradients(shape, layout) + rule
+
+
+def _copied_gradients(shape: Shape, layout: Layout) -> float:
+    """[bytes] FP32 gradients that are flattened."""
+    part = shape.trained_parameters / layout.world
+    if layout.stage == 0 or layout.bf16_optimizer or "optimizer" in layout.offload:
+        return 0.0
+    if layout.stage == 3:
+        return 4 * min(part, _sub_group(layout))
+    return 0.0 if layout.stage == 2 and layout.width == 2 else 4 * part
+
+
+def _rule_bytes(group: Group, layout: Layout) -> float:
+    """[bytes] Of the temporaries of `training.engine.optimizers` for one flat tensor of a group."""
+    flat, piece = _sizes(group, layout)
+    if group.matrix:
+        return 4 * flat + _exchange_bytes(group, layout)
+    return float(
+        max((of_flat * flat + of_piece * piece for of_flat, of_piece in layout.optimizer.temporaries), default=0)
+    )
+
+
+def _sizes(group: Group, layout: Layout) -> tuple[float, float]:
+    """[values] (of its largest flat tensor, of the largest parameter's piece in it)."""
+    if layout.stage == 0:
+        return group.largest, group.largest
+    flat = group.parameters / layout.world
+    if layout.stage == 3:
+        return min(flat, _sub_group(layout)), group.largest / layout.world
+    return flat, min(group.largest, flat)
+
+
+def _sub_group(layout: Layout) -> float:
+    """[values] Of a rank's part of the parameters that ZeRO-3 updates at once, at most."""
+    return float(layout.zero.get("sub_group_size", ZERO_DEFAULTS["sub_group_size"]))
+
+
+def _exchange_bytes(group: Group, layout: Layout) -> float:
+    """[bytes] Of whole matrices on their way to the rank that computes them and back, and of the iteration.
+
+    Two of the matrix and two of its product with itself in the iteration, in FP32; in BF16 the FP32 result counts.
+    """
+    matrix, short = group.largest, group.largest / group.longest
+    iteration = 10.0 * matrix if layout.bf16_matrices else 8.0 * matrix + 8.0 * short**2
+    if layout.stage == 0:
+        return iteration
+    batch = min(group.parameters, max(EXCHANGED_VALUES * layout.world, matrix))
+    sent = batch / layout.world
+    owned = max(sent, matrix)
+    # as they arrive and as matrices; then the iteration, or the way back
+    return 8 * owned + max(iteration, 4 * (owned + sent))
