@@ -105,7 +105,8 @@ def _summary(plan: Plan) -> list[Text]:
     ]
     cost = plan.cost(configured)
     price = "" if cost is None else f", {cost:,.2f} at {plan.price:g} a device and hour"
-    saved = f"{checkpoint_bytes(plan.shape, layout) / GIB:.2f} GiB on disk"
+    size = checkpoint_bytes(plan.shape, layout)
+    saved = f"{size / GIB:.2f} GiB on disk" if size >= GIB else f"{size / 2**20:.1f} MiB on disk"
     frozen = ", without the frozen weights" if plan.shape.has_adapter else ""
     lines.append(Text(f"Checkpoint: {saved}{frozen}."))
     budget = f"Budget: {_count(plan.token_budget)} tokens take {_hours(plan.hours(configured))}{price}."
