@@ -57,6 +57,8 @@ class Batch:
     sources: torch.Tensor | None = None
     """(accumulation, micro) int64: the source of each sample of this rank, by its place in labels_by_source; None where
     there is one source."""
+    counts_by_source: tuple[float, ...] = ()
+    """What label_tokens counts on this rank, by source, in the order of labels_by_source."""
     counts: np.ndarray | None = None
     """(accumulation, micro) int64: what label_tokens counts, by sample of this rank; None: its labels."""
     further: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -66,14 +68,6 @@ class Batch:
     def tokens(self) -> int:
         """[tokens] Inputs of the global batch, padding aside."""
         return self.sample_ids.size * self.input_ids.shape[-1] if self.places_of_all is None else self.places_of_all
-
-    @property
-    def counts_by_source(self) -> list[float]:
-        """What label_tokens counts, by source of a mixture; empty where there is one source."""
-        if self.sources is None:
-            return []
-        counts, names = torch.from_numpy(self.counted), self.labels_by_source or ()
-        return torch.bincount(self.sources.flatten(), counts.flatten(), len(names)).tolist()
 
     @property
     def counted(self) -> np.ndarray:
@@ -116,7 +110,9 @@ class Batch:
             label_tokens_of_all=None,
             counts=counts,
             position_ids=None if self.position_ids is None else self.position_ids[:1, :sequences],
-            sources=None if self.sources is None else self.sources[:1, :sequences],
+            labels_by_source=None,
+            sources=None,
+            counts_by_source=(),
             further={name: values[:1, :sequences] for name, values in self.further.items()},
         )
 
@@ -201,8 +197,14 @@ class Batches:
         batch = self._make_batch(self._shards, position, ids, mine)
         if self._mixture is None:
             return batch
-        sources = on_host(self._mixture.source_of(mine))
-        return replace(batch, labels_by_source=self._by_source(ids), sources=sources)
+        sources, names = self._mixture.source_of(mine), self._mixture.names
+        counts = np.bincount(sources.reshape(-1), batch.counted.reshape(-1), len(names))
+        return replace(
+            batch,
+            labels_by_source=self._by_source(ids),
+            sources=on_host(sources),
+            counts_by_source=tuple(counts.tolist()),
+        )
 
     def _sample_ids(self, position: int) -> np.ndarray:
         options = {"seed": self._seed, "global_size": self._global_size}

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from config.cli import REPOSITORY
+from data.loader import Batch
 from precision import half_on_cpu
 from precision.guard import Verdict
 from tests.support.small_run import batch_of, engine_of, resolve
@@ -118,8 +119,16 @@ def parts_of(world: World, folder: Path, *, overrides: tuple[str, ...] = (), **o
 
 
 def waits_and_collectives(world: World, *, stage: int, compute: str) -> dict[str, Any]:
-    """Counts of one bare and one guarded step, both warm."""
+    """Counts of one bare and one guarded step, both warm, on batches of two sources."""
     with tempfile.TemporaryDirectory() as folder, parts_of(world, Path(folder), stage=stage, compute=compute) as parts:
+        own = parts.batches.next_step
+
+        def of_two_sources() -> Batch:
+            batch = own()
+            sources = torch.arange(batch.labels.shape[:2].numel()).remainder_(2).view(batch.labels.shape[:2])
+            return replace(batch, sources=sources, labels_by_source={"a": 1, "b": 1}, counts_by_source=(1.0, 1.0))
+
+        parts.batches.next_step = of_two_sources  # type: ignore[method-assign]
         progress = Progress()
         for _ in range(3):
             progress, _, _ = train_step(parts, progress)

@@ -181,10 +181,11 @@ class Engine:
     def _sources(self, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The source of each sample, (accumulation, micro) int64, None where there is one; and (2, sources) float64:
         zeros for the sums of their losses, and how many labels of theirs count on this rank."""
-        names = batch.labels_by_source or {}
-        counts = batch.counts_by_source
-        sums = self.world.numbers([0.0] * len(names) + counts).view(2, len(names))
-        return None if batch.sources is None else batch.sources.to(self.world.device, non_blocking=True), sums
+        device, counts = self.world.device, batch.counts_by_source
+        if batch.sources is None:
+            return None, torch.zeros(2, 0, dtype=torch.float64, device=device)
+        sums = self.world.numbers([0.0] * len(counts) + [*counts]).view(2, len(counts))
+        return batch.sources.to(device, non_blocking=True), sums
 
     def _equal_parts(self, batch: Batch) -> int:
         """How many micro-batches of all ranks have the same number of the whole step in their sums."""
