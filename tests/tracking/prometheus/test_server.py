@@ -79,7 +79,8 @@ def test_connections_that_are_held_open_cost_few_descriptors_and_threads_and_oth
             # One more of each may be on its way out.
             assert descriptors() - before - count <= MOST_CONNECTIONS + 1
             assert threading.active_count() - threads <= MOST_CONNECTIONS + 1
-    wait_until(lambda: descriptors() == before and threading.active_count() == threads, seconds=LONGEST_SECONDS)
+    # Less is left where a thread of an earlier test has ended meanwhile.
+    wait_until(lambda: descriptors() <= before and threading.active_count() <= threads, seconds=LONGEST_SECONDS)
 
 
 @pytest.mark.parametrize("request_start", [b"", b"G", b"GET /metrics HTTP/1.1\r\n"])
@@ -102,7 +103,7 @@ def test_a_client_that_is_slow_to_read_is_cut_off(registry, server, monkeypatch)
     with connect(server) as client:
         client.sendall(GET)
         wait_until(lambda: threading.active_count() > threads)
-        wait_until(lambda: threading.active_count() == threads, why=lambda: "its thread waits for it")
+        wait_until(lambda: threading.active_count() <= threads, why=lambda: "its thread waits for it")
 
 
 def test_only_the_metrics_are_answered_and_only_to_small_requests(server) -> None:
