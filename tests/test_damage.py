@@ -21,7 +21,7 @@ from tracking.report.command import main as report
 from tracking.watch.command import main as watch
 from training.checkpoint import tool
 from training.export_hf.command import main as export
-from training.replay import main as replay
+from training.replay.command import main as replay
 
 SHARD = "deepspeed/zero_pp_rank_0_mp_rank_00_optim_states.pt"
 MODEL = "deepspeed/mp_rank_00_model_states.pt"

@@ -26,7 +26,7 @@ from training.loop import train
 from training.parity.reference import Reference
 from training.parity.steps import StepParity
 from training.progress import Progress
-from training.replay import Collector
+from training.replay.repeat import Collector
 
 OVERFLOWING = [
     "precision.loss_scale.initial=256",

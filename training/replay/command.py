@@ -1,0 +1,74 @@
+"""Run a step of a finished, crashed or running job again, and print the causes of its non-finite values.
+
+    python -m training.replay runs/NAME --step N
+    python -m training.replay runs/NAME --step N --what-if key.sub=value ... [--steps M]
+
+Restores the nearest checkpoint before step N (or starts from the seed), repeats the steps up to N on the samples that
+the run took, compares every step with the run's record, and prints the causes found at N. On a CPU the numbers repeat
+bit for bit. Nothing is written into the run folder. Exit code 0: reproduced; 3: a step is different (1 for a run of
+several processes, whose launcher turns every failure into 1); 2: it cannot be done.
+
+With --what-if the same steps, and M after N, are made under another precision: any key of `precision:`, and
+model.attention. It says which are finite now, beside the record, and whether the run would have survived. Exit code 0:
+it would; 3 (or 1, as above): it would not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from config.cli import Arguments, entry_point, is_rank_0, positive_int
+from config.command_line import read_command_line
+from config.errors import UserError
+from config.launcher import as_launched, without_accelerate
+from tracking.jsonl import read_run_events
+from tracking.run_dir import RunDir
+from training.replay.recorded import read_recorded, require_layout
+
+AFTER = 8
+"""[steps] What --steps is unless it is given: enough for a loss scale of 65536 to fall to 256."""
+
+
+@entry_point(launched=True)
+def main(arguments: list[str] | None = None) -> int:
+    """Start as many processes as the run had, unless this is one of them, and replay."""
+    parser = Arguments(prog="python -m training.replay", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", type=Path, help="run folder, such as runs/demo")
+    parser.add_argument("--step", type=int, required=True, help="attempted step, counted from 1")
+    parser.add_argument("--what-if", nargs="+", action="extend", metavar="key.sub=value", help="another precision")
+    parser.add_argument("--steps", type=positive_int, help=f"with --what-if: steps after N, {AFTER} unless given")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    options = parser.parse_args(arguments)
+    if options.steps is not None and not options.what_if:
+        raise UserError("command line: --steps belongs to --what-if; leave it out, or give an override")
+    run_dir = RunDir(options.run)
+    recorded = read_recorded(list(read_run_events(run_dir.events)), options.step)
+    processes = recorded.session["world_size"]
+    launches = "RANK" not in os.environ and processes > 1
+    environment = without_accelerate(os.environ) | (as_launched(processes) if launches else {})
+    resolved = read_command_line(["--config", str(run_dir.config)], environment)
+    require_layout(recorded.session, resolved)
+    other = None
+    if options.what_if:
+        from training.replay.what_if import under
+
+        other = under(resolved, options.what_if, environment)
+    if launches:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        again = ["-m", "training.replay", *(sys.argv[1:] if arguments is None else arguments)]
+        os.execv(sys.executable, [sys.executable, *launch, *again])
+    log = print if is_rank_0() else _silent
+    if other is not None:
+        from training.replay.what_if import what_if
+
+        return what_if(run_dir, other, recorded, options.what_if, log, after=options.steps or AFTER)
+    from training.replay.repeat import repeat
+
+    return repeat(run_dir, resolved, recorded, log)
+
+
+def _silent(text: str) -> None:
+    """For ranks other than 0."""

@@ -1,0 +1,104 @@
+"""What a run's record says of an attempted step: the steps that led to it, its session, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from config.errors import UserError
+from config.resolved import Resolved
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One attempt of a step, as recorded."""
+
+    steps: list[Event]
+    """The `step` events up to it, from the run's first step on."""
+    after: list[Event]
+    """Those of the steps right after it, as far as they took the batches right after its own."""
+    incident: Event | None
+    """The guard's, where the step was one."""
+    causes: list[Event]
+    """Its `nonfinite` events."""
+    session: Event
+    """The `run_start` of the session that made it: a run may resume in another layout."""
+
+    @property
+    def step(self) -> int:
+        """The attempted step."""
+        number: int = self.steps[-1]["step"]
+        return number
+
+
+def read_recorded(events: list[Event], step: int) -> Recorded:
+    """The attempt of `step` that is replayed; raises UserError when there is none, or its layout is not known."""
+    steps = attempt_to_replay(events, step)
+    at = next(index for index, event in enumerate(events) if event is steps[-1])
+    further = [event for event in events[at + 1 :] if event["event"] == "step"]
+    follows = takewhile(
+        lambda pair: pair[1]["position"] == steps[-1]["position"] + pair[0] and pair[1]["step"] == step + pair[0],
+        enumerate(further, start=1),
+    )
+    of_it = [*takewhile(lambda event: event["event"] != "step", events[at + 1 :])]
+    incidents = [event for event in of_it if event["event"] == "incident" and event["step"] == step]
+    return Recorded(
+        steps=steps,
+        after=[event for _, event in follows],
+        incident=incidents[0] if incidents else None,
+        causes=[event for event in of_it if event["event"] == "nonfinite" and event["step"] == step],
+        session=session_of(events, steps[-1]),
+    )
+
+
+def attempt_to_replay(events: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    """The `step` events of the attempt that reached `step`, from the run's first step on.
+
+    A run that rolled back or was resumed attempts a step more than once; the attempt with an incident is chosen, or
+    else the last. Raises UserError when the run never attempted the step.
+    """
+    reached = [i for i, event in enumerate(events) if event["event"] == "step" and event["step"] == step]
+    if not reached:
+        raise UserError(f"--step {step}: the run has no such step; its events end at step {_last_step(events)}")
+    bad = [i for i in reached if any(e["event"] == "incident" and e["step"] == step for e in events[i : i + 30])]
+    index = (bad or reached)[-1]
+    chain: list[dict[str, Any]] = []
+    for event in reversed(events[: index + 1]):
+        wanted = chain[-1]["step"] - 1 if chain else step
+        if event["event"] == "step" and event["step"] == wanted:
+            chain.append(event)
+    return chain[::-1]
+
+
+def session_of(events: list[dict[str, Any]], step: dict[str, Any]) -> dict[str, Any]:
+    """The `run_start` of the session that made `step`, one of `events`: a run may resume in another layout."""
+    at = next(index for index, event in enumerate(events) if event is step)
+    starts = [event for event in events[:at] if event["event"] == "run_start"]
+    if not starts:
+        raise UserError(f"--step {step['step']}: no run_start is recorded before it, so its layout is not known")
+    return starts[-1]
+
+
+def require_layout(session: dict[str, Any], resolved: Resolved) -> None:
+    """Raises UserError where the run folder's config is from a later session with another layout than the step's."""
+    then = {"zero_stage": session["zero_stage"], "compute": session["compute"]}
+    now = {"zero_stage": resolved.zero_stage, "compute": resolved.compute}
+    if then != now:
+        raise UserError(
+            f"{resolved.config_path}: is from a later session, ZeRO-{now['zero_stage']} in {now['compute']}; the step "
+            f"was made at ZeRO-{then['zero_stage']} in {then['compute']}, and with another config it is another step"
+        )
+    attention = resolved.config.model.attention
+    before = session.get("attention", attention)  # runs of earlier versions do not say
+    if before != attention:
+        raise UserError(
+            f"{resolved.config_path}: is from a later session, with model.attention = {attention}; the step was made "
+            f"with {before}, which rounds differently"
+        )
+
+
+def _last_step(events: list[dict[str, Any]]) -> int:
+    return max((event["step"] for event in events if event["event"] == "step"), default=0)
