@@ -43,6 +43,7 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
                 sys.stdout.write(f"mantissa {VERSION}\n")
             raise SystemExit(0)
         _require_text([*argv, str(REPOSITORY), str(Path.cwd())])
+        _require_docstrings(sys.flags.optimize)
         options = _parse(argv)
         resolved = resolve_run(options, environment)
     except (UserError, PermissionError) as error:
@@ -54,6 +55,15 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
             sys.stdout.write(render_config(resolved))
         raise SystemExit(0)
     return resolved
+
+
+def _require_docstrings(optimize: int) -> None:
+    """Refuse an interpreter that has dropped them. optimize: of `sys.flags`. Raises UserError."""
+    if optimize > 1:
+        raise UserError(
+            "environment: Python runs with -OO (or PYTHONOPTIMIZE=2), without the docstrings that transformers builds "
+            "models from; use -O, or neither"
+        )
 
 
 def _require_text(given: Sequence[str]) -> None:

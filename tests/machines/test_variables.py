@@ -133,7 +133,13 @@ def test_other_modules_of_the_same_names(ground: Path, losses) -> None:
 
 def test_asserts_are_left_out(ground: Path, losses) -> None:
     lives(Place(ground / "python -O", variables={"PYTHONOPTIMIZE": "1"}), losses)
-    lives(Place(ground / "python -OO", variables={"PYTHONOPTIMIZE": "2"}), losses)
+
+
+def test_docstrings_are_left_out_too(ground: Path, losses) -> None:
+    """transformers builds no model then."""
+    place = Place(ground / "python -OO", variables={"PYTHONOPTIMIZE": "2"})
+    assert "error: environment: Python runs with -OO" in demo(place, f"run.steps={STEPS}", exit_code=None)
+    assert not place.run.exists()
 
 
 @pytest.mark.parametrize("variables", WANDB.values(), ids=WANDB)
