@@ -84,14 +84,14 @@ def test_an_unrelated_manifest_does_not_and_the_module_is_named(overflowed):
 
 @pytest.mark.slow
 def test_a_lower_scale_helps_gradients_and_not_activations(overflowed):
-    lines = tried_under(overflowed, "large", 2, "precision.loss_scale.initial=1", exit_code=3)
-    assert f"rank 0, {MODULE}: " in lines[-1]
+    lines = tried_under(overflowed, "large", 2, "precision.loss_scale.initial=2", exit_code=3)
+    assert f"rank 0, {MODULE}: " in lines[-1] and "at loss scale 2)" in lines[-1]
     lines = tried_under(overflowed, "large", 2, "precision.compute=bf16", exit_code=0)
     assert "precision.compute fp16 -> bf16" in lines[0]
     static = ["precision.loss_scale.policy=static", "precision.loss_scale.initial=16777216", "guard.reactions=[abort]"]
     finish(command("python", overflowed, "scaled", *SHORT, *static, "run.steps=3"), exit_code=3, ranks=2)
     scale = "precision.loss_scale.initial=256"
-    lines = tried_under(overflowed, "scaled", 1, scale, exit_code=0, ranks=2)
+    lines = tried_under(overflowed, "scaled", 1, scale, exit_code=0)  # which starts both processes itself
     assert "applied after it: 2 of 2 steps" in lines[-1] and "at loss scale 256" in lines[-1]
 
 
