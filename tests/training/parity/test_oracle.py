@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from config.cli import REPOSITORY
@@ -130,6 +130,7 @@ def test_a_wrong_record_is_named(
     assert found.lines()[-1] == f"6 steps differs from the oracle in: {named}"
 
 
+@example("linear", 1, 0.0, 1.0, 2)
 @given(
     st.sampled_from(["cosine", "linear", "wsd", "constant"]),
     st.integers(0, 12),

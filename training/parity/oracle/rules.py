@@ -132,20 +132,20 @@ def schedule(section: ScheduleSection, *, peak: float, total: int) -> Callable[[
     warmup, last = section.warmup_steps, max(total - 1, 1)
     rising = _factor(transformers.get_constant_schedule_with_warmup, warmup)
     ratio = section.final_ratio
-    if section.name == "cosine":
+    if section.name == "constant" or last <= warmup:  # the decay starts with the last step, or never
+        falling = lambda step: 1.0  # noqa: E731
+    elif section.name == "cosine":
         falling = _factor(
             transformers.get_cosine_with_min_lr_schedule_with_warmup, warmup, num_training_steps=last, min_lr_rate=ratio
         )
     elif section.name == "linear":
         line = _factor(transformers.get_linear_schedule_with_warmup, warmup, num_training_steps=last)
         falling = lambda step: ratio + (1.0 - ratio) * line(step)  # noqa: E731
-    elif section.name == "wsd":
+    else:
         decay = max(round(section.decay_fraction * total), 1)
         start = max(warmup, last - decay)
         options = {"num_stable_steps": start - warmup, "num_decay_steps": last - start, "decay_type": "linear"}
         falling = _factor(transformers.get_wsd_schedule, warmup, min_lr_ratio=ratio, **options)
-    else:
-        falling = lambda step: 1.0  # noqa: E731
     return lambda applied: peak * (rising(applied + 1) if applied < warmup else falling(min(applied, last)))
 
 
