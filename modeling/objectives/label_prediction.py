@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from modeling.embedding_noise import EmbeddingNoise
-from modeling.linear_cross_entropy import IGNORED, label_losses
+from modeling.linear_cross_entropy import IGNORED, label_loss_sum, label_losses
 from modeling.objectives.objective import Forward, Scored
 
 
@@ -19,9 +19,12 @@ class LabelPrediction:
     sums: tuple[str, ...] = ()
     has_perplexity = True
 
-    def __init__(self, noise: EmbeddingNoise | None = None) -> None:
-        """noise: on the model's embeddings in training; None: none."""
-        self._noise = noise
+    def __init__(self, noise: EmbeddingNoise | None = None, *, by_sample: bool = False) -> None:
+        """noise: on the model's embeddings in training; None: none. by_sample: `Scored.parts` are wanted.
+
+        Without them the sum is that of torch's own kernel, in its last bit another than that of the parts.
+        """
+        self._noise, self._by_sample = noise, by_sample
 
     def noisy(self, inputs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
         """Inside, forward passes have the micro-batch's noise; gives the inputs that are the model's."""
@@ -30,8 +33,11 @@ class LabelPrediction:
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
         """All logits at once."""
         with self.noisy(inputs) as given:
-            losses = label_losses(forward(**given, use_cache=False).logits, labels)
+            logits = forward(**given, use_cache=False).logits
         weights = self.weights(inputs, labels)
+        if weights is None and not self._by_sample:
+            return Scored(label_loss_sum(logits, labels))
+        losses = label_losses(logits, labels)
         loss = losses.sum() if weights is None else (losses * weights).sum()
         return self.scored(loss, losses.detach(), labels, weights)
 

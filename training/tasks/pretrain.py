@@ -12,7 +12,7 @@ __all__ = ["make_batch", "objective", "prepare"]
 
 def objective(config: Config, model: PreTrainedModel) -> LabelPrediction:
     """Every token is a label."""
-    return LabelPrediction()
+    return LabelPrediction(by_sample=bool(config.data.sources))
 
 
 def make_batch(config: Config, corpus: Corpus) -> None:

@@ -17,7 +17,9 @@ __all__ = ["make_batch", "objective", "prepare"]
 def objective(config: Config, model: PreTrainedModel) -> LabelPrediction:
     """Every token of an answer is a label."""
     noise = EmbeddingNoise(model, config.sft.neftune_alpha) if config.sft.neftune_alpha else None
-    return RowPrediction(noise) if config.sft.loss == "row" else LabelPrediction(noise)
+    if config.sft.loss == "row":
+        return RowPrediction(noise)
+    return LabelPrediction(noise, by_sample=bool(config.data.sources))
 
 
 def make_batch(config: Config, corpus: Corpus) -> MakeBatch:
