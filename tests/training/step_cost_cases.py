@@ -118,9 +118,13 @@ def parts_of(world: World, folder: Path, *, overrides: tuple[str, ...] = (), **o
         yield parts
 
 
+TWO_SOURCES = "data.sources=[{source: stdlib, name: a, weight: 1}, {source: stdlib, name: b, weight: 1}]"
+
+
 def waits_and_collectives(world: World, *, stage: int, compute: str) -> dict[str, Any]:
     """Counts of one bare and one guarded step, both warm, on batches of two sources."""
-    with tempfile.TemporaryDirectory() as folder, parts_of(world, Path(folder), stage=stage, compute=compute) as parts:
+    options: dict[str, Any] = {"stage": stage, "compute": compute, "overrides": (TWO_SOURCES, "data.tokenizer=bytes")}
+    with tempfile.TemporaryDirectory() as folder, parts_of(world, Path(folder), **options) as parts:
         own = parts.batches.next_step
 
         def of_two_sources() -> Batch:
