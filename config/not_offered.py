@@ -8,12 +8,12 @@ _OPTIMIZERS = (
     (
         r"8.?bit|fp8|4.?bit",
         "8-bit states are wrong under ZeRO: torchao's are FP32 there without a word unless a shard is a multiple of "
-        "its block, and without ZeRO embeddings run away, because small second moments round to 0 (torchao #1218); "
-        "use adamw, with deepspeed.offload=cpu for memory",
+        "its block, and else their blocks cross parameters, so that they depend on the number of ranks; use adamw, "
+        "with deepspeed.offload=cpu for memory",
     ),
     (
         r"ada.?factor",
-        "its factored moments are of whole matrices, and a ZeRO shard has none (its update was 14% to 68% off); use "
+        "its factored moments are of whole matrices, and a ZeRO shard has none; use "
         "stable_adamw, or lion for one state less",
     ),
     (r"1.?bit|one.?bit|zero.?one|zoadam", "it sends compressed updates, which are no longer AdamW's; use adamw"),
