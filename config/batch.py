@@ -10,7 +10,7 @@ from config.schema import ModelSection
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One optimizer step in numbers; `global_size == micro_size * accumulation * world_size` always holds."""
+    """One optimizer step in numbers; `global_size == micro_size * accumulation * data_ranks` always holds."""
 
     global_size: int
     """[sequences] In one optimizer step, over all ranks."""
@@ -19,32 +19,61 @@ class BatchPlan:
     accumulation: int
     """[micro-batches] Forward and backward passes of one rank in one optimizer step."""
     world_size: int
-    """[processes] Data-parallel ranks."""
+    """[processes]"""
+    sequence: int = 1
+    """[processes] That share each sequence."""
+
+    @property
+    def data_ranks(self) -> int:
+        """[groups of processes] With sequences of their own."""
+        return self.world_size // self.sequence
 
 
-def plan_batch(global_size: int, micro_size: int, world_size: int, *, where: str) -> BatchPlan:
-    """Divide the batch among `world_size` ranks; `where` is the file that errors name.
+def plan_batch(global_size: int, micro_size: int, world_size: int, *, where: str, sequence: int = 1) -> BatchPlan:
+    """Divide the batch among `world_size` ranks, of which `sequence` share each sequence.
+
+    where: the file that errors name.
 
     Raises:
-        UserError: micro_size x world_size does not divide global_size; says which sizes would.
+        UserError: `sequence` does not divide world_size, or micro_size x data ranks does not divide global_size; says
+            which numbers would.
     """
-    accumulation, left_over = divmod(global_size, micro_size * world_size)
+    if world_size % sequence:
+        numbers = _listed(divisors(world_size))
+        raise UserError(
+            f"{where}: parallel.sequence = {sequence} does not divide {world_size} "
+            f"process{'es' if world_size > 1 else ''}; set it to one of {numbers}, or run on a multiple of it"
+        )
+    data_ranks = world_size // sequence
+    accumulation, left_over = divmod(global_size, micro_size * data_ranks)
     if not left_over:
-        return BatchPlan(global_size, micro_size, accumulation, world_size)
+        return BatchPlan(global_size, micro_size, accumulation, world_size, sequence)
     problem = (
         f"{where}: batch.global_size = {global_size} cannot be cut into micro-batches of "
         f"batch.micro_size = {micro_size} on {world_size} process{'es' if world_size > 1 else ''}"
     )
+    if sequence > 1:
+        problem += f", {sequence} to a sequence (parallel.sequence)"
     ways = []
-    if global_size % world_size == 0:
-        sizes = divisors(global_size // world_size)
+    if global_size % data_ranks == 0:
+        sizes = divisors(global_size // data_ranks)
         ways.append(f"set batch.micro_size to one of {_listed(sizes)}")
     if global_size % micro_size == 0:
-        ways.append(f"run on one of {_listed(divisors(global_size // micro_size))} processes")
-    unit = micro_size * world_size
+        worlds = [sequence * number for number in divisors(global_size // micro_size)]
+        ways.append(f"run on one of {_listed(worlds)} processes")
+    unit = micro_size * data_ranks
     below, above = global_size // unit * unit, (global_size // unit + 1) * unit
     ways.append(f"set batch.global_size to {f'{below} or ' if below else ''}{above}")
     raise UserError(f"{problem}; {', or '.join(ways)}")
+
+
+WHOLE_POSITIONS = "whole_position_ids"
+"""Input of a micro-batch of slices of sequences: positions of the whole sequences, (micro, whole length) int64."""
+
+
+def slice_length(sequence_length: int, ranks: int) -> int:
+    """[tokens] Of each rank's slice of a sequence that so many share; the last one's end may be padding."""
+    return -(-sequence_length // ranks)
 
 
 def divisors(number: int) -> list[int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from config.cli import REPOSITORY
 
 _MODULES = {
     ("deepspeed",): "deepspeed.launcher.runner",
@@ -15,11 +18,19 @@ _MODULES = {
     ("accelerate", "launch"): "accelerate.commands.launch",
 }
 
+_MODULE_OPTION = {"deepspeed": "--module", "accelerate": "--module"}
+
 LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
 """What a launcher tells its processes; a job started from inside another one must not inherit it."""
+
+
+def with_project(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that finds Mantissa's modules from any folder."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
+    return {**environment, "PYTHONPATH": path}
 
 
 def by_interpreter(command: Sequence[str], path: str | None = None) -> list[str]:
@@ -34,6 +45,21 @@ def by_interpreter(command: Sequence[str], path: str | None = None) -> list[str]
             if found is None or Path(found).parent == Path(sys.executable).parent:
                 return [sys.executable, "-m", module, *command[len(words) :]]
     return list(command)
+
+
+def job_command(program: Sequence[str], *, processes: int, launcher: Sequence[str] = ()) -> list[str]:
+    """The command line that starts a program on several processes.
+
+    program: a script and its arguments, or ("-m", module, arguments ...). launcher: a command such as
+    ("deepspeed", "--hostfile", "hosts"), which then says where and on how many processes; else torchrun, here.
+    """
+    if launcher:
+        module = _MODULE_OPTION.get(Path(launcher[0]).name, "-m")
+        return [*launcher, *([module, *program[1:]] if program[0] == "-m" else program)]
+    if processes == 1:
+        return [sys.executable, *program]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return [sys.executable, *launch, *program]
 
 
 def deepspeed_program() -> list[str]:

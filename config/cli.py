@@ -21,10 +21,11 @@ P = ParamSpec("P")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 """Mantissa's own folder."""
-DONE, CRASH, CONFIG_ERROR, DIVERGED, LOST, UNSAVED, PREEMPTED = 0, 1, 2, 3, 69, 74, 75
+DONE, CRASH, CONFIG_ERROR, DIVERGED, LOST, BROKEN, UNSAVED, PREEMPTED = 0, 1, 2, 3, 69, 71, 74, 75
 """Exit codes: all steps done; an exception that nothing caught, as Python has it; the config or the command line is
 wrong, and nothing was started; stopped on numerics with a usable checkpoint; this rank stops because another one is
-lost; checkpoints cannot be written; stopped on request, saved. docs/run-folder.md has them."""
+lost; stopped because a rank's machine computes or remembers wrongly; checkpoints cannot be written; stopped on request,
+saved. docs/run-folder.md has them."""
 
 
 class Arguments(argparse.ArgumentParser):

@@ -82,10 +82,11 @@ def _require_text(given: Sequence[str]) -> None:
 def render_config(resolved: Resolved) -> str:
     """The resolved run config and DeepSpeed JSON as two YAML documents (JSON is YAML), without secrets."""
     plan = resolved.batch
+    shared = f" / {plan.sequence} to a sequence" if plan.sequence > 1 else ""
     return (
         f"# Run config, resolved from {resolved.config_path}\n"
         f"# {plan.global_size} sequences a step = micro-batches of {plan.micro_size} x {plan.accumulation} accumulated"
-        f" x {plan.world_size} processes\n"
+        f" x {plan.world_size} processes{shared}\n"
         f"{redact(to_yaml(resolved.config))}"
         f"---\n# DeepSpeed JSON, resolved from {resolved.deepspeed_path}\n"
         f"{json.dumps(redact(resolved.deepspeed), indent=2)}\n"

@@ -24,9 +24,17 @@ _OPTIMIZERS = (
     (r"zenflow", "it delays part of each update, so it is not AdamW; use adamw with deepspeed.offload=cpu"),
 )
 
+_INITS = (
+    (
+        r"pissa|olora|corda|eva|loftq|lora.?ga",
+        "it trains on another base: peft writes the base's weights anew, less what the factors start with, so the "
+        "base's files and their hash no longer say what a checkpoint's or an export's factors belong to, and "
+        "preference.reference = adapter_off would not be the base; use default or gaussian",
+    ),
+)
+_REASONS = {"optimizer.name": _OPTIMIZERS, "adapter.init": _INITS}
+
 
 def why_not(key: str, value: str) -> str | None:
     """Why a key does not take a value that others offer; None where there is no such reason."""
-    if key != "optimizer.name":
-        return None
-    return next((why for pattern, why in _OPTIMIZERS if re.search(pattern, value, re.IGNORECASE)), None)
+    return next((why for pattern, why in _REASONS.get(key, ()) if re.search(pattern, value, re.IGNORECASE)), None)

@@ -25,6 +25,8 @@ EXCHANGED_VALUES = 1 << 26
 is up to ZeRO."""
 COUNT = "step"
 """torch's key for the number of updates in a parameter's state, in every optimizer that counts them."""
+AVERAGES = ("exp_avg", "exp_avg_sq")
+"""torch's keys of Adam's averages, of gradients and of their squares, in every optimizer that keeps them."""
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,9 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     origin = "accelerate's deepspeed_config_file" if accelerate_file else str(path)
     json_path = find_deepspeed_json(config.deepspeed.config, path, first=given is not None, origin=origin)
     document = read_document(json_path)
-    where = _where(path, options.overrides, "batch")
-    batch = plan_batch(config.batch.global_size, config.batch.micro_size, env.world_size, where=where)
+    where = _where(path, options.overrides, "batch", "parallel")
+    section, sequence = config.batch, config.parallel.sequence
+    batch = plan_batch(section.global_size, section.micro_size, env.world_size, where=where, sequence=sequence)
     resolved_json = resolve_json(config, json_path, document, world_size=env.world_size)
     _check_fault_ranks(config, _where(path, options.overrides, "faults"), env.world_size)
     compute = compute_dtype(config, json_path, document)
@@ -162,9 +163,9 @@ def _portable(path: Path) -> str:
     return (absolute.relative_to(REPOSITORY) if absolute.is_relative_to(REPOSITORY) else absolute).as_posix()
 
 
-def _where(path: Path, overrides: Sequence[str], section: str) -> str:
-    """The run config's path, with the overrides of one section."""
-    given = [text for text in overrides if text.partition("=")[0].partition(".")[0] == section]
+def _where(path: Path, overrides: Sequence[str], *sections: str) -> str:
+    """The run config's path, with the overrides of some sections."""
+    given = [text for text in overrides if text.partition("=")[0].partition(".")[0] in sections]
     return f"{path} with {' '.join(given)}" if given else str(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -15,7 +16,16 @@ from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from config.printable import line
 from config.redact import redact
-from config.schema import Config, DataSection, DistillSection, Fault, ModelSection, OptimizerSection, SourceSection
+from config.schema import (
+    Config,
+    DataSection,
+    DistillSection,
+    Fault,
+    ModelSection,
+    OptimizerSection,
+    ParitySection,
+    SourceSection,
+)
 from config.secrets import ADVICE, WITH_PASSWORD
 from config.task import ENCODER_TASKS, ROW_FORMATS, is_url
 
@@ -36,6 +46,11 @@ QUANTISED_BASES = (
     "in precision.compute)"
 )
 """What is said of a base that is quantised, or shall be."""
+QUANTISED_TEACHERS = (
+    "4-bit and 8-bit teachers are not supported; give the teacher in BF16, FP16 or FP32 (distill.sharded = true "
+    "divides it over the ranks, distill.top_k asks it before training and lets it go)"
+)
+"""What is said of a teacher that is quantised."""
 
 _LONGEST_NAME = 200  # bytes: file systems take 255, and a renamed or partial folder's name is longer
 
@@ -51,8 +66,8 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
     """
     for rule in (
         *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _sft, _preference, _distill),
-        *(_encoder, _adapter, _mixture, _data, _documents, _optimizer, _schedule, _precision, _loss_scale, _evaluate),
-        *(_tracking, _guard, _faults),
+        *(_parallel, _encoder, _seq2seq, _adapter, _mixture, _data, _documents, _optimizer, _schedule, _precision),
+        *(_loss_scale, _evaluate, _tracking, _guard, _faults, _canary),
     ):
         for key, text in rule(config):
             raise UserError(f"{origin(key)}: {key} {text}")
@@ -165,8 +180,10 @@ def _kernels(config: Config) -> Iterator[Problem]:
 
 
 _READ_BY = {
-    **dict.fromkeys(("format", "on_bad_row", "too_long"), ("sft", "dpo", "classify")),
-    **dict.fromkeys(("chat_template", "train_on", "packing"), ("sft", "dpo")),
+    **dict.fromkeys(("format", "on_bad_row", "too_long"), ("sft", "seq2seq", "dpo", "classify")),
+    **dict.fromkeys(("chat_template", "packing"), ("sft", "seq2seq", "dpo")),
+    "train_on": ("sft", "dpo"),
+    "target_length": ("seq2seq",),
     **dict.fromkeys(("text_pair_field", "label_field", "tokens_field", "tags_field"), ("classify",)),
 }
 """Keys of the data section that not every task reads."""
@@ -177,7 +194,8 @@ def _task(config: Config) -> Iterator[Problem]:
     for key, tasks in _READ_BY.items():
         value, of_rows = getattr(data, key), "sft" in tasks and config.task == "distill"
         if config.task not in tasks and not (of_rows and config.learns_rows) and value != getattr(DataSection, key):
-            reader, fix = f"task = {' and '.join(tasks)}", f"set task={tasks[0]}"
+            several = ", ".join(tasks[:-1]) + " and " if tasks[1:] else ""
+            reader, fix = f"task = {several}{tasks[-1]}", f"set task={tasks[0]}"
             if of_rows:
                 reader, fix = "task = distill of rows", "name their form as data.format"
             yield f"data.{key}", f"= '{value}' is only read by {reader}; remove it, or {fix}"
@@ -189,7 +207,7 @@ def _task(config: Config) -> Iterator[Problem]:
             "data.format",
             f"= preference is of pairs of answers, which task = {config.task} does not read; set task=dpo",
         )
-    if data.document_masking and data.packing == "none":
+    if data.document_masking and data.packing == "none" and config.task != "seq2seq":
         yield "data.document_masking", "= true: rows are not packed by data.packing = none; remove one of them"
     if data.source in _OF_DOCUMENTS:
         yield "data.source", f"= {data.source} has no rows; give rows as jsonl or parquet, or set task=pretrain"
@@ -253,10 +271,37 @@ def _distill(config: Config) -> Iterator[Problem]:
         if section.top_k and used:
             problem = f"cannot be combined with distill.top_k = {section.top_k}: it tries a batch without answers first"
             yield key, f"{problem}; remove it, or set distill.top_k=0"
-    if section.top_k and config.data.sources:
-        yield "distill.top_k", f"= {section.top_k} is not made for data.sources; set it to 0, or give one data.path"
     if len({item.format == "auto" for item in config.data.sources}) > 1:
         yield "data.sources", "has sources with a format and others without, which are documents; name all, or none"
+
+
+def _parallel(config: Config) -> Iterator[Problem]:
+    ranks, model, key = config.parallel.sequence, config.model, "parallel.sequence"
+    if ranks == 1:
+        return
+    given = f"= {ranks}"
+    if config.task not in ("pretrain", "sft"):
+        yield key, f"{given} is verified with task = pretrain and sft, not {config.task}; set it to 1"
+    if config.sft.loss == "row":
+        yield key, f"{given} cuts rows, whose labels sft.loss = row has to count; set sft.loss=token, or {key}=1"
+    if config.sft.neftune_alpha:
+        yield key, f"{given} is not verified with sft.neftune_alpha; set one of them to its default"
+    if model.attention not in ("auto", "sdpa"):
+        yield key, f"{given} is verified with model.attention = sdpa, not {model.attention}; set that, or {key}=1"
+    if model.compile:
+        yield key, f"{given} is not verified with model.compile = true; remove one of them"
+    if model.activation_checkpointing == "budget":
+        fix = "set that to full, selective, attention or ops"
+        yield key, f"{given}: model.activation_checkpointing = budget counts whole sequences; {fix}"
+    if config.guard.reexecute != "never":
+        fix = "set guard.reexecute=never"
+        yield key, f"{given}: guard.reexecute lets ranks exchange their micro-batches, which are slices here; {fix}"
+    length = config.data.sequence_length
+    if length < ranks:
+        yield key, f"{given} is more than data.sequence_length = {length} has tokens; make it smaller"
+    if (model.balance_loss or model.router_z_loss) and length % ranks:
+        fix = f"make it a multiple of {ranks}"
+        yield key, f"{given}: routers would count the padding of data.sequence_length = {length}; {fix}"
 
 
 def _encoder(config: Config) -> Iterator[Problem]:
@@ -266,18 +311,16 @@ def _encoder(config: Config) -> Iterator[Problem]:
             yield from _only_read_by(name, name, getattr(config, name))
     if task not in ENCODER_TASKS:
         return
-    if data.sources:
-        yield "data.sources", f"is not read by task = {task}; give one source in data.path"
     if data.document_masking:
         yield "data.document_masking", f"= true is not read by task = {task}; remove it"
-    if config.adapter.kind != "none":
-        yield "adapter.kind", f"= {config.adapter.kind} is not there for task = {task} yet; remove it"
     if task == "mlm":
         return
     kind, labels = config.classify.kind, config.classify.labels
-    if data.format not in ("auto", ROW_FORMATS[kind]):
-        fix = f"remove it, for {ROW_FORMATS[kind]}"
-        yield "data.format", f"= {data.format} contradicts classify.kind = {kind}; {fix}"
+    formats = [("data", data.format), *((f"data.sources[{i}]", item.format) for i, item in enumerate(data.sources))]
+    for key, format in formats:
+        if format not in ("auto", ROW_FORMATS[kind]):
+            fix = f"remove it, for {ROW_FORMATS[kind]}"
+            yield f"{key}.format", f"= {format} contradicts classify.kind = {kind}; {fix}"
     if len(set(labels)) < len(labels):
         yield "classify.labels", "names a label twice; give each once"
     if len(labels) == 1:
@@ -286,13 +329,34 @@ def _encoder(config: Config) -> Iterator[Problem]:
         yield "classify.labels", "is not read by classify.kind = regression, which predicts a number; remove it"
     if data.text_pair_field is not None and kind == "token":
         yield "data.text_pair_field", f"= '{data.text_pair_field}' is not read by classify.kind = token; remove it"
-    if data.source in _OF_DOCUMENTS:
-        yield "data.source", f"= {data.source} has no labels; give task = classify rows as jsonl or parquet"
-    if data.source == "stdlib" and kind != "sequence":
+    kinds = {item.source for item in data.sources or (data,)}
+    for name in sorted(kinds & set(_OF_DOCUMENTS)):
+        yield "data.source", f"= {name} has no labels; give task = classify rows as jsonl or parquet"
+    if "stdlib" in kinds and kind != "sequence":
         yield "classify.kind", f"= {kind}: data.source = stdlib has labels for kind = sequence; set data.path to rows"
     for key in ("compile", "activation_memory_gib"):
         if getattr(model, key):
             yield f"model.{key}", f"= {getattr(model, key)} is not verified with task = classify; remove it"
+
+
+def _seq2seq(config: Config) -> Iterator[Problem]:
+    if config.task != "seq2seq":
+        return
+    data, model, without = config.data, config.model, "a decoder would see the sources of other rows through its"
+    if data.packing == "best_fit":
+        yield "data.packing", f"= best_fit: {without} cross-attention, which task = seq2seq has no mask for; remove it"
+    if data.document_masking:
+        yield "data.document_masking", "= true: rows are not packed by task = seq2seq; remove it"
+    formats = [("data", data.format), *((f"data.sources[{i}]", item.format) for i, item in enumerate(data.sources))]
+    for key, format in formats:
+        if format in ("text", *ROW_FORMATS.values()):
+            fix = "give prompt_completion, alpaca or messages"
+            yield f"{key}.format", f"= {format} has no source and target, which task = seq2seq needs; {fix}"
+    if config.adapter.kind != "none":
+        yield "adapter.kind", f"= {config.adapter.kind} is not there for task = seq2seq yet; remove it"
+    for key in ("compile", "activation_memory_gib"):
+        if getattr(model, key):
+            yield f"model.{key}", f"= {getattr(model, key)} is not verified with task = seq2seq; remove it"
 
 
 def _adapter(config: Config) -> Iterator[Problem]:
@@ -414,12 +478,16 @@ def _optimizer(config: Config) -> Iterator[Problem]:
 
 
 def _schedule(config: Config) -> Iterator[Problem]:
-    warmup, steps, decay = config.schedule.warmup_steps, config.run.steps, config.schedule.decay_fraction
+    warmup, steps, decay = config.schedule.warmup_steps, config.scheduled_steps, config.schedule.decay_fraction
+    length = "schedule.steps" if config.schedule.steps else "run.steps"
+    if steps < config.run.steps:
+        problem = f"is less than run.steps = {config.run.steps}, whose last steps it would leave without a rate"
+        yield "schedule.steps", f"= {steps} {problem}; make it larger or leave it out"
     if warmup > steps:
-        yield "schedule.warmup_steps", f"= {warmup} is more than run.steps = {steps}; make it smaller"
+        yield "schedule.warmup_steps", f"= {warmup} is more than {length} = {steps}; make it smaller"
     elif config.schedule.name == "wsd" and warmup + decay * steps > steps:
         left = f"leaves no room for schedule.warmup_steps = {warmup}"
-        yield "schedule.decay_fraction", f"= {decay:g} of run.steps = {steps} {left}; make one of them smaller"
+        yield "schedule.decay_fraction", f"= {decay:g} of {length} = {steps} {left}; make one of them smaller"
 
 
 def _precision(config: Config) -> Iterator[Problem]:
@@ -427,6 +495,9 @@ def _precision(config: Config) -> Iterator[Problem]:
     if precision.path == "manifest":
         if precision.manifest is None:
             yield "precision.manifest", "is missing for precision.path = manifest; name a JSON precision manifest"
+        if precision.routers != "fp32":
+            fix = 'remove it, and write a rule with "module_class": "*Router" into the manifest'
+            yield "precision.routers", f"= {precision.routers} is for precision.path = cast; {fix}"
         if precision.compute not in ("auto", "fp32"):
             manifest = f"precision.manifest = '{precision.manifest}', whose parameters stay in FP32"
             problem = f"= {precision.compute} cannot be combined with precision.path = manifest and {manifest}"
@@ -500,6 +571,19 @@ def _guard(config: Config) -> Iterator[Problem]:
     if guard.spike_sigmas and (guard.spike_window + 1) // 2 >= config.run.steps:
         problem = f"leaves nothing to judge in run.steps = {config.run.steps}, because half of it has to pass first"
         yield "guard.spike_window", f"= {guard.spike_window} {problem}; make it smaller or set guard.spike_sigmas=0"
+    if re.fullmatch(r"never|suspicious|every [1-9]\d*", guard.reexecute) is None:
+        fix = "write never, suspicious, or every N with a number of steps, such as 'every 500'"
+        yield "guard.reexecute", f"= '{guard.reexecute}' is none of its values; {fix}"
+    if guard.update_checks and config.optimizer.name != "adamw":
+        problem = f"recomputes adamw's updates alone, and optimizer.name = {config.optimizer.name}"
+        yield "guard.update_checks", f"= {guard.update_checks} {problem}; set guard.update_checks=0"
+
+
+def _canary(config: Config) -> Iterator[Problem]:
+    known = [field.name for field in dataclasses.fields(ParitySection)]
+    for name in config.canary.bounds:
+        if name not in known:
+            yield f"canary.bounds.{name}", f"is no key of parity:, which has {', '.join(known)}"
 
 
 def _faults(config: Config) -> Iterator[Problem]:
@@ -513,6 +597,10 @@ def _faults(config: Config) -> Iterator[Problem]:
                 f"{key}.module",
                 f"= '{fault.module}' is not read by kind: {fault.kind}, which hits the loss; remove it",
             )
+        if fault.kind != "flipped_bit":
+            for name in ("place", "bit", "persists"):
+                if getattr(fault, name) != getattr(Fault, name):
+                    yield f"{key}.{name}", "is only read by kind: flipped_bit; remove it"
         if fault.factor != Fault.factor and not spike:
             problem = "is only read by kind: loss_spike and gradient_spike; remove it"
             yield f"{key}.factor", f"= {fault.factor:g} {problem}"

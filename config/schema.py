@@ -182,6 +182,20 @@ class DistillSection:
     """[true or false] Partition the teacher over the ranks (ZeRO-3), where a whole one on each does not fit."""
 
 
+RowFormat = Literal[
+    "auto",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt_completion",
+    "text",
+    "preference",
+    "labelled",
+    "tagged",
+    "scored",
+]
+
+
 @dataclass(frozen=True)
 class SourceSection:
     """One source of a mixture."""
@@ -192,7 +206,7 @@ class SourceSection:
     """[choice] As data.source."""
     name: str | None = None
     """[text] What the record calls it. null: source 1, source 2 and so on."""
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference"] = "auto"
+    format: RowFormat = "auto"
     """[choice] As data.format."""
     weight: float | None = limit(None, above=0.0)
     """[ratio] Its share of the samples, in proportion to the other weights. null: by data.sources.epochs."""
@@ -206,8 +220,8 @@ class DataSection:
     """Where the text comes from and how it becomes token sequences."""
 
     source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub"] = "stdlib"
-    """[choice] stdlib: the .py files of the running Python, on every machine; for task sft its functions, each with the
-    first sentence of its docstring, for dpo beside more of it, for classify with the name of its package. text, jsonl,
+    """[choice] stdlib: the .py files of the running Python, on every machine; for tasks sft and seq2seq its functions,
+    each with the first sentence of its docstring, for dpo beside more of it, for classify its package. text, jsonl,
     parquet: files at data.path (text: one document a file, or several by data.document_separator). hub: the dataset
     data.path of the Hugging Face hub, or a local dataset folder. megatron: documents that Megatron-LM tokenized, .bin
     files with their .idx. auto: stdlib without a data.path, else what its name says: .jsonl and .json, .parquet, .idx,
@@ -239,24 +253,13 @@ class DataSection:
     """[text] For task classify with classify.kind = token: field with the list of words."""
     tags_field: str = "tags"
     """[text] For classify.kind = token: field with the list of their labels."""
-    format: Literal[
-        "auto",
-        "messages",
-        "sharegpt",
-        "alpaca",
-        "prompt_completion",
-        "text",
-        "preference",
-        "labelled",
-        "tagged",
-        "scored",
-    ] = "auto"
-    """[choice] Form of the rows of task sft. messages: a list of role and content. sharegpt: `conversations` of from
-    and value. alpaca: instruction, input, output. prompt_completion: two texts, or two lists of messages. text: the
-    field data.text_field. auto: by the fields of the first row; for task distill: documents, not rows. preference, that
-    of task dpo: `chosen` and `rejected`, each text or a list of messages, and `prompt`, or what both begin with. For
-    task classify it follows from classify.kind: labelled, one or two texts and a label; tagged, words with a label
-    each; scored, texts and a number."""
+    format: RowFormat = "auto"
+    """[choice] Form of the rows of tasks sft and seq2seq. messages: a list of role and content. sharegpt: from and
+    value in `conversations`. alpaca: instruction, input, output. prompt_completion: two texts, or two lists of
+    messages. text: the field data.text_field. auto: by the fields of the first row; for task distill: documents, not
+    rows. preference, that of task dpo: `chosen` and `rejected`, each text or a list of messages, and `prompt`, or what
+    both begin with. For task classify it follows from classify.kind: labelled, one or two texts and a label; tagged,
+    words with a label each; scored, texts and a number."""
     on_bad_row: Literal["error", "skip"] = "error"
     """[choice] A row that does not fit its format ends the preparation, or is left out and counted."""
     chat_template: str | None = None
@@ -264,17 +267,22 @@ class DataSection:
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """[choice] Which tokens of a row have labels: the assistant's turns with their ends (the completion, or the output,
     where there are no turns), the last of them only, or all."""
-    packing: Literal["best_fit", "none"] = "best_fit"
+    packing: Literal["auto", "best_fit", "none"] = "auto"
     """[choice] best_fit: whole rows share a sequence, and do not see each other. none: one row a sequence, padded to
-    the longest of its batch, which holds rows of similar length."""
+    the longest of its batch, which holds rows of similar length. auto: best_fit, but none for dpo and seq2seq."""
     too_long: Literal["drop", "truncate_left", "truncate_right"] = "drop"
-    """[choice] What becomes of a row longer than data.sequence_length + 1 tokens. truncate_left cuts off its start."""
+    """[choice] What becomes of a row longer than data.sequence_length + 1 tokens. truncate_left cuts off its start. Of
+    task seq2seq: of a source longer than data.sequence_length, whose special tokens stay; a target that is longer than
+    data.target_length is dropped or loses its end."""
+    target_length: int | None = limit(None, at_least=2)
+    """[tokens] For task seq2seq: length of the longest target, its end included. null: data.sequence_length."""
     tokenizer: str = "bpe:4096"
     """[bytes | bpe:<vocab> | model | path | hub id] bytes: 256 byte tokens and the end of a document. bpe:<vocab>: a
     byte-level BPE of that vocabulary size, trained on this data. model: that of model.name_or_path. Otherwise a Hugging
     Face tokenizer."""
     sequence_length: int = limit(512, at_least=2)
-    """[tokens] Length of one training sequence; documents are packed end to end to fill it."""
+    """[tokens] Length of one training sequence; documents are packed end to end to fill it. Of task seq2seq: length of
+    the longest source, its special tokens included."""
     document_masking: bool = False
     """[true or false] Keep packed documents apart: attention stops where a document ends, positions start at 0 again,
     and its end does not predict the next one. false: a sequence is attended to as a whole, as GPT-3's were.
@@ -288,11 +296,22 @@ class DataSection:
     """[path] Folder of prepared tokens; reused by fingerprint of source, tokenizer and split. Where the default may not
     be written, mantissa-<user id> in the folder of temporary files takes its place."""
     workers: int = limit(2, at_least=1)
-    """[processes] Processes that tokenize. The tokens do not depend on their number."""
+    """[processes] Processes that tokenize, on every machine that sees data.cache_dir. The tokens do not depend on their
+    number."""
     wait_minutes: float = limit(60.0, above=0.0)
-    """[minutes] How long a process waits for another one that is preparing the same data."""
+    """[minutes] How long a process waits for another one that is preparing the same data and makes no progress."""
     verify: bool = True
     """[true or false] Check the sha256 of prepared shards before training; sizes are always checked."""
+
+    @property
+    def label_length(self) -> int:
+        """[tokens] Places of a sequence that may have labels: of a target where there are such, once they are known."""
+        return self.target_length or self.sequence_length
+
+    @property
+    def longest(self) -> int:
+        """[tokens] That a model has to have positions for."""
+        return max(self.sequence_length, self.label_length)
 
 
 @dataclass(frozen=True)
@@ -325,6 +344,15 @@ class BatchSection:
     number of processes."""
     micro_size: int = limit(1, at_least=1)
     """[sequences] Sequences in one forward pass on one rank. Accumulation is global_size / (micro_size x ranks)."""
+
+
+@dataclass(frozen=True)
+class ParallelSection:
+    """What ranks share besides ZeRO's partitions (docs/parallel.md)."""
+
+    sequence: int = limit(1, at_least=1)
+    """[ranks] That share each sequence, a slice of its tokens each, so that a rank keeps the activations of its slice
+    only. It divides the number of processes; data.sequence_length need not be a multiple of it. 1: none share any."""
 
 
 @dataclass(frozen=True)
@@ -380,7 +408,10 @@ class ScheduleSection:
     final_ratio: float = limit(0.1, at_least=0.0, at_most=1.0)
     """[fraction of the peak] Learning rate at the last step."""
     decay_fraction: float = limit(0.2, above=0.0, at_most=1.0)
-    """[fraction of run.steps] Length of the decay of wsd."""
+    """[fraction of the schedule] Length of the decay of wsd."""
+    steps: int | None = limit(None, at_least=1)
+    """[applied steps] Length of the whole schedule, of which a run with fewer run.steps is the beginning. null:
+    run.steps."""
 
 
 @dataclass(frozen=True)
@@ -461,6 +492,9 @@ class PrecisionSection:
     verify_every_steps: int = limit(1000, at_least=0)
     """[steps] The dtype each module really computes in is watched on the first step of a session and every so many
     steps; a module that computes in another dtype than the manifest's stops the run. 0: the first step only."""
+    routers: Literal["fp32", "compute"] = "fp32"
+    """[choice] Dtype in which routers of experts compute on the cast path, of weights in precision.compute. A manifest
+    has rules for them instead, and FP32 without one."""
     loss_scale: LossScaleSection = field(default_factory=LossScaleSection)
     """[section] Loss scaling of FP16."""
     fp8: Fp8Section = field(default_factory=Fp8Section)
@@ -590,6 +624,36 @@ class TelemetrySection:
 
 
 @dataclass(frozen=True)
+class WarningsSection:
+    """Bounds of figures that leave their healthy range before the loss shows it; a `warning` event says when one does.
+    gradient_jump and router_... are looked at in every step, the others where telemetry is (docs/early-warnings.md)."""
+
+    attention_logit: float | None = limit(100.0, above=0.0)
+    """[logit] Largest healthy attention logit; Kimi K2 clips there. null: any."""
+    attention_entropy: float | None = limit(0.01, above=0.0, below=1.0)
+    """[fraction of even attention's] Smallest healthy entropy of a layer's attention, mean over heads; null: any."""
+    adam_rms: float | None = limit(3.5, above=1.0)
+    """[factor] Largest healthy root mean square of gradient over the root of Adam's second moment, by module. It cannot
+    exceed 1 / sqrt(1 - betas[1]), 4.5 at 0.95; null: any."""
+    gradient_jump: float | None = limit(2.3, above=1.0)
+    """[factor] The same of the whole gradient's clipped norm, in every step; null: any."""
+    signal_share: float | None = limit(None, above=0.0, below=1.0)
+    """[fraction] Largest healthy share of signal in a module's gradients, which otherwise all point one way; null: any,
+    since it is close to 1 early in a sound run."""
+    embedding_share: float | None = limit(0.99, above=0.0, below=1.0)
+    """[fraction] Largest healthy share of the embedding in the squared gradient norm; 0.99 is ten times the norm of
+    everything else. null: any."""
+    kurtosis_growth: float | None = limit(2.0, above=1.0)
+    """[factor] Largest healthy growth of the kurtosis of a block's channels over its median of late; null: any."""
+    overflow_steps: int | None = limit(200, at_least=1)
+    """[steps] Warn when an activation in FP16 grows so that it overflows within so many steps; null: never."""
+    router_entropy: float | None = limit(0.5, above=0.0, below=1.0)
+    """[fraction of even use] Smallest healthy entropy of the experts' load, where router losses are on; null: any."""
+    router_z: float | None = limit(1000.0, above=0.0)
+    """[squared logit] Largest healthy z-loss of routers: BF16 has steps of 0.25 at its root, 32; null: any."""
+
+
+@dataclass(frozen=True)
 class GuardSection:
     """When a step is not healthy, and what is done about it. The defaults change nothing about a healthy run."""
 
@@ -623,6 +687,35 @@ class GuardSection:
     """[applied steps] Steps without an incident after which a promotion is taken back; 0 never."""
     rollback_budget: int = limit(2, at_least=0)
     """[times a run] How often the run may go back to its last good checkpoint."""
+    warnings: tuple[
+        Literal[
+            "attention_logit",
+            "attention_entropy",
+            "adam_rms",
+            "gradient_jump",
+            "signal_share",
+            "embedding_share",
+            "kurtosis_growth",
+            "overflow_steps",
+            "router_entropy",
+            "router_z",
+        ],
+        ...,
+    ] = ()
+    """[names of bounds in warnings] Early warnings that count as trouble, which guard.reactions answers: gradient_jump
+    in its own step, others in the next one. Empty: warnings are recorded and nothing else."""
+    replica_checks: int = limit(0, at_least=0)
+    """[steps] In every so many steps each value that several ranks hold, or that is a rounded master, is compared once,
+    a part of them each step: weights, buffers, at ZeRO-0 the optimizer's state too. One that differs is named by rank,
+    host, parameter and bit, repaired where the right value is known, and the step is made again. 0: never."""
+    update_checks: int = limit(0, at_least=0)
+    """[values] How many values of each rank's masters and optimizer state, a random slice each step, are kept and their
+    next update recomputed in FP64; a difference beyond rounding is named as above. For adamw. 0: none."""
+    reexecute: str = "never"
+    """[never, suspicious, or every N] Run a step again, from the same random numbers, and with the ranks' micro-batches
+    exchanged: suspicious are a loss or norm that is not finite, or a spike. A transient fault is made good, a
+    persistent one ends the run with exit code 71 and names the rank and host to drain, a true numeric event goes to
+    guard.reactions. every N also runs every N-th step again."""
     attribute_overflows: bool = True
     """[true or false] Name the module that caused a routine FP16 overflow too, which costs one more forward and
     backward of the micro-batch each time; incidents are always attributed."""
@@ -632,9 +725,12 @@ class GuardSection:
 class Fault:
     """One injected fault, for tests and drills."""
 
-    kind: Literal["inf_gradient", "nan_gradient", "nan_activation", "nan_loss", "loss_spike", "gradient_spike"]
+    kind: Literal[
+        "inf_gradient", "nan_gradient", "nan_activation", "nan_loss", "loss_spike", "gradient_spike", "flipped_bit"
+    ]
     """[choice] inf_gradient, nan_gradient: one gradient value is overwritten on the last micro-batch. nan_activation:
-    one value of the module's output. nan_loss: the loss. loss_spike, gradient_spike: multiplied by `factor`."""
+    one value of the module's output. nan_loss: the loss. loss_spike, gradient_spike: multiplied by `factor`.
+    flipped_bit: silent corruption, one bit of one value of `place`; in docs/corruption.md what finds it."""
     step: int = limit(at_least=1)
     """[step] Step at which it strikes, from 1 in the order of the data; a rollback may leave it out."""
     rank: int = limit(0, at_least=0)
@@ -643,6 +739,14 @@ class Fault:
     """[module name] Module whose first parameter or output is hit; the first module with parameters when left out."""
     factor: float = limit(1000.0, above=0.0)
     """[factor] What loss_spike and gradient_spike multiply by."""
+    place: Literal["weight", "master", "moment", "gradient", "activation", "collective"] = "weight"
+    """[choice] Where flipped_bit strikes, in the module's first parameter: the weight computed with, its master, the
+    optimizer's first state tensor, the gradient of this rank, the module's output, the gradient reduced over ranks."""
+    bit: int = limit(0, at_least=0, at_most=31)
+    """[bit] Which bit of the value flipped_bit flips; 0 is the lowest of the mantissa."""
+    persists: bool = False
+    """[true or false] flipped_bit strikes again whenever the step is run again on this rank, as broken hardware does.
+    false: once."""
 
 
 @dataclass(frozen=True)
@@ -670,6 +774,9 @@ class ParitySection:
     lower_dtypes: int = limit(0, at_least=0)
     """[modules] Modules that may compute a softmax, a norm's statistics, the loss or a rotary table in fewer bits than
     the reference path's FP32."""
+    unexplained: int = limit(0, at_least=0)
+    """[modules] Modules whose error may be other than rounding in the planned dtype explains: a wrong constant, a term
+    that is missing, a sum in a lower dtype, whatever its size."""
     restored_share: float = limit(1.0, at_least=0.0, at_most=1.0)
     """[fraction] Share of the compared points that must restore from their checkpoint and repeat the recorded loss."""
     module_error: float = limit(0.02, above=0.0)
@@ -689,12 +796,36 @@ class ParitySection:
 
 
 @dataclass(frozen=True)
+class CanarySection:
+    """What `python -m launch.canary` tries before it starts the whole run, and how it watches that one."""
+
+    steps: int = limit(50, at_least=1)
+    """[steps] Of the canary: the whole run's first, on the same data, schedule and seed. The whole run starts after
+    them, from the canary's state."""
+    ranks: int | None = limit(None, at_least=1)
+    """[processes] Of the canary, of its FP32 twin and of the checks. null: as many as the whole run has."""
+    check_every: int = limit(0, at_least=0)
+    """[steps] Least distance of the checkpoints whose next steps are compared with FP32 while the whole run goes on. 0:
+    every checkpoint, as far as the checks keep up. The last one is always checked."""
+    bounds: dict[str, Any] = field(default_factory=dict)
+    """[mapping] Bounds of parity: that differ for the canary and for the checks, such as {module_error: 0.05}."""
+    device_hours: float | None = limit(None, above=0.0)
+    """[device hours] What canary, twin and checks may take: seconds times canary.ranks. A canary that takes more is
+    ended, and the whole run not started; checks that would are left out. null: no limit."""
+    fallback: tuple[Literal["promote", "fp32"], ...] = ("promote", "fp32")
+    """[ordered plan] What follows a check that fails, after the run went back to the last checkpoint that held.
+    promote: the modules that were named compute in FP32 from there on. fp32: all do. Each is tried once; when none is
+    left the run stops with exit code 3."""
+
+
+@dataclass(frozen=True)
 class Defect:
     """One persistent defect, injected to test that the parity gate finds it."""
 
     kind: Literal[
         "fp16_norm",
         "coarse_output",
+        "coarse_half",
         "flushed_gradient",
         "wrong_unscaling",
         "skipped_accumulation",
@@ -705,7 +836,8 @@ class Defect:
         "growing_activation",
     ]
     """[choice] fp16_norm: a norm works in FP16 on `factor` times its input. coarse_output: a module's output is rounded
-    to 3 bits of mantissa. flushed_gradient: the smaller half of a module's gradients is zero, as FP16 leaves it without
+    to 3 bits of mantissa. coarse_half: the same where it computes in 16 bits, as a kernel for these may be wrong.
+    flushed_gradient: the smaller half of a module's gradients is zero, as FP16 leaves it without
     enough of a loss scale. wrong_unscaling: gradients are divided by `factor` too much.
     skipped_accumulation: the first micro-batch's gradients are lost. lost_reduction: another rank's gradients of a
     module are lost. stale_weight: a module computes with weights that no longer follow their masters.
@@ -715,6 +847,12 @@ class Defect:
     """[module name] Module that has the defect; not read by kinds that hit the whole step."""
     factor: float = limit(2.0, above=0.0)
     """[factor] What wrong_unscaling, fp16_norm and growing_activation multiply by."""
+    from_step: int = limit(1, at_least=1)
+    """[step] First step that has it, from 1 in the order of the data; every later one has it, too."""
+
+
+UNPACKED_TASKS = ("seq2seq", "dpo")
+"""Those that learn from rows of which none share a sequence."""
 
 
 @dataclass(frozen=True)
@@ -733,11 +871,12 @@ class GenerateSection:
 class Config:
     """A whole run config."""
 
-    task: Literal["pretrain", "sft", "dpo", "distill", "classify", "mlm"] = "pretrain"
+    task: Literal["pretrain", "sft", "seq2seq", "dpo", "distill", "classify", "mlm"] = "pretrain"
     """[choice] What is learned. pretrain: the next token of documents that fill every sequence. sft: the answers in
-    rows of chats, instructions or texts. dpo: to prefer the chosen answer of a pair. distill: a teacher's
-    distributions, on rows where data.format names their form, else on documents. classify: labels or numbers of
-    texts or of their words, by an encoder. mlm: hidden tokens of documents, by an encoder (docs/finetuning.md)."""
+    rows of chats, instructions or texts. seq2seq: the same answers, by an encoder-decoder such as T5 or BART. dpo: to
+    prefer the chosen answer of a pair. distill: a teacher's distributions, on rows where data.format names their form,
+    else on documents. classify: labels or numbers of texts or of their words, by an encoder. mlm: hidden tokens of
+    documents, by an encoder (docs/finetuning.md)."""
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
     adapter: AdapterSection = field(default_factory=AdapterSection)
@@ -748,6 +887,7 @@ class Config:
     classify: ClassifySection = field(default_factory=ClassifySection)
     mlm: MlmSection = field(default_factory=MlmSection)
     batch: BatchSection = field(default_factory=BatchSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     precision: PrecisionSection = field(default_factory=PrecisionSection)
@@ -757,13 +897,20 @@ class Config:
     tracking: TrackingSection = field(default_factory=TrackingSection)
     profile: ProfileSection = field(default_factory=ProfileSection)
     telemetry: TelemetrySection = field(default_factory=TelemetrySection)
+    warnings: WarningsSection = field(default_factory=WarningsSection)
     guard: GuardSection = field(default_factory=GuardSection)
     generate: GenerateSection = field(default_factory=GenerateSection)
     parity: ParitySection = field(default_factory=ParitySection)
+    canary: CanarySection = field(default_factory=CanarySection)
     faults: tuple[Fault, ...] = ()
-    """[list] Faults to inject, each {kind, step, rank, module}. For tests; empty in real runs."""
+    """[list] Faults to inject, each {kind, step, rank, module}. For tests and drills; empty in real runs."""
     defects: tuple[Defect, ...] = ()
-    """[list] Defects to inject, each {kind, module, factor}. For tests of the parity gate; empty in real runs."""
+    """[list] Defects to inject, each {kind, module, factor, from_step}. For tests of the gate; empty in real runs."""
+
+    @property
+    def scheduled_steps(self) -> int:
+        """[applied steps] Over which the learning rate comes down."""
+        return self.schedule.steps or self.run.steps
 
     @property
     def precomputes_reference(self) -> bool:
@@ -773,11 +920,11 @@ class Config:
     @property
     def keeps_documents_apart(self) -> bool:
         """Whether attention and positions start anew within a sequence."""
-        packed = self.learns_rows and self.task != "dpo" and self.data.packing == "best_fit"
+        packed = self.learns_rows and self.task not in UNPACKED_TASKS and self.data.packing != "none"
         return self.data.document_masking or packed
 
     @property
     def learns_rows(self) -> bool:
         """Whether the data are rows with labels of their own, and not documents end to end."""
         formats: list[str] = [item.format for item in self.data.sources] or [self.data.format]
-        return self.task in ("sft", "dpo") or (self.task == "distill" and set(formats) != {"auto"})
+        return self.task in ("sft", "seq2seq", "dpo") or (self.task == "distill" and set(formats) != {"auto"})

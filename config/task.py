@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, cast
+from typing import Any
 
-from config.schema import Config, DataSection
+from config.schema import UNPACKED_TASKS, Config, DataSection
 
 CAUSAL_LM = "AutoModelForCausalLM"
 MASKED_LM = "AutoModelForMaskedLM"
+SEQ2SEQ_LM = "AutoModelForSeq2SeqLM"
 SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
 TOKEN_CLASSIFICATION = "AutoModelForTokenClassification"
 MODEL_CLASSES = {
     **dict.fromkeys(("pretrain", "sft", "dpo", "distill"), CAUSAL_LM),
+    "seq2seq": SEQ2SEQ_LM,
     "classify": SEQUENCE_CLASSIFICATION,
     "mlm": MASKED_LM,
 }
@@ -21,6 +23,7 @@ MODEL_CLASSES = {
 KINDS = {
     CAUSAL_LM: "causal language model",
     MASKED_LM: "masked language model",
+    SEQ2SEQ_LM: "sequence-to-sequence model",
     SEQUENCE_CLASSIFICATION: "sequence classifier",
     TOKEN_CLASSIFICATION: "token classifier",
 }
@@ -46,8 +49,12 @@ def settle_task(config: Config) -> Config:
     data = config.data
     if config.task == "dpo":
         config, data = _settle_pairs(config), _of_pairs(data)
-    if config.task == "classify" and data.format == "auto":
-        data = replace(data, format=cast(Any, ROW_FORMATS[config.classify.kind]))
+    if config.task == "seq2seq":
+        data = replace(data, target_length=data.label_length)
+    if config.learns_rows and data.packing == "auto":
+        data = replace(data, packing="none" if config.task in UNPACKED_TASKS else "best_fit")
+    if config.task == "classify":
+        data = _of_format(data, ROW_FORMATS[config.classify.kind])
     if data.source == "auto":
         data = replace(data, source=_decided(data.source, data.path))
     if data.sources:
@@ -71,9 +78,14 @@ def _settle_pairs(config: Config) -> Config:
 
 def _of_pairs(data: DataSection) -> DataSection:
     """Rows of pairs have one format, and are not packed."""
-    sources = tuple(replace(item, format="preference") if item.format == "auto" else item for item in data.sources)
-    format = "preference" if data.format == "auto" else data.format
-    return replace(data, sources=sources, format=format, packing="none")
+    return replace(_of_format(data, "preference"), packing="none")
+
+
+def _of_format(data: DataSection, name: str) -> DataSection:
+    """A section whose rows, and those of its sources, have that format where none is named."""
+    format: Any = name
+    sources = tuple(replace(item, format=format) if item.format == "auto" else item for item in data.sources)
+    return replace(data, sources=sources, format=format if data.format == "auto" else data.format)
 
 
 def _decided(source: str, path: str | None) -> Any:

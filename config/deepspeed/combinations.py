@@ -176,6 +176,7 @@ SETTINGS = (
     Setting("model.activation_checkpointing", "none", "attention", stages=STAGES, in_json=False),
     Setting("model.activation_checkpointing", "none", "ops", stages=STAGES, in_json=False),
     Setting("model.loss", "auto", "chunked", stages=STAGES, in_json=False),
+    Setting("parallel.sequence", 1, 2, stages=STAGES, in_json=False),
     Setting(_ZERO + "overlap_comm", False, True),
     Setting(_ZERO + "reduce_scatter", True, False),
     Setting(_ZERO + "contiguous_gradients", True, False),
@@ -185,6 +186,7 @@ SETTINGS = (
     Setting(_ZERO + "stage3_use_all_reduce_for_fetch_params", False, True, stages=(3,)),
     Setting(_ZERO + "stage3_allgather_sequential", False, True, stages=(3,)),
     Setting(_ZERO + "memory_efficient_linear", True, False, stages=(3,)),
+    Setting(_ZERO + "zero_hpz_partition_size", 1, 2, stages=(3,)),
     Setting("bf16.immediate_grad_update", False, True, computes=("bf16",)),
     Setting("prescale_gradients", False, True, stages=(0, 1)),
     Setting("gradient_predivide_factor", 1.0, 2.0, stages=(0, 1)),
@@ -205,14 +207,6 @@ SETTINGS = (
         False,
         True,
         refused="it is another optimizer step, for machines that the precision matrix has not run on; remove it",
-    ),
-    Setting(
-        _ZERO + "zero_hpz_partition_size",
-        1,
-        None,
-        stages=(3,),
-        refused="a second copy of the weights in each node is not in the precision matrix, which runs on one node;"
-        " remove it",
     ),
     Setting(
         _ZERO + "stage3_module_granularity_threshold",

@@ -55,14 +55,26 @@ def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_
     if config.precision.path == "cast":  # the dtypes of a manifest are known once the model is built
         refuse_combination(str(path), Combination("cast", compute, stage, offload(document)))
     refuse_settings(str(path), dict(leaves(document)), stage)
+    _check_secondary_partition(path, document, world_size)
     return resolve_unverified(config, path, document, world_size=world_size)
+
+
+def _check_secondary_partition(path: Path, document: dict[str, Any], world_size: int) -> None:
+    """DeepSpeed stops with an AssertionError in every process where the processes do not come out even."""
+    size = document.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    if size < 1 or world_size % min(size, world_size):
+        raise UserError(
+            f"{path}: zero_optimization.zero_hpz_partition_size = {size} does not divide {world_size} processes; set it"
+            " to the processes of one node"
+        )
 
 
 def resolve_unverified(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:
     """`resolve_json` without refusing combinations, which the precision matrix measures too."""
     resolved = copy.deepcopy(document)
     compute, stage = compute_dtype(config, path, document), zero_stage(document)
-    batch = plan_batch(config.batch.global_size, config.batch.micro_size, world_size, where=str(path))
+    sizes, sequence = config.batch, config.parallel.sequence
+    batch = plan_batch(sizes.global_size, sizes.micro_size, world_size, where=str(path), sequence=sequence)
     for section in ("bf16", "fp16"):
         if section in resolved and section != compute:
             del resolved[section]
@@ -119,12 +131,15 @@ def check_choices(config: Config, path: Path, document: dict[str, Any]) -> None:
 def _owned_values(config: Config, compute: str, batch: BatchPlan) -> dict[str, _Owned]:
     """Dotted key of the JSON to the value that the run config gives it."""
     reduce = "fp32" if config.precision.reduce == "fp32" else compute
+    shared = batch.sequence > 1
+    ranks = f"{batch.data_ranks} {'groups of ' * shared}processes"
     values = {
-        "train_batch_size": _Owned(batch.global_size, "batch.global_size"),
-        "train_micro_batch_size_per_gpu": _Owned(batch.micro_size, "batch.micro_size"),
-        "gradient_accumulation_steps": _Owned(
-            batch.accumulation, f"batch.global_size / (batch.micro_size x {batch.world_size} processes)"
+        # To DeepSpeed a rank with a slice of a sequence is one with a sequence.
+        "train_batch_size": _Owned(
+            batch.global_size * batch.sequence, "batch.global_size" + " x parallel.sequence" * shared
         ),
+        "train_micro_batch_size_per_gpu": _Owned(batch.micro_size, "batch.micro_size"),
+        "gradient_accumulation_steps": _Owned(batch.accumulation, f"batch.global_size / (batch.micro_size x {ranks})"),
         "gradient_clipping": _Owned(config.optimizer.gradient_clipping, "optimizer.gradient_clipping"),
         "communication_data_type": _Owned(reduce, "precision.reduce"),
         "data_types.grad_accum_dtype": _Owned(config.precision.accumulate, "precision.accumulate"),

@@ -54,6 +54,26 @@ def test_the_message_is_one_line_with_file_keys_and_values() -> None:
     )
 
 
+@given(SIZES, SIZES, SIZES, st.integers(1, 8))
+def test_ranks_that_share_sequences_count_as_one(global_size: int, micro_size: int, groups: int, ranks: int) -> None:
+    try:
+        plan = plan_batch(global_size, micro_size, groups * ranks, where="", sequence=ranks)
+    except UserError as error:
+        assert global_size % (micro_size * groups)
+        for size in numbers(str(error), r"run on one of ([\d, ]+)"):
+            plan_batch(global_size, micro_size, size, where="", sequence=ranks)
+    else:
+        alone = plan_batch(global_size, micro_size, groups, where="")
+        assert (plan.accumulation, plan.data_ranks) == (alone.accumulation, groups)
+
+
+def test_a_number_of_ranks_that_cannot_share_is_refused() -> None:
+    with pytest.raises(UserError) as caught:
+        plan_batch(8, 1, 4, where="demo.yaml", sequence=3)
+    fix = "set it to one of 1, 2, 4, or run on a multiple of it"
+    assert str(caught.value) == f"demo.yaml: parallel.sequence = 3 does not divide 4 processes; {fix}"
+
+
 @given(st.integers(1, 5000))
 def test_divisors(number: int) -> None:
     assert divisors(number) == [item for item in range(1, number + 1) if number % item == 0]

@@ -24,6 +24,7 @@ PARTS_OF_TOOLS = {
     "training.benchmark.peers.bare_loop",
     "training.benchmark.peers.titan_loop",
     "training.benchmark.peers.trainer_loop",
+    "training.benchmark.peers.trl_loop",
     "training.benchmark.split",
     "training.gpu_check.machine",
 }

@@ -92,8 +92,12 @@ REFUSED = [
         "model.compile cannot be combined with distill.top_k = 8",
     ),
     (
-        ["task=distill", "distill={teacher: gpt2, top_k: 8}", "data={source: auto, sources: [{path: a.txt}]}"],
-        "distill.top_k = 8 is not made for data.sources; set it to 0",
+        ["task=classify", "data={source: auto, sources: [{path: a.jsonl, format: tagged}]}"],
+        "data.sources[0].format = tagged contradicts classify.kind = sequence; remove it, for labelled",
+    ),
+    (
+        ["adapter={kind: lora, init: pissa}"],
+        "adapter.init = 'pissa' is not offered: it trains on another base: peft writes the base's weights anew",
     ),
     (["precision.path=manifest"], "precision.manifest is missing for precision.path = manifest"),
     (
@@ -133,6 +137,29 @@ REFUSED = [
     (["guard.reactions=[skip, cut_lr, skip]"], "guard.reactions names skip twice; name it once and set guard.skip_bud"),
     (["guard.reactions=[abort, skip]"], "guard.reactions never gets to skip after abort; move abort to the end"),
     (["guard={min_update_ratio: 0.1, max_update_ratio: 0.1}"], "guard.min_update_ratio = 0.1 is not below guard.max"),
+    (["parallel.sequence=2", "task=mlm"], "parallel.sequence = 2 is verified with task = pretrain and sft, not mlm"),
+    (
+        ["parallel.sequence=2", "task=sft", "sft.loss=row"],
+        "parallel.sequence = 2 cuts rows, whose labels sft.loss = row has to count; set sft.loss=token",
+    ),
+    (
+        ["parallel.sequence=2", "task=sft", "sft.neftune_alpha=5"],
+        "parallel.sequence = 2 is not verified with sft.neftune_alpha",
+    ),
+    (
+        ["parallel.sequence=2", "model.attention=eager"],
+        "parallel.sequence = 2 is verified with model.attention = sdpa, not eager; set that",
+    ),
+    (["parallel.sequence=2", "model.compile=true"], "parallel.sequence = 2 is not verified with model.compile = true"),
+    (
+        ["parallel.sequence=2", "model={activation_checkpointing: budget, activation_memory_gib: 1}"],
+        "parallel.sequence = 2: model.activation_checkpointing = budget counts whole sequences; set that to full",
+    ),
+    (["parallel.sequence=4", "data.sequence_length=3"], "parallel.sequence = 4 is more than data.sequence_length = 3"),
+    (
+        ["parallel.sequence=2", "data.sequence_length=33", "model.balance_loss=0.01"],
+        "parallel.sequence = 2: routers would count the padding of data.sequence_length = 33; make it a multiple of 2",
+    ),
     (["guard={spike_sigmas: 6, spike_window: 200}"], "guard.spike_window = 200 leaves nothing to judge in run.steps"),
 ]
 

@@ -56,6 +56,15 @@ def values(tree: Any) -> list[Any]:
     return [leaf for item in tree.values() for leaf in values(item)] if isinstance(tree, dict) else [tree]
 
 
+def test_to_deepspeed_a_slice_of_a_sequence_is_a_sequence(make: Any) -> None:
+    """Its check: train_batch_size = micro-batch x accumulation x processes."""
+    resolved = resolve_json(make("parallel.sequence=2"), HERE, document(), world_size=4)
+    assert (resolved["train_batch_size"], resolved["gradient_accumulation_steps"]) == (32, 4)
+    said = error_of(make("parallel.sequence=2"), document(train_batch_size=16), world_size=4)
+    assert f"{DISAGREES}, where batch.global_size x parallel.sequence gives 32" in said
+    assert "set parallel.sequence in the run config" in error_of(make(), document(sequence_parallel_size=2))
+
+
 def test_there_is_a_file_for_every_stage_and_dtype() -> None:
     names = {path.stem for path in FILES}
     dtypes = ("fp32", "bf16", "fp16")
@@ -211,6 +220,14 @@ def test_equal_numbers_in_both_places_are_fine(make: Any) -> None:
 )
 def test_a_mistake_is_one_line(make: Any, changes: dict[str, Any], expected: str) -> None:
     assert error_of(make(), document(**changes)).startswith(expected)
+
+
+def test_a_second_partition_comes_out_even(make: Any) -> None:
+    for size in (0, 3):
+        error = error_of(make(), document(**zero(3, zero_hpz_partition_size=size)), world_size=4)
+        assert error.startswith(f"zero_optimization.zero_hpz_partition_size = {size} does not divide 4 processes; set")
+    for size in (1, 2, 4, 8):
+        resolve_json(make(), HERE, document(**zero(3, zero_hpz_partition_size=size)), world_size=4)
 
 
 def test_the_dtype_of_both_places_must_agree(make: Any) -> None:
