@@ -7,9 +7,11 @@ locks held in the parent, and it should start in a fraction of a second.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -31,6 +33,32 @@ class Encoded:
     documents: int
     text_bytes: int
     """[bytes] of UTF-8"""
+
+
+class EncodedCodec:
+    """How batches of documents and what `encode_batch` makes of them are written (`pieces`)."""
+
+    def pack(self, batch: list[str]) -> bytes:
+        """As JSON."""
+        return json.dumps(batch).encode()
+
+    def unpack(self, packed: bytes) -> list[str]:
+        """The documents."""
+        return json.loads(packed)
+
+    def tensors(self, result: tuple[Encoded, Encoded]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """The tokens of both splits, and what they are counted as."""
+        train, validation = result
+        facts = {"documents": [part.documents for part in result], "text_bytes": [part.text_bytes for part in result]}
+        return {"train": train.tokens, "validation": validation.tokens}, facts
+
+    def result(self, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> tuple[Encoded, Encoded]:
+        """(training, validation)"""
+        counts = zip(facts["documents"], facts["text_bytes"], strict=True)
+        train, validation = (
+            Encoded(tensors[split], *of_split) for split, of_split in zip(("train", "validation"), counts, strict=True)
+        )
+        return train, validation
 
 
 @dataclass(frozen=True)

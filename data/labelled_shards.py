@@ -17,6 +17,9 @@ import torch
 from data.loader import IGNORED_LABEL, NO_SAMPLE, PADDED_TO, Batch, MakeBatch, on_host
 from data.row_shards import RowShards
 
+_NUMBERS = "numbers"
+"""In a shard of a mixture, beside what is on disk: what its labels' numbers mean in all sources together."""
+
 
 class Labelled(NamedTuple):
     """One prepared row."""
@@ -45,7 +48,17 @@ class LabelledShards(RowShards):
     def labelled(self, number: int) -> Labelled:
         """One row, in the order of the source."""
         shard, index, part = self.found(number)
-        return Labelled(shard["tokens"][part], shard["types"][part], shard["targets"][part if self.by_token else index])
+        target = shard["targets"][part if self.by_token else index]
+        if _NUMBERS in shard:
+            numbers = shard[_NUMBERS]
+            target = np.where(target == IGNORED_LABEL, IGNORED_LABEL, numbers[np.maximum(target, 0)])
+        return Labelled(shard["tokens"][part], shard["types"][part], target)
+
+    def renumbered(self, numbers: np.ndarray) -> LabelledShards:
+        """The same rows, of which the labels have other numbers. numbers: (labels,) int64, by the number on disk."""
+        order = {"rows": self._rows, "ends": self._ends, "lengths": self._lengths, "labels": self._labels}
+        shards = [{**shard, _NUMBERS: numbers} for shard in self._shards]
+        return LabelledShards(shards, order, sequence_length=self._length)
 
 
 def encoder_batches(

@@ -52,13 +52,16 @@ class Batch:
     places_of_all: int | None = None
     """[tokens] Inputs over all ranks that are not padding; None where there is no padding."""
 
+    source_names: tuple[str, ...] = ()
+    """Of a mixture; empty where there is one source."""
     labels_by_source: dict[str, int] | None = None
-    """[tokens] Labels over all ranks, by source; None where there is one source."""
+    """[tokens] Labels over all ranks, by source; None where there is one source, and where a rank knows only its own
+    labels, which `counts_by_source` has."""
     sources: torch.Tensor | None = None
-    """(accumulation, micro) int64: the source of each sample of this rank, by its place in labels_by_source; None where
+    """(accumulation, micro) int64: the source of each sample of this rank, by its place in source_names; None where
     there is one source."""
     counts_by_source: tuple[float, ...] = ()
-    """What label_tokens counts on this rank, by source, in the order of labels_by_source."""
+    """What label_tokens counts on this rank, by source, in the order of source_names."""
     counts: np.ndarray | None = None
     """(accumulation, micro) int64: what label_tokens counts, by sample of this rank; None: its labels."""
     further: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -110,6 +113,7 @@ class Batch:
             label_tokens_of_all=None,
             counts=counts,
             position_ids=None if self.position_ids is None else self.position_ids[:1, :sequences],
+            source_names=(),
             labels_by_source=None,
             sources=None,
             counts_by_source=(),
@@ -201,7 +205,8 @@ class Batches:
         counts = np.bincount(sources.reshape(-1), batch.counted.reshape(-1), len(names))
         return replace(
             batch,
-            labels_by_source=self._by_source(ids),
+            source_names=names,
+            labels_by_source=self._by_source(ids) if self._known(batch) else None,
             sources=on_host(sources),
             counts_by_source=tuple(counts.tolist()),
         )
@@ -211,6 +216,10 @@ class Batches:
         if self._mixture is not None:
             return self._mixture.sample_ids(position, **options)
         return sample_ids(position, samples=self._samples, **options)
+
+    def _known(self, batch: Batch) -> bool:
+        """Whether each rank knows the labels of all."""
+        return isinstance(self._shards, RowShards) or batch.label_tokens_of_all is not None
 
     def _by_source(self, ids: np.ndarray) -> dict[str, int]:
         assert self._mixture is not None

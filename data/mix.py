@@ -7,9 +7,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from config.errors import UserError
 from config.schema import DataSection, SourceSection
 from data.corpus import Corpus
+from data.labelled_shards import LabelledShards
 from data.mixture import Mixture
 from data.row_shards import RowShards
 from data.shards import TokenShards
@@ -20,7 +23,7 @@ def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus
 
     Raises UserError for a source without one whole sequence, and what `prepare` raises.
     """
-    parts = [prepare(section_of(data, item)) for item in data.sources]
+    parts = _with_one_numbering([prepare(section_of(data, item)) for item in data.sources])
     length = data.sequence_length
     names = tuple(str(item.name) for item in data.sources)
     samples = tuple(part.train.sequences(length) for part in parts)
@@ -63,8 +66,29 @@ def _weight(item: SourceSection, samples: int) -> float:
     return item.weight if item.weight is not None else samples * (item.epochs or 1.0)
 
 
+def _with_one_numbering(parts: list[Corpus]) -> list[Corpus]:
+    """The same parts, their labels numbered alike: in the order of the sources, and in each as its rows have them."""
+    labels = tuple(dict.fromkeys(name for part in parts for name in part.labels))
+    if not labels:
+        return parts
+
+    def renumbered(split: TokenShards | RowShards, part: Corpus) -> TokenShards | RowShards:
+        assert isinstance(split, LabelledShards)
+        return split.renumbered(np.array([labels.index(name) for name in part.labels]))
+
+    return [
+        replace(
+            part,
+            labels=labels,
+            train=renumbered(part.train, part),
+            validation=renumbered(part.validation, part),
+        )
+        for part in parts
+    ]
+
+
 def _joined(parts: Sequence[TokenShards | RowShards]) -> TokenShards | RowShards:
     rows = [part for part in parts if isinstance(part, RowShards)]
     if rows:
-        return RowShards.joined(rows)
+        return type(rows[0]).joined(rows)
     return TokenShards([shard for part in parts if isinstance(part, TokenShards) for shard in part.shards])

@@ -1,14 +1,15 @@
 """Prepare a corpus once: read the source, tokenize in several processes, publish shards atomically.
 
 Every rank of a run calls `prepare`; it needs no process group. Whichever takes the file lock first prepares; the others
-wait and then find the corpus finished, as does every later run with the same fingerprint of source, tokenizer and
-split. Everything is written into `<fingerprint>.partial-<pid>` and renamed at the end, so a killed preparation leaves
-nothing that looks finished; the next preparation of the same corpus removes the partial folder, since it holds the
-lock.
+wait, one of every other machine that sees the folder tokenizes for it (`crew`), and then find the corpus finished, as
+does every later run with the same fingerprint of source, tokenizer and split. Everything is written into
+`<fingerprint>.partial-<pid>` and renamed at the end, so a killed preparation leaves nothing that looks finished; the
+next preparation of the same corpus removes the partial folder, since it holds the lock, and takes the batches that were
+tokenized from `<fingerprint>.pieces`.
 
-The tokens do not depend on the number of workers: one process reads the stream into batches, the workers tokenize
-them, and results are taken in the order of the batches. Memory is bounded by one shard for each split and
-2 x workers + 1 batches of about BATCH_CHARACTERS.
+The tokens do not depend on the number of workers or machines: one process reads the stream into batches, the workers
+tokenize them, and results are taken in the order of the batches. Memory is bounded by one shard for each split and
+2 x workers + 1 batches of about BATCH_CHARACTERS, the workers of all machines counted.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ import json
 import os
 import shutil
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerFast
 
@@ -35,19 +36,28 @@ from config.errors import UserError
 from config.schema import DataSection
 from data.cache_folder import cache_folder
 from data.corpus import SPLITS, TOKENIZER, Corpus, is_prepared, open_corpus, tokenizer_sha256, write_index
-from data.encode import Encoded, encode_batch, start_worker
+from data.crew import Helper, Pieces, Reader
+from data.encode import Encoded, EncodedCodec, encode_batch, start_worker
 from data.holdout import hold_out_tail
+from data.pieces import Work
 from data.preparation_progress import Display, Progress, ProgressFile, read_progress
 from data.shards import FORMAT_VERSION, token_dtype, write_shard
 from data.sources import Source, open_source
-from data.tokenizer import make_encoder_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size
-from data.workers import WorkerDied, Workers
+from data.tokenizer import (
+    load_tokenizer,
+    make_encoder_tokenizer,
+    make_tokenizer,
+    tokenizer_identity,
+    vocabulary_size,
+)
+from data.workers import WorkerDied
 
 SHARD_TOKENS = 1 << 26
 """[tokens] Size of a full shard: 128 MiB of uint16."""
 BATCH_CHARACTERS = 1 << 20
 """[characters] Text handed to a worker at a time; a longer document is a batch alone."""
 _POLL_SECONDS = 0.5
+_POLL_SECONDS_HELPING = 0.1
 MakeTokenizer = Callable[[str, Source, float], PreTrainedTokenizerFast]
 """The tokenizer of data.tokenizer, of the source and data.validation_fraction."""
 
@@ -59,12 +69,12 @@ def prepare(data: DataSection, *, progress: bool, for_encoder: bool = False) -> 
     for_encoder: with the tokenizer of `make_encoder_tokenizer`.
     It does not depend on the run's seed: runs that differ by seed share one preparation and one validation set.
 
-    Raises UserError for a source or tokenizer that cannot be read, an empty source, a wait of more than
-    data.wait_minutes for another process, damaged prepared data, and a cache folder that cannot be written.
+    Raises UserError for a source or tokenizer that cannot be read, an empty source, another process that prepares it
+    and makes no progress for data.wait_minutes, damaged prepared data, and a cache folder that cannot be written.
     """
     source, fingerprint = identified(data, partial(corpus_fingerprint, for_encoder=for_encoder))
     fill = partial(_fill_text, make=make_encoder_tokenizer if for_encoder else make_tokenizer)
-    folder = published(data, source, fingerprint, fill, progress=progress)
+    folder = published(data, source, fingerprint, fill, progress=progress, work=_work)
     corpus = open_corpus(folder, verify=data.verify)
     if data.hold_out == "auto" and data.validation_fraction and not corpus.validation_documents:
         return hold_out_tail(corpus, fraction=data.validation_fraction, sequence_length=data.sequence_length)
@@ -73,6 +83,10 @@ def prepare(data: DataSection, *, progress: bool, for_encoder: bool = False) -> 
 
 Fill = Callable[[DataSection, Source, str, Path, "ProgressFile"], None]
 """Writes a whole corpus: of which data and source, its fingerprint, the folder to fill, and where progress goes."""
+
+
+MakeWork = Callable[[DataSection, Path], Work]
+"""What is computed of batches, by the data section and the folder of the corpus's tokenizer."""
 
 
 def identified(data: DataSection, fingerprint: Callable[[DataSection, Source], str]) -> tuple[Source, str]:
@@ -86,18 +100,29 @@ def identified(data: DataSection, fingerprint: Callable[[DataSection, Source], s
         raise UserError(f"{key}={data.path or data.source}: {reason}. Change the permissions, or {key}.") from error
 
 
-def published(data: DataSection, source: Source, fingerprint: str, fill: Fill, *, progress: bool) -> Path:
+def published(
+    data: DataSection,
+    source: Source,
+    fingerprint: str,
+    fill: Fill,
+    *,
+    progress: bool,
+    work: MakeWork | None = None,
+) -> Path:
     """The folder of a finished corpus, which `fill` writes if it is not there; one process does, others wait.
 
-    Raises UserError.
+    work: what those of other machines compute for it while they wait. Raises UserError.
     """
     folder = cache_folder(data, fingerprint, say=progress)
     if not is_prepared(folder):
+        pieces = Pieces(folder)
+        helper = Helper(pieces, data.workers, partial(_work_of, data, work)) if work is not None else None
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with Display(source.label, shown=progress) as display, _lock(folder, data.wait_minutes, display):
+            with Display(source.label, shown=progress) as display, _lock(folder, data.wait_minutes, display, helper):
                 if not is_prepared(folder):
-                    _prepare_locked(data, source, folder, display, fill)
+                    _prepare_locked(data, source, folder, display, fill, pieces)
+                pieces.remove()  # a helper that was late may have left something
                 display.finish()
         except WorkerDied as error:
             raise UserError(
@@ -109,6 +134,10 @@ def published(data: DataSection, source: Source, fingerprint: str, fill: Fill, *
                 f"data.cache_dir={data.cache_dir}: cannot be written ({error}). Free space there or set another folder."
             ) from error
     return folder
+
+
+def _work_of(data: DataSection, make: MakeWork, tokenizer: Path, settings: dict[str, Any]) -> Work:
+    return make(replace(data, **settings), tokenizer)
 
 
 def corpus_fingerprint(data: DataSection, source: Source, *, for_encoder: bool = False) -> str:
@@ -127,28 +156,43 @@ def corpus_fingerprint(data: DataSection, source: Source, *, for_encoder: bool =
 
 
 @contextmanager
-def _lock(folder: Path, wait_minutes: float, display: Display) -> Iterator[None]:
-    """Hold the corpus's lock; while another process holds it, display that one's progress."""
+def _lock(folder: Path, wait_minutes: float, display: Display, helper: Helper | None) -> Iterator[None]:
+    """Hold the corpus's lock; while another process holds it, display that one's progress, and help it.
+
+    wait_minutes: so long after the last progress it raises UserError.
+    """
     lock = FileLock(f"{folder}.lock")
-    deadline = time.monotonic() + wait_minutes * 60
-    while True:
-        try:
-            lock.acquire(timeout=min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-            break
-        except Timeout:
-            display.show(read_progress(folder))
-            if time.monotonic() >= deadline:
-                raise UserError(
-                    f"data.wait_minutes={wait_minutes:g}: another process still prepares {folder} (it holds "
-                    f"{folder}.lock). Raise data.wait_minutes, or end that process if it hangs."
-                ) from None
+    deadline, seen = time.monotonic() + wait_minutes * 60, None
+    try:
+        while True:
+            poll = _POLL_SECONDS_HELPING if helper is not None and helper.ready else _POLL_SECONDS
+            try:
+                lock.acquire(timeout=min(poll, max(0.0, deadline - time.monotonic())))
+                break
+            except Timeout:
+                found = read_progress(folder)
+                display.show(found)
+                if found not in (None, seen):
+                    deadline, seen = time.monotonic() + wait_minutes * 60, found
+                if time.monotonic() >= deadline:
+                    raise UserError(
+                        f"data.wait_minutes={wait_minutes:g}: another process still prepares {folder} (it holds "
+                        f"{folder}.lock) and came no further. Raise data.wait_minutes, or end it if it hangs."
+                    ) from None
+                if helper is not None:
+                    helper.turn()
+    finally:
+        if helper is not None:
+            helper.close()
     try:
         yield
     finally:
         lock.release()
 
 
-def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Display, fill: Fill) -> None:
+def _prepare_locked(
+    data: DataSection, source: Source, folder: Path, display: Display, fill: Fill, pieces: Pieces
+) -> None:
     for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
         shutil.rmtree(leftover)
     if folder.exists():
@@ -160,6 +204,9 @@ def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Di
         with ProgressFile(partial, display) as report:
             fill(data, source, folder.name, partial, report)
         partial.rename(folder)
+    except (UserError, OSError):  # after another end, such as a worker's for lack of memory, they are of use
+        pieces.remove()
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -185,7 +232,6 @@ def _fill(
     report(Progress("tokenizer", 0, None))
     tokenizer = make(data.tokenizer, source, data.validation_fraction)
     tokenizer.save_pretrained(folder / TOKENIZER)
-    tokenizer_json = (folder / TOKENIZER / "tokenizer.json").read_text(encoding="utf-8")
     vocab_size = vocabulary_size(tokenizer)
     dtype = token_dtype(vocab_size)
     header = {
@@ -197,8 +243,11 @@ def _fill(
     writers = {split: _SplitWriter(folder, split, dtype, header, end_of_document) for split in SPLITS}
     skipped: Counter[str] = Counter()
     if source.ids_field is None:
-        encoder = (tokenizer_json, end_of_document, dtype, data.validation_fraction, data.tokenizer == "bytes")
-        batches = _tokenized(data, source, skipped, encoder)
+        work, pieces = _work(data, folder / TOKENIZER), None
+        if data.tokenizer != "bytes":  # whose workers are faster than the reader
+            pieces = Pieces(folder.with_name(fingerprint))
+            pieces.begin(work, folder / TOKENIZER, {"validation_fraction": data.validation_fraction})
+        batches = Reader(pieces, work, data.workers).results(_batches(source.documents(skipped)))
     else:
         from data.token_ids import Vocabulary, copied  # it loads pyarrow
 
@@ -238,25 +287,14 @@ def _progress(source: Source, writers: list[_SplitWriter]) -> Progress:
     return Progress("ids", sum(writer.token_bytes for writer in writers), None)
 
 
-def _tokenized(
-    data: DataSection, source: Source, skipped: Counter[str], encoder: tuple[Any, ...]
-) -> Generator[tuple[Encoded, Encoded]]:
-    """Encode the source's batches in workers; results come in the order of the batches.
-
-    encoder: arguments of `start_worker`.
-    """
-    running: deque[Future[tuple[Encoded, Encoded]]] = deque()
-    with Workers(data.workers, start_worker, *encoder) as workers:
-        try:
-            for batch in _batches(source.documents(skipped)):
-                running.append(workers.submit(encode_batch, batch))
-                if len(running) >= 2 * data.workers:
-                    yield running.popleft().result()
-            while running:
-                yield running.popleft().result()
-        finally:
-            for future in running:
-                future.cancel()
+def _work(data: DataSection, tokenizer_folder: Path) -> Work:
+    """Tokenizing a batch of documents."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer_json = (tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8")
+    dtype = token_dtype(vocabulary_size(tokenizer))
+    arguments = (tokenizer_json, tokenizer.eos_token_id, dtype, data.validation_fraction, data.tokenizer == "bytes")
+    identity = hashlib.sha256(json.dumps([FORMAT_VERSION, tokenizers.__version__, *arguments]).encode()).hexdigest()
+    return Work(encode_batch, start_worker, arguments, EncodedCodec(), identity)
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:

@@ -45,8 +45,8 @@ _SHOWN = 8
 def prepare_labelled(data: DataSection, *, progress: bool) -> Corpus:
     """Open the labelled rows that a config names, preparing them first if need be. data: with its format.
 
-    Raises UserError for a source or tokenizer that cannot be read, a row that does not fit (data.on_bad_row), rows with
-    fewer than two labels, and what `prepare` raises it for.
+    Raises UserError for a source or tokenizer that cannot be read, a row that does not fit (data.on_bad_row), and what
+    `prepare` raises it for.
     """
     source, fingerprint = identified(data, labelled_fingerprint)
     return open_corpus(published(data, source, fingerprint, _fill, progress=progress), verify=data.verify)
@@ -148,7 +148,7 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
             report(Progress("tokens", sum(writer.tokens for writer in writers.values()), None))
     splits = {split: writer.finish() for split, writer in writers.items()}
     train, validation = writers["train"], writers["validation"]
-    _require_something(data, source, counts, first_bad, train, validation, labels=len(encode.numbers))
+    _require_something(data, source, counts, first_bad, train, validation)
     found: dict[str, Any] = {"format": data.format, "longest": longest, **counts}
     found |= {"tokens": train.tokens + validation.tokens, "trained": train.labels + validation.labels}
     write_index(
@@ -194,8 +194,6 @@ def _require_something(
     first_bad: str | None,
     train: _SplitWriter,
     validation: _SplitWriter,
-    *,
-    labels: int,
 ) -> None:
     if not counts["rows"]:
         raise UserError(f"{source.label}: holds no row. Point it at rows.")
@@ -213,10 +211,6 @@ def _require_something(
             f"{source.label}: no row of {counts['rows']} is left to train on: {reason}{first}. Raise "
             "data.sequence_length, or correct the rows."
         )
-    if data.format != "scored" and labels < 2:
-        key = "data.tags_field" if data.format == "tagged" else "data.label_field"
-        field = data.tags_field if data.format == "tagged" else data.label_field
-        raise UserError(f"{key}={field}: all rows have one label, so there is nothing to learn. Name another field.")
 
 
 def _notes(
@@ -311,11 +305,16 @@ class _SplitWriter:
         self._rows, self._held = [], 0
 
 
-def labels_of(corpus: Corpus, given: tuple[str, ...]) -> tuple[str, ...]:
+def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tuple[str, ...]:
     """The labels in the order of a model's outputs. given: classify.labels; empty: those of the data, sorted.
 
-    Raises UserError where a label of the data is not among them.
+    data: the section that the corpus is of. Raises UserError where a label of the data is not among them, or all rows
+    have one.
     """
+    if len(corpus.labels) < 2:
+        key = "data.tags_field" if data.format == "tagged" else "data.label_field"
+        field = data.tags_field if data.format == "tagged" else data.label_field
+        raise UserError(f"{key}={field}: all rows have one label, so there is nothing to learn. Name another field.")
     missing = [name for name in sorted_labels(corpus.labels) if name not in given]
     if given and missing:
         raise UserError(f"classify.labels: lacks {missing[0]!r}, which rows of {corpus.source} have; name it too")

@@ -4,39 +4,42 @@ It publishes as `prepare` does: one process prepares under a lock, the folder ap
 same fingerprint open it. The fingerprint has everything that decides the tokens, `data.sequence_length` and the chat
 template included. What was dropped, cut or skipped is counted in the index, and so in the record of every run on it.
 
-Rows do not depend on the number of workers: their results are taken in the order of the batches. A few thousand rows
-are prepared in this process, since starting another takes longer.
+Rows do not depend on the number of workers or of machines that help: their results are taken in the order of the
+batches. A few thousand rows are prepared in this process, since starting another takes longer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter, deque
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
+import transformers
 
 from config.errors import UserError
 from config.schema import DataSection
 from data.chat import Chat, Tokens
 from data.corpus import SPLITS, TOKENIZER, Corpus, open_corpus, tokenizer_sha256, write_index
+from data.crew import Pieces, Reader
 from data.json_rows import Found
 from data.packing import best_fit, by_number
+from data.pieces import Work
 from data.preparation_progress import Progress, ProgressFile
 from data.prepare import identified, published
 from data.row_formats import BadRow, Example, read_examples, recognise
 from data.row_shards import write_tensors
 from data.row_sources import is_held_out, located_rows
+from data.seq2seq_rows import SourceAndTarget, for_encoder_decoder
 from data.shards import token_dtype
 from data.sources import Source
-from data.tokenizer import load_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size
-from data.workers import Workers
+from data.tokenizer import is_made, load_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size
 
 _VERSION = "rows-1"
 _BATCH_ROWS = 512
@@ -54,7 +57,8 @@ def prepare_rows(data: DataSection, *, progress: bool) -> Corpus:
     `prepare` raises it for.
     """
     source, fingerprint = identified(data, rows_fingerprint)
-    return open_corpus(published(data, source, fingerprint, _fill, progress=progress), verify=data.verify)
+    folder = published(data, source, fingerprint, _fill, progress=progress, work=_work)
+    return open_corpus(folder, verify=data.verify)
 
 
 def rows_fingerprint(data: DataSection, source: Source) -> str:
@@ -68,6 +72,7 @@ def rows_fingerprint(data: DataSection, source: Source) -> str:
         own.read_text(encoding="utf-8") if own.is_file() else "",
         _template(data),
         *(getattr(data, key) for key in _DECIDING),
+        *([] if data.target_length is None else [data.target_length]),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
 
@@ -100,8 +105,47 @@ class EncodedRows:
     counts: Counter[str] = field(default_factory=Counter)
     longest: int = 0
     """[tokens] Of a row, before it was cut."""
+    longest_source: int = 0
+    """[tokens] The same of the sources of task seq2seq."""
+    longest_target: int = 0
+    """[tokens] Of its targets."""
     first_bad: str | None = None
     """Where and why, of the first row that was skipped."""
+
+
+_FACTS = ("counts", "longest", "longest_source", "longest_target", "first_bad")
+
+
+class RowsCodec:
+    """How batches of rows and what `RowEncoder` makes of them are written (`pieces`)."""
+
+    def pack(self, batch: list[Found]) -> bytes:
+        """As JSON. Raises TypeError for what JSON does not have, such as dates of a parquet file."""
+        rows = [[where, None, str(row)] if isinstance(row, BadRow) else [where, row] for where, row in batch]
+        return json.dumps(rows).encode()
+
+    def unpack(self, packed: bytes) -> list[Found]:
+        """The rows."""
+        return [(where, BadRow("", *problem) if problem else row) for where, row, *problem in json.loads(packed)]
+
+    def tensors(self, result: EncodedRows) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Tokens and labels laid end to end, and what was counted."""
+        tensors = {
+            "tokens": np.concatenate([np.empty(0, np.int64), *result.tokens]),
+            "trained": np.concatenate([np.empty(0, bool), *result.trained]),
+            "lengths": np.array([len(ids) for ids in result.tokens], dtype=np.int64),
+            "held_out": np.array(result.held_out, dtype=bool),
+        }
+        return tensors, {name: getattr(result, name) for name in _FACTS}
+
+    def result(self, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> EncodedRows:
+        """The rows that were kept."""
+        starts = np.cumsum(tensors["lengths"])[:-1]
+        tokens, trained = (
+            np.split(tensors[name], starts) if len(tensors["lengths"]) else [] for name in ("tokens", "trained")
+        )
+        facts = {name: facts[name] for name in _FACTS} | {"counts": Counter(facts["counts"])}
+        return EncodedRows(tokens, trained, tensors["held_out"].tolist(), **facts)
 
 
 @dataclass(frozen=True)
@@ -128,6 +172,10 @@ class RowEncoder:
                 found.first_bad = found.first_bad or f"{where}: {error}"
                 continue
             found.longest = max(found.longest, *(len(side.ids) for side in sides), 0)
+            if isinstance(self.chat, SourceAndTarget):
+                target = int(sides[0].trained.sum())
+                found.longest_source = max(found.longest_source, len(sides[0].ids) - target)
+                found.longest_target = max(found.longest_target, target)
             for side in self._fitted(sides, found.counts):
                 found.tokens.append(side.ids)
                 found.trained.append(side.trained)
@@ -143,6 +191,8 @@ class RowEncoder:
 
     def _fitted(self, sides: list[Tokens], counts: Counter[str]) -> list[Tokens]:
         """The sequences of a row cut to their length, or none of them. Cut off the left, a pair keeps one prompt."""
+        if isinstance(self.chat, SourceAndTarget):
+            return self.chat.fitted(sides[0], self.data, counts)
         longest = self.data.sequence_length + 1
         excess = max(len(side.ids) for side in sides) - longest
         if excess <= 0:
@@ -172,13 +222,25 @@ def start_encoder(data: DataSection, tokenizer: str) -> None:
 
 def make_encoder(data: DataSection, tokenizer: str) -> RowEncoder:
     """An encoder with the tokenizer in a folder. data: with its format. Raises UserError."""
-    return RowEncoder(data, Chat(load_tokenizer(tokenizer), template=_template(data), train_on=data.train_on))
+    loaded, template = load_tokenizer(tokenizer), _template(data)
+    if data.target_length is not None:
+        return RowEncoder(data, SourceAndTarget(loaded, template=template))
+    return RowEncoder(data, Chat(loaded, template=template, train_on=data.train_on))
 
 
 def encode_in_worker(batch: list[Found]) -> EncodedRows:
     """`RowEncoder` in a worker process."""
     assert _encoder is not None, "start_encoder was not called in this process"
     return _encoder(batch)
+
+
+def _work(data: DataSection, tokenizer_folder: Path) -> Work:
+    """Turning a batch of rows into tokens. data: with its format."""
+    digest = hashlib.sha256(f"{_VERSION} {tokenizers.__version__} {transformers.__version__} {data.format}".encode())
+    for file in sorted(tokenizer_folder.iterdir()):
+        digest.update(file.name.encode() + file.read_bytes())
+    arguments = (data, str(tokenizer_folder))
+    return Work(encode_in_worker, start_encoder, arguments, RowsCodec(), digest.hexdigest())
 
 
 def with_format(data: DataSection, source: Source) -> DataSection:
@@ -193,6 +255,8 @@ def with_format(data: DataSection, source: Source) -> DataSection:
             found = recognise(row, data.text_field)
             if found == "preference":
                 raise UserError(f"{where}: is a pair of answers, which task=sft does not read; set task=dpo")
+            if found == "text" and data.target_length is not None:
+                raise UserError(f"{where}: is one text, which task=seq2seq has no source and target of; set task=sft")
             return replace(data, format=found)  # type: ignore[arg-type]  # one of its choices
         except BadRow as error:
             problem = f"{where}: {error}; {_FIX}, or name its form with data.format"
@@ -215,7 +279,10 @@ def tokenizer_of_rows(data: DataSection, source: Source) -> Any:
             yield from ({"text": _text_of(example)} for example in examples)
 
     of_rows = replace(source, open=texts, text_field="text", deduplicate=False)
-    return make_tokenizer(data.tokenizer, of_rows, data.validation_fraction)
+    tokenizer = make_tokenizer(data.tokenizer, of_rows, data.validation_fraction)
+    if data.target_length is not None and is_made(data.tokenizer):
+        for_encoder_decoder(tokenizer)
+    return tokenizer
 
 
 def _text_of(example: Example) -> str:
@@ -233,15 +300,18 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
     vocab_size = vocabulary_size(tokenizer)
     writers = {split: _SplitWriter(folder, split, token_dtype(vocab_size)) for split in SPLITS}
     counts: Counter[str] = Counter()
-    longest, first_bad = 0, None
-    for part in _encoded(data, source, str(folder / TOKENIZER)):
+    longest, first_bad = [0, 0, 0], None
+    for part in _encoded(data, source, folder / TOKENIZER, Pieces(folder.with_name(fingerprint))):
         counts.update(part.counts)
-        longest, first_bad = max(longest, part.longest), first_bad or part.first_bad
+        lengths = (part.longest, part.longest_source, part.longest_target)
+        longest, first_bad = list(map(max, longest, lengths)), first_bad or part.first_bad
         for ids, trained, held_out in zip(part.tokens, part.trained, part.held_out, strict=True):
             writers[SPLITS[int(held_out)]].add(ids, trained)
         report(Progress("tokens", sum(writer.tokens for writer in writers.values()), None))
     splits = {split: writer.finish(data) for split, writer in writers.items()}
-    found: dict[str, Any] = {"format": data.format, "longest": longest, **counts}
+    found: dict[str, Any] = {"format": data.format, "longest": longest[0], **counts}
+    if data.target_length is not None:
+        found |= {"longest source": longest[1], "longest target": longest[2]}
     found |= {"tokens": sum(w.tokens for w in writers.values()), "trained": sum(w.labels for w in writers.values())}
     if not writers["train"].rows:
         raise _nothing_to_train_on(data, source, found, first_bad, writers["validation"].rows)
@@ -264,23 +334,18 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
     )
 
 
-def _encoded(data: DataSection, source: Source, tokenizer: str) -> Iterator[EncodedRows]:
+def _encoded(data: DataSection, source: Source, tokenizer: Path, pieces: Pieces) -> Iterator[EncodedRows]:
     """The batches of the source in their order."""
     rows = located_rows(data, source)
     batches = iter(lambda: list(islice(rows, _BATCH_ROWS)), [])
     first = list(islice(batches, _ROWS_HERE // _BATCH_ROWS + 1))
     if len(first) <= _ROWS_HERE // _BATCH_ROWS:
-        encode = make_encoder(data, tokenizer)
+        encode = make_encoder(data, str(tokenizer))
         yield from map(encode, first)
         return
-    running: deque[Future[EncodedRows]] = deque()
-    with Workers(data.workers, start_encoder, data, tokenizer) as workers:
-        for batch in (*first, *batches):
-            running.append(workers.submit(encode_in_worker, batch))
-            if len(running) >= 2 * data.workers:
-                yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
+    work = _work(data, tokenizer)
+    pieces.begin(work, tokenizer, {"format": data.format})
+    yield from Reader(pieces, work, data.workers).results(chain(first, batches))
 
 
 def _nothing_to_train_on(
@@ -292,7 +357,10 @@ def _nothing_to_train_on(
             "for validation. Set it to 0 or give more rows."
         )
     dropped, skipped = counts.get("dropped", 0), counts.get("skipped", 0)
-    reason = f"{dropped} dropped as longer than {data.sequence_length + 1} tokens, {skipped} skipped"
+    most = f"{data.sequence_length + 1} tokens"
+    if data.target_length is not None:
+        most = f"a source of {data.sequence_length} or a target of {data.target_length} tokens"
+    reason = f"{dropped} dropped as longer than {most}, {skipped} skipped"
     first = f" (first: {first_bad})" if first_bad else ""
     return UserError(
         f"{source.label}: no row of {counts.get('rows', 0)} is left to train on: {reason}{first}. Raise "
@@ -314,7 +382,8 @@ def _notes(
     form = f"data: {counts['rows']:,} rows of format {data.format} ({how})"
     if data.format in ("messages", "sharegpt", "alpaca", "preference") and chat.template is not None:
         which = "of data.chat_template" if data.chat_template else "of the tokenizer"
-        located = "" if data.train_on == "all" else ", answers located by its generation markers"
+        located = ", answers located by its generation markers"
+        located = "" if data.train_on == "all" or data.target_length is not None else located
         located = located if chat.has_markers or not located else ", answers located by rendering turn by turn"
         form += f"; chat template {which}{located}"
     train, held_out = writers["train"], writers["validation"]
@@ -323,10 +392,14 @@ def _notes(
         kept = f"data: {train.sequences:,} pairs to train on, {held_out.sequences:,} held out"
     reasons = {key: counts.get(key, 0) for key in ("dropped", "truncated", "skipped")}
     kept += "".join(f", {count:,} {key}" for key, count in reasons.items() if count)
-    kept += f"; the longest row has {counts['longest']:,} tokens"
+    if data.target_length is None:
+        kept += f"; the longest row has {counts['longest']:,} tokens"
+    else:
+        kept += f"; the longest source has {counts['longest source']:,} tokens, the longest target "
+        kept += f"{counts['longest target']:,}"
     share = f"data: {counts['trained'] / max(counts['tokens'], 1):.1%} of {counts['tokens']:,} tokens are labels"
     full = train.places / max(train.sequences * data.sequence_length, 1)
-    share += f"; sequences of {data.sequence_length:,} are {full:.1%} full" if data.packing == "best_fit" else ""
+    share += f"; sequences of {data.sequence_length:,} are {full:.1%} full" if data.packing != "none" else ""
     return [form, kept, share, *([f"data: first row skipped: {first_bad}"] if first_bad else [])]
 
 
@@ -371,7 +444,7 @@ class _SplitWriter:
         if self._held:
             self._flush()
         lengths = np.array(self._lengths, dtype=np.int32)
-        if data.packing == "best_fit":
+        if data.packing != "none":
             rows, ends = best_fit(lengths.astype(np.int64) - 1, data.sequence_length)
         else:
             rows, ends = by_number(len(lengths), 2 if data.format == "preference" else 1)

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -79,8 +79,8 @@ class RowShards:
         self._first = np.cumsum([0, *(len(shard["ends"]) for shard in shards)], dtype=np.int64)
 
     @classmethod
-    def joined(cls, parts: Sequence[RowShards]) -> RowShards:
-        """The sequences of several splits of one length, one after another."""
+    def joined(cls, parts: Sequence[RowShards]) -> Self:
+        """The sequences of several splits of one length and kind, one after another."""
         offsets = np.cumsum([0, *(part.rows for part in parts)])[:-1]
         order = {
             "rows": np.concatenate([part._rows + offset for part, offset in zip(parts, offsets, strict=True)]),

@@ -14,6 +14,7 @@ ends, which the end-of-document token marks, unless data.document_masking is set
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -52,8 +53,18 @@ def write_shard(path: Path, tokens: np.ndarray, header: dict[str, str]) -> dict[
         "sha256": hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest(),
     }
     save_file({"tokens": tokens}, path, metadata=full)
+    _sort_header(path)
     flush(path)
     return {"file": path.name, "bytes": path.stat().st_size, "tokens": len(tokens), "header": full}
+
+
+def _sort_header(path: Path) -> None:
+    """Give a safetensors file's header an order, which the library draws anew in every process."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.dumps(json.loads(file.read(length)), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        file.seek(8)
+        file.write(header.encode().ljust(length))  # the padding is spaces in any case
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,14 @@ from config.cli import Arguments, entry_point, positive_int
 from config.errors import UserError
 from config.load import load_config
 from config.printable import printable
-from config.schema import Config
+from config.schema import Config, DataSection
 from config.task import settle_task
 from data.corpus import Corpus
 from data.labelled_shards import LabelledShards
 from data.loader import IGNORED_LABEL
+from data.mix import mixed
 from data.prepare import prepare
-from data.prepare_labelled import prepare_labelled
+from data.prepare_labelled import labels_of, prepare_labelled
 from data.prepare_rows import prepare_rows
 from data.row_shards import RowShards
 from data.tokenizer import load_tokenizer
@@ -47,11 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepared(config: Config) -> Corpus:
-    if config.task == "classify":
-        return prepare_labelled(config.data, progress=True)
-    if config.learns_rows:
-        return prepare_rows(config.data, progress=True)
-    return prepare(config.data, progress=True, for_encoder=config.task == "mlm")
+    def of(data: DataSection) -> Corpus:
+        if config.task == "classify":
+            return prepare_labelled(data, progress=True)
+        if config.learns_rows:
+            return prepare_rows(data, progress=True)
+        return prepare(data, progress=True, for_encoder=config.task == "mlm")
+
+    corpus = mixed(config.data, of) if config.data.sources else of(config.data)
+    if config.task == "classify" and config.classify.kind != "regression":
+        labels_of(corpus, config.classify.labels, config.data)
+    return corpus
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -68,7 +68,7 @@ def make_encoder_tokenizer(spec: str, source: Source, validation_fraction: float
     A Hugging Face tokenizer stays as it is. Raises UserError as that, and where it lacks a token that is needed.
     """
     tokenizer = make_tokenizer(spec, source, validation_fraction)
-    if spec == "bytes" or _bpe_vocabulary(spec) is not None:
+    if is_made(spec):
         tokenizer.add_special_tokens(dict(ENCODER_TOKENS))
         first, last = ((name, tokenizer.convert_tokens_to_ids(name)) for name in ("[CLS]", "[SEP]"))
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -77,6 +77,11 @@ def make_encoder_tokenizer(spec: str, source: Source, validation_fraction: float
     if tokenizer.pad_token_id is None:
         raise UserError(f"data.tokenizer={spec}: has no token to pad with. Use the tokenizer of an encoder.")
     return tokenizer
+
+
+def is_made(spec: str) -> bool:
+    """Whether the tokenizer that data.tokenizer names is made from the data, and no other has its tokens."""
+    return spec == "bytes" or _bpe_vocabulary(spec) is not None
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:

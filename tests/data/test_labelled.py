@@ -52,6 +52,17 @@ def test_it_prints_rows_with_their_labels(made: Path, tmp_path: Path, capsys: py
     assert "data: label is 299.9 on average, with a standard deviation of 4.6" in out
 
 
+def test_it_prints_rows_of_several_sources(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which may have one label each."""
+    for name in ("x", "y"):
+        (tmp_path / f"{name}.jsonl").write_text(row(text=f"a row of {name}", label=name) + "\n")
+    sources = f"data.sources=[{{path: {tmp_path}/x.jsonl}}, {{path: {tmp_path}/y.jsonl}}]"
+    (tmp_path / "rows.jsonl").write_text(GOOD)
+    assert shown(made, tmp_path, "data.path=null", sources, "--rows", "2") == 0
+    out = capsys.readouterr().out
+    assert "[SEP] [x]" in out and "[SEP] [y]" in out and "data: source 2: 50.0% of the samples" in out
+
+
 def prepared(made: Path, folder: Path, rows: list[dict[str, Any]], *overrides: str) -> Any:
     """The corpus of some rows."""
     from config.load import load_config
@@ -67,14 +78,16 @@ def prepared(made: Path, folder: Path, rows: list[dict[str, Any]], *overrides: s
 
 
 def test_labels_are_numbered_and_sorted(made: Path, tmp_path: Path) -> None:
+    from config.schema import DataSection
     from data.prepare_labelled import labels_of
 
     corpus = prepared(made, tmp_path, [{"text": "a", "label": label} for label in (10, 9, 10, -1)])
     assert corpus.labels == ("10", "9", "-1")
-    assert labels_of(corpus, ()) == ("-1", "9", "10")
-    assert labels_of(corpus, ("10", "-1", "9", "7")) == ("10", "-1", "9", "7")
+    data = DataSection()
+    assert labels_of(corpus, (), data) == ("-1", "9", "10")
+    assert labels_of(corpus, ("10", "-1", "9", "7"), data) == ("10", "-1", "9", "7")
     mixed = prepared(made, tmp_path, [{"text": "a", "label": label} for label in (True, "no", False)])
-    assert labels_of(mixed, ()) == ("false", "no", "true")
+    assert labels_of(mixed, (), data) == ("false", "no", "true")
 
 
 def test_a_word_is_labelled_at_its_first_token_and_a_long_row_is_cut(made: Path, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ FILES: list[tuple[str | bytes, str, str]] = [
     (FIRST, "data.format=alpaca", "rows.jsonl:1: instruction: is missing or null, not text"),
     (FIRST, "data.format=chatml", "data.format = 'chatml' is not one of auto, messages, sharegpt"),
     (FIRST, "data.train_on=user", "data.train_on = 'user' is not one of assistant, last_assistant, all"),
-    (FIRST, "data.packing=bfd", "data.packing = 'bfd' is not one of best_fit, none"),
+    (FIRST, "data.packing=bfd", "data.packing = 'bfd' is not one of auto, best_fit, none"),
     (FIRST, "data.too_long=cut", "data.too_long = 'cut' is not one of drop, truncate_left, truncate_right"),
     (FIRST, "data.on_bad_row=ignore", "data.on_bad_row = 'ignore' is not one of error, skip"),
     (FIRST, "data.chat_template=nowhere.jinja", "data.chat_template = 'nowhere.jinja' is not a file"),

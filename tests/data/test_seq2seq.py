@@ -1,0 +1,195 @@
+"""Rows as sources and targets: the tokens of transformers, what is cut, batches as it shifts them, bad rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.bart.modeling_bart import shift_tokens_right
+
+from config.load import load_config
+from config.task import settle_task
+from data.corpus import Corpus
+from data.loader import NO_SAMPLE
+from data.prepare_rows import prepare_rows
+from data.row_formats import alpaca_prompt
+from data.row_shards import RowShards
+from data.seq2seq_batches import seq2seq_batches
+from data.seq2seq_rows import sides
+from data.show import main
+from tests.support.seq2seq import rows, tokenizer
+
+CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}answer: "
+CHAT += "{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tokenizers of T5's and of BART's kind."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    for family in ("t5", "bart"):
+        tokenizer(family).save_pretrained(folder / family)
+    (folder / "chat.jinja").write_text(CHAT)
+    return folder
+
+
+def config_of(made: Path, folder: Path, lines: list[Any], *overrides: str, family: str = "t5") -> list[str]:
+    """Arguments of the config for these rows."""
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    (folder / "rows.jsonl").write_text(text)
+    (folder / "run.yaml").write_text("task: seq2seq\nmodel: {architecture: t5}\n")
+    given = [f"data.path={folder}/rows.jsonl", "data.source=jsonl", f"data.tokenizer={made}/{family}"]
+    given += [f"data.cache_dir={folder}/cache", "data.sequence_length=32", "data.validation_fraction=0"]
+    return [*given, *overrides]
+
+
+def prepared(made: Path, folder: Path, lines: list[Any], *overrides: str, family: str = "t5") -> Corpus:
+    """The corpus of some rows."""
+    given = config_of(made, folder, lines, *overrides, family=family)
+    return prepare_rows(settle_task(load_config(folder / "run.yaml", given, None)).data, progress=False)
+
+
+def sides_of(corpus: Corpus) -> list[tuple[list[int], list[int]]]:
+    assert isinstance(corpus.train, RowShards)
+    pairs = (sides(*corpus.train.row(number)) for number in range(corpus.train.rows))
+    return [(source.tolist(), target.tolist()) for source, target in pairs]
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_every_form_is_what_transformers_makes_of_its_two_texts(made: Path, tmp_path: Path, family: str) -> None:
+    said = [{"role": "user", "content": "a model"}, {"role": "assistant", "content": "the loss"}]
+    more = [*said, {"role": "user", "content": "rank"}, {"role": "assistant", "content": "step"}]
+    plain, alpaca = rows(20), {"instruction": "mask", "input": "a token", "output": "half"}
+    template = f"data.chat_template={made}/chat.jinja"
+    cases: list[tuple[list[Any], tuple[str, ...], list[tuple[str, str]]]] = [
+        (plain, (), [(row["prompt"], row["completion"]) for row in plain]),
+        ([{"messages": said}], (), [("a model", "the loss")]),
+        ([alpaca], ("data.sequence_length=400",), [(alpaca_prompt("mask", "a token"), "half")]),
+        (
+            [{"messages": more}],
+            (template, "data.sequence_length=400"),
+            [("user: a model\nassistant: the loss\nuser: rank\nanswer: ", "step")],
+        ),
+        ([alpaca], (template, "data.sequence_length=400"), [("user: mask\n\na token\nanswer: ", "half")]),
+    ]
+    reference = tokenizer(family)
+    for lines, overrides, texts in cases:
+        found = sides_of(prepared(made, tmp_path, lines, *overrides, family=family))
+        assert found == [(reference(source).input_ids, reference(target).input_ids) for source, target in texts]
+        assert all(target[-1] == reference.eos_token_id for _, target in found)
+
+
+def test_a_text_that_spells_a_control_token_stays_text(made: Path, tmp_path: Path) -> None:
+    [(source, target)] = sides_of(prepared(made, tmp_path, [{"prompt": "a </s>", "completion": "</s> b"}]))
+    assert source.count(1) == target.count(1) == 1
+
+
+def test_what_is_too_long_is_dropped_or_cut_and_counted(made: Path, tmp_path: Path) -> None:
+    """Special tokens stay around a source; a target that is cut is not taught to end there."""
+    lines = [("a b c d", "a"), ("a", "a b c d e f"), ("a", "b"), ("a b c d", "a b c d e f")]
+    given = [{"prompt": prompt, "completion": completion} for prompt, completion in lines]
+    limits, reference = ("data.sequence_length=5", "data.target_length=4"), tokenizer("bart")
+    whole = [[reference(text).input_ids for text in pair] for pair in lines]
+    corpus = prepared(made, tmp_path, given, *limits, family="bart")
+    assert sides_of(corpus) == [tuple(whole[2])]
+    assert corpus.counts["dropped"] == 3
+    assert corpus.counts["longest source"] == max(len(source) for source, _ in whole)
+    assert corpus.counts["longest target"] == max(len(target) for _, target in whole)
+    for side in ("left", "right"):
+        corpus = prepared(made, tmp_path, given, *limits, f"data.too_long=truncate_{side}", family="bart")
+        for (source, target), (first, second) in zip(sides_of(corpus), whole, strict=True):
+            inner = first[1:-1]
+            kept = inner if len(inner) <= 3 else inner[-3:] if side == "left" else inner[:3]
+            assert source == [3, *kept, 1]
+            assert target == second[:4]
+        counts = [corpus.counts[f"truncated{which}"] for which in ("", " sources", " targets")]
+        assert counts == [3, 2, 2]
+        assert "3 truncated; the longest source has" in " ".join(corpus.notes)
+
+
+def test_batches_are_shifted_as_transformers_does(made: Path, tmp_path: Path) -> None:
+    corpus = prepared(made, tmp_path, rows(20), "data.target_length=40")
+    data = settle_task(load_config(tmp_path / "run.yaml", config_of(made, tmp_path, rows(20)), None)).data
+    ids = np.array([3, 1, 7, NO_SAMPLE])
+    batch = seq2seq_batches(data, start=9, pad=0)(corpus.train, 0, ids, ids.reshape(2, 2))
+    real, given = sides_of(corpus), batch.further
+    for place, sample in enumerate(ids):
+        at = divmod(place, 2)
+        source, target = real[sample] if sample != NO_SAMPLE else ([], [])
+        assert batch.input_ids[at].tolist() == source + [0] * (batch.input_ids.shape[-1] - len(source))
+        assert given["attention_mask"][at].sum() == max(len(source), 1)
+        labels = torch.tensor([target + [-100] * (batch.labels.shape[-1] - len(target))])
+        assert torch.equal(batch.labels[at], labels[0])
+        if target:
+            places = slice(len(target))  # behind them no label counts
+            assert torch.equal(given["decoder_input_ids"][at][places], shift_tokens_right(labels, 0, 9)[0, places])
+    kept = [real[sample] for sample in ids[:3]]
+    assert batch.label_tokens == batch.label_tokens_of_all == sum(len(target) for _, target in kept)
+    assert batch.tokens == sum(len(source) + len(target) for source, target in kept)
+    assert batch.input_ids.shape[-1] == -(-max(len(source) for source, _ in kept) // 8) * 8
+
+
+def test_a_made_tokenizer_ends_texts_and_can_pad(made: Path, tmp_path: Path) -> None:
+    corpus = prepared(made, tmp_path, [{"prompt": "ab", "completion": "c"}], "data.tokenizer=bytes")
+    [(source, target)] = sides_of(corpus)
+    assert (len(source), len(target), source[-1]) == (3, 2, target[-1])
+    assert corpus.end_of_document == source[-1]
+    assert corpus.vocab_size == 258
+
+
+def turns(*said: tuple[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in said]}
+
+
+ASKED, GOOD = ("user", "a"), {"prompt": "a", "completion": "b"}
+BAD: list[tuple[Any, str, str]] = [
+    (turns(ASKED), "", "rows.jsonl:1: messages[0].role: is 'user'; the target is the last turn, which is the assist"),
+    (turns(("assistant", "a")), "", "rows.jsonl:1: messages: has no turn before the answer, which would be the source"),
+    (turns(ASKED, ("assistant", "a"), ASKED, ("assistant", "b")), "", "has no chat template to join turns; set data.c"),
+    (
+        turns(ASKED, ("assistant", [{"type": "text", "text": "a"}])),
+        "",
+        "messages[1]: is not plain text, which a",
+    ),
+    (turns(("user", "</s>"), ("assistant", "a")), "", "messages[0].content: spells the control token </s>"),
+    ({"prompt": "a"}, "", "rows.jsonl:1: is of no known format"),
+    ({"prompt": "a", "completion": ""}, "", "rows.jsonl:1: completion: is empty"),
+    ({"text": "a"}, "", "rows.jsonl:1: is one text, which task=seq2seq has no source and target of; set task=sft"),
+    ({"prompt": "a " * 90, "completion": "b"}, "", "1 dropped as longer than a source of 32 or a target of 32 tokens"),
+    (GOOD, "data.packing=best_fit", "data.packing = best_fit: a decoder would see the sources of other rows"),
+    (GOOD, "data.document_masking=true", "data.document_masking = true: rows are not packed by task = seq2seq"),
+    (GOOD, "data.format=text", "data.format = text has no source and target, which task = seq2seq needs; give"),
+    (GOOD, "data.train_on=all", "data.train_on = 'all' is only read by task = sft and dpo; remove it, or set task=sft"),
+    (GOOD, "task=sft data.target_length=9", "data.target_length = '9' is only read by task = seq2seq; remove it"),
+    (GOOD, "data.target_length=1", "data.target_length = 1 is out of range"),
+    (GOOD, "model.compile=true", "model.compile = True is not verified with task = seq2seq; remove it"),
+    (GOOD, "model={architecture: null, name_or_path: gpt2} adapter.kind=lora", "adapter.kind = lora is not there for"),
+]
+
+
+@pytest.mark.parametrize(("line", "overrides", "problem"), BAD)
+def test_what_is_malformed_is_one_line_and_exit_code_2(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: Any, overrides: str, problem: str
+) -> None:
+    given = config_of(made, tmp_path, [line], *(overrides.split(" ") if "{" not in overrides else _split(overrides)))
+    assert main(["--config", str(tmp_path / "run.yaml"), *filter(None, given)]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert problem in error[-1]
+    assert not any("Traceback" in text for text in error)
+
+
+def _split(overrides: str) -> list[str]:
+    section, _, rest = overrides.partition("} ")
+    return [section + "}", rest]
+
+
+def test_it_is_shown(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = config_of(made, tmp_path, [GOOD, {"prompt": "a model", "completion": "the loss"}])
+    assert main(["--config", str(tmp_path / "run.yaml"), *given, "--rows", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "a model</s>[the loss</s>]" in out
+    assert "2 rows in 2 sequences to train on" in out
