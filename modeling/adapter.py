@@ -9,40 +9,56 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from config.adapter import peft_arguments, refused_targets, require_modules
+from config.adapter import peft_arguments, refused_targets, require_modules, trained_whole
 from config.schema import AdapterSection
+from config.task import CAUSAL_LM
 
 NAME = "default"
 """Of the only adapter, in the names of its parameters."""
 
 
-def adapter_config(section: AdapterSection) -> Any:
-    """The `peft.LoraConfig` of the config's section."""
+def adapter_config(section: AdapterSection, *, model_class: str, whole: Sequence[str]) -> Any:
+    """The `peft.LoraConfig` of the config's section; see `peft_arguments`."""
     from peft import LoraConfig
 
-    return LoraConfig(**peft_arguments(section))
+    return LoraConfig(**peft_arguments(section, model_class=model_class, whole=whole))
 
 
-def add_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int) -> PreTrainedModel:
-    """Freeze the model and put the adapter into it; the same model, changed in place.
+def add_adapter(
+    model: PreTrainedModel, section: AdapterSection, *, seed: int, model_class: str = CAUSAL_LM
+) -> PreTrainedModel:
+    """Freeze the model and put the adapter into it; the same model, changed in place. model_class: of config/task.py.
 
-    Under ZeRO-3 its weights may be partitioned already. Raises UserError for modules that it does not have.
+    Modules that the base's files lack are trained whole (`config.adapter.trained_whole`), those that
+    `modeling.build` has drawn. Under ZeRO-3 the weights may be partitioned already. Raises UserError for modules that
+    the model does not have.
     """
+    adapted: Any = wrapped_with_adapter(model, section, seed=seed, model_class=model_class).get_base_model()
+    return adapted
+
+
+def wrapped_with_adapter(
+    model: PreTrainedModel, section: AdapterSection, *, seed: int, model_class: str = CAUSAL_LM
+) -> Any:
+    """The same as the `peft.PeftModel` around the model, as other libraries want it. Raises UserError."""
     from peft import get_peft_model
 
     require_modules(section, (name for name, _ in model.named_modules()))
+    whole = trained_whole(section, model, model_class=model_class, drawn=getattr(model, "drawn", ()))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         try:
-            wrapped = get_peft_model(model, adapter_config(section), autocast_adapter_dtype=False)
+            wrapped = get_peft_model(
+                model, adapter_config(section, model_class=model_class, whole=whole), autocast_adapter_dtype=False
+            )
         except (ValueError, TypeError) as error:
             raise refused_targets(section, error) from error
     adapted: Any = wrapped.get_base_model()
@@ -51,7 +67,7 @@ def add_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int) -
             value = initial_value(section, name, parameter.shape, seed=seed)
             if value is not None:
                 parameter.copy_(value)
-    return adapted
+    return wrapped
 
 
 def initial_value(section: AdapterSection, name: str, shape: torch.Size, *, seed: int) -> torch.Tensor | None:
@@ -79,10 +95,21 @@ def base_name(name: str) -> str:
     return name
 
 
+def whole_modules(names: Iterable[str]) -> list[str]:
+    """The modules that an adapter trains whole, by the names of the parameters that it trains."""
+    ends = f".modules_to_save.{NAME}."
+    return sorted({name.partition(ends)[0] for name in names if ends in name})
+
+
 def peft_name(name: str) -> str:
     """The name that a trained parameter has in a file of `peft`."""
     name = name.replace(f".modules_to_save.{NAME}", "").replace(f".{NAME}", "")
     return "base_model.model." + name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+
+
+def is_off(layer: torch.nn.Module) -> bool:
+    """Whether a layer that an adapter is in computes as in the base now, inside `adapter_off`."""
+    return bool(getattr(layer, "_disable_adapters", False))
 
 
 @contextmanager

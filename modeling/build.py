@@ -27,7 +27,7 @@ from transformers.initialization import no_init_weights
 from config.errors import UserError, one_line
 from config.rules import QUANTISED_BASES
 from config.schema import ModelSection
-from config.task import CAUSAL_LM, KINDS
+from config.task import CAUSAL_LM, KINDS, SEQ2SEQ_LM
 
 Gather = Callable[[Sequence[torch.nn.Parameter]], AbstractContextManager[bool]]
 """Makes the full values of parameters writable inside the context; yields whether this rank has to write them."""
@@ -51,6 +51,7 @@ def model_config(
     if section.name_or_path is not None:
         config = _saved_config(section, model_class)
         config.update(dict(given or {}))
+        _require_class(section, config, model_class)
     else:
         config = _new_config(section, model_class, {"vocab_size": vocab_size, **(given or {})}, sequence_length)
     text = config.get_text_config()
@@ -65,6 +66,8 @@ def model_config(
             f"data.sequence_length = {sequence_length}: longer than the model's max_position_embeddings = {context}; "
             f"shorten the sequences or raise model.config.max_position_embeddings"
         )
+    if model_class == SEQ2SEQ_LM:
+        _require_decoder_start(section, config)
     config.use_cache = False
     return config
 
@@ -121,14 +124,16 @@ def _loaded(
     """The saved model; a module that the files lack, such as the head of a new task, is drawn as a new model's."""
     # another number of labels makes another head, which transformers draws too, from each rank's own generator
     options = {**options, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, found = auto.from_pretrained(section.name_or_path, config=config, **options)
+    with _tying_by_value(gather):
+        model, found = auto.from_pretrained(section.name_or_path, config=config, **options)
     lacking = {*found["missing_keys"], *(key[0] for key in found["mismatched_keys"])}
     heads = auto in (transformers.AutoModelForSequenceClassification, transformers.AutoModelForTokenClassification)
     base = f"{model.base_model_prefix}."
     wrong = [key[0] for key in found["mismatched_keys"] if key[0].startswith(base) or not heads]
     if wrong:
         raise ValueError(f"{wrong[0]} has another shape in the files")
-    model.tie_weights()  # as in draw_weights
+    # as in draw_weights; not by the config, which of T5 1.1, Flan-T5 and mT5 says that the head is tied
+    model.tie_weights(recompute_mapping=False)
     names: dict[torch.nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, set()).add(name)
@@ -137,6 +142,29 @@ def _loaded(
         draw_weights(model, seed=seed, gather=gather, only=wanted.keys())
         model.drawn = sorted(wanted.values())
     return model
+
+
+@contextmanager
+def _tying_by_value(gather: Gather) -> Iterator[None]:
+    """Inside, transformers sees whole weights when it asks whether the files have two that it should tie as one.
+
+    It keeps them apart where they differ, as the head of Flan-T5 and mT5 does from the embedding. Under ZeRO-3 it would
+    compare what is left of partitioned weights, which is empty and equal, and drop the head of the files.
+    """
+    original = PreTrainedModel.tie_weights
+
+    def tie_weights(self: Any, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
+        pairs = self.all_tied_weights_keys.items() if missing_keys is not None else ()
+        names = {name for pair in pairs for name in pair}
+        known = dict(self.named_parameters(remove_duplicate=False))
+        with gather(list({id(known[name]): known[name] for name in names if name in known}.values())):
+            original(self, missing_keys, recompute_mapping)
+
+    PreTrainedModel.tie_weights = tie_weights  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PreTrainedModel.tie_weights = original  # type: ignore[method-assign]
 
 
 def drawn_notes(model: PreTrainedModel) -> list[str]:
@@ -167,7 +195,7 @@ def draw_weights(
     Follows the order of transformers' own initialisation (children before parents, which may overwrite what their
     children drew) and leaves torch's global generators as they were. only: parameters to initialise, others stay.
     """
-    model.tie_weights()  # before drawing: under ZeRO-3 the constructor leaves tied weights apart
+    model.tie_weights(recompute_mapping=False)  # under ZeRO-3 the constructor leaves tied weights apart
     with torch.random.fork_rng(devices=[]):
         for name, module, owner in _bottom_up(model, "", model):
             parameters = list(module.parameters(recurse=False))
@@ -236,22 +264,52 @@ def _saved_config(section: ModelSection, model_class: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"model.name_or_path = {section.name_or_path}: {one_line(error)}") from error
-    _refuse_quantised(section, config)
+    refuse_quantised(config, f"model.name_or_path = {section.name_or_path}", QUANTISED_BASES)
     _check_keys(section.config, config, model_class)
     config.update(section.config)
     return config
 
 
-def _refuse_quantised(section: ModelSection, config: PretrainedConfig) -> None:
-    """transformers would ask for a package, or make other weights of them without a word."""
+def _require_class(section: ModelSection, config: PretrainedConfig, model_class: str) -> None:
+    """Raises UserError for a model that transformers has no class of this kind for."""
+    known = type(config) in getattr(transformers, model_class)._model_mapping
+    if known or getattr(config, "auto_map", None):
+        return
+    fix = "name another model"
+    if config.is_encoder_decoder and model_class == CAUSAL_LM:
+        fix = "it is an encoder-decoder: set task=seq2seq"
+    raise UserError(
+        f"model.name_or_path = {section.name_or_path}: transformers has no {KINDS[model_class]} of type "
+        f"{config.model_type}; {fix}"
+    )
+
+
+_BY_LANGUAGE = ("mbart", "m2m_100", "nllb-moe", "plbart", "seamless_m4t", "seamless_m4t_v2")
+"""Types whose targets begin with the name of a language, which rows do not have."""
+
+
+def _require_decoder_start(section: ModelSection, config: PretrainedConfig) -> None:
+    """Raises UserError for what a batch of sources and targets cannot be made for."""
+    name = section.name_or_path or section.architecture
+    if config.model_type in _BY_LANGUAGE:
+        raise UserError(
+            f"model {name}: targets of {config.model_type} begin with a language, which task = seq2seq does not write; "
+            "use T5, mT5, BART or Pegasus"
+        )
+    if getattr(config, "decoder_start_token_id", None) is None:
+        raise UserError(
+            f"model.config.decoder_start_token_id: is not in the config.json of {name}; set it to the token that its "
+            "decoder starts with, which for T5 is its pad_token_id"
+        )
+
+
+def refuse_quantised(config: PretrainedConfig, where: str, fix: str) -> None:
+    """transformers would ask for a package, or make other weights of them without a word. where: key and value."""
     for shape in (config, config.get_text_config()):
         found = getattr(shape, "quantization_config", None)
         if found:
             method = found.get("quant_method", "of unknown method") if isinstance(found, dict) else type(found).__name__
-            raise UserError(
-                f"model.name_or_path = {section.name_or_path}: its weights are quantised (quantization_config in "
-                f"config.json: {method}); {QUANTISED_BASES}"
-            )
+            raise UserError(f"{where}: its weights are quantised (quantization_config in config.json: {method}); {fix}")
 
 
 def _new_config(
@@ -287,6 +345,8 @@ def _is_read(key: str, config: PretrainedConfig, model_class: str) -> bool:
 def _check_keys(given: dict, config: PretrainedConfig, model_class: str) -> None:
     """Refuse unknown keys, which transformers silently keeps as attributes."""
     known = {*config.to_dict(), *config.attribute_map}
+    if model_class == SEQ2SEQ_LM:
+        known.add("decoder_start_token_id")  # a T5 config keeps it and does not declare it
     for key in given:
         if key not in known and not _is_read(key, config, model_class):
             near = difflib.get_close_matches(key, known, n=1)

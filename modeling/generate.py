@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def can_cache(config: PretrainedConfig) -> bool:
+    """Whether `generate` may keep keys and values.
+
+    transformers 5.23 makes room for as many layers as T5's encoder has, and fails where the decoder has more.
+    """
+    deep = getattr(config, "num_decoder_layers", None)
+    return deep is None or deep <= config.num_hidden_layers
 
 
 @torch.no_grad()
@@ -16,13 +25,14 @@ def sample_text(
     temperature: float,
     seed: int,
     device: torch.device,
+    has_encoder: bool = False,
 ) -> str:
-    """The prompt and its continuation by `tokens` sampled tokens.
+    """The prompt and its continuation by `tokens` sampled tokens, or on a line of its own an encoder-decoder's answer.
 
     Every rank has to call it with the same arguments: under ZeRO-3 each forward pass is a collective. The length is
     fixed, so that no rank stops before another. Leaves the generators and the training mode as they were.
     """
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(device)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=has_encoder).input_ids.to(device)
     was_training = model.training
     model.eval()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -37,7 +47,8 @@ def sample_text(
             top_k=50,
             pad_token_id=tokenizer.eos_token_id,
             eos_token_id=None,
-            use_cache=True,
+            use_cache=can_cache(model.config),
         )
     model.train(was_training)
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))
+    text = str(tokenizer.decode(output[0], skip_special_tokens=True))
+    return f"{prompt}\n{text}" if has_encoder else text

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from config.adapter import head_weights
 from config.optimizers import OPTIMIZERS, unmatched_group
 from config.schema import OptimizerSection
 
@@ -18,13 +19,14 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
     head counts as an embedding.
     lr_factor: of the learning rate that the schedule gives, 1.0 but for `optimizer.groups`.
     matrix: whether they are hidden matrices and the optimizer has a rule for these: the 2-D weights that decay, but for
-    the output head.
+    the layer that makes the logits, of which an adapter may train a copy.
 
     Frozen parameters are left out. Shapes are read from `ds_shape` where ZeRO-3 has already partitioned a parameter to
     an empty tensor. Raises UserError for a group of the config that matches no parameter.
     """
-    embeddings = _ids_of(module for module in model.modules() if isinstance(module, torch.nn.Embedding))
-    head = _ids_of([_output_head(model)])
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    embeddings = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
+    head = head_weights(model)
     splits = OPTIMIZERS[section.name].splits_matrices
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     matched = [False] * len(section.groups)
@@ -54,13 +56,3 @@ def group_of_each(model: torch.nn.Module, section: OptimizerSection) -> dict[int
     groups = parameter_groups(model, section)
     common = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     return {id(p): shared for group, shared in zip(groups, common, strict=True) for p in group["params"]}
-
-
-def _ids_of(modules: Any) -> set[int]:
-    return {id(parameter) for module in modules if module is not None for parameter in module.parameters(recurse=False)}
-
-
-def _output_head(model: torch.nn.Module) -> torch.nn.Module | None:
-    get: Any = getattr(model, "get_output_embeddings", None)
-    found: torch.nn.Module | None = get() if get is not None else None
-    return found

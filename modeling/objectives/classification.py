@@ -26,22 +26,23 @@ class Classification:
 
     has_perplexity = False
 
-    def __init__(self, labels: int) -> None:
-        """labels: how many there are."""
-        self._labels = labels
+    def __init__(self, labels: int, *, by_sample: bool = False) -> None:
+        """labels: how many there are. by_sample: `Scored.parts` are wanted, as in `LabelPrediction`."""
+        self._labels, self._by_sample = labels, by_sample
         self.sums = tuple(f"{what} {label}" for what in ("right", "predicted", "there") for label in range(labels))
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
         """labels: (batch, 1) of sequences, or (batch, sequence) of words, int64, IGNORED where none counts."""
         logits = forward(**inputs).logits.float()
         logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        loss = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        reduction = "none" if self._by_sample else "sum"
+        losses = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction=reduction)
         counts = labels != IGNORED
         there, predicted = labels[counts], logits.detach()[counts].argmax(-1)
         found = [
             torch.bincount(values, minlength=self._labels) for values in (there[there == predicted], predicted, there)
         ]
-        return Scored(loss, torch.cat(found).double())
+        return Scored(losses.sum(), torch.cat(found).double(), losses.detach() if self._by_sample else None)
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """accuracy, macro_f1, matthews, and with two labels f1."""
@@ -73,10 +74,10 @@ class Regression:
         given = {name: value for name, value in inputs.items() if name != "targets"}
         predicted, there = forward(**given).logits.float().reshape(-1), inputs["targets"].float().reshape(-1)
         counts = labels.reshape(-1) != IGNORED
-        loss = torch.where(counts, (predicted - there).square(), 0.0).sum()
+        losses = torch.where(counts, (predicted - there).square(), 0.0)
         x, y = predicted.detach()[counts].double(), there[counts].double()
         found = [counts.sum().double(), x.sum(), y.sum(), x.square().sum(), y.square().sum(), (x * y).sum()]
-        return Scored(loss, torch.stack(found))
+        return Scored(losses.sum(), torch.stack(found), losses.detach())
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """pearson: 0 where either side is constant; rmse: the root of the mean squared error."""

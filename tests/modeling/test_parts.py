@@ -6,10 +6,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from config.errors import UserError
-from config.schema import ModelSection, OptimizerSection, ParameterGroupSection
+from config.schema import AdapterSection, ModelSection, OptimizerSection, ParameterGroupSection
 from modeling.activation_checkpointing import apply_activation_checkpointing
+from modeling.adapter import add_adapter
 from modeling.build import build_model, model_config
 from modeling.generate import sample_text
 from modeling.linear_cross_entropy import label_loss_sum
@@ -69,6 +71,27 @@ def test_muon_gets_the_hidden_matrices_by_themselves():
     assert (matrices["weight_decay"], head["weight_decay"], rest["weight_decay"]) == (0.3, 0.3, 0.0)
     tied = parameter_groups(llama(), OptimizerSection(name="muon"))
     assert [group["matrix"] for group in tied] == [True, False]
+
+
+def test_muon_leaves_heads_and_tables_alone_that_an_adapter_trains_as_copies():
+    section = AdapterSection(kind="lora", r=2, modules_to_save=("lm_head", "embed_tokens"))
+    model = add_adapter(llama(tied=False), section, seed=0)
+    matrices, head, rest = parameter_groups(model, OptimizerSection(name="muon", weight_decay=0.3))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert all(".lora_" in names[id(p)] for p in matrices["params"])
+    assert [names[id(p)] for p in head["params"]] == ["lm_head.modules_to_save.default.weight"]
+    assert [names[id(p)] for p in rest["params"]] == ["model.embed_tokens.modules_to_save.default.weight"]
+    assert (matrices["matrix"], head["matrix"], head["weight_decay"]) == (True, False, 0.3)
+    assert (rest["matrix"], rest["weight_decay"]) == (False, 0.0)
+
+
+@pytest.mark.parametrize(("family", "last"), [("bert", "classifier"), ("roberta", "classifier.out_proj")])
+def test_muon_leaves_the_last_layer_of_a_classifier_alone(family, last):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(family, vocab_size=50, num_labels=3, **sizes)
+    model = AutoModelForSequenceClassification.from_config(config)
+    _, head, _ = parameter_groups(model, OptimizerSection(name="muon", weight_decay=0.3))
+    assert [id(p) for p in head["params"]] == [id(model.get_submodule(last).weight)]
 
 
 def test_a_group_of_the_config_has_its_own_rate_and_decay_and_the_last_match_counts():

@@ -1,0 +1,259 @@
+"""Attention over sequences whose tokens are shared out among ranks: each has a slice of every sequence.
+
+All layers but attention work token by token, so a rank runs them on its slice alone. Around attention the ranks of a
+group trade tokens for heads: an all-to-all gives each rank all tokens of its share of the heads, attention runs as it
+would on one rank, and a second all-to-all gives the tokens back (Jacobs et al. 2023, "DeepSpeed Ulysses"). Where there
+are fewer key and value heads than ranks, or a number that they do not divide, these heads are repeated first.
+
+The mask that a model makes is of its slice, so it is not used: whether documents are kept apart is known, where they
+begin follows from the positions of the whole sequence, and a layer's window is the one it passes to its attention.
+
+DeepSpeed's own wrapper (UlyssesSPAttentionHF) replaces a function of the whole process and drops masks: windows and
+documents are lost (docs/upstream/). This one belongs to one model, under a name of its own for `_attn_implementation`.
+Forward passes without WHOLE_POSITIONS, such as those that generate text, are the model's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import pad
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from config.batch import WHOLE_POSITIONS
+from config.errors import UserError, one_line
+
+LARGEST_IN_FP32 = 1e-3
+"""[fraction of the largest logit] Difference that rounding is taken to explain in `require_equal_logits`."""
+LARGEST_IN_16_BITS = 0.1
+"""The same of a model that computes in BF16 or FP16."""
+_SLICE = 8
+"""[tokens] Of each rank, in `require_equal_logits`."""
+
+_numbers = itertools.count(1)
+
+
+class Group(Protocol):
+    """The ranks that share sequences, in the order of their slices."""
+
+    @property
+    def rank(self) -> int:
+        """Which slice is this rank's, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+
+    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        """parts: (size, ...), contiguous, the i-th for rank i -> the same shape, the i-th from rank i."""
+
+
+class SequenceAttention:
+    """Shared attention of one model. Changes the model in place until `close`."""
+
+    def __init__(self, model: PreTrainedModel, group: Group, *, apart: bool) -> None:
+        """apart: documents that share a sequence do not see each other.
+
+        Raises UserError, with the reason, for a model whose attention cannot be shared.
+        """
+        shape = model.config.get_text_config()
+        reason = unshared_reason(shape, str(model.config._attn_implementation), group.size)
+        if reason is not None:
+            raise UserError(
+                f"parallel.sequence = {group.size}: cannot be had for model {shape.model_type}: {reason}; set it to 1"
+            )
+        self._group, self._apart = group, apart
+        self._windows = _windows(shape)
+        self._configs = {id(item): item for item in (model.config, shape)}.values()
+        self._own, self._name = str(model.config._attn_implementation), f"sequence_parallel_{next(_numbers)}"
+        self._positions: torch.Tensor | None = None
+        self._masks: dict[int | None, torch.Tensor | None] = {}
+        ALL_ATTENTION_FUNCTIONS[self._name] = self._attend
+        self._hook = model.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    def close(self) -> None:
+        """Restore the model's own attention."""
+        self._use(self._own)
+        self._hook.remove()
+        del ALL_ATTENTION_FUNCTIONS[self._name]
+
+    def begin(self, positions: torch.Tensor | None) -> None:
+        """Attend to sequences of these positions, (micro, whole) int64, from here on; None: as the model does alone.
+
+        Each forward pass of the model begins so. It holds until the next one, since a backward pass recomputes blocks.
+        """
+        self._positions, self._masks = positions, {}
+        self._use(self._own if positions is None else self._name)
+
+    def _begin(self, model: torch.nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        self.begin(given.pop(WHOLE_POSITIONS, None))
+        return args, given
+
+    def _use(self, implementation: str) -> None:
+        for config in self._configs:
+            config._attn_implementation_internal = implementation
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """As transformers' attention functions. query, key, value: (micro, heads, slice, head size) -> (micro, slice,
+        heads, head size). mask: None, or of the slice, and not used."""
+        group = self._group
+        repeats = math.lcm(key.shape[1], group.size) // key.shape[1]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        query, key, value = (_Trade.apply(item, 1, 2, group) for item in (query, key, value))
+        window = self._window_of(module, options)
+        stand_in: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
+        options = {name: item for name, item in options.items() if name not in ("position_ids", "is_causal")}
+        found, _ = sdpa_attention_forward(stand_in, query, key, value, self._mask(window), **options)
+        return _Trade.apply(found, 1, 2, group), None
+
+    def _window_of(self, module: torch.nn.Module, options: dict[str, Any]) -> int | None:
+        """[tokens] That a token of this layer sees, itself included; None: all before it.
+
+        Raises UserError where it is not the one that the model's config names: then its mask is not known.
+        """
+        window = options.get("sliding_window", getattr(module, "sliding_window", None)) or None
+        layer = getattr(module, "layer_idx", None)
+        expected = self._windows[layer] if layer is not None and layer < len(self._windows) else None
+        causal = options.get("is_causal")
+        if window == expected and (getattr(module, "is_causal", True) if causal is None else causal):
+            return window
+        raise UserError(
+            f"parallel.sequence = {self._group.size}: cannot be had for this model: its layer {layer} is not causal, "
+            f"or passes the window {window} to its attention where the config says {expected}; set it to 1"
+        )
+
+    def _mask(self, window: int | None) -> torch.Tensor | None:
+        """(micro, 1, whole, whole) bool, True where a token sees another; None: every token sees all before it.
+
+        As transformers' causal masks with its overlays for windows and packed documents, but of the whole sequence.
+        """
+        assert self._positions is not None, "attention of a slice outside of the model's forward pass"
+        positions = self._positions
+        length = positions.shape[1]
+        if window is not None and window >= length:
+            window = None
+        if window not in self._masks:
+            self._masks[window] = _visible(positions, window, apart=self._apart)
+        return self._masks[window]
+
+
+def unshared_reason(shape: PretrainedConfig, attention: str, ranks: int) -> str | None:
+    """Why a model's attention cannot be shared among `ranks`; None where nothing is known against it.
+
+    shape: the config of its language model. attention: its implementation.
+    """
+    if attention != "sdpa":
+        return f"its attention is {attention}, and this is verified with sdpa"
+    heads = getattr(shape, "num_attention_heads", None)
+    if heads is None:
+        return "its config names no attention heads"
+    if heads % ranks:
+        return f"its {heads} attention heads do not divide among {ranks} ranks"
+    kinds = set(getattr(shape, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"it has layers of {', '.join(sorted(kinds))}, which need the whole sequence"
+    if getattr(shape, "attention_chunk_size", None):
+        return "it attends within chunks"
+    moving = _rope_types(getattr(shape, "rope_parameters", None) or {}) & {"dynamic", "longrope"}
+    if moving:
+        return f"the frequencies of its rotary embedding ({', '.join(moving)}) depend on the length of its input"
+    return None
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """Kinds of rotary embedding, of the model or of each kind of its layers."""
+    if not isinstance(parameters, dict):
+        return set()
+    found = {str(parameters["rope_type"])} if "rope_type" in parameters else set()
+    return found.union(*(_rope_types(item) for item in parameters.values()))
+
+
+def _windows(shape: PretrainedConfig) -> list[int | None]:
+    """[tokens] The window of each layer by the config; None: none."""
+    window, kinds = getattr(shape, "sliding_window", None), getattr(shape, "layer_types", None)
+    if kinds:
+        return [window if kind == "sliding_attention" else None for kind in kinds]
+    return [window or None] * shape.num_hidden_layers
+
+
+def _visible(positions: torch.Tensor, window: int | None, *, apart: bool) -> torch.Tensor | None:
+    """(rows, 1, length, length) bool; None where every token sees all before it. positions: (rows, length) int64."""
+    if window is None and not apart:
+        return None
+    place = torch.arange(positions.shape[1], device=positions.device)
+    seen = place[:, None] >= place
+    if window is not None:
+        seen = seen & (place[:, None] - place < window)
+    if not apart:
+        return seen[None, None]
+    document = pad((positions.diff(dim=1) != 1).cumsum(1), (1, 0))
+    return (seen & (document[:, :, None] == document[:, None]))[:, None]
+
+
+class _Trade(torch.autograd.Function):
+    """Give each rank of a group its part of one dimension, and get its part of another."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, given: int, got: int, group: Group) -> torch.Tensor:
+        """given: the dimension that is cut, the i-th part for rank i. got: the one in which parts are joined."""
+        ctx.way = given, got, group
+        parts = torch.stack(values.chunk(group.size, given))
+        return torch.cat(group.exchange(parts).unbind(), got)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        given, got, group = ctx.way
+        return _Trade.apply(gradients[0], got, given, group), None, None, None
+
+
+@torch.no_grad()
+def require_equal_logits(
+    forward: Callable[[dict[str, Any]], torch.Tensor],
+    config: PretrainedConfig,
+    group: Group,
+    device: torch.device,
+    *,
+    apart: bool,
+    largest: float,
+) -> str | None:
+    """Compare this rank's slice of a short sequence with the model's own pass over all of it; what is wrong, or None.
+
+    forward: calls the model in evaluation mode with these arguments and returns its logits. apart: the sequence is of
+    two documents, the second of which begins within a slice. largest: difference allowed, over the largest logit. Two
+    short passes on every rank.
+    """
+    vocabulary, length = config.get_text_config().vocab_size, _SLICE * group.size
+    ids = torch.arange(length, device=device).unsqueeze(0) * 7 % vocabulary
+    positions = torch.arange(length, device=device).unsqueeze(0)
+    if apart:
+        positions = positions % (_SLICE + _SLICE // 2)
+    mine = slice(group.rank * _SLICE, (group.rank + 1) * _SLICE)
+    here = f"parallel.sequence = {group.size}: cannot be had for model {config.model_type}:"
+    try:
+        sliced = forward({"input_ids": ids[:, mine], "position_ids": positions[:, mine], WHOLE_POSITIONS: positions})
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # code that makes its own masks
+        return f"{here} it cannot run on slices of a sequence: {one_line(error)}; set it to 1"
+    whole = forward({"input_ids": ids, "position_ids": positions}).float()
+    difference = float((sliced.float() - whole[:, mine]).abs().max() / whole.abs().max())
+    if difference <= largest:
+        return None
+    return (
+        f"{here} on slices of a sequence its logits differ by {difference:.1e} of the largest from those on the whole; "
+        "set it to 1"
+    )

@@ -1,0 +1,127 @@
+"""Ranks that share sequences compute a model's logits and gradients, for every architecture that is not refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from modeling.sequence_parallel import unshared_reason
+from tests.modeling import sequence_parallel_cases
+from tests.support.process_group import ProcessGroup
+
+WINDOW = {"sliding_window": 6}
+KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {**WINDOW, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
+    "gemma3_text": {**WINDOW, **KINDS, "head_dim": 8},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "olmo3": {**WINDOW, **KINDS},
+    "cohere2": {**WINDOW, **KINDS},
+    "mixtral": WINDOW,
+    "starcoder2": WINDOW,
+    "gpt2": {},
+    "gpt_neox": {},
+    "phi3": {"pad_token_id": None},
+    "granite": {},
+    "smollm3": {"pad_token_id": None},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 2,
+    },
+}
+ALWAYS = ("gemma3_text", "mistral")
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["documents", "one document"])
+@pytest.mark.parametrize(
+    "family", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
+)
+def test_slices_have_the_logits_and_gradients_of_the_whole(pair: ProcessGroup, family: str, apart: bool) -> None:
+    case = {"family": family, "apart": apart, "ranks": 2, "shape": SHAPES[family]}
+    check(pair.run(sequence_parallel_cases.against_the_whole, **case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "heads", "keys"), [(4, 8, 2), (4, 12, 3), (4, 4, 4), (2, 6, 3)])
+def test_key_heads_that_do_not_divide_are_repeated(ranks: int, heads: int, keys: int) -> None:
+    shape = {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": 8, **WINDOW, "hidden_size": 48}
+    with ProcessGroup(world_size=4) as four:
+        case = {"family": "mistral", "apart": True, "ranks": ranks, "shape": shape}
+        check(four.run(sequence_parallel_cases.against_the_whole, **case))
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        assert found["logits"] < 1e-5
+        assert found["gradients"] < 1e-5
+        assert found["unused"] == 0.0
+        assert found["name"] == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "attention", "reason"),
+    [
+        (
+            "llama",
+            {"num_attention_heads": 6, "hidden_size": 48},
+            "sdpa",
+            "its 6 attention heads do not divide among 4 ranks",
+        ),
+        ("gemma2", {}, "eager", "its attention is eager, and this is verified with sdpa"),
+        ("qwen3_next", {}, "sdpa", "it has layers of linear_attention, which need the whole sequence"),
+        ("mamba", {}, "sdpa", "its config names no attention heads"),
+        ("llama4_text", {"num_attention_heads": 4}, "sdpa", "it has layers of chunked_attention"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "num_attention_heads": 4},
+            "sdpa",
+            "the frequencies of its rotary embedding (dynamic) depend on the length of its input",
+        ),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                    "full_attention": {
+                        "rope_type": "longrope",
+                        "rope_theta": 1e6,
+                        "factor": 2.0,
+                        "short_factor": [1.0] * 4,
+                        "long_factor": [1.0] * 4,
+                    },
+                },
+                "head_dim": 8,
+                "num_attention_heads": 4,
+            },
+            "sdpa",
+            "(longrope) depend on the length",
+        ),
+        ("llama", {"num_attention_heads": 8}, "sdpa", None),
+    ],
+)
+def test_what_cannot_be_shared_is_known(family: str, shape: dict[str, Any], attention: str, reason: str | None) -> None:
+    found = unshared_reason(AutoConfig.for_model(family, **shape), attention, 4)
+    assert found is None if reason is None else found is not None and reason in found
+
+
+def test_a_model_whose_attention_sees_slices_only_is_found(pair: ProcessGroup) -> None:
+    """The ranks trade nothing here, as where a model's code does not call the attention it is told to."""
+    for found in pair.run(sequence_parallel_cases.refused, family="llama", shape={}, idle=True):
+        assert re.match("parallel.sequence = 2: cannot be had for model llama: on slices .* differ by .*e-0[12]", found)
+    assert pair.run(sequence_parallel_cases.refused, family="llama", shape={}) == ["", ""]
+
+
+@pytest.mark.slow
+def test_a_model_that_makes_its_own_masks_is_refused(pair: ProcessGroup) -> None:
+    for found in pair.run(sequence_parallel_cases.refused, family="falcon", shape={"ffn_hidden_size": 48}):
+        assert found.startswith("parallel.sequence = 2: cannot be had for model falcon: it cannot run on slices"), found
