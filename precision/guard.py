@@ -12,7 +12,8 @@ scale. (3) Too many skips in a row. (4) A spike: loss or gradient norm many robu
 deviations above its recent median (precision/robust_window.py). OLMo 2 skips such steps at 6 sigmas over 128 steps
 (2 OLMo 2 Furious 2025; SkipStepOptimizer in OLMo-core); PaLM went back to a checkpoint about 100 steps before the
 spike and left out 200 to 500 batches (Chowdhery et al. 2022, section 5.1). Spikes are one-sided: a low
-loss is none. (5) An update that is too large or too small for its weights.
+loss is none. (5) An update that is too large or too small for its weights. (6) An early warning of a kind that
+guard.warnings names (docs/early-warnings.md).
 
 Reactions: `guard.reactions` is an ordered plan. The first reaction that can help against this trouble, is
 possible now and has budget left is taken, and ABORT when there is none. Budgets are per run and finite, and each
@@ -22,6 +23,7 @@ healthy ends after at most max_consecutive_skips x (1 + the other budgets) steps
     not finite         skip, cut_lr, promote, rollback     spike               skip, cut_lr, promote, rollback
     smallest scale     promote, rollback                   update too large    cut_lr, rollback
     too many skips     promote, rollback                   update too small    promote
+    early warning      skip, cut_lr, rollback
 
 Gaps: while nothing is applied the learning rate has no effect, and after an update that was too large skipping the next
 step repairs nothing. `judge` only reads and `note` writes, so judging twice gives the same answer.
@@ -29,16 +31,40 @@ step repairs nothing. `judge` only reads and `note` writes, so judging twice giv
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from config.schema import GuardSection
 from precision.robust_window import RobustWindow
-from precision.step_health import Health, Trouble, log_norm, not_finite, spike, too_many_skips, wrong_update
+from precision.step_health import (
+    Health,
+    Trouble,
+    corrupted,
+    early_warning,
+    log_norm,
+    not_finite,
+    spike,
+    too_many_skips,
+    wrong_update,
+)
 
 _MOST_DOUBLINGS = 6
+_SUSPICIOUS_SIGMAS = 6.0
+"""Of a spike that makes a step worth repeating, where guard.spike_sigmas does not say."""
+
+
+class Warned(Protocol):
+    """An early warning: training/early_warnings.py."""
+
+    @property
+    def signal(self) -> str:
+        """The bound's name in the config."""
+
+    @property
+    def reason(self) -> str:
+        """In words."""
 
 
 class Verdict(Enum):
@@ -79,6 +105,7 @@ class Guard:
         self._cuts: list[int] = []
         self._probation: dict[int, int] = {}
         self._answered_skips = 0
+        self._warned = ""
         self.update_ratio: float | None = None
         """Norm of the last update over norm of the weights. None when that step was not applied or not measured, and
         during the warm-up, where the ratio has to be small."""
@@ -92,6 +119,11 @@ class Guard:
     def used(self) -> dict[str, int]:
         """How often each reaction was taken in this run: skip, cut_lr, promote and rollback."""
         return dict(self._used)
+
+    def warn(self, warnings: Iterable[Warned]) -> None:
+        """Take early warnings into account at the next `judge`, those that guard.warnings names."""
+        chosen = [warning.reason for warning in warnings if warning.signal in self._section.warnings]
+        self._warned = chosen[0] if chosen else self._warned
 
     def judge(self, health: Health, *, can_promote: bool = False, can_roll_back: bool = False) -> Judgement:
         """What to do with a step. Changes no state.
@@ -111,6 +143,20 @@ class Guard:
             return Judgement(Verdict.SKIP, f"{trouble.what}; {trouble.look_at}", routine=True)
         return self._react(trouble, {"promote": can_promote, "rollback": can_roll_back})
 
+    def suspicion(self, health: Health) -> str | None:
+        """Why a step is worth repeating to tell a fault of the machine from a numeric event; None: it is not.
+
+        A routine FP16 overflow is not, and neither are the step's consequences, such as too many skips.
+        """
+        if health.disagreement:
+            return health.disagreement
+        found = not_finite(health)
+        if found is not None:
+            return None if found.routine else found.what
+        sigmas = self._section.spike_sigmas or _SUSPICIOUS_SIGMAS
+        found = spike(health, self._losses, self._log_norms, sigmas)
+        return found.what if found is not None else None
+
     def note(self, health: Health, judgement: Judgement, *, applied: bool, update_ratio: float | None = None) -> None:
         """Record a step once it is over; on ROLLBACK before the checkpoint is loaded.
 
@@ -118,7 +164,7 @@ class Guard:
         against the verdict.
         """
         verdict, section = judgement.verdict, self._section
-        self.update_ratio = update_ratio
+        self.update_ratio, self._warned = update_ratio, ""
         if applied and verdict is not Verdict.STEP:
             raise ValueError(f"step {health.step} was applied although the verdict was {verdict.value}")
         if applied:
@@ -166,6 +212,7 @@ class Guard:
             "cuts": list(self._cuts),
             "probation": [[step, left] for step, left in self._probation.items()],
             "answered_skips": self._answered_skips,
+            "warned": self._warned,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -176,13 +223,16 @@ class Guard:
         self._cuts = [int(left) for left in state["cuts"]]
         self._probation = {int(step): int(left) for step, left in state["probation"]}
         self._answered_skips = int(state["answered_skips"])
+        self._warned = str(state.get("warned", ""))
 
     def _trouble(self, health: Health) -> Trouble | None:
         section = self._section
         return (
-            not_finite(health)
+            corrupted(health)
+            or not_finite(health)
             or spike(health, self._losses, self._log_norms, section.spike_sigmas)
             or wrong_update(self.update_ratio, section.min_update_ratio, section.max_update_ratio)
+            or early_warning(self._warned)
         )
 
     def _react(self, trouble: Trouble, possible: Mapping[str, bool]) -> Judgement:

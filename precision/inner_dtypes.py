@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from precision.dtypes import DTYPES, NAMES
 from precision.findings import LOSS
-from precision.manifest import find_regions
+from precision.manifest import find_regions, is_router
 
 SOFTMAX, NORM, LOSS_SUM, ROTARY = "softmax", "norm statistics", "loss", "rotary table"
 ROUTER, RESIDUAL = "router", "residual stream"
@@ -89,7 +89,7 @@ class InnerDtypes:
         modules = dict(model.named_modules())
         self._norms = {name for name, kind in kinds.items() if kind == "norm"}
         self._attentions = {name for name, kind in kinds.items() if kind == "attention"}
-        self._routers = {name for name, module in modules.items() if "router" in type(module).__name__.lower()}
+        self._routers = {name for name, module in modules.items() if is_router(module)}
         self._tables = {name for name, module in modules.items() if _makes_table(module)}
         inner = self._norms | self._attentions
         self._blocks = {

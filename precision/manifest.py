@@ -10,7 +10,8 @@ the general rule first and its exceptions below. A rule that matches no region, 
 everywhere, is an error, since it has no effect.
 
 Norms compute in FP32. A glob on names alone never reaches them, or `model.layers.0.*` would lower them by accident; a
-rule lowers a norm only by naming its `module_class`.
+rule lowers a norm only by naming its `module_class`. Routers of experts compute in FP32, too, where no rule matches
+them.
 
 This module only decides; `precision.regions` applies the decision to a model.
 """
@@ -35,6 +36,7 @@ COMPUTES: tuple[str, ...] = get_args(Compute)
 RULE_KEYS = ("match", "module_class", "compute", "reason")
 MANIFEST_KEYS = ("$schema", "default", "rules")
 NORM_REASON = "norms compute in FP32 unless a rule names their module_class"
+ROUTER_REASON = "routers compute in FP32 unless a rule names them"
 
 
 @dataclass(frozen=True)
@@ -132,10 +134,14 @@ def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
     """
     modules = dict(model.named_modules())
     regions = find_regions(model)
-    assigned: dict[str, Assignment] = {
-        name: Assignment("fp32", None, NORM_REASON) if kind == "norm" else Assignment(manifest.default, None, "default")
-        for name, kind in regions.items()
-    }
+    assigned: dict[str, Assignment] = {}
+    for name, kind in regions.items():
+        if kind == "norm":
+            assigned[name] = Assignment("fp32", None, NORM_REASON)
+        elif is_router(modules[name]):
+            assigned[name] = Assignment("fp32", None, ROUTER_REASON)
+        else:
+            assigned[name] = Assignment(manifest.default, None, "default")
     matched: list[list[str]] = []
     for index, rule in enumerate(manifest.rules):
         names = [name for name, kind in regions.items() if _matches(rule, name, modules[name], kind)]
@@ -160,6 +166,11 @@ def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
             fix = 'narrow it with "module_class": "Linear", or give that module another rule below'
             raise UserError(f"{_where(manifest, given.rule_index)}: {FP8_FOR}, and {other}; {fix}")
     return assigned
+
+
+def is_router(module: torch.nn.Module) -> bool:
+    """Whether a module gives each token its experts: its class is named so, and it multiplies by weights of its own."""
+    return "router" in type(module).__name__.lower() and _kind(module) in ("matmul", "functional")
 
 
 FP8_FOR = "fp8 is for linear layers other than the output embedding"

@@ -14,12 +14,22 @@ from statistics import median
 from typing import Any
 
 from config.schema import ParitySection
+from precision.signature import findings, pooled, resolutions
 from precision.statistics import NEGLIGIBLE
 
 MOST_NAMED = 8
 """Modules that a check names."""
 SAME_LOSS = 1e-5
 """Relative difference up to which a loss counts as repeated after a restore; 0 on a CPU."""
+
+
+IN_A_STEP = (
+    *("weight_drift", "module_error", "gradient_error", "gradient_cosine", "sign_agreement"),
+    *("grad_norm_error", "update_error"),
+)
+"""The checks of single steps, in the order in which a step computes what they judge."""
+WHOLE_GRADIENT = "(gradient norm)"
+"""What is named where the norm over all modules is wrong."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +109,36 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
         _over(taken, "update_error", bounds.update_error, lambda step: _by_module(step["update_error"]).items()),
         _over(taken, "grad_norm_error", bounds.update_error, _norm_error),
         _over(attempted, "weight_drift", bounds.weight_drift, _drift, floor=0.0),
+        judge_signatures(taken, bounds),
     ]
     stuck = [str(walk.point) for walk in walks if walk.restored and not any(step["applied"] for step in walk.steps)]
     if stuck:
         note = f"no step was applied after step {', '.join(stuck)}"
         checks.append(Check("applied_points", len(walks) - len(stuck), len(walks), False, at_least=True, note=note))
     return [*checks, _restored(walks, bounds)]
+
+
+def judge_signatures(steps: Sequence[Mapping[str, Any]], bounds: ParitySection) -> Check:
+    """Modules whose errors rounding does not explain (`precision.signature`), over all applied steps together."""
+    measured = [step["signature"] for step in steps]
+    found: dict[str, list[str]] = {}
+    parts = pooled(measured)
+    for item in findings(parts):
+        found.setdefault(item.module, []).append(f"{item.module} ({item.part}): {item.why}")
+    named = tuple(found)[:MOST_NAMED]
+    notes = [found[name][0] for name in named]
+    if len(found) > MOST_NAMED:
+        notes.append(f"and {len(found) - MOST_NAMED} more")
+    finest = resolutions(parts)
+    if not found and finest:
+        listed = ", ".join(f"{kind} {value:.1e}" for kind, value in finest.items())
+        notes.append(f"a constant wrong by more than this would be named: {listed}")
+    blind = {name: why for step in measured for name, why in step["not_measured"].items()}
+    notes += [f"not measured: {name}: {why}" for name, why in list(blind.items())[:MOST_NAMED]]
+    seen = any(step["parts"] for step in measured)
+    count = len(found) if seen else math.nan
+    passed = seen and len(found) <= bounds.unexplained
+    return Check("unexplained", count, bounds.unexplained, passed, modules=named, note="; ".join(notes))
 
 
 def judge_dtypes(seen: Sequence[Mapping[str, Any]], bounds: ParitySection) -> Check:
@@ -140,6 +174,16 @@ def first_divergence(walks: Sequence[Walk], bounds: ParitySection) -> dict[str, 
                 if not step["own_error"][name] <= bounds.module_error:
                     return {"step": step["step"], "module": name, "own_error": step["own_error"][name]}
     return None
+
+
+def blamed(checks: Sequence[Check]) -> tuple[str, ...]:
+    """The modules to blame for single steps that are beyond a bound: those of the first check in the order in which a
+    step computes (weights, outputs, gradients, update) that has any. Nothing where that is every module."""
+    failed = {check.name: check for check in checks if not check.passed and check.modules}
+    first = next((failed[name] for name in IN_A_STEP if name in failed), None)
+    if first is None or first.note.startswith("all ") or first.modules == (WHOLE_GRADIENT,):
+        return ()
+    return first.modules
 
 
 def _over(
@@ -208,7 +252,7 @@ def _drift(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 def _norm_error(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     """The norm that the run reports, compared with that of the gradient it reduced."""
     own = step["own_grad_norm"]
-    yield "(gradient norm)", abs(step["grad_norm"] - own) / own if own else abs(step["grad_norm"])
+    yield WHOLE_GRADIENT, abs(step["grad_norm"] - own) / own if own else abs(step["grad_norm"])
 
 
 def _scale_note(steps: Sequence[Mapping[str, Any]]) -> str:

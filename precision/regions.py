@@ -12,7 +12,8 @@ Which dtype flows where:
   projections inside it, else the manifest's default. So the dtypes between modules do not depend on any rule, and
   FP16 and BF16 never meet: under autocast, `add` or `cat` of the two raises. The output embedding (lm_head) alone
   keeps its own dtype: its consumer is the FP32 loss, and FP32 logits rounded to BF16 would be FP32 in name only.
-- *Fused experts and routers* get their inputs and weights in their dtype: autocast does not know grouped matmuls.
+- *Fused experts and routers* get their inputs and weights in their dtype: autocast does not know grouped matmuls. A
+  router's is FP32 unless a rule says otherwise.
 - *Norms* compute in FP32 and return the dtype of their input.
 - *The residual stream is FP32*, as under plain `torch.autocast`: embeddings are FP32 and FP32 + BF16 is FP32. It is a
   sum over all blocks; in BF16, with 8 bits of mantissa, it would lose what later blocks add, and in FP16 its largest
@@ -223,21 +224,21 @@ class Regions:
                 return self._in_fp8(name, module, device_type, *args, **kwargs)
             dtype = DTYPES[compute]
             if compute == "fp32":
-                args, kwargs = _cast((args, kwargs), (torch.bfloat16, torch.float16), dtype)
+                args, kwargs = cast((args, kwargs), (torch.bfloat16, torch.float16), dtype)
             elif kind == "functional":  # autocast does not know the grouped matmuls of fused experts
-                args, kwargs = _cast((args, kwargs), _FLOATS, dtype)
+                args, kwargs = cast((args, kwargs), _FLOATS, dtype)
             elif (
                 kind == "attention"
             ):  # operators that promote must not see the other 16 bits: widen, which loses nothing
                 other = torch.float16 if compute == "bf16" else torch.bfloat16
-                args, kwargs = _cast((args, kwargs), (other,), torch.float32)
-            own = _own_parameters_in(module, dtype) if kind == "functional" else nullcontext()
+                args, kwargs = cast((args, kwargs), (other,), torch.float32)
+            own = own_parameters_in(module, dtype) if kind == "functional" else nullcontext()
             with own, _autocast(device_type, compute):
                 output = original(*args, **kwargs)
             back = self.ambient_of(name)
             if back == compute or returns_own_dtype:
                 return output
-            return _cast(output, (dtype,), DTYPES[back])
+            return cast(output, (dtype,), DTYPES[back])
 
         return forward
 
@@ -276,14 +277,14 @@ def _run_norm(
     """A norm on inputs and weights in `dtype`, with autocast off, returned in the dtype of its first input."""
     given = next((item.dtype for item in tensors_of((args, kwargs)) if item.dtype in _FLOATS), dtype)
     device_type = _device_type(args, kwargs)
-    args, kwargs = _cast((args, kwargs), _FLOATS, dtype)
-    with _own_parameters_in(module, dtype), _autocast(device_type, "fp32"):
+    args, kwargs = cast((args, kwargs), _FLOATS, dtype)
+    with own_parameters_in(module, dtype), _autocast(device_type, "fp32"):
         output = original(*args, **kwargs)
-    return _cast(output, _FLOATS, given)
+    return cast(output, _FLOATS, given)
 
 
 @contextmanager
-def _own_parameters_in(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def own_parameters_in(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside, the module's own code sees its parameters in `dtype`; their gradients arrive at the FP32 parameters.
 
     An instance attribute hides the parameter of the same name from `self.weight`, and from nothing else: hooks,
@@ -303,12 +304,12 @@ def _device_type(args: tuple, kwargs: dict[str, Any]) -> str:
     return next((item.device.type for item in tensors_of((args, kwargs))), "cpu")
 
 
-def _cast(value: Any, sources: tuple[torch.dtype, ...], target: torch.dtype) -> Any:
+def cast(value: Any, sources: tuple[torch.dtype, ...], target: torch.dtype) -> Any:
     """`value` with every tensor of a source dtype in `target`; looks into tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return value.to(target) if value.dtype in sources else value
     if type(value) in (tuple, list):
-        return type(value)(_cast(item, sources, target) for item in value)
+        return type(value)(cast(item, sources, target) for item in value)
     if type(value) is dict:
-        return {key: _cast(item, sources, target) for key, item in value.items()}
+        return {key: cast(item, sources, target) for key, item in value.items()}
     return value

@@ -11,9 +11,11 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from precision.corruption import Corruption
 from precision.robust_window import RobustWindow
 
 _ANY = ("skip", "cut_lr", "promote", "rollback")
+_ANY_BUT_PROMOTE = ("skip", "cut_lr", "rollback")
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,20 @@ class Health:
     `training.engine.work_time.by_rank` gives it."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the task's objective over the global batch, by name."""
+    counts_by_source: dict[str, int] = field(default_factory=dict)
+    """Of each source of a mixture, how many of its labels (or whatever the task counts) count, over all ranks."""
     loss_by_source: dict[str, float] = field(default_factory=dict)
     """The mean loss of each source of a mixture, of those that the step has something of."""
     preempted: bool = False
     """Some rank was asked to stop."""
     save_ended: bool = False
     """A checkpoint in the background has been written on every rank."""
+    checks: list[list[float]] = field(default_factory=list)
+    """By rank, the numbers of the checks for silent corruption, where there are any."""
+    disagreement: str = ""
+    """Which ranks hold another gradient norm, where a step that is run again may tell why."""
+    corruption: Corruption | None = None
+    """What those checks found, where it could not be made good."""
 
     @property
     def loss_is_finite(self) -> bool:
@@ -77,6 +87,14 @@ class Trouble:
     """The reactions of guard.reactions that can help."""
     routine: bool = False
     """An FP16 overflow that the loss scale handles."""
+
+
+def corrupted(health: Health) -> Trouble | None:
+    """A fault of the machine. Nothing in the plan repairs one; an older checkpoint has the state from before it."""
+    found = health.corruption
+    if found is None:
+        return None
+    return Trouble(found.what, found.look_at, () if found.state_is_good else ("rollback",))
 
 
 def not_finite(health: Health) -> Trouble | None:
@@ -138,6 +156,12 @@ def wrong_update(ratio: float | None, low: float | None, high: float | None) -> 
         advice = "look at the learning rate and at the share of gradients that underflow"
         return Trouble(f"{what} (guard.min_update_ratio = {low:g})", advice, ("promote",))
     return None
+
+
+def early_warning(reason: str) -> Trouble | None:
+    """A warning, in words that end with what to do. Skipping helps against a gradient that jumped, not against what
+    has grown for long."""
+    return Trouble(f"early warning: {reason}", "docs/early-warnings.md has more", _ANY_BUT_PROMOTE) if reason else None
 
 
 def too_many_skips(skips: int, limit: int, last: Trouble | None) -> Trouble:

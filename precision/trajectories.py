@@ -18,6 +18,7 @@ from typing import Any
 
 from config.schema import ParitySection
 from precision.parity import Check
+from precision.power import ALPHA, POWER, detectable, half_width, pairs_needed
 
 NUDGE = 2.0**-8
 """[fraction] BF16's unit roundoff: the relative change of the nearest control's learning rate."""
@@ -104,6 +105,63 @@ def judge_trajectories(
         _skipped(candidate, bounds),
         Check("nonfinite_events", nonfinite, bounds.nonfinite_events, nonfinite <= bounds.nonfinite_events),
     ]
+
+
+def confidence(
+    candidate: Sequence[Trajectory],
+    twin: Sequence[Trajectory],
+    bounds: ParitySection,
+    controls: Sequence[Trajectory] = (),
+) -> dict[str, Any]:
+    """How sure the mean validation delta is, and what shift so many runs would find.
+
+    Scatter is that of one delta, pooled over what varies without a shift: the deltas of the seeds around their mean,
+    and the controls' distances from their twin around zero. {"pairs", "controls", "delta", "scatter", "degrees",
+    "interval" (1 - 2 ALPHA), "detectable" (at POWER), "shown", "pairs_needed" (to find the bound)}, relative to FP32;
+    None where there is nothing to estimate it from: one pair without controls, or no validation loss.
+    shown: whether the interval lies within the bound, so that equivalence is shown and not only not contradicted.
+    """
+    both = [(mine.validation, other.validation) for mine, other in zip(candidate, twin, strict=True)]
+    deltas = [(mine - other) / other for mine, other in both if mine is not None and other is not None]
+    found: dict[str, Any] = {"pairs": len(deltas), "controls": 0, "delta": fmean(deltas) if deltas else None}
+    found |= dict.fromkeys(("scatter", "interval", "detectable", "shown", "pairs_needed"))
+    start = twin[0].validation
+    apart = [(run.validation - start) / start for run in controls if run.validation is not None and start]
+    degrees = len(deltas) - 1 + len(apart)
+    found |= {"controls": len(apart), "degrees": max(0, degrees), "bound": bounds.validation_delta}
+    if len(deltas) < len(both) or degrees < 1 or not all(map(math.isfinite, (*deltas, *apart))):
+        return found
+    delta = fmean(deltas)
+    squares = sum((item - delta) ** 2 for item in deltas) + sum(item**2 for item in apart)
+    scatter = math.sqrt(squares / degrees)
+    half = half_width(scatter, len(deltas), degrees, confidence=1 - 2 * ALPHA)
+    return found | {
+        "scatter": scatter,
+        "interval": [delta - half, delta + half],
+        "detectable": detectable(scatter, len(deltas), degrees),
+        "shown": abs(delta) + half <= bounds.validation_delta,
+        "pairs_needed": pairs_needed(scatter, bounds.validation_delta, controls=len(apart)),
+    }
+
+
+def confidence_line(found: Mapping[str, Any]) -> str:
+    """`confidence` as a sentence."""
+    if found["scatter"] is None:
+        return (
+            "One pair of runs says nothing about chance: no interval and no power. Set parity.seeds or parity.controls."
+        )
+    low, high = found["interval"]
+    state = "shows equivalence" if found["shown"] else "does not show equivalence"
+    line = (
+        f"Validation loss {found['delta']:+.3%} from FP32's, {1 - 2 * ALPHA:.0%} interval {low:+.3%} to {high:+.3%} "
+        f"(Student's t, {found['degrees']} degrees of freedom, {found['pairs']} pairs, {found['controls']} controls), "
+        f"which {state} within {found['bound']:.3%}. So many runs would find a shift of {found['detectable']:.2%} "
+        f"with probability {POWER:g}"
+    )
+    needed = found["pairs_needed"]
+    if found["detectable"] <= found["bound"]:
+        return f"{line}."
+    return f"{line}; to find one of {found['bound']:.2%} takes {needed or 'more than 10,000'} pairs."
 
 
 def first_departure(mine: Trajectory, other: Trajectory, gap: float) -> int | None:

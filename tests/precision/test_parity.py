@@ -13,6 +13,7 @@ import pytest
 from config.schema import LossScaleSection, ParitySection
 from precision.loss_scale import make_policy
 from precision.parity import Check, Walk, first_divergence, judge_dtypes, judge_steps
+from precision.signature import FIELDS
 from precision.trajectories import (
     Settling,
     Trajectory,
@@ -49,7 +50,19 @@ def step(number: int = 1, **changes: Any) -> dict[str, Any]:
     fields |= {"parameters": dict.fromkeys(("a.weight", "b.weight"), agreement)}
     fields |= {"reference_norms": {"a.weight": 0.8, "b.weight": 0.6}}
     fields |= dict.fromkeys(("update_error", "drift"), {"a.weight": 0.0, "b.weight": 0.0})
+    fields |= {"signature": {"parts": [part()], "not_measured": {}}}
     return fields | changes
+
+
+def part(module: str = "a", **sums: float) -> dict[str, Any]:
+    """256 rows of 64 values of 1, with one rounding of BF16's each in the run as in plain torch; FP32's are smaller."""
+    u, rows, values = 2.0**-8, 256, 256 * 64
+    error = {"rr": values * u**2 / 6, "rx2": values * u**2 / 6, "rx": 0.0, "rx_rx": values * u**2 / 6, "rx_xx": 0.0}
+    found = {"rows": rows, "values": values, "xx": values, "x4": rows * 64**2, "run_plan": error["rx_rx"]}
+    found |= {f"{who}_{name}": value for who in ("run", "plan") for name, value in error.items()}
+    found |= {f"fp32_{name}": value * 2.0**-32 for name, value in error.items()}
+    row = {"module": module, "part": "output", "kind": "linear", "roundoff": u, "terms": 64}
+    return {**row, "sums": [(found | sums)[name] for name in FIELDS]}
 
 
 def walked(*steps: dict[str, Any], **changes: Any) -> dict[str, Check]:

@@ -1,0 +1,201 @@
+"""Early signs of trouble in the forward pass: attention's largest logit and entropy, channels that stand out.
+
+Attention. Logits are q k / sqrt(d) (or the model's own scaling, soft cap and bias) of keys that the query may see.
+Where they grow without end, softmax becomes one-hot and its gradient vanishes, then the loss diverges: beyond 1e4 in
+ViT-22B (Dehghani et al. 2023; Wortsman et al. 2023, "Small-scale proxies", section 3.1.1, find it at small scale, too);
+Kimi K2 rescales queries and keys of a head beyond 100 (Kimi Team 2025, section 2.1). The entropy of the probabilities
+falls with it, and runs that lost it oscillate or diverge (Zhai et al. 2023, "Preventing Attention Entropy Collapse").
+It is given as a share of the logarithm of the number of keys seen, so that 1 is even attention
+and 0 one key only; a query that sees one key has no entropy to lose and is left out.
+
+Channels. The kurtosis of channel norms over a layer's width d, mean(s^4) / mean(s^2)^2 for s the root mean square of a
+channel over all tokens, is 1 where all channels are alike and d where one has everything (He et al. 2024,
+"Understanding and Minimising Outlier Features", section 2). Unlike there each token counts as RMSNorm hands it on, with
+a root mean square of 1: else the few tokens of enormous norm that sound language models have (Sun et al. 2024,
+"Massive Activations") decide it alone. Outlier channels are those with more than OUTLIER times the median channel's
+norm (their ratio of maximum to median, the same section, counted).
+
+All of it is FP32 and stays on the device. Queries are sampled, POSITIONS of a sequence, evenly spaced with the last one
+among them; keys and sequences are all there are. So are tokens for channels, at most TOKENS of a call. Nothing here is
+seen by dispatch modes, such as those of activation checkpointing or of an observation of dtypes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from precision.findings import tensors_of
+
+POSITIONS = 16
+"""Queries of a sequence that are looked at."""
+TOKENS = 512
+"""Of a module's output in one call that are looked at."""
+OUTLIER = 6.0
+"""How many times the median channel's norm an outlier channel has at least. Dettmers et al. 2022 ("LLM.int8()", section
+4.1) look for magnitudes of 6, behind norms that make the usual one about 1."""
+
+
+class AttentionMeter:
+    """Context manager: the largest logit and the entropy in each attention that transformers' interface dispatches.
+
+    A recomputation by activation checkpointing is left out: it is the same again. An attention that a model computes by
+    code of its own is not seen, and has no figures.
+    """
+
+    def __init__(self, model: nn.Module, *, active: bool = True) -> None:
+        """active: False measures nothing, such as for compiled blocks, which would be compiled anew."""
+        self._names = {module: name for name, module in model.named_modules()}
+        self._active = active
+        self.largest: dict[str, torch.Tensor] = {}
+        """Module name to () float32."""
+        self.entropies: dict[str, torch.Tensor] = {}
+        """Module name to (2, heads) float64: the sum of the shares of the queries, and how many there are."""
+
+    def __enter__(self) -> AttentionMeter:
+        if self._active:
+            interface: Any = ALL_ATTENTION_FUNCTIONS
+            find: Callable[..., Any] = interface.get_interface
+
+            def get_interface(implementation: str, default: Any) -> Any:
+                return self._measured(find(implementation, default))
+
+            interface.get_interface = get_interface
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        ALL_ATTENTION_FUNCTIONS.__dict__.pop("get_interface", None)
+
+    def _measured(self, attention: Any) -> Any:
+        @functools.wraps(attention)
+        def measured(
+            module: Any, query: Any, key: Any, value: Any, mask: Any = None, *rest: Any, **options: Any
+        ) -> Any:
+            name = self._names.get(module)
+            if name is not None and query.dim() == key.dim() == 4 and not _recomputing():
+                with _unseen(query.device.type):
+                    self._measure(name, module, query.detach(), key.detach(), mask, options)
+            return attention(module, query, key, value, mask, *rest, **options)
+
+        return measured
+
+    def _measure(
+        self, name: str, module: nn.Module, query: torch.Tensor, key: torch.Tensor, mask: Any, options: dict[str, Any]
+    ) -> None:
+        """query: (batch, heads, queries, d); key: (batch, heads or groups of them, keys, d)."""
+        batch, heads, queries, _ = query.shape
+        at = torch.arange(queries - 1, -1, -math.ceil(queries / POSITIONS), device=query.device)
+        chosen = query[:, :, at].float().reshape(batch, key.shape[1], -1, query.shape[3])
+        scaling = options.get("scaling")
+        logits = chosen @ key.float().mT * (query.shape[3] ** -0.5 if scaling is None else scaling)
+        logits = logits.view(batch, heads, len(at), key.shape[2])
+        if options.get("softcap") is not None:
+            logits = options["softcap"] * torch.tanh(logits / options["softcap"])
+        if options.get("position_bias") is not None:
+            logits = logits + options["position_bias"][:, :, at]
+        if isinstance(mask, torch.Tensor) and mask.dim() == 4:
+            rows = mask[:, :, at, : key.shape[2]] if mask.shape[2] > 1 else mask[..., : key.shape[2]]
+            seen = rows if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min / 2
+            if rows.dtype != torch.bool:
+                logits = logits + rows.float()
+        else:
+            seen = _seen_without_mask(module, mask, at, key.shape[2], options)
+        logits = logits.masked_fill(~seen, -torch.inf)
+        largest, known = logits.amax(), self.largest.get(name)
+        self.largest[name] = largest if known is None else torch.maximum(known, largest)
+        shares, counted = _entropy_shares(logits, seen)
+        sums = torch.stack([shares.sum((0, 2)), counted.expand_as(shares).sum((0, 2))]).double()
+        self.entropies[name] = sums + self.entropies.get(name, 0.0)
+
+
+def _seen_without_mask(
+    module: nn.Module, mask: Any, at: torch.Tensor, keys: int, options: dict[str, Any]
+) -> torch.Tensor:
+    """(batch or 1, 1, queries, keys) bool: which keys the queries at positions `at` see, as kernels without a mask for
+    each pair decide it: by causality, sliding window, padding and the positions at which documents begin."""
+    of_keys = torch.arange(keys, device=at.device)
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    seen = at[:, None] >= of_keys if causal else torch.ones(len(at), keys, dtype=torch.bool, device=at.device)
+    if options.get("sliding_window"):
+        seen = seen & (at[:, None] - of_keys < options["sliding_window"])
+    seen = seen[None, None]
+    positions = options.get("position_ids")
+    if isinstance(positions, torch.Tensor) and positions.dim() == 2 and positions.shape[1] == keys:
+        document = (positions == 0).cumsum(1)
+        seen = seen & (document[:, at, None] == document[:, None, :])[:, None]
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        seen = seen & mask.bool()[:, None, None, :keys]
+    return seen
+
+
+def _entropy_shares(logits: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(batch, heads, queries) of the largest possible entropy the share that there is, 0 where fewer than two keys are
+    seen; and where more are, of a shape that expands to it. logits: (batch, heads, queries, keys), -inf where not
+    seen."""
+    count = seen.sum(-1)
+    counted = count > 1
+    entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
+    return torch.where(counted, entropy / count.clamp(min=2).log(), 0.0), counted
+
+
+class ChannelMeter:
+    """Context manager: the sum over tokens of the squares of every channel in the output of each of the given modules,
+    each token's mean square being 1.
+
+    `squares`: module name to (channels,) float64, over all calls and tokens.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        """modules: by name; their first output has channels as its last dimension."""
+        self._modules = modules
+        self._handles: list[Any] = []
+        self.squares: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> ChannelMeter:
+        for name, module in self._modules.items():
+            hook = functools.partial(self._measure, name)
+            self._handles.append(module.register_forward_hook(hook, prepend=True))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _measure(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        found = next((tensor for tensor in tensors_of(output) if tensor.is_floating_point()), None)
+        if found is None or not found.numel() or _recomputing():
+            return
+        with _unseen(found.device.type):
+            tokens = found.detach().flatten(0, -2)
+            squares = tokens[:: math.ceil(len(tokens) / TOKENS)].float().square()
+            means = squares.mean(1).clamp(min=torch.finfo(torch.float32).tiny)
+            self.squares[name] = (means.reciprocal() @ squares).double() + self.squares.get(name, 0.0)
+
+
+def channel_figures(squares: torch.Tensor) -> tuple[float, int]:
+    """Kurtosis of the channels' norms, and how many of them are outliers. squares: (channels,) of all ranks."""
+    total, fourth = float(squares.mean()), float(squares.square().mean())
+    median = float(squares.median())
+    return (fourth / total**2 if total else 1.0), int((squares > OUTLIER**2 * median).sum())
+
+
+def _recomputing() -> bool:
+    """Whether a backward pass is running, which calls modules to compute their outputs once more."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def _unseen(device: str) -> Iterator[None]:
+    """Without a gradient, autocast or dispatch modes."""
+    with torch.no_grad(), _disable_current_modes(), torch.autocast(device, enabled=False):
+        yield

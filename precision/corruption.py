@@ -1,0 +1,158 @@
+"""What a flipped bit is, whom it is blamed on, and what running a step again says about it.
+
+Pure decisions on numbers that all ranks share; `training/corruption/` gathers them.
+
+A step that is run again answers three questions. Does the same rank give the same answer to the same inputs? Does
+another rank give that answer as well? Is the answer healthy now? From these follow the three cases that Megatron-LM's
+rerun state machine tells apart (`megatron/core/rerun_state_machine.py`): a *transient* fault (another answer the second
+time, and a healthy one), a *persistent* one (the same rank answers otherwise than other ranks do, or keeps changing its
+answer), and a *numeric* event (every rank gives the same answer bit for bit: it is the model's, not the machine's).
+Megatron-LM needs a restart on other nodes for the second question; here ranks exchange their micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["transient", "persistent", "numeric", "none"]
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A value that is not what it has to be."""
+
+    found_by: Literal["copies", "masters", "update"]
+    """copies: replicas that differ. masters: a weight that is not its master, rounded. update: an optimizer step that
+    FP64 computes otherwise."""
+    ranks: tuple[int, ...]
+    """Whose value it is: one rank, or all that it may be."""
+    parameter: str
+    """Name of the parameter or buffer."""
+    tensor: str
+    """weight, buffer, master, or one of the optimizer's state tensors."""
+    index: int
+    """Of the value in the whole parameter, or in this rank's part of it (`update`)."""
+    bits: tuple[int, ...] = ()
+    """Positions of the wrong bits, 0 being the lowest of the mantissa; empty where it cannot be said."""
+    repaired: bool = False
+    """Overwritten with the right value."""
+
+    @property
+    def text(self) -> str:
+        """The finding in words, without the hosts."""
+        bits = f", bit{'s' * (len(self.bits) > 1)} {', '.join(map(str, self.bits))}" if self.bits else ""
+        who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"one of ranks {_listed(self.ranks)}"
+        how = {
+            "copies": "is not the one of the other ranks",
+            "masters": "is not the other of the two, rounded" if " or " in self.tensor else "does not match its copies",
+            "update": "is not what the optimizer's rule gives",
+        }[self.found_by]
+        return f"{self.tensor} of {self.parameter} on {who} (value {self.index}{bits}) {how}"
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """A fault of the machine that ends the trust in a step, as the guard judges it."""
+
+    what: str
+    """What was found, with rank and host."""
+    look_at: str
+    """What to do about the machine."""
+    state_is_good: bool
+    """Masters and moments are right. Where they are not, only an older checkpoint has them."""
+
+
+@dataclass(frozen=True)
+class Reexecution:
+    """What came of running a step again."""
+
+    kind: Kind
+    """none: the step was not suspicious, and every answer was the same."""
+    ranks: tuple[int, ...]
+    """Who is to blame, or may be; empty where nobody is, or it cannot be said."""
+    why: str
+    """What it was decided from, in words."""
+
+
+def different_bits(a: int, b: int, width: int) -> tuple[int, ...]:
+    """Positions at which two values of `width` bits differ, lowest first; a, b: read as signed or unsigned integers."""
+    changed = (a ^ b) & ((1 << width) - 1)
+    return tuple(bit for bit in range(width) if changed >> bit & 1)
+
+
+def majority(values: Sequence[int]) -> int | None:
+    """The value that more than half of them have."""
+    value, count = Counter(values).most_common(1)[0]
+    return value if 2 * count > len(values) else None
+
+
+def odd_ranks(values: Sequence[int], right: int | None) -> tuple[int, ...]:
+    """Whose value is not the right one; all ranks where nobody knows it. values: by rank."""
+    return tuple(rank for rank, value in enumerate(values) if right is None or value != right)
+
+
+def judge_reexecution(
+    *,
+    suspicious: bool,
+    changed: Sequence[bool],
+    healthy: bool,
+    disagreed: Sequence[bool] | None,
+    finite: Sequence[tuple[bool, bool]] = (),
+    named: Sequence[bool] = (),
+    signed: bool = False,
+) -> Reexecution:
+    """What a repeated step says.
+
+    suspicious: it was repeated for a reason, and not because a check was due. changed: by rank, whether the rank's
+    answer to its own inputs differs between the first and the last run, bit for bit. healthy: the last run is.
+    disagreed: by rank b, whether rank b and the rank before it, (b - 1) modulo their number, gave different answers to
+    the inputs of rank b; None where there is one rank. finite: by rank b, whether the answers to its inputs of rank b,
+    and of the rank before it, were finite. named: by rank, whether what it computed itself, before the reduction,
+    differs between the first and the last run: its loss, and where `signed` its gradients.
+    """
+    again = any(changed)
+    agreed = disagreed is None or not any(disagreed)
+    own = tuple(rank for rank, was in enumerate(named) if was)
+    if signed and not own:  # nobody computed anything else: it is the part of whoever got it wrong from the network
+        own = tuple(rank for rank, was in enumerate(changed) if was)
+    if 1 < len(own) == len(changed):
+        own = ()
+    if not again and agreed:
+        if not suspicious:
+            return Reexecution("none", (), "the same answer bit for bit")
+        who = "the same answer bit for bit, twice" + (" and on another rank" if disagreed is not None else "")
+        return Reexecution("numeric", (), who)
+    if again and agreed and healthy:
+        return Reexecution("transient", own, "another answer the second time")
+    if again and agreed:
+        return Reexecution("persistent", own, "another answer each time, and still not a healthy one")
+    assert disagreed is not None, "one rank agrees with itself"
+    return Reexecution("persistent", _blamed(disagreed, finite), "other answers than other ranks to the same inputs")
+
+
+def _blamed(disagreed: Sequence[bool], finite: Sequence[tuple[bool, bool]]) -> tuple[int, ...]:
+    """The rank that took part in most of the disagreements; several where they cannot be told apart.
+
+    A faulty rank f spoils the answers to its own inputs and to those of rank f + 1.
+    """
+    ranks = len(disagreed)
+    votes: Counter[int] = Counter()
+    bad: Counter[int] = Counter()
+    for owner, differ in enumerate(disagreed):
+        if not differ:
+            continue
+        pair = (owner, (owner - 1) % ranks)
+        votes.update(pair)
+        if finite:
+            bad.update(rank for rank, good in zip(pair, finite[owner], strict=True) if not good)
+    if bad and len([rank for rank in bad if bad[rank] == max(bad.values())]) == 1:
+        return (max(bad, key=lambda rank: bad[rank]),)
+    most = max(votes.values())
+    return tuple(sorted(rank for rank, count in votes.items() if count == most))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return " and ".join([", ".join(map(str, ranks[:-1])), str(ranks[-1])]) if len(ranks) > 1 else str(ranks[0])

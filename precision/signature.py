@@ -1,0 +1,249 @@
+"""Does rounding explain a module's error? It has a signature: a size that follows the dtype, and no direction.
+
+A module is computed four times on the same inputs and the same rounded weights (`training.parity.signature`): by the
+run, by the same module in plain torch in the dtype that the plan says, in FP32, and in FP64, which counts as exact.
+With r the error of one of them, x the exact values, and their rows being tokens:
+
+- *size*: E = |r| / |x|, in units of the unit roundoff u.
+- *bias*: b = <r, x> / <x, x>, how much larger all values are. Independent roundings of mean zero leave it at zero
+  within their standard error; a wrong constant does not, however small it is beside u.
+- *coherence*: the sum of squares of <r, x> by row over what it is when the errors within a row are independent, 1. A
+  statistic of the row that was rounded, such as a norm's variance or a softmax's sum, moves its values together.
+
+Verdicts are without a size below which an error is forgiven:
+
+1. *Against the plan's dtype.* The run may have no larger E and no larger coherence than plain torch in the plan's
+   dtype, beyond what n rows leave to chance (`_chance`), and its bias has to lie between none and that one's. Products
+   of 8-bit numbers near a power of two are not rounded symmetrically: BF16's own bias in a norm is 0.1 u, so that it is
+   measured there and not assumed to be zero.
+2. *By the unit roundoff.* FP32's error has to shrink with u, too: E_fp32 / u_fp32 is at most lambda sqrt(n) times
+   E_plan / u_plan, n the roundings in a row (Higham and Mary 2019, theorem 2.4: n independent roundings reach
+   lambda sqrt(n) u, and the condition is the same in both). And E_plan is at most lambda sqrt(k) u times FP32's
+   condition, k the roundings to the plan's dtype that the module's kind has (`ROUNDINGS`). This is what finds a cast
+   inside the architecture's own code, which all of them share.
+
+Sums are additive, over ranks and over steps, so that a verdict is on all that was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from precision.tolerance import CONFIDENCE, unit_roundoff
+
+Who = Literal["run", "plan", "fp32"]
+Kind = Literal["linear", "norm", "attention", "embedding", "rotary", "activation", "functional", "composite"]
+
+ROUNDINGS: dict[str, int] = {
+    "linear": 2,  # the product and the sum with the bias; the sums within are FP32
+    "norm": 3,  # the normalised value, times the weight, plus the bias
+    "attention": 10,  # query and key rotated in three each, scores, probabilities, their product with the values
+    "embedding": 2,  # nothing, or a factor that is rounded itself
+    "rotary": 2,
+    "activation": 10,  # GPT-2's tanh approximation written out
+    "functional": 10,  # fused experts: two products, an activation, a gate and the weighted sum
+    "composite": 10,  # what stands between the modules inside: residuals, gates
+}
+"""Roundings to the plan's dtype on the longest path through a module of that kind, in the code of transformers 5."""
+ROUNDOFF_FP8 = 2.0**-4
+"""u of E4M3, which has three bits after the point."""
+SURE = 6.0
+"""Standard errors beyond which chance is no explanation: 2 exp(-6^2 / 2) is 3e-8 for one module (as in `tolerance`)."""
+OTHER_KERNEL = 0.15
+"""[fraction] How much larger E and coherence of a kernel with the same roundings in another order may be."""
+ROUNDED_SCORES = 1.25
+"""[factor] How much more the errors within a head may go together where a kernel of attention rounds the scores, as
+eager attention does: measured against sdpa's, 1.06 times beyond chance at most."""
+ONE_ROUNDING = 3**-0.5
+"""Largest root mean square of the error of one rounding to nearest, in u: that of values just above a power of two."""
+FIELDS = (
+    *("rows", "values", "xx", "x4"),
+    *(f"{who}_{what}" for who in ("run", "plan", "fp32") for what in ("rr", "rx2", "rx", "rx_rx", "rx_xx")),
+    "run_plan",
+)
+"""The sums of a part. By row i: a = <r, x>, q = <x, x>. xx: of q; x4: of q^2; rr: of r^2; rx2: of r^2 x^2 by value;
+rx: of a; rx_rx: of a^2; rx_xx: of a q; run_plan: of the products of both a."""
+_MASKED = 1e30
+"""Values from here on stand for minus infinity in an attention mask."""
+
+
+def sums_of(
+    run: torch.Tensor, plan: torch.Tensor, fp32: torch.Tensor, exact: torch.Tensor, *, width: int = 0
+) -> list[float]:
+    """FIELDS of one tensor, computed four times. All of the same shape.
+
+    width: values that share a statistic, whose errors may go together; 0, or no divisor of it: the last dimension.
+    """
+    last = exact.shape[-1] if exact.dim() else 1
+    width = width if width and last % width == 0 else last
+    x = exact.double().reshape(-1, width)
+    judged = x.abs() < _MASKED
+    x = torch.where(judged, x, 0.0)
+    square = x * x
+    q = square.sum(1)
+    found = [(q > 0).sum(), judged.sum(), q.sum(), q @ q]
+    along = []
+    for values in (run, plan, fp32):
+        r = torch.where(judged, values.double().reshape(-1, width) - x, 0.0)
+        a = (r * x).sum(1)
+        along.append(a)
+        found += [r.square().sum(), (r.square() * square).sum(), a.sum(), a @ a, a @ q]
+    found.append(along[0] @ along[1])
+    return torch.stack([item.double() for item in found]).tolist()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor that a module makes: an output, or what it hands to a module inside it."""
+
+    module: str
+    part: str
+    """`output`, or the module inside that gets it."""
+    kind: str
+    roundoff: float
+    """u of the dtype that the plan says."""
+    terms: int
+    """Terms of the longest sum."""
+    sums: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What rounding does not explain in one part."""
+
+    module: str
+    part: str
+    why: str
+    excess: float
+    """[factor] How far beyond what is explained; for the order."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one computation of a part."""
+
+    size: float
+    """E, relative."""
+    bias: float
+    coherence: float
+    """nan where there is no error."""
+
+
+def pooled(steps: Iterable[Mapping[str, Any]]) -> list[Part]:
+    """The parts with their sums over all steps. steps: what `training.parity.signature` measured of each."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for step in steps:
+        for row in step["parts"]:
+            known = found.setdefault((row["module"], row["part"]), {**row, "sums": [0.0] * len(FIELDS)})
+            known["sums"] = [float(a) + float(b) for a, b in zip(known["sums"], row["sums"], strict=True)]
+    return [Part(**{**row, "sums": dict(zip(FIELDS, row["sums"], strict=True))}) for row in found.values()]
+
+
+def figures(part: Part, who: Who) -> Figures:
+    """Size, bias and coherence of one of the computations."""
+    sums = part.sums
+    if not sums["xx"]:
+        return Figures(math.inf if sums[f"{who}_rr"] else 0.0, 0.0, math.nan)
+    size = math.sqrt(sums[f"{who}_rr"] / sums["xx"])
+    bias = sums[f"{who}_rx"] / sums["xx"]
+    apart, alone = _scatter(sums, who, bias), sums[f"{who}_rx2"]
+    return Figures(size, bias, apart / alone if alone else math.nan)
+
+
+def findings(parts: Sequence[Part]) -> list[Finding]:
+    """What rounding does not explain, the worst first."""
+    found = [item for part in parts for item in _unexplained(part)]
+    return sorted(found, key=lambda item: -item.excess)
+
+
+def resolution(part: Part) -> float:
+    """The smallest factor on the part, less 1, that would be named: a wrong constant's relative size."""
+    return abs(figures(part, "plan").bias) + SURE * _standard_error(part, "plan")
+
+
+def resolutions(parts: Sequence[Part]) -> dict[str, float]:
+    """By kind the coarsest `resolution` of its modules; of each module that of the part which resolves least."""
+    found: dict[str, float] = {}
+    for part in parts:
+        if figures(part, "plan").size:
+            found[part.kind] = max(found.get(part.kind, 0.0), resolution(part))
+    return found
+
+
+def _unexplained(part: Part) -> list[Finding]:
+    run, plan, fp32 = figures(part, "run"), figures(part, "plan"), figures(part, "fp32")
+    if not all(math.isfinite(value) for value in part.sums.values()):
+        return [Finding(part.module, part.part, "its values are not finite where FP64's are", math.inf)]
+    found = []
+
+    def name(why: str, excess: float) -> None:
+        found.append(Finding(part.module, part.part, why, excess))
+
+    chance = 1 + OTHER_KERNEL + _chance(part)
+    allowed = chance * plan.size + _in_fp32(part)
+    if run.size > allowed:
+        name(f"error {run.size:.2e}, where the plan's dtype makes {plan.size:.2e}", run.size / allowed)
+    beyond = _beyond_chance(part, run, plan)
+    if beyond > 1:
+        name(f"{run.bias:+.2e} of itself too large, where the plan's dtype makes {plan.bias:+.2e}", beyond)
+    usual = max(1.0, 0.0 if math.isnan(plan.coherence) else plan.coherence)
+    usual *= ROUNDED_SCORES if part.kind == "attention" else 1.0
+    if run.coherence > chance**2 * usual and run.size > plan.size:
+        why = f"errors of a row go together, {run.coherence:.1f} times as in the plan's dtype ({usual:.1f})"
+        name(why, run.coherence / (chance**2 * usual))
+    in_plan, in_fp32 = plan.size / part.roundoff, fp32.size / unit_roundoff(torch.float32)
+    largest = CONFIDENCE * math.sqrt(part.terms + ROUNDINGS[part.kind]) * max(1.0, in_plan)
+    if in_fp32 > largest:
+        why = f"in FP32 its error is {fp32.size:.2e}, {in_fp32:.0f} roundings; it does not shrink with the precision"
+        name(why, in_fp32 / largest)
+    largest = CONFIDENCE * math.sqrt(ROUNDINGS[part.kind]) * max(1.0, in_fp32)
+    if in_plan > largest:
+        why = f"the module's own code is {plan.size:.2e} off in the plan's dtype, {in_plan:.0f} roundings"
+        name(why, in_plan / largest)
+    return found
+
+
+def _beyond_chance(part: Part, run: Figures, plan: Figures) -> float:
+    """The bias in units of what is explained: by none, by the plan's dtype's, or by chance around either."""
+    if min(0.0, plan.bias) <= run.bias <= max(0.0, plan.bias):
+        return 0.0
+    from_none = abs(run.bias) / (SURE * _standard_error(part, "run"))
+    sums = part.sums
+    bias = run.bias - plan.bias
+    # of the difference of both, whose sums follow from theirs
+    between = sums["run_rx_rx"] + sums["plan_rx_rx"] - 2 * sums["run_plan"]
+    crossed = sums["run_rx_xx"] - sums["plan_rx_xx"]
+    apart = max(0.0, between - 2 * bias * crossed + bias**2 * sums["x4"])
+    error = max(math.sqrt(apart) / sums["xx"], _least_error(part))
+    return min(from_none, abs(bias) / (SURE * error))
+
+
+def _standard_error(part: Part, who: Who) -> float:
+    """Of a bias, by rows, whose errors are independent of each other; not below that of one rounding a value."""
+    size = part.sums["xx"]
+    apart = _scatter(part.sums, who, part.sums[f"{who}_rx"] / size) if size else 0.0
+    return max(math.sqrt(apart) / size if size else 0.0, _least_error(part))
+
+
+def _scatter(sums: Mapping[str, float], who: Who, bias: float) -> float:
+    """Sum over rows of (a - bias q)^2."""
+    return max(0.0, sums[f"{who}_rx_rx"] - 2 * bias * sums[f"{who}_rx_xx"] + bias**2 * sums["x4"])
+
+
+def _least_error(part: Part) -> float:
+    return ONE_ROUNDING * part.roundoff / math.sqrt(max(1.0, part.sums["values"]))
+
+
+def _chance(part: Part) -> float:
+    """Relative scatter of a root mean square over that many independent rows, SURE times."""
+    return SURE / math.sqrt(2 * max(1.0, part.sums["rows"]))
+
+
+def _in_fp32(part: Part) -> float:
+    """What FP32's roundings within may add, in another order."""
+    return CONFIDENCE * math.sqrt(part.terms) * unit_roundoff(torch.float32)
