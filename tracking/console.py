@@ -76,7 +76,7 @@ class ConsoleSink:
                 self._on_step(event)
             case "run_end":
                 self._on_run_end(event)
-            case "scale" | "nonfinite" | "incident" | "eval" | "checkpoint":
+            case "scale" | "nonfinite" | "corruption" | "reexecution" | "incident" | "warning" | "eval" | "checkpoint":
                 self.print_line(f"step {event['step']}: {describe_event(event)}")
             case "precision":
                 self._on_precision(event)

@@ -42,6 +42,12 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     "precision": ("flop_share",),
     # Statistics of each module's tensors, by module or parameter name.
     "telemetry": ("gradients", "activation_max", "probe", "drift", "update_ratio", "gradient_exponents"),
+    # A figure that left its healthy bound before the loss shows it; `reason` has it in words with what to do.
+    "warning": ("signal", "module", "value", "bound", "modules", "reason"),
+    # A value that is not what it has to be: found by copies that differ, or by an update that FP64 computes otherwise.
+    "corruption": ("found_by", "ranks", "hosts", "module", "tensor", "bits", "repaired", "text"),
+    # A step that was run again: outcome is transient, persistent or numeric.
+    "reexecution": ("outcome", "ranks", "hosts", "why", "suspicion", "seconds"),
     # A fault that the config asks for was injected: for tests and drills.
     "fault": ("kind", "rank", "module"),
     # Free text. The record itself writes one when a sink failed or events were lost.
@@ -52,14 +58,16 @@ TEXT_FIELDS = frozenset(
     {
         *("event", "config_sha256", "sample_ids_sha256", "compute", "resumed_from", "reason", "module", "modules"),
         *("tensor", "kind", "verdict", "replay", "path", "status", "text", "name", "model", "hypothesis", "attention"),
+        *("found_by", "outcome", "why", "suspicion", "hosts", "signal"),
     }
 )
-_TEXTS = TEXT_FIELDS - {"modules"}
+_TEXTS = TEXT_FIELDS - {"modules", "hosts"}
 _NUMBERS = frozenset(
     {
         *("tokens", "loss", "grad_norm", "clip_coefficient", "lr", "loss_scale", "skipped_total", "step_seconds"),
         *("tokens_per_second", "memory_bytes", "data_seconds", "from", "to", "consecutive_overflows", "perplexity"),
         *("seconds", "stall_seconds", "bytes", "world_size", "parameters", "zero_stage", "exit_code", "count"),
+        *("slice", "slices"),
     }
 )
 _LARGEST = 1 << 53  # of a step; of a time, a few hundred million years
@@ -129,9 +137,17 @@ def _describe(event: Event) -> str:
             return f"loss scale {change} ({event['reason']}{times})"
         case "nonfinite":
             module = "" if event["tensor"] == "loss" else f" of {event['module']}"
-            return f"{event['count']} {event['kind']} in the {event['tensor']}{module} on rank {event['rank']}"
+            share = f" (slice {event['slice']} of {event['slices']} of its sequences)" if event.get("slices") else ""
+            return f"{event['count']} {event['kind']} in the {event['tensor']}{module} on rank {event['rank']}{share}"
+        case "corruption":
+            hosts = f" ({', '.join(event['hosts'])})" if event["hosts"] else ""
+            return f"silent corruption: {event['text']}{hosts}{'; repaired' if event['repaired'] else ''}"
+        case "reexecution":
+            return _reexecution(event)
         case "incident":
             return f"{event['verdict']}: {event['reason']}"
+        case "warning":
+            return f"early warning: {event['reason']}"
         case "fault":
             return f"injected fault {event['kind']} on rank {event['rank']}, {event['module']}"
         case "eval":
@@ -153,3 +169,19 @@ def _describe(event: Event) -> str:
             shares = ", ".join(f"{dtype} {share:.1%}" for dtype, share in event["flop_share"].items())
             return "; ".join(filter(None, (f"computes in {shares}", *lower_than_promised(event))))
     return str({key: value for key, value in event.items() if key not in COMMON_FIELDS})
+
+
+def _reexecution(event: Event) -> str:
+    ranks, hosts = event["ranks"], ", ".join(event["hosts"])
+    words = {
+        "transient": "a transient fault of the machine",
+        "persistent": "a persistent fault of the machine",
+        "numeric": "a numeric event, not a fault of the machine",
+    }
+    who = f" on rank {' or '.join(map(str, ranks))} ({hosts})" if ranks else ""
+    if event["outcome"] != "numeric" and not ranks:
+        who = " on a rank that cannot be named"
+    where = event.get("modules") or []
+    further = f"; gradients that changed: {', '.join(where)}" if where and event["outcome"] != "numeric" else ""
+    drain = f"; drain {hosts or 'the hosts one by one'}" if event.get("drain") else ""
+    return f"run again: {words.get(event['outcome'], event['outcome'])}{who}: {event['why']}{further}{drain}"

@@ -166,7 +166,8 @@ def surviving(events: Iterable[Event]) -> list[Event]:
 
     A resumed or rolled-back run attempts some steps again. What an abandoned attempt recorded is dropped, together
     with every step that came after it, since none of those updates is part of the weights any more. `run_start`,
-    `run_end`, `incident`, `nonfinite` and `note` belong to the session and not to the run's state, and always stay.
+    `run_end`, `incident`, `nonfinite`, `corruption`, `reexecution` and `note` belong to the session and not to the
+    run's state, and always stay.
     """
     kept: list[Event] = []
     newest_step = -1  # index in `kept` of the newest step event

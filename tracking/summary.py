@@ -54,6 +54,9 @@ class Summary:
     last_scale: float | None
     incidents: int
     nonfinite: list[Event]
+    warnings: list[Event]
+    corruption: list[Event]
+    """What was found of the machine's faults: `corruption` and `reexecution` events, in the order of their steps."""
     notes: list[str]
     tokens_per_second: float | None
     step_seconds: float | None
@@ -102,6 +105,11 @@ def summarise(run_dir: RunDir) -> Summary:
         last_scale=float(steps.loss_scale[-1]) if len(steps) else None,
         incidents=facts.counts["incident"],
         nonfinite=rare.get("nonfinite", []),
+        warnings=rare.get("warning", []),
+        corruption=sorted(
+            [*rare.get("corruption", []), *rare.get("reexecution", [])],
+            key=lambda event: (event["step"], event["time"]),
+        ),
         notes=[event["text"] for event in rare.get("note", [])],
         tokens_per_second=float(np.median(steps.tokens_per_second)) if len(steps) else None,
         step_seconds=float(np.median(steps.step_seconds)) if len(steps) else None,

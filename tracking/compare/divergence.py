@@ -20,7 +20,10 @@ CONTEXT_STEPS = 2
 """Steps on either side of the divergence that are shown."""
 
 _MAX_LINES = 400  # of the events file that are read around a step
-_NOTABLE = ("scale", "nonfinite", "incident", "fault", "eval", "checkpoint", "run_start", "run_end", "precision")
+_NOTABLE = (
+    *("scale", "nonfinite", "corruption", "reexecution", "incident", "fault", "eval", "checkpoint"),
+    *("run_start", "run_end", "precision"),
+)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
         ("tensor", "kind"),
     ),
     "nonfinite_by_rank_total": (Counter, "The same tensors, by the rank they were found on.", ("rank",)),
+    "early_warnings_total": (Counter, "Figures that left their healthy range, by the bound's name.", ("signal",)),
     "injected_faults_total": (Counter, "Faults injected by the config.", ()),
     "notes_total": (Counter, "Notes, such as a sink that failed.", ()),
     "validation_loss_nats": (Gauge, "Newest validation loss, in nats per label token.", ()),
@@ -76,7 +77,11 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
     "work_seconds": (Gauge, "Own work of the ranks in the newest step: least, median, most.", ("statistic",)),
     "slowest_rank": (Gauge, "The rank with the most own work in the newest step.", ()),
     "end_timestamp_seconds": (Gauge, "When training ended, by status.", ("status",)),
-    "exit_code": (Gauge, "Exit code that training ended with: 0 done, 3 numerics, 74 checkpoints, 75 preempted.", ()),
+    "exit_code": (
+        Gauge,
+        "Exit code that training ended with: 0 done, 3 numerics, 71 broken machine, 74 checkpoints, 75 preempted.",
+        (),
+    ),
 }
 
 # Counters exist from the start, at zero: `increase` misses the first count of a series that appears with it.
@@ -183,6 +188,9 @@ class Metrics:
 
     def _on_fault(self, event: Event) -> None:
         self._of("injected_faults_total").inc()
+
+    def _on_warning(self, event: Event) -> None:
+        self._of("early_warnings_total", event["signal"]).inc()
 
     def _on_note(self, event: Event) -> None:
         self._of("notes_total").inc()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from config import markdown
+from config import json_text, markdown
 from config.files import write_atomically
 from config.redact import redact
 from tracking.console import duration, human
-from tracking.events import describe_event, format_scale
+from tracking.events import Event, describe_event, format_scale
 from tracking.heatmap.grid import read_heat
 from tracking.heatmap.panels import PANELS
 from tracking.heatmap.picture import draw_heat
@@ -29,6 +31,8 @@ from tracking.report.text import markdown as measures
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, read_inputs, setting, summarise
 from tracking.terminal import words
+
+_MOST_WARNINGS = 20
 
 
 def write_report(
@@ -70,11 +74,14 @@ def write_report(
         parts.append("![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)\n")
     parts += _layers(run_dir)
     parts.append(f"## Measures\n\n{count_verdicts(findings)}.\n\n{measures(findings, remarks)}")
+    parts += _corruption(summary)
     if environment.get("ledger"):
         parts.append("## Dtypes\n\n" + _ledger(environment["ledger"]))
     parts += _observed(summary.precision or {})
+    parts += _warnings(summary.warnings)
     if summary.notes:
         parts.append("## Notes\n\n" + "".join(f"- {markdown.text(note)}\n" for note in summary.notes))
+    parts += _canary(run_dir)
     if text:
         parts.append(f"## A sample from the trained model\n\n{markdown.fenced(text)}\n")
     checkpoint = f"Newest checkpoint: {markdown.code(summary.checkpoint or 'none')}"
@@ -94,6 +101,27 @@ def _layers(run_dir: RunDir) -> list[str]:
         parts.append("![heat maps of the modules over the steps](plots/heatmap.png)\n")
     lines = [f"- **{PANELS[key].title}**: {markdown.text(line)}\n" for key, line in sentences(heat).items()]
     return [*parts, "".join(lines)]
+
+
+def _warnings(events: Sequence[Event]) -> list[str]:
+    """The early warnings, the newest last; nothing where there was none."""
+    if not events:
+        return []
+    left_out = f"{len(events) - _MOST_WARNINGS} earlier ones are in events.jsonl.\n\n" * (len(events) > _MOST_WARNINGS)
+    lines = (f"- step {event['step']}: {markdown.text(event['reason'])}\n" for event in events[-_MOST_WARNINGS:])
+    return [f"## Early warnings\n\n{left_out}{''.join(lines)}"]
+
+
+def _canary(run_dir: RunDir) -> list[str]:
+    """What `launch.canary` decided about the run, from the folder beside it; nothing without one."""
+    path = run_dir.path.with_name(f"{run_dir.name}-canary") / "canary.jsonl"
+    if not path.is_file():
+        return []
+    lines = []
+    for text in path.read_bytes().splitlines():
+        with suppress(ValueError, KeyError, TypeError):
+            lines.append(f"- {markdown.text(str(json_text.parse(text)['text']))}\n")
+    return ["## Canary\n\n" + "".join(lines)] if lines else []
 
 
 def _attempt(path: Path, write: Callable[[], object]) -> bool:
@@ -140,6 +168,7 @@ def results(summary: Summary) -> list[tuple[str, str]]:
         ("gradient norm", _norm_summary(summary)),
         ("incidents", str(summary.incidents) if summary.incidents else ""),
         ("non-finite tensors", _nonfinite_summary(summary)),
+        ("faults of the machine", _faults_summary(summary)),
         ("tokens", f"{summary.tokens:,}"),
         ("speed (median)", _speed(summary)),
         ("wall time", duration(summary.wall_seconds)),
@@ -174,6 +203,22 @@ def _nonfinite_summary(summary: Summary) -> str:
         return ""
     first = summary.nonfinite[0]
     return f"{len(summary.nonfinite)} found; the first: {describe_event(first)}, step {first['step']}"
+
+
+def _faults_summary(summary: Summary) -> str:
+    ended = Counter(event["outcome"] for event in summary.corruption if event["event"] == "reexecution")
+    wrong = sum(event["event"] == "corruption" for event in summary.corruption)
+    found = [f"{wrong} wrong value{'s' * (wrong > 1)}"] if wrong else []
+    found += [f"{count} {outcome}" for outcome, count in ended.items() if outcome != "numeric"]
+    return ", ".join(found)
+
+
+def _corruption(summary: Summary) -> list[str]:
+    """Each finding of the checks for silent corruption; nothing without one."""
+    if not summary.corruption:
+        return []
+    lines = (f"- step {event['step']}: {markdown.text(describe_event(event))}\n" for event in summary.corruption)
+    return ["## Faults of the machine\n\n" + "".join(lines)]
 
 
 def _speed(summary: Summary) -> str:

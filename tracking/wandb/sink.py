@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import uuid
@@ -162,7 +163,7 @@ class WandbSink:
             return  # it is already gone; its exit code is checked next
 
     def _failure_message(self, code: int) -> str:
-        later = f"`python -m tracking.wandb.deliver {self._run_dir.path}` delivers the rest"
+        later = f"`python -m tracking.wandb.deliver {shlex.quote(str(self._run_dir.path))}` delivers the rest"
         return f"wandb failed: {self._error_line or f'exit code {code}'}; {later}; see {_LOG}"
 
     def _relay(self, process: subprocess.Popen[bytes]) -> None:

@@ -134,6 +134,10 @@ class WatchState:
     def _on_note(self, event: Event) -> None:
         self._log(event, "warn", event["text"])
 
+    def _on_warning(self, event: Event) -> None:
+        self.counts["warning", event["signal"]] += 1
+        self._log(event, "warn")
+
     def _on_telemetry(self, event: Event) -> None:
         self.counts["telemetry", ""] += 1
 
