@@ -27,7 +27,7 @@ from typing import Any
 
 from config import json_text
 from config.child_jobs import describe_exit
-from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
+from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
 from config.errors import UserError
 from config.load import load_config
 from launch.hosts import Hosts, HostSelection
@@ -73,6 +73,8 @@ class Run:
     max_minutes: float | None
     global_size: int
     micro_size: int
+    sequence: int = 1
+    """[processes] That share a sequence."""
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Run:
@@ -92,11 +94,12 @@ class Run:
         config = load_config(Path(options.config), overrides, options.deepspeed_config)
         run, batch = config.run, config.batch
         events = Path(run.dir).expanduser() / run.name / "events.jsonl"
-        return cls(events, run.max_minutes, batch.global_size, batch.micro_size)
+        return cls(events, run.max_minutes, batch.global_size, batch.micro_size, config.parallel.sequence)
 
     def fits(self, processes: int) -> bool:
         """Whether the global batch divides among so many processes."""
-        return self.global_size % (self.micro_size * processes) == 0
+        groups, left_over = divmod(processes, self.sequence)
+        return not left_over and self.global_size % (self.micro_size * groups) == 0
 
     def events_end(self) -> tuple[int, int]:
         """Inode and size of events.jsonl now: what is written after it is the next session's."""
@@ -145,7 +148,7 @@ def final_exit_code(
         return PREEMPTED if stop_requested or time_is_up or "max_minutes" in session.reason else None
     if session.exit_code is not None:
         return session.exit_code or abs(codes[0])  # after 0 the launcher may still have failed, such as in the report
-    final = next((code for code in codes if code in (CONFIG_ERROR, DIVERGED, UNSAVED)), None)
+    final = next((code for code in codes if code in (CONFIG_ERROR, DIVERGED, BROKEN, UNSAVED)), None)
     if final is None and stop_requested:
         return codes[0] if codes[0] > 0 else 1
     return final

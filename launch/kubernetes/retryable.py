@@ -2,18 +2,18 @@
 
     python -m launch.kubernetes.retryable --restarts 0 -- torchrun train.py --config my.yaml
 
-That is the rule of a PyTorchJob with restartPolicy ExitCode. 0, 2, 3 and 74 stay as they are; every other exit code, a
-save on request (75) included, becomes 143, as if SIGTERM had killed the job.
+That is the rule of a PyTorchJob with restartPolicy ExitCode. 0, 2, 3, 71 and 74 stay as they are; every other exit
+code, a save on request (75) included, becomes 143, as if SIGTERM had killed the job.
 """
 
 from __future__ import annotations
 
 import sys
 
-from config.cli import CONFIG_ERROR, DIVERGED, DONE, UNSAVED
+from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, DONE, UNSAVED
 from launch import supervise
 
-FINAL = (DONE, CONFIG_ERROR, DIVERGED, UNSAVED)
+FINAL = (DONE, CONFIG_ERROR, DIVERGED, BROKEN, UNSAVED)
 TRY_AGAIN = 143
 
 

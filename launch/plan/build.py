@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from config.adapter import peft_arguments, refused_targets, require_modules
+from config.adapter import peft_arguments, refused_targets, require_modules, trained_whole
 from config.errors import UserError, one_line
 from config.schema import AdapterSection, Config
 from config.task import CAUSAL_LM, ENCODER_TASKS, KINDS
@@ -45,19 +45,22 @@ def new_model(
     return model
 
 
-def adapted(model: Any, section: AdapterSection) -> Any:
+def adapted(model: Any, section: AdapterSection, *, model_class: str = CAUSAL_LM) -> Any:
     """The same model with the adapter in it and its own weights frozen, as the trainer has it.
 
-    Raises UserError for modules that it does not have.
+    What the base's files lack beside a classifier's head is not known here. Raises UserError for modules that it does
+    not have.
     """
     from accelerate import init_empty_weights
     from peft import LoraConfig, get_peft_model
 
     require_modules(section, (name for name, _ in model.named_modules()))
+    whole = trained_whole(section, model, model_class=model_class)
+    arguments = peft_arguments(section, model_class=model_class, whole=whole)
     try:
         with init_empty_weights(include_buffers=False), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what peft calls
-            found = get_peft_model(model, LoraConfig(**peft_arguments(section)), autocast_adapter_dtype=False)
+            found = get_peft_model(model, LoraConfig(**arguments), autocast_adapter_dtype=False)
     except (ValueError, TypeError) as error:
         raise refused_targets(section, error) from error
     return found.get_base_model()

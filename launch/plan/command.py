@@ -9,6 +9,7 @@ Exit code 0; 2 when the config or the command line is wrong; 3 when no ZeRO stag
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +44,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "usable": plan.usable,
         },
         "checkpoint_bytes": checkpoint_bytes(plan.shape, plan.configured.layout),
-        "traffic": {"gradients": moved.gradients, "parameters": moved.parameters, "collectives": moved.collectives},
+        "traffic": dataclasses.asdict(moved),
         "mfu": {"assumed" if plan.mfu_source == "assumed" else "measured": plan.mfu, "model": plan.model_mfu},
         "token_budget": plan.token_budget,
         "configured": _option_json(plan, plan.configured),

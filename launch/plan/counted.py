@@ -45,7 +45,8 @@ def count_activations(model: Any, blocks: Sequence[Any], layout: Layout, *, enco
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[layout.compute]
     model.to(device="meta", dtype=dtype).train()
-    ids = torch.zeros(layout.micro * layout.rows, layout.sequence, dtype=torch.int64, device="meta")
+    rows = layout.micro * layout.rows
+    ids = torch.zeros(rows, layout.tokens // rows, dtype=torch.int64, device="meta")
     inputs: dict[str, Any] = {"input_ids": ids}
     if encoder:
         inputs["attention_mask"] = torch.ones_like(ids)
@@ -58,6 +59,8 @@ def count_activations(model: Any, blocks: Sequence[Any], layout: Layout, *, enco
         with counter.watching(blocks), _answering(not (layout.task == "classify" or layout.masked), counter):
             alive = model(**inputs)
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        # What torch and a model's own code raise where they ask a tensor without memory for its values; the planner
+        # then estimates by its rule and says so.
         return None
     found = counter.sizes()
     del alive

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from config.batch import slice_length
 from config.deepspeed.document import offload, zero_stage
 from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.resolved import Resolved
@@ -32,6 +33,8 @@ class Layout:
     accumulation: int
     sequence: int
     """[tokens]"""
+    sharing: int
+    """[ranks] That share each sequence."""
     rows: int
     """[sequences] Of one sample: two of a pair of answers."""
     compute: str
@@ -70,8 +73,13 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """[tokens] Of one micro-batch."""
-        return self.micro * self.rows * self.sequence
+        """[tokens] Of one rank in one micro-batch: of its slices, where sequences are shared."""
+        return self.micro * self.rows * slice_length(self.sequence, self.sharing)
+
+    @property
+    def global_size(self) -> int:
+        """[samples] In one optimizer step."""
+        return self.micro * self.accumulation * self.world // self.sharing
 
     @property
     def width(self) -> int:
@@ -100,6 +108,7 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         micro=resolved.batch.micro_size,
         accumulation=resolved.batch.accumulation,
         sequence=config.data.sequence_length,
+        sharing=resolved.batch.sequence,
         rows=2 if config.task == "dpo" else 1,
         compute=resolved.compute,
         manifest=config.precision.path == "manifest",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from config.adapter import head_weights
 from config.errors import UserError, one_line
 from config.optimizers import OPTIMIZERS, unmatched_group
 from config.schema import AdapterSection, Config, OptimizerSection
@@ -122,9 +123,12 @@ class Shape:
 def read_shape(config: Config, layout: Layout) -> Shape:
     """The sizes of the model of `config`. Takes seconds, no weights, and no network for a new model.
 
-    Raises UserError: the architecture or a target module is unknown, its config is refused, or the vocabulary cannot be
-    determined.
+    Raises UserError: the architecture or a target module is unknown, its config is refused, the vocabulary cannot be
+    determined, or the task's models are not counted.
     """
+    if config.task == "seq2seq":
+        fix = "try a step with the longest rows, or plan the model as two"
+        raise UserError(f"task = seq2seq: launch.plan does not count models of an encoder and a decoder yet; {fix}")
     trusted = config.model.trust_remote_code
     model = new_model(
         hugging_face_config(config),
@@ -133,7 +137,7 @@ def read_shape(config: Config, layout: Layout) -> Shape:
         trust_remote_code=trusted,
     )
     encoder = config.task in ENCODER_TASKS
-    shape = _measured(model, config.adapter, config.optimizer)
+    shape = _measured(model, config.adapter, config.optimizer, model_class=model_class_of(config))
     if config.distill.teacher is not None and not config.distill.top_k:
         shape = replace(shape, teacher=_teacher(config, vocabulary=shape.vocabulary))
     if shape.exact and not shape.has_adapter and not encoder:
@@ -147,7 +151,9 @@ def shape_of(hugging_face: Any, optimizer: OptimizerSection | None = None) -> Sh
     return _measured(new_model(hugging_face), AdapterSection(), optimizer or OptimizerSection())
 
 
-def _measured(model: Any, adapter: AdapterSection, optimizer: OptimizerSection) -> Shape:
+def _measured(
+    model: Any, adapter: AdapterSection, optimizer: OptimizerSection, *, model_class: str = CAUSAL_LM
+) -> Shape:
     """The sizes of a model on the meta device, which gets its adapter. Raises UserError for one that does not fit."""
     text = model.config.get_text_config()
     block = _blocks(model, text.num_hidden_layers)[0]
@@ -159,7 +165,7 @@ def _measured(model: Any, adapter: AdapterSection, optimizer: OptimizerSection) 
     dropout = any(type(module).__name__ == "Dropout" and module.p > 0 for module in block.modules())
     looked_up = _embeddings(model)
     if adapter.kind != "none":
-        adapted(model, adapter)
+        adapted(model, adapter, model_class=model_class)
     parameters = {name: (item, item.numel()) for name, item in model.named_parameters()}
     # of a module that is trained whole the original is kept and not used
     used = {name: item for name, item in parameters.items() if ".original_module." not in name}
@@ -201,9 +207,7 @@ def _measured(model: Any, adapter: AdapterSection, optimizer: OptimizerSection) 
 
 def _embeddings(model: Any) -> set[int]:
     """ids of the weights of embeddings, but for one that is the head's as well."""
-    head = model.get_output_embeddings()
-    own = {id(item) for item in head.parameters()} if head is not None else set()
-    return _tables(model) - own
+    return _tables(model) - head_weights(model)
 
 
 def _tables(model: Any) -> set[int]:
@@ -214,8 +218,7 @@ def _tables(model: Any) -> set[int]:
 def _groups(model: Any, section: OptimizerSection) -> list[Group]:
     """Sizes of the groups of `modeling.parameter_groups`. Raises UserError for one of the config without parameters."""
     embeddings = _tables(model)
-    head = model.get_output_embeddings()
-    of_head = {id(item) for item in head.parameters(recurse=False)} if head is not None else set()
+    of_head = head_weights(model)
     splits = OPTIMIZERS[section.name].splits_matrices
     found: dict[tuple[Any, ...], list[Any]] = {}
     for name, item in model.named_parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from launch.plan.model import Shape
@@ -16,8 +17,11 @@ def attention_bytes(shape: Shape, layout: Layout) -> float:
         return shape.counted.attention - layout.width * shape.hidden
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = layout.width * (2 * queries + 2 * keys)
+    if layout.sharing > 1:  # what goes into the output's projection is another tensor than what attention made
+        attention += layout.width * (queries + 2 * keys * (shared_copies(shape, layout) - 1))
     if layout.masked and layout.attention != "eager":  # keys and values of all heads, and each layer's own mask
-        attention += layout.width * (2 * (queries - keys) + layout.sequence)
+        copies = shared_copies(shape, layout)
+        attention += layout.width * (2 * (queries - copies * keys) + layout.sequence * layout.sharing)
     if shape.head_norms:
         attention += (4 + layout.width) * (queries + keys) + 4 * (shape.heads + shape.kv_heads)
     if layout.attention == "eager":
@@ -25,6 +29,11 @@ def attention_bytes(shape: Shape, layout: Layout) -> float:
     else:
         attention += 4 * shape.heads
     return float(attention)
+
+
+def shared_copies(shape: Shape, layout: Layout) -> int:
+    """How often key and value heads are repeated, so that ranks that share sequences can have equally many."""
+    return math.lcm(shape.kv_heads, layout.sharing) // shape.kv_heads
 
 
 def kept_bytes(shape: Shape, layout: Layout, block: float) -> tuple[float, float]:

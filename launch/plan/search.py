@@ -67,11 +67,14 @@ class Planner:
         """The layout's stage on each of WORLDS, with its micro-batch or the largest smaller one that divides its share.
 
         The global batch stays the same as long as every device gets a sequence of it; beyond that it is one per device.
+        Where devices share sequences, read their groups for devices.
         """
-        sequences = layout.micro * layout.accumulation * layout.world
+        sequences = layout.global_size
         options = []
         for world in WORLDS:
-            each = max(1, sequences // world)
+            if world % layout.sharing:
+                continue
+            each = max(1, sequences * layout.sharing // world)
             micro = max(size for size in divisors(each) if size <= max(layout.micro, 1))
             options.append(self.option(replace(layout, world=world, micro=micro, accumulation=each // micro)))
         return options

@@ -9,13 +9,13 @@ adapter. Each collective costs log2(n) latencies more, as trees do.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launch.plan.devices import Device
 from launch.plan.layout import BUFFERED_ALLREDUCE, Layout
 from launch.plan.memory import block_bytes
 from launch.plan.model import Shape
-from launch.plan.recompute import recomputed_share
+from launch.plan.recompute import recomputed_blocks, recomputed_share, shared_copies
 
 DEFAULT_MFU = 0.4
 """Share of the peak that model FLOPs reach without recomputation and without waiting for the network."""
@@ -32,10 +32,35 @@ class Traffic:
     """[bytes] The same, of parameters gathered, and of pieces that an optimizer of whole matrices sends and gets."""
     collectives: float
     """[collectives] In one step."""
+    sequences: float = 0.0
+    """[bytes] Traded among the ranks that share sequences, before the factor (n - 1) / n of these."""
+    trades: float = 0.0
+    """[collectives] Of these ranks in one step."""
 
 
 def traffic(shape: Shape, layout: Layout) -> Traffic:
-    """Bytes of one optimizer step.
+    """Bytes of one optimizer step: of gradients and parameters, and of shared sequences.
+
+    Jacobs et al. 2023, section 3.2: queries, keys, values and the output of each block cross the network in its forward
+    pass, their gradients in its backward pass; a recomputed block sends them once more.
+    """
+    found = _of_states(shape, layout)
+    if layout.sharing == 1:
+        return found
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim * shared_copies(shape, layout)
+    block = block_bytes(shape, layout) * layout.tokens
+    times = layout.accumulation * (2 * shape.layers + _attention_again(shape, layout, block))
+    sent = times * layout.width * layout.tokens * (2.0 * queries + 2.0 * keys)
+    return replace(found, sequences=sent, trades=4.0 * times)
+
+
+def _attention_again(shape: Shape, layout: Layout, block: float) -> int:
+    """[blocks] Whose attention the backward pass repeats."""
+    return shape.layers if layout.checkpointing in ("attention", "ops") else recomputed_blocks(shape, layout, block)
+
+
+def _of_states(shape: Shape, layout: Layout) -> Traffic:
+    """Bytes of gradients and parameters in one optimizer step.
 
     Rajbhandari et al. 2020, section 7: stages 0, 1 and 2 move two elements a parameter, stage 3 three. DeepSpeed
     0.19.8 moves more where it all-reduces what a rank then keeps a part of: stages 1 and 2 (two elements, and one to
@@ -117,6 +142,10 @@ def speed(
         ring = (moved.gradients + moved.parameters) * (world - 1) / world
         communication = ring / (ring_bandwidth(device, world) * efficiency)
         communication += moved.collectives * latency * math.log2(world)
+    if layout.sharing > 1:
+        ring = moved.sequences * (layout.sharing - 1) / layout.sharing
+        communication += ring / (ring_bandwidth(device, layout.sharing) * efficiency)
+        communication += moved.trades * latency * math.log2(layout.sharing)
     step = max(compute, communication) if layout.overlap else compute + communication
     return Speed(world, compute, communication, step, tokens * world)
 

@@ -93,7 +93,7 @@ def _summary(plan: Plan) -> list[Text]:
     lines = [
         Text(f"Memory: mostly {name}, {size / GIB:.2f} GiB" + (f"; {advice}" if advice else "") + "."),
         Text(
-            f"Network: {(moved.gradients + moved.parameters) / 1e9:.2f} GB a rank and step, "
+            f"Network: {(moved.gradients + moved.parameters + moved.sequences) / 1e9:.2f} GB a rank and step, "
             f"{step.communication_seconds:.3f} s of a {step.step_seconds:.3f} s step ({step.share:.0%} waiting)."
             if layout.world > 1
             else "Network: none, there is one rank."
@@ -138,7 +138,7 @@ def _scaling_table(plan: Plan) -> Table:
     planned = plan.resolved.batch.global_size
     for option in plan.scaling:
         layout = option.layout
-        batch = layout.world * layout.micro * layout.accumulation
+        batch = layout.global_size
         remarks = [] if option.fits else ["does not fit"]
         if option.speed.communication_seconds > option.speed.compute_seconds:
             remarks.append("communication dominates")

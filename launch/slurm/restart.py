@@ -13,13 +13,14 @@ import sys
 from collections.abc import Sequence
 
 from config.child_jobs import describe_exit
-from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
+from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
 from launch.supervise import Run, Session
 
 _FINAL = {
     0: "done",
     CONFIG_ERROR: "the config or the command line is wrong",
     DIVERGED: "stopped on numerics",
+    BROKEN: "a rank's machine computes or remembers wrongly: drain the node that the last line names",
     UNSAVED: "checkpoints cannot be written",
 }
 

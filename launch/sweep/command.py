@@ -14,6 +14,7 @@ ended, and resumes the others from their checkpoints. SIGTERM, SIGUSR1 or Ctrl-C
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ def _sweep(options: argparse.Namespace, sbatch_options: Sequence[str]) -> int:
         code = Slots(plan, slot_environments(plan, visible_gpus())).run()
         report(plan)
         if code == PREEMPTED:
-            log(f"to resume: python -m launch.sweep {options.path}")
+            log(f"to resume: python -m launch.sweep {shlex.quote(str(options.path))}")
         return code
 
 

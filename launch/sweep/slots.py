@@ -11,8 +11,8 @@ from collections import deque
 from contextlib import suppress
 from types import FrameType
 
-from config.child_jobs import describe_exit
-from config.cli import DIVERGED, PREEMPTED, REPOSITORY
+from config.child_jobs import describe_exit, with_project
+from config.cli import DIVERGED, PREEMPTED
 from config.errors import UserError
 from launch.sweep.events import read_history
 from launch.sweep.folder import ENDED, Entry, Outcome, Plan
@@ -89,8 +89,7 @@ class Slots:
         return self._exit_code()
 
     def _start(self, slot: int, entry: Entry) -> None:
-        environment = {**os.environ, **self._slots[slot], SWEEP_PID_VARIABLE: str(os.getpid())}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        environment = with_project({**os.environ, **self._slots[slot], SWEEP_PID_VARIABLE: str(os.getpid())})
         command = [sys.executable, "-m", "launch.sweep", "--trial", str(entry.index), str(self._plan.folder)]
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         self._running[slot] = (entry, process)

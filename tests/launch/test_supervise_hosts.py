@@ -16,6 +16,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from launch.hosts import Hosts, most_that_fit
+from launch.supervise import Run
 from tests.support import launches
 from tests.support.launches import BIN
 
@@ -150,6 +151,11 @@ def test_the_largest_number_of_machines_that_fits():
     assert most_that_fit(["a", "b", "c"], slots, lambda processes: 16 % processes == 0) == ["a", "b"]
     assert most_that_fit(["c", "a"], slots, lambda processes: 16 % processes == 0) == ["c"]
     assert most_that_fit(["c", "a"], slots, lambda processes: processes == 7) == []
+
+
+def test_ranks_that_share_sequences_are_restarted_in_whole_groups():
+    run = Run(Path("events.jsonl"), None, global_size=8, micro_size=2, sequence=2)
+    assert [number for number in range(1, 9) if run.fits(number)] == [2, 4, 8]
 
 
 def test_a_launcher_that_hangs_after_a_rank_was_lost_is_ended():

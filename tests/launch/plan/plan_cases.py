@@ -20,6 +20,7 @@ from config.command_line import read_command_line
 from config.resolved import Resolved
 from config.task import ENCODER_TASKS, model_class_of
 from data.loader import Batch
+from data.sequence_slices import slice_of
 from modeling.build import model_config
 from training.distributed import World
 from training.engine import build_engine
@@ -27,7 +28,7 @@ from training.engine import build_engine
 
 def peak_of(world: World, *, overrides: Sequence[str], vocabulary: int, steps: int = 2) -> dict[str, float]:
     """Bytes that tensors take at most, in all and in each of `steps` steps, from before the model was built."""
-    resolved = resolve(overrides)
+    resolved, world = resolve(overrides, world)
     gc.collect()  # what an earlier engine left must not be freed while this one is measured
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         engine = engine_of(resolved, vocabulary, world)
@@ -40,7 +41,7 @@ def peak_of(world: World, *, overrides: Sequence[str], vocabulary: int, steps: i
 
 def traffic_of(world: World, *, overrides: Sequence[str], vocabulary: int) -> dict[str, int]:
     """Bytes given to each kind of collective in one step that is not the first, small messages left out."""
-    resolved = resolve(overrides)
+    resolved, world = resolve(overrides, world)
     engine = engine_of(resolved, vocabulary, world)
     one_step(engine, batch_of(world, resolved, vocabulary), 0)
     with counted() as bytes_of:
@@ -49,8 +50,9 @@ def traffic_of(world: World, *, overrides: Sequence[str], vocabulary: int) -> di
     return dict(bytes_of)
 
 
-def resolve(overrides: Sequence[str]) -> Resolved:
-    return read_command_line(["--config", str(REPOSITORY / "config/recipes/demo.yaml"), *overrides])
+def resolve(overrides: Sequence[str], world: World) -> tuple[Resolved, World]:
+    resolved = read_command_line(["--config", str(REPOSITORY / "config/recipes/demo.yaml"), *overrides])
+    return resolved, world.sharing_sequences(resolved.batch.sequence, timeout_minutes=2)
 
 
 def engine_of(resolved: Resolved, vocabulary: int, world: World) -> Any:
@@ -85,7 +87,9 @@ def batch_of(world: World, resolved: Resolved, vocabulary: int) -> Batch:
         labels = torch.zeros(*samples, 1, dtype=torch.int64)
     if resolved.config.keeps_documents_apart:
         positions = torch.arange(sequence).remainder(sequence // 2).expand(inputs.shape)
-    return Batch(0, inputs, labels, np.arange(plan.global_size), count, position_ids=positions, further=further)
+    batch = Batch(0, inputs, labels, np.arange(plan.global_size), count, position_ids=positions, further=further)
+    share = world.sequence
+    return slice_of(batch, rank=share.rank, ranks=share.size) if share else batch
 
 
 def one_step(engine: Any, batch: Batch, step: int) -> None:
@@ -117,6 +121,7 @@ def max_allocated(record: profile) -> float:
 def counted() -> Iterator[Counter[str]]:
     """Counts the bytes that collectives are called with on the way to torch.distributed, which does its work."""
     names = ("all_reduce", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "reduce_scatter")
+    names += ("all_to_all_single",)
     originals, found = {name: getattr(dist, name) for name in names}, Counter()
 
     def counting(name: str) -> Any:

@@ -104,10 +104,16 @@ def test_muon_keeps_one_state_of_a_hidden_matrix_and_two_of_the_rest() -> None:
 
 
 PEAKS = [(1, "none", 4), (2, "none", 4), (2, "full", 2), (3, "none", 4)]
+SHARED = "data.sequence_length=512", "parallel.sequence=2"
+PEAKS = [(*peak, ("data.sequence_length=128",)) for peak in PEAKS] + [
+    (2, "none", 2, SHARED),
+    (3, "full", 4, SHARED),
+    (2, "none", 1, (*SHARED, "data.document_masking=true")),
+]
 
 
-@pytest.mark.parametrize(("stage", "checkpointing", "micro"), PEAKS)
-def test_the_peak_is_what_tensors_take(pair, tmp_path, stage: int, checkpointing: str, micro: int) -> None:
+@pytest.mark.parametrize(("stage", "checkpointing", "micro", "more"), PEAKS)
+def test_the_peak_is_what_tensors_take(pair, tmp_path, stage: int, checkpointing: str, micro: int, more) -> None:
     """Of two ranks, a model of 3 M parameters, and buckets that hold a third of it.
 
     When the threads of gloo give their buffers back differs from run to run by up to an eighth of the peak.
@@ -115,7 +121,7 @@ def test_the_peak_is_what_tensors_take(pair, tmp_path, stage: int, checkpointing
     document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_bf16.json").read_text())
     document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
     (tmp_path / "ds.json").write_text(json.dumps(document))
-    overrides = [MODEL, f"model.activation_checkpointing={checkpointing}", "data.sequence_length=128"]
+    overrides = [MODEL, f"model.activation_checkpointing={checkpointing}", *more]
     overrides += [f"batch.micro_size={micro}", "batch.global_size=8"]
     overrides += [f"deepspeed.config={tmp_path}/ds.json", "precision.compute=bf16"]
     measured = max(result["peak"] for result in pair.run(plan_cases.peak_of, overrides=overrides, vocabulary=512))

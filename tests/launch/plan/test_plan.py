@@ -72,6 +72,19 @@ def test_gradient_traffic_is_what_deepspeed_sends(pair, stage: int, compute: str
         assert 2 * sent["all_reduce"] == pytest.approx(said.gradients, rel=0.01)
 
 
+@pytest.mark.slow
+def test_traffic_of_shared_sequences_is_what_is_sent(pair) -> None:
+    """Three key and value heads for two ranks: they are repeated."""
+    overrides = ["data.sequence_length=64", "batch.micro_size=2", "batch.global_size=4", "parallel.sequence=2"]
+    overrides += ["model.config={num_hidden_layers: 2, num_attention_heads: 6, num_key_value_heads: 3}"]
+    overrides += ["model.config.hidden_size=192", "model.activation_checkpointing=selective"]
+    resolved = read_command_line([*DEMO, *overrides], as_launched(2))
+    layout = layout_of(resolved, world=2, on_cpu=True)
+    said = traffic(read_shape(resolved.config, layout), layout)
+    for sent in pair.run(plan_cases.traffic_of, overrides=overrides, vocabulary=1024):
+        assert sent["all_to_all_single"] == said.sequences
+
+
 def test_a_ring_over_nodes_runs_at_the_speed_of_their_adapters(big) -> None:
     shape, layout = big
     device = replace(DEVICES["h100"], network=100e9)

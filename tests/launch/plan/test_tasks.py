@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+import transformers
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoConfig,
@@ -25,6 +26,7 @@ from config.command_line import read_command_line
 from config.launcher import as_launched
 from config.optimizers import OPTIMIZERS
 from config.schema import AdapterSection, DistillSection, OptimizerSection
+from config.task import MASKED_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 from launch.plan import command
 from launch.plan.build import adapted, new_model
 from launch.plan.counted import count_activations
@@ -138,6 +140,24 @@ def test_parameters_of_an_adapter_are_those_of_the_real_model(family: str, adapt
     assert [(group.matrix, group.parameters) for group in shape.groups] == [
         (group["matrix"], sum(parameter.numel() for parameter in group["params"])) for group in groups
     ]
+
+
+@pytest.mark.parametrize("kind", ["sequence", "token", "mlm"])
+def test_an_encoder_with_an_adapter_has_the_parameters_of_the_real_one(kind: str) -> None:
+    """The head of a classifier is trained as a copy, which Muon does not take for a hidden matrix."""
+    name = {"sequence": SEQUENCE_CLASSIFICATION, "token": TOKEN_CLASSIFICATION, "mlm": MASKED_LM}[kind]
+    section, optimizer = section_of("all"), OptimizerSection(name="muon")
+    config = AutoConfig.for_model("bert", hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_labels=3)
+    config.num_attention_heads = 2
+    model = add_adapter(getattr(transformers, name).from_config(config), section, seed=0, model_class=name)
+    shape = _measured(new_model(config, model_class=name), section, optimizer, model_class=name)
+    assert shape.trained_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    groups = parameter_groups(model, optimizer)
+    assert [(group.matrix, group.parameters) for group in shape.groups] == [
+        (group["matrix"], sum(parameter.numel() for parameter in group["params"])) for group in groups
+    ]
+    head = sum(group.parameters for group in shape.groups if not group.matrix)
+    assert head == (0 if kind == "mlm" else 3 * 32 + 3)
 
 
 def test_a_mask_between_rows_costs_every_layer_its_own(base: Path) -> None:

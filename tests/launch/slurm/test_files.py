@@ -110,6 +110,7 @@ def test_sweep_runs_its_trial_and_passes_its_exit_code_on(tmp_path):
         (Session(), 2, 2, False, "wrong"),
         (Session(furthest=6, saved=6, exit_code=3), 3, 3, False, "numerics"),
         (Session(furthest=6, saved=6, exit_code=3), 1, 3, False, "numerics"),
+        (Session(furthest=6, saved=6, exit_code=71), 1, 71, False, "drain the node"),
         (Session(furthest=6, saved=4, exit_code=74), 1, 74, False, "cannot be written"),
         (Session(furthest=6, saved=6, exit_code=75, reason=ASKED_TO_STOP), 1, 75, True, "asked"),
         (Session(furthest=6, saved=6, exit_code=75, reason="run.max_minutes is up"), 75, 75, False, "max_minutes"),

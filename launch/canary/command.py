@@ -1,0 +1,80 @@
+"""Try a run on its first steps beside FP32, start the whole of it only if they agree, and watch it.
+
+    python -m launch.canary --config FILE [--processes N] [--launch "deepspeed --hostfile hosts"] [key.sub=value ...]
+
+The first `canary.steps` steps run in the wanted precision beside their FP32 twin, judged as `python -m training.parity`
+judges. Only when they agree the whole run starts, from the canary's state, under `launch.supervise`. While it goes on
+its checkpoints are compared with FP32. One whose next steps are not FP32's stops the run, which goes back to the last
+checkpoint that held and on from there with `canary.fallback`. Everything is in RUN-canary/canary.jsonl and canary.md.
+
+Exit code 0: the whole run is done; 2: the config or the command line is wrong; 3: no parity, so nothing was started, or
+the run stopped on numerics and no fallback is left; 75: a stop was requested (SIGTERM, SIGUSR1 or Ctrl-C), and the run
+saved. The same command then goes on. Any other: the run's.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from config.cli import DONE, REPOSITORY, Arguments, entry_point, positive_int
+from config.errors import UserError
+from launch.canary.gate import run_gate
+from launch.canary.plan import Plan, read_plan
+from launch.canary.record import Journal, log
+from launch.canary.whole import Whole
+from launch.sweep.slots import visible_gpus
+
+
+@entry_point()
+def main(arguments: Sequence[str]) -> int:
+    """Try, start and watch; returns the exit code."""
+    parser = Arguments("python -m launch.canary", __doc__)
+    parser.add_argument("--config", required=True, help="config of the whole run")
+    parser.add_argument("--processes", type=positive_int, help="of the whole run (default: one a GPU, two without)")
+    parser.add_argument("--launch", default="", help="launcher of the whole run (default: torchrun on this machine)")
+    parser.add_argument("--check-launch", default="", help="launcher of the checks (default: torchrun on this machine)")
+    parser.add_argument("overrides", nargs="*", help="key.sub=value")
+    options = parser.parse_intermixed_args(list(arguments))
+    plan = read_plan(
+        options.config,
+        options.overrides,
+        processes=options.processes or len(visible_gpus()) or 2,
+        launch=shlex.split(options.launch),
+        check_launch=shlex.split(options.check_launch),
+    )
+    journal = _open(plan)
+    gate = journal.last("gate")
+    if gate is None or gate.get("verdict") != "parity":
+        code = run_gate(plan, journal)
+        if code != DONE:
+            return code
+    else:
+        log(f"the canary was judged before: {gate['text']}")
+    code = Whole(plan, journal).run()
+    _report(plan)
+    return code
+
+
+def _open(plan: Plan) -> Journal:
+    """Raises UserError: a run of that name is there, and no canary of it."""
+    fresh = not (plan.folder / "canary.jsonl").exists()
+    if fresh and (plan.run_folder / "events.jsonl").exists():
+        problem = "was started without a canary; give another run.name, or resume it with train.py"
+        raise UserError(f"run.name: {plan.run_folder} {problem}")
+    try:
+        return Journal.read(plan.folder, plan.run_folder.name)
+    except OSError as error:
+        raise UserError(
+            f"run.dir: cannot make {plan.folder} ({error.strerror}); choose a folder you may write"
+        ) from error
+
+
+def _report(plan: Plan) -> None:
+    """Write the run's report again, now that the canary has ended."""
+    command = [sys.executable, "-m", "tracking.report", str(plan.run_folder)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", errors="replace", check=False)
+    if done.returncode:
+        log(f"no report: {' '.join(command[1:])} ended with exit code {done.returncode}: {done.stderr.strip()[-200:]}")

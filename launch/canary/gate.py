@@ -1,0 +1,83 @@
+"""The canary: the whole run's first steps as `training.parity` runs and judges them, which leaves their last state."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from config import json_text
+from config.cli import CONFIG_ERROR, DIVERGED, DONE, PREEMPTED
+from launch.canary.plan import Plan
+from launch.canary.record import Journal
+from launch.job import Job
+
+
+def run_gate(plan: Plan, journal: Journal) -> int:
+    """Run the canary beside its FP32 twin: DONE when it agrees; its checkpoint is there then. Else the exit code."""
+    config, section, folder = plan.resolved.config, plan.section, plan.folder / "gate"
+    (folder / "parity.json").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "training.parity", *plan.arguments, "--report", str(folder)]
+    command += ["--processes", str(plan.ranks), "--keep-checkpoints"]
+    if plan.launcher and section.ranks is None:
+        command += ["--launch", shlex.join(plan.launcher)]
+    command += [f"run.steps={section.steps}", f"schedule.steps={config.scheduled_steps}", "checkpoint.at_end=true"]
+    started, job = time.monotonic(), Job([*command, *plan.bounds])
+    left = None if section.device_hours is None else max(0.0, section.device_hours - journal.spent())
+    timer = None if left is None else threading.Timer(3600 * left / plan.ranks, job.kill)
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
+    stopped: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.append(number)
+        job.kill()
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, stop)
+    code = job.wait()
+    if timer is not None:
+        timer.cancel()
+    hours = (time.monotonic() - started) * plan.ranks / 3600
+    found = read_json(folder / "parity.json")
+    further: dict[str, Any] = {"device_hours": hours, "report": str(folder / "parity.md")}
+    if stopped:
+        text = f"{signal.Signals(stopped[0]).name}: the canary was ended without a verdict; nothing started"
+        journal.add("gate", 0, text, verdict="none", device_hours=hours)
+        return PREEMPTED
+    if code < 0 and left is not None and hours >= left:
+        text = f"the canary took more than canary.device_hours = {section.device_hours:g}: no verdict, nothing started"
+        journal.add("gate", 0, text, verdict="none", **further)
+        return DIVERGED
+    if found is None:
+        journal.add("gate", 0, f"the canary could not be judged (exit code {code}); nothing started", **further)
+        return code if code > 0 else 1
+    checks = f"{len(found['checks'])} checks against FP32 over {section.steps} steps, {hours:.4f} device hours"
+    if found["failed"]:
+        text = f"no parity: {', '.join(found['failed'])}; {checks}; nothing started, see {folder / 'parity.md'}"
+        journal.add("gate", section.steps, text, verdict="no parity", failed=found["failed"], **further)
+        return DIVERGED
+    if not (plan.first_checkpoint / "manifest.json").is_file():
+        journal.add("gate", section.steps, f"{plan.first_checkpoint} was not saved; nothing started", **further)
+        return CONFIG_ERROR
+    for other in plan.first_checkpoint.parent.glob("step-*"):
+        if other != plan.first_checkpoint:
+            shutil.rmtree(other, ignore_errors=True)
+    where = {"judged": str(plan.first_checkpoint), **further}
+    journal.add("gate", section.steps, f"parity: {checks}", verdict="parity", **where)
+    return DONE
+
+
+def read_json(path: Any) -> dict[str, Any] | None:
+    """The object in a file; None where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json_text.parse(path.read_bytes())
+        return found if isinstance(found, dict) else None
+    return None

@@ -1,0 +1,87 @@
+"""What a canary is to try and to start, resolved and checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from config.child_jobs import job_command
+from config.cli import REPOSITORY
+from config.command_line import read_command_line
+from config.errors import UserError
+from config.launcher import as_launched
+from config.resolved import Resolved
+from config.schema import CanarySection
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One canary and its whole run."""
+
+    arguments: tuple[str, ...]
+    """`--config FILE` and the user's overrides, for train.py."""
+    resolved: Resolved
+    """The whole run."""
+    processes: int
+    launcher: tuple[str, ...]
+    """Of the whole run, and of the canary unless it has ranks of its own; empty: torchrun on this machine."""
+    check_launcher: tuple[str, ...] = ()
+    """Of the checks, which run beside the whole run; empty: torchrun on this machine."""
+
+    @property
+    def section(self) -> CanarySection:
+        """`canary:` of the config."""
+        return self.resolved.config.canary
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the canary, of its twin and of the checks."""
+        return self.section.ranks or self.processes
+
+    @property
+    def run_folder(self) -> Path:
+        """The whole run's folder."""
+        run = self.resolved.config.run
+        return Path(run.dir).expanduser() / run.name
+
+    @property
+    def folder(self) -> Path:
+        """The canary's own, beside it."""
+        return self.run_folder.with_name(f"{self.run_folder.name}-canary")
+
+    @property
+    def first_checkpoint(self) -> Path:
+        """Where the canary leaves its state."""
+        seed, steps = self.resolved.config.run.seed, self.section.steps
+        return self.folder / f"gate/runs/candidate-seed-{seed}/checkpoints/step-{steps}"
+
+    @property
+    def bounds(self) -> list[str]:
+        """The overrides of `canary.bounds`."""
+        return [f"parity.{name}={value}" for name, value in self.section.bounds.items()]
+
+    def whole_command(self, overrides: Sequence[str], resume: str) -> list[str]:
+        """Trains the whole run, from `resume` on."""
+        every = [] if self.resolved.config.checkpoint.every_steps else [f"checkpoint.every_steps={self._interval}"]
+        train = [str(REPOSITORY / "train.py"), *self.arguments, *every, *overrides, f"run.resume={resume}"]
+        return job_command(train, processes=self.processes, launcher=self.launcher)
+
+    @property
+    def _interval(self) -> int:
+        return self.section.check_every or self.section.steps
+
+
+def read_plan(
+    config: str, overrides: Sequence[str], *, processes: int, launch: Sequence[str], check_launch: Sequence[str]
+) -> Plan:
+    """Raises UserError: the config is wrong, or its canary is none."""
+    arguments = ("--config", config, *overrides)
+    resolved = read_command_line(arguments, as_launched(processes))
+    section, whole = resolved.config.canary, resolved.config
+    if section.steps >= whole.run.steps:
+        problem = f"leaves nothing of run.steps = {whole.run.steps} to start; make it smaller"
+        raise UserError(f"{config}: canary.steps = {section.steps} {problem}")
+    if whole.checkpoint.dir is not None:
+        raise UserError(f"{config}: checkpoint.dir: the canary goes back in the run folder only; leave it out")
+    return Plan(arguments, resolved, processes, tuple(launch), tuple(check_launch))

@@ -1,0 +1,282 @@
+"""The whole run after its canary: its checkpoints are compared with FP32 while it goes on, and a failure is undone.
+
+A check takes a checkpoint as soon as it is published, by hard links, so that the run may delete it meanwhile, and
+starts `training.parity.steps` on it: the next two applied steps from its masters, module by module, against plain FP32.
+One that fails stops the run, sets aside what was saved since the last checkpoint that held, and starts the run from
+that one again with the next fallback of `canary.fallback`. A run that its guard ended (exit code 3) is treated alike.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from config import json_text
+from config.child_jobs import error_line, job_command, with_project
+from config.cli import CONFIG_ERROR, DIVERGED, DONE
+from launch.canary.fallback import in_fp32, promoted
+from launch.canary.gate import read_json
+from launch.canary.plan import Plan
+from launch.canary.record import Journal, log
+
+POLL_SECONDS = 0.3
+_NAME = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Breach:
+    """Why the run may not go on as it is."""
+
+    step: int
+    text: str
+    modules: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Check:
+    """One checkpoint that is being compared with FP32."""
+
+    step: int
+    path: Path
+    job: subprocess.Popen[bytes]
+    out: Path
+    output: Path
+    started: float
+
+
+class Whole:
+    """Starts the run and watches it until its end."""
+
+    def __init__(self, plan: Plan, journal: Journal) -> None:
+        """journal: with a gate that held."""
+        self._plan, self._journal = plan, journal
+        self._run: subprocess.Popen[bytes] | None = None
+        self._stop_requested = False
+        good = next(event for event in reversed(journal.events) if "judged" in event)
+        self._good, self._good_step = Path(good["judged"]), int(good["step"])
+        self._unchecked: set[int] = set()
+        """Steps whose check could not be made."""
+
+    def run(self) -> int:
+        """The exit code: of the run, or 3 when no fallback is left."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._stop)
+        fallback = self._journal.last("fallback")
+        overrides = list(fallback["overrides"]) if fallback else []
+        saved = [step for step in self._published() if step >= self._good_step]
+        resume = "auto" if saved else str(self._good)
+        while True:
+            code, breach = self._session(overrides, resume)
+            if code == CONFIG_ERROR and overrides:
+                breach = Breach(self._good_step, "the fallback could not be started: exit code 2")
+            if breach is None or self._stop_requested:
+                return self._end(code)
+            self._go_back(breach)
+            chosen = self._fall_back(breach)
+            if chosen is None:
+                return self._end(DIVERGED)
+            overrides, resume = chosen, str(self._good)
+
+    def _session(self, overrides: Sequence[str], resume: str) -> tuple[int, Breach | None]:
+        """One start of the run to its end, with its checks: its exit code, and what was wrong, if anything was."""
+        command = self._plan.whole_command(overrides, resume)
+        supervised = [sys.executable, "-m", "launch.supervise", "--", *command]
+        # in a session of its own: a terminal's Ctrl-C must not reach it twice
+        self._run = subprocess.Popen(supervised, cwd=Path.cwd(), env=with_project(os.environ), start_new_session=True)
+        where = "its newest checkpoint" if resume == "auto" else f"step {self._good_step}: {resume}"
+        self._journal.add("started", self._good_step, f"the whole run starts from {where}", resume=resume)
+        if self._stop_requested:
+            self._stop(signal.SIGTERM, None)
+        check: Check | None = None
+        while True:
+            ended = self._run.poll()
+            if check is None and not self._stop_requested:
+                check = self._start_check(last=ended is not None)
+            if check is not None and check.job.poll() is not None:
+                breach, check = self._finish_check(check), None
+                if breach is not None:
+                    self._stop_run()
+                    return self._run.wait(), breach
+            if check is not None and self._stop_requested:
+                _end_group(check.job)
+                check = None
+            if ended is not None and check is None and (self._stop_requested or self._newest(last=True) is None):
+                return ended, self._diverged() if ended == DIVERGED else None
+            time.sleep(POLL_SECONDS)
+
+    def _newest(self, *, last: bool) -> int | None:
+        """Step of the newest checkpoint that is due to be checked. last: the run has ended."""
+        every = 0 if last else self._plan.section.check_every
+        due = [
+            step
+            for step in self._published()
+            if step >= self._good_step + max(every, 1) and step not in self._unchecked
+        ]
+        return max(due, default=None) if not self._over_budget() else None
+
+    def _published(self) -> list[int]:
+        """Steps of the run's checkpoints; none of those that were set aside."""
+        manifests = self._plan.run_folder.glob("checkpoints/step-*/manifest.json")
+        return [int(found[1]) for path in manifests if (found := _NAME.fullmatch(path.parent.name))]
+
+    def _over_budget(self) -> bool:
+        limit = self._plan.section.device_hours
+        if limit is None or self._journal.spent() < limit:
+            return False
+        if self._journal.last("budget") is None:
+            text = f"canary.device_hours = {limit:g} is used up: the run goes on without further checks"
+            self._journal.add("budget", self._good_step, text)
+        return True
+
+    def _start_check(self, *, last: bool) -> Check | None:
+        step = self._newest(last=last)
+        pinned = None if step is None else self._pin(step)
+        if step is None or pinned is None:
+            return None
+        folder = pinned.parent.parent
+        out, output = folder / f"step-{step}.json", folder / f"step-{step}.log"
+        out.unlink(missing_ok=True)
+        program = ["-m", "training.parity.steps", str(folder), "--out", str(out), "--points", str(step), "--judge"]
+        plan = self._plan
+        command = job_command([*program, *plan.bounds], processes=plan.ranks, launcher=plan.check_launcher)
+        with output.open("wb") as stream:
+            job = _start(command, stream)
+        return Check(step, pinned, job, out, output, time.monotonic())
+
+    def _pin(self, step: int) -> Path | None:
+        """The checkpoint under the canary's folder, which the run does not delete; None when the run just did."""
+        source, folder = self._plan.run_folder, self._plan.folder / "checks"
+        target = folder / "checkpoints" / f"step-{step}"
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            shutil.copytree(source / "checkpoints" / target.name, target, copy_function=_link)
+        except (shutil.Error, OSError):
+            shutil.rmtree(target, ignore_errors=True)
+            return None
+        shutil.copy2(source / "config.yaml", folder / "config.yaml")
+        return target
+
+    def _finish_check(self, check: Check) -> Breach | None:
+        hours = (time.monotonic() - check.started) * self._plan.ranks / 3600
+        found = read_json(check.out)
+        if found is None:
+            self._unchecked.add(check.step)
+            why = error_line(check.output.read_text(encoding="utf-8", errors="replace"))[:300]
+            text = f"step {check.step} could not be compared with FP32: {why}; see {check.output}"
+            self._journal.add("check", check.step, text, held=None, device_hours=hours)
+            return None
+        if found["failed"]:
+            failed, modules = found["failed"], found["modules"]
+            where = f" in {', '.join(modules)}" if modules else ""
+            text = f"the steps after step {check.step} are not FP32's: {', '.join(failed)}{where}"
+            self._journal.add("check", check.step, text, held=False, failed=failed, modules=modules, device_hours=hours)
+            shutil.rmtree(check.path, ignore_errors=True)
+            return Breach(check.step, text, modules)
+        resumed = {event["resume"] for event in self._journal.events if event["event"] == "started"}
+        for other in check.path.parent.glob("step-*"):
+            if other != check.path and str(other) not in resumed:  # the run's config names what it started from
+                shutil.rmtree(other, ignore_errors=True)
+        self._good, self._good_step = check.path, check.step
+        text = f"the steps after step {check.step} are FP32's: {len(found['checks'])} checks hold"
+        self._journal.add("check", check.step, text, held=True, judged=str(check.path), device_hours=hours)
+        return None
+
+    def _diverged(self) -> Breach:
+        """What the run's own guard said when it ended it."""
+        incidents: list[dict[str, Any]] = []
+        for line in (self._plan.run_folder / "events.jsonl").read_bytes().splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                event = json_text.parse(line)
+                incidents += [event] if event["event"] == "incident" else []
+        if not incidents:
+            return Breach(self._good_step, "the run ended with exit code 3")
+        last = incidents[-1]
+        text = f"the run's guard ended it at step {last['step']}: {last['reason']}"
+        return Breach(int(last["step"]), text, list(last["modules"]))
+
+    def _go_back(self, breach: Breach) -> None:
+        """Set aside what was saved after the last checkpoint that held."""
+        self._journal.add("breach", breach.step, f"breach: {breach.text}", modules=breach.modules)
+        later = [
+            path
+            for path in self._plan.run_folder.glob("checkpoints/step-*")
+            if (found := _NAME.fullmatch(path.name)) and int(found[1]) > self._good_step
+        ]
+        rollbacks = sum(event["event"] == "rolled_back" for event in self._journal.events)
+        aside = self._plan.folder / "left" / str(rollbacks + 1)
+        aside.mkdir(parents=True, exist_ok=True)
+        for path in later:
+            path.rename(aside / path.name)
+        names = f"; set aside: {len(later)} later checkpoints, {aside}" if later else ""
+        text = f"back to step {self._good_step}, the last that held: {self._good}{names}"
+        self._journal.add("rolled_back", self._good_step, text)
+        self._unchecked.clear()
+
+    def _fall_back(self, breach: Breach) -> list[str] | None:
+        """The overrides of the next fallback, None where none is left."""
+        tried = [event["to"] for event in self._journal.events if event["event"] == "fallback"]
+        for kind in self._plan.section.fallback:
+            if kind in tried or (kind == "promote" and ("fp32" in tried or not breach.modules)):
+                continue
+            resolved, folder = self._plan.resolved, self._plan.folder
+            if kind == "promote":
+                overrides = promoted(resolved, breach.modules, folder)
+                text = f"{', '.join(breach.modules)} in FP32 from here on"
+            else:
+                overrides, text = in_fp32(resolved, folder), "all of the model in FP32 from here on"
+            self._journal.add("fallback", self._good_step, f"fallback: {text}", to=kind, overrides=overrides)
+            return overrides
+        return None
+
+    def _end(self, code: int) -> int:
+        fallback = self._journal.last("fallback")
+        under = f" under the fallback to {fallback['to']}" if fallback else ""
+        held = f"; the last checkpoint that held is of step {self._good_step}: {self._good}"
+        text = f"done{under}" if code == DONE else f"ended with exit code {code}{under}"
+        if code == DONE and self._good_step != self._plan.resolved.config.run.steps:
+            text += "; its last checkpoint was not checked"
+        self._journal.add("end", self._good_step, text + held, exit_code=code)
+        return code
+
+    def _stop_run(self) -> None:
+        """Have the run save and end."""
+        assert self._run is not None
+        with suppress(ProcessLookupError):
+            self._run.send_signal(signal.SIGUSR1)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._stop_requested = True
+        if self._run is not None and self._run.poll() is None:
+            log(f"{signal.Signals(number).name}: the run saves and ends; a second signal kills it")
+            self._stop_run()
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
+def _start(command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command, env=with_project(os.environ), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def _end_group(job: subprocess.Popen[bytes]) -> None:
+    """End a check and its ranks."""
+    with suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGTERM)
+    job.wait()

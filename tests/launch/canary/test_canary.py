@@ -1,0 +1,217 @@
+"""A run tried on its first steps beside FP32, started from there, watched, and put back where it turns bad."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+
+import pytest
+
+from config.child_jobs import job_command
+from config.cli import REPOSITORY
+from config.command_line import read_command_line
+from launch.canary.command import main
+from launch.canary.fallback import in_fp32, promoted
+from launch.canary.plan import read_plan
+from launch.canary.record import Journal
+from launch.canary.whole import Whole
+from tests.support.launches import SMALL, events, finish, start, wait_until
+from training.schedule import scheduled_rate
+
+DEMO = str(REPOSITORY / "config/recipes/demo.yaml")
+MODULE = "model.layers.1.mlp.down_proj"
+
+
+def given(folder, *overrides):
+    """The overrides of a small run of 24 steps, 6 of them the canary's."""
+    run = [
+        f"run.dir={folder}/runs",
+        "run.name=it",
+        "run.steps=24",
+        "schedule.warmup_steps=2",
+        "checkpoint.every_steps=3",
+    ]
+    size = ["batch.global_size=8", "batch.micro_size=2", "evaluate.every_steps=6", f"data.cache_dir={folder}/cache"]
+    quiet = ["tracking.wandb=disabled", "generate.tokens=0", "telemetry.every_steps=0"]
+    canary = ["canary.steps=6", "parity.points=2", "canary.bounds={validation_delta: 0.05}"]
+    return [*SMALL, *run, *size, *quiet, *canary, *overrides]
+
+
+def plan_of(folder, *overrides, processes=1):
+    return read_plan(DEMO, given(folder, *overrides), processes=processes, launch=(), check_launch=())
+
+
+def test_the_canary_has_the_whole_runs_schedule(tmp_path):
+    whole = plan_of(tmp_path).resolved.config
+    canary = plan_of(tmp_path, "run.steps=8", "schedule.steps=24").resolved.config
+    assert [scheduled_rate(canary, step) for step in range(8)] == [scheduled_rate(whole, step) for step in range(8)]
+    assert scheduled_rate(canary, 7) != scheduled_rate(plan_of(tmp_path, "run.steps=8").resolved.config, 7)
+    with pytest.raises(SystemExit):
+        plan_of(tmp_path, "schedule.steps=23")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["canary.steps=24"], "canary.steps = 24 leaves nothing of run.steps = 24"),
+        (["checkpoint.dir=memory://there"], "checkpoint.dir: the canary goes back in the run folder only"),
+        (["canary.bounds={module_eror: 1}"], "canary.bounds.module_eror is no key of parity:"),
+    ],
+)
+def test_mistakes_are_one_line_and_start_nothing(tmp_path, capsys, overrides, said):
+    try:
+        assert main(["--config", DEMO, *given(tmp_path, *overrides)]) == 2
+    except SystemExit as ended:
+        assert ended.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and said in lines[0]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_is_there_is_not_taken_over(tmp_path, capsys):
+    run = tmp_path / "runs/it"
+    run.mkdir(parents=True)
+    (run / "events.jsonl").touch()
+    assert main(["--config", DEMO, *given(tmp_path)]) == 2
+    assert "was started without a canary" in capsys.readouterr().err
+    assert not (tmp_path / "runs/it-canary").exists()
+
+
+def test_a_fallback_is_a_run_that_resolves(tmp_path):
+    cast = plan_of(tmp_path).resolved
+    there = plan_of(tmp_path, *promoted(cast, [MODULE], tmp_path)).resolved
+    assert (there.compute, there.config.precision.path) == ("fp32", "manifest")
+    written = json.loads((tmp_path / "promoted.json").read_text(encoding="utf-8"))
+    assert written["default"] == "bf16" and [rule["match"] for rule in written["rules"]] == [MODULE]
+    mixed = plan_of(tmp_path, "precision.manifest=config/manifests/llama_mixed.json").resolved
+    plan_of(tmp_path, *promoted(mixed, [MODULE], tmp_path))
+    rules = json.loads((tmp_path / "promoted.json").read_text(encoding="utf-8"))["rules"]
+    assert [(rule["match"], rule["compute"]) for rule in rules][1:] == [("lm_head", "fp32"), (MODULE, "fp32")]
+    for resolved in (cast, mixed, there):
+        plain = plan_of(tmp_path, *in_fp32(resolved, tmp_path)).resolved
+        assert (plain.compute, plain.config.precision.manifest, plain.zero_stage) == ("fp32", None, 2)
+
+
+def test_programs_start_on_any_launcher():
+    module, script = ("-m", "training.parity.steps", "RUN"), ("train.py", "a=1")
+    assert job_command(module, processes=1) == [sys.executable, *module]
+    assert job_command(script, processes=2)[-4:] == ["--nproc_per_node", "2", *script]
+    assert job_command(module, processes=2, launcher=["deepspeed", "--num_gpus", "2"])[3:5] == ["--module", module[1]]
+    assert job_command(script, processes=2, launcher=["srun"]) == ["srun", *script]
+
+
+def test_the_newest_checkpoint_that_is_due_is_taken_by_links(tmp_path):
+    plan = plan_of(tmp_path, "canary.check_every=6", "canary.device_hours=1")
+    journal = Journal.read(plan.folder, "it")
+    journal.add("gate", 6, "parity", judged=str(plan.first_checkpoint), device_hours=0.5)
+    for step in (9, 12, 15):
+        (plan.run_folder / f"checkpoints/step-{step}").mkdir(parents=True)
+        (plan.run_folder / f"checkpoints/step-{step}/manifest.json").write_text("{}", encoding="utf-8")
+    (plan.run_folder / "checkpoints/step-18").mkdir()  # not whole yet
+    (plan.run_folder / "config.yaml").write_text("{}", encoding="utf-8")
+    whole = Whole(plan, journal)
+    assert whole._newest(last=False) == 15
+    pinned = whole._pin(15)
+    assert pinned is not None and whole._pin(21) is None
+    source = plan.run_folder / "checkpoints/step-15/manifest.json"
+    assert (pinned / "manifest.json").stat().st_ino == source.stat().st_ino
+    journal.add("check", 12, "held", judged=str(pinned), device_hours=0.4)
+    later = Whole(plan, Journal.read(plan.folder, "it"))  # started again
+    assert later._newest(last=False) is None and later._newest(last=True) == 15
+    journal.add("check", 12, "more", device_hours=0.2)
+    assert later._newest(last=True) == 15 and Whole(plan, journal)._newest(last=True) is None
+    assert [event["event"] for event in journal.events][-1] == "budget"
+
+
+def test_a_journal_outlives_a_line_that_was_cut_off(tmp_path):
+    journal = Journal.read(tmp_path / "c", "it")
+    journal.add("gate", 6, "parity", verdict="parity")
+    with journal.path.open("a", encoding="utf-8") as file:
+        file.write('{"event": "che')
+    again = Journal.read(tmp_path / "c", "it")
+    assert [event["text"] for event in again.events] == ["parity"]
+    again.add("started", 6, "starts", resume="auto")
+    assert (tmp_path / "c/canary.md").read_text(encoding="utf-8") == "# Canary of it\n\n- parity\n- starts\n"
+    assert [event["text"] for event in Journal.read(tmp_path / "c", "it").events] == ["parity", "starts"]
+
+
+def job(folder, *overrides):
+    return [sys.executable, "-m", "launch.canary", "--config", DEMO, "--processes", "1", *given(folder, *overrides)]
+
+
+def story(folder):
+    """Kind and step of each event of the canary."""
+    journal = Journal.read(folder / "runs/it-canary", "it")
+    return [(event["event"], event["step"]) for event in journal.events], journal
+
+
+@pytest.mark.slow
+def test_a_run_that_turns_bad_goes_back_and_on_with_the_module_in_fp32(tmp_path):
+    """Until its defect begins it is, bit for bit, the run that was never tried."""
+    defect = f"defects=[{{kind: coarse_half, module: {MODULE}, from_step: 14}}]"
+    plain = given(tmp_path, defect, "run.name=plain")
+    finish(["python", str(REPOSITORY / "train.py"), "--config", DEMO, *plain])
+    finish(job(tmp_path, defect), seconds=900)
+    told, journal = story(tmp_path)
+    kinds = [kind for kind, _ in told]
+    assert kinds[:2] == ["gate", "started"] and kinds[-1] == "end"
+    assert kinds.count("breach") == kinds.count("fallback") == kinds.count("rolled_back") == 1
+    fallback = journal.last("fallback")
+    assert fallback["to"] == "promote" and MODULE in fallback["text"] and fallback["step"] < 14
+    assert told[-1] == ("end", 24) and journal.last("end")["exit_code"] == 0
+    losses = {event["step"]: event["loss"] for event in events(tmp_path, "plain", "step")}
+    first = [event for event in events(tmp_path, "it", "step") if event["step"] <= 13][:7]
+    assert [event["loss"] for event in first] == [losses[event["step"]] for event in first]
+    assert [event["step"] for event in first] == list(range(7, 14))
+    report = (tmp_path / "runs/it/report.md").read_text(encoding="utf-8")
+    assert "## Canary" in report and f"fallback: {MODULE} in FP32 from here on" in report
+    read_command_line(["--config", str(tmp_path / "runs/it/config.yaml")], {})  # what it started from is there
+
+
+@pytest.mark.slow
+def test_what_no_precision_cures_ends_with_exit_code_3_and_a_checkpoint_that_held(tmp_path):
+    defect = f"defects=[{{kind: coarse_output, module: {MODULE}, from_step: 14}}]"
+    finish(job(tmp_path, defect), exit_code=3, seconds=900)
+    told, journal = story(tmp_path)
+    assert [event["to"] for event in journal.events if event["event"] == "fallback"] == ["promote", "fp32"]
+    assert [kind for kind, _ in told].count("breach") == 3
+    assert told[-1][0] == "end" and told[-1][1] < 14
+
+
+@pytest.mark.slow
+def test_a_canary_without_parity_starts_nothing(tmp_path):
+    finish(job(tmp_path, f"defects=[{{kind: coarse_output, module: {MODULE}}}]"), exit_code=3, seconds=900)
+    told, journal = story(tmp_path)
+    assert [kind for kind, _ in told] == ["gate"]
+    assert "module_error" in journal.events[0]["text"] and not (tmp_path / "runs/it").exists()
+
+
+@pytest.mark.slow
+def test_a_canary_ends_with_its_budget_or_on_request_and_leaves_no_job(tmp_path):
+    finish(job(tmp_path, "canary.device_hours=0.0005"), exit_code=3)
+    process = start(job(tmp_path, "canary.steps=4000", "run.steps=4001"))
+    twin = tmp_path / "runs/it-canary/gate/runs/fp32-seed-0/events.jsonl"
+    wait_until(lambda: twin.exists() and '"step":' in twin.read_text(encoding="utf-8"), seconds=120)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)  # which ends when nobody holds its output any more
+    assert process.returncode == 75, output
+    told, journal = story(tmp_path)
+    assert [event["verdict"] for event in journal.events] == ["none", "none"] and {kind for kind, _ in told} == {"gate"}
+    assert "canary.device_hours = 0.0005" in journal.events[0]["text"] and not (tmp_path / "runs/it").exists()
+
+
+@pytest.mark.slow
+def test_a_stop_saves_and_the_same_command_goes_on(tmp_path):
+    more = ["run.steps=4000", "checkpoint.every_steps=500", "canary.check_every=1000"]
+    process = start(job(tmp_path, *more))
+    record = tmp_path / "runs/it/events.jsonl"
+    wait_until(lambda: record.exists() and record.read_text(encoding="utf-8").count('"step":') > 40, seconds=600)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 75, output
+    stopped = events(tmp_path, "it", "step")[-1]["step"]
+    finish(job(tmp_path, "run.steps=4000", "checkpoint.every_steps=500", f"run.steps={stopped + 5}"), seconds=900)
+    told, journal = story(tmp_path)
+    assert [kind for kind, _ in told].count("gate") == 1 and told[-1] == ("end", stopped + 5)
+    assert events(tmp_path, "it", "step")[-5]["step"] == stopped + 1
