@@ -131,6 +131,7 @@ STARTS_WITH = {
     "config.machine.binding": set(),
     "config.machine.cores": set(),
     "config.machine.op_builds": set(),
+    "launch.canary.command": {"yaml"},
     "launch.doctor.agent": set(),
     "launch.doctor.command": {"yaml"},
     "launch.plan.command": {"yaml"},

@@ -84,9 +84,10 @@ def test_it_loads_through_the_real_command_line(path: Path) -> None:
     config, deepspeed, world_size = show_config(path)
     assert config["precision"]["compute"] in ("fp32", "bf16", "fp16")
     assert '"auto"' not in str(deepspeed)
-    assert deepspeed["train_batch_size"] == config["batch"]["global_size"]
+    slices = config["batch"]["global_size"] * config["parallel"]["sequence"]
+    assert deepspeed["train_batch_size"] == slices
     micro, accumulation = deepspeed["train_micro_batch_size_per_gpu"], deepspeed["gradient_accumulation_steps"]
-    assert micro * accumulation * world_size == config["batch"]["global_size"]
+    assert micro * accumulation * world_size == slices
 
 
 def parameter_count(shape: dict[str, Any], vocabulary: int) -> int:

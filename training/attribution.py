@@ -3,6 +3,7 @@
 The reduced gradients name every parameter with non-finite values, but they are the same on every rank. So the step is
 run again, on the same samples with the same random numbers, and each rank inspects its own modules: the first one, in
 forward order, with a non-finite output from finite inputs, or else the first, in backward order, with such a gradient.
+Ranks that share sequences get each other's values in attention: of these the one counts in which it began.
 Costs about two steps, and nothing while steps are finite.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from data.loader import Batch
 from precision.findings import Finding, check_parameters, describe
@@ -44,6 +46,8 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
     found = [
         (rank, finding) for rank, findings in enumerate(engine.world.gather_objects(local)) for finding in findings
     ]
+    if found and engine.world.sequence is not None:
+        found = _without_consequences(found, engine.model, ranks=engine.world.sequence.size)
     if found:
         return sorted(found, key=lambda item: item[1].order)
     bad = [(name, *described) for name, described in reduced if described is not None]
@@ -51,6 +55,43 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
         (0, Finding(name, "gradient", kind, count, largest, order, seen="the gradient reduced over all ranks"))
         for order, (name, kind, count, largest) in enumerate(bad[:_MAX_PARAMETERS])
     ]
+
+
+def _without_consequences(
+    found: list[tuple[int, Finding]], model: nn.Module, *, ranks: int
+) -> list[tuple[int, Finding]]:
+    """Leave out what reached a rank through attention from another one that has a slice of the same sequences.
+
+    So many `ranks` share sequences. Of each group and micro-batch the rank is kept whose finding was made first:
+    forward passes end in one order of modules on all ranks, backward passes in the reverse of that in which they begin.
+    """
+    ended, begun = {name: at for at, name in enumerate(_ends(model, ""))}, dict(model.named_modules())
+    last = len(ended)
+    first_in_backward = {name: last - at for at, name in enumerate(begun)}
+
+    def when(finding: Finding) -> tuple[bool, int]:
+        owner = finding.module if finding.module in begun else finding.module.rpartition(".")[0]
+        if finding.tensor == "gradient":
+            return True, first_in_backward.get(owner, -1)  # of the loss: before that of all modules
+        return False, ended.get(owner, last)
+
+    first: dict[tuple[int, int], tuple[tuple[bool, int], int]] = {}
+    for rank, finding in found:
+        if finding.tensor != "parameter":
+            key = rank // ranks, finding.micro_batch
+            first[key] = min(first.get(key, (when(finding), rank)), (when(finding), rank))
+    return [
+        (rank, finding)
+        for rank, finding in found
+        if finding.tensor == "parameter" or first[rank // ranks, finding.micro_batch][1] == rank
+    ]
+
+
+def _ends(module: nn.Module, name: str) -> Iterator[str]:
+    """Names of all modules in the order in which their forward passes end."""
+    for child_name, child in module.named_children():
+        yield from _ends(child, f"{name}.{child_name}" if name else child_name)
+    yield name
 
 
 def _held_parameters(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:

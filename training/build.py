@@ -9,8 +9,10 @@ from typing import Any
 
 from config.errors import UserError
 from config.load import to_dict
+from config.optimizers import AVERAGES
 from config.printable import printable
 from config.resolved import Resolved
+from config.schema import GuardSection
 from data.corpus import Corpus
 from data.loader import Batches
 from modeling.build import count_parameters
@@ -19,7 +21,9 @@ from tracking.record import Record
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.reader import Opener
 from training.checkpoint.retention import Retention
+from training.corruption.checks import Checks
 from training.distributed import World
+from training.early_warnings import EarlyWarnings
 from training.engine import Engine
 from training.parts import Parts
 from training.preemption import Preemption
@@ -67,6 +71,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         validation=opened.validation,
         validation_by_source=opened.validation_by_source,
         preemption=Preemption(config.run.max_minutes),
+        checks=Checks(engine, resolved) if checks_wanted(config.guard) else None,
         telemetry=Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None,
         tracing=open_tracing(resolved, world, checkpoints=checkpoints, **watched),
         profiling=open_profiling(resolved, run_dir.path, **watched),
@@ -75,6 +80,11 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     for line in checkpoints.take_notes():
         record.note(line)
     return parts, progress
+
+
+def checks_wanted(guard: GuardSection) -> bool:
+    """Whether the config asks for any check for silent corruption."""
+    return bool(guard.replica_checks or guard.update_checks or guard.reexecute != "never")
 
 
 def assemble(
@@ -100,12 +110,24 @@ def assemble(
         promotions=Promotions(),
         checkpoints=checkpoints,
         record=record,
+        warnings=_early_warnings(resolved, engine),
         first_step=progress.step,
         **further,
     )
     if state is not None:
         parts.load_state_dict(state)
     return parts, progress
+
+
+def _early_warnings(resolved: Resolved, engine: Engine) -> EarlyWarnings:
+    section, regions = resolved.config.optimizer, engine.regions
+    averages = set(AVERAGES) <= set(engine.optimizer_spec.states)
+    return EarlyWarnings(
+        resolved.config.warnings,
+        beta2=section.betas[1] if averages else None,
+        clipping=section.gradient_clipping,
+        in_fp16=lambda name: (engine.compute if regions is None else regions.dtypes.get(name)) == "fp16",
+    )
 
 
 def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity: dict[str, Any]) -> Checkpoints:

@@ -28,6 +28,23 @@ from training.rendezvous import forget_port, open_store
 
 
 @dataclass(frozen=True)
+class SequenceGroup:
+    """The ranks that share sequences: consecutive ones, so that they are on one node where they fit on it."""
+
+    rank: int
+    """Which slice of a sequence is this rank's, from 0."""
+    size: int
+    group: dist.ProcessGroup
+
+    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        """parts: (size, ...), the i-th for rank i of the group -> the same shape, the i-th from rank i. A collective
+        of the group."""
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.group)
+        return received
+
+
+@dataclass(frozen=True)
 class World:
     """One process of the run."""
 
@@ -37,6 +54,8 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None = None
     """Process group of the collectives; None is training's."""
+    sequence: SequenceGroup | None = None
+    """The ranks that this one shares sequences with; None where none are shared."""
 
     @property
     def is_main(self) -> bool:
@@ -81,6 +100,10 @@ class World:
         dist.all_reduce(values, group=self.group)
         return values
 
+    def copy_from(self, values: torch.Tensor, rank: int) -> None:
+        """Overwrite `values`, contiguous and of one size on all ranks, with those of `rank`."""
+        dist.broadcast(values, src=rank, group=self.group)
+
     def exchange(self, values: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """values: (n,), first those for rank 0, then those for rank 1, ... -> (m,), first those from rank 0, ...
 
@@ -89,6 +112,17 @@ class World:
         result = values.new_empty(sum(received))
         dist.all_to_all_single(result, values, received, sent, group=self.group)
         return result
+
+    def sharing_sequences(self, ranks: int, *, timeout_minutes: float) -> World:
+        """The same ranks, so many of which share each sequence. A collective."""
+        if ranks == 1:
+            return self
+        timeout, mine = timedelta(minutes=timeout_minutes), None
+        for first in range(0, self.world_size, ranks):
+            group = dist.new_group(list(range(first, first + ranks)), timeout=timeout)
+            if first <= self.rank < first + ranks:
+                mine = SequenceGroup(self.rank - first, ranks, group)
+        return replace(self, sequence=mine)
 
     def on_own_group(self) -> World:
         """The same ranks on a new gloo group, whose collectives may run in a thread at the same time as training's.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 
-from config.cli import DIVERGED, DONE, PREEMPTED, UNSAVED
+from config.cli import BROKEN, DIVERGED, DONE, PREEMPTED, UNSAVED
 from config.errors import one_line
 from config.printable import printable
 from config.redact import redact
@@ -20,7 +21,7 @@ from training.loop import Ending
 from training.parts import Parts
 from training.session import run_dir_of
 
-_STATUS = {DONE: "done", DIVERGED: "aborted", UNSAVED: "aborted", PREEMPTED: "preempted"}
+_STATUS = {DONE: "done", DIVERGED: "aborted", BROKEN: "aborted", UNSAVED: "aborted", PREEMPTED: "preempted"}
 
 
 def finish(parts: Parts, corpus: Corpus, ending: Ending) -> None:
@@ -62,6 +63,7 @@ def _sample(parts: Parts, corpus: Corpus) -> str | None:
         temperature=generate.temperature,
         seed=parts.resolved.config.run.seed,
         device=parts.engine.world.device,
+        has_encoder=parts.resolved.config.task == "seq2seq",
     )
 
 
@@ -80,7 +82,7 @@ def _report(parts: Parts, sample: str | None, ending: Ending) -> None:
         screen.print(words(f"report   {os.path.relpath(report)}"))
         screen.print(words(f"plot     {os.path.relpath(run_dir.plots / 'run.png')}"))
     except Exception as error:  # the run is over and recorded: what is for people must not make it a failed one
-        again = f"python -m tracking.report {run_dir.path} writes it again"
+        again = f"python -m tracking.report {shlex.quote(str(run_dir.path))} writes it again"
         screen.print(words(f"report   was not written: {one_line(error)}; {again}"))
     screen.print(words(f"resume   {command}"))
     if ending.reason:

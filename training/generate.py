@@ -1,9 +1,9 @@
 """Text from a trained model: `python -m training.generate MODEL --prompt TEXT`, or `--chat`.
 
 MODEL is an exported folder, an adapter's folder, or a checkpoints/step-N folder, which is exported to a temporary
-folder first (FP32, an adapter merged). --prompt continues TEXT; with --chat it is a user's turn that the tokenizer's
-chat template renders, and without a TEXT the turns are read from the terminal, one a line, as one conversation. Greedy
-unless --temperature is given; one process, on a GPU where there is one.
+folder first (FP32, an adapter merged). --prompt continues TEXT, or where MODEL has an encoder answers it; with --chat
+it is a user's turn that the tokenizer's chat template renders, and without a TEXT the turns are read from the terminal,
+one a line, as one conversation. Greedy unless --temperature is given; one process, on a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def model_folder(given: Path) -> Iterator[Path]:
 def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
     """The model in evaluation mode, on the device, and its tokenizer. Raises UserError."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     from precision.dtypes import DTYPES
 
@@ -89,7 +89,8 @@ def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
 
             model: Any = AutoPeftModelForCausalLM.from_pretrained(str(folder), dtype=DTYPES[dtype])
         else:
-            model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=DTYPES[dtype])
+            auto = AutoModelForSeq2SeqLM if _has_encoder(folder) else AutoModelForCausalLM
+            model = auto.from_pretrained(str(folder), dtype=DTYPES[dtype])
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:  # the Rust tokenizers raise plain Exception for a file that they cannot parse
         raise UserError(f"{folder}: cannot be loaded ({one_line(error)}); export the checkpoint again") from error
@@ -97,15 +98,31 @@ def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
+def _settings(folder: Path, file: str = "config.json") -> dict[str, Any]:
+    """A JSON file of the folder; nothing where it is not there, or damaged, which from_pretrained says."""
+    try:
+        found = json_text.parse((folder / file).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _has_encoder(folder: Path) -> bool:
+    classes = _settings(folder).get("architectures") or []
+    return bool(_settings(folder).get("is_encoder_decoder")) and not str(classes).count("ForCausalLM")
+
+
 def _require_generative(folder: Path) -> None:
     """Raises UserError for the folder of an encoder, which `from_pretrained` would load with a head that is drawn."""
-    try:
-        classes = json_text.parse((folder / "config.json").read_bytes()).get("architectures") or []
-    except (OSError, ValueError, AttributeError):
-        return  # an adapter's folder; what is damaged, from_pretrained says
-    for name in classes:
-        if str(name).endswith(_ENCODERS):
-            raise UserError(f"{folder}: is a {name}, which generates no text; use it in transformers")
+    adapter = _settings(folder, "adapter_config.json")
+    base = Path(str(adapter.get("base_model_name_or_path"))) if adapter else folder
+    encoder = next(
+        (name for name in map(str, _settings(base).get("architectures") or []) if name.endswith(_ENCODERS)), ""
+    )
+    if adapter and (encoder or adapter.get("task_type") not in (None, "CAUSAL_LM")):
+        raise UserError(f"{folder}: is an adapter of an encoder, which generates no text; use it in transformers")
+    if encoder:
+        raise UserError(f"{folder}: is a {encoder}, which generates no text; use it in transformers")
 
 
 _ENCODERS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM")
@@ -114,14 +131,17 @@ _ENCODERS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM
 def answers(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[str]:
     """What the model adds to the prompt, or to each of the user's turns."""
     if not options.chat:
-        ids = tokenizer(options.prompt, add_special_tokens=False).input_ids
-        yield options.prompt + generate(model, tokenizer, ids or [tokenizer.eos_token_id], options)
+        reads = model.config.is_encoder_decoder
+        ids = tokenizer(options.prompt, add_special_tokens=reads).input_ids
+        answer = generate(model, tokenizer, ids or [tokenizer.eos_token_id], options)
+        yield answer if reads else options.prompt + answer
         return
     messages: list[dict[str, str]] = []
     for said in [options.prompt] if options.prompt is not None else _typed():
         messages.append({"role": "user", "content": said})
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        answer = generate(model, tokenizer, tokenizer(text, add_special_tokens=False).input_ids, options)
+        ids = tokenizer(text, add_special_tokens=model.config.is_encoder_decoder).input_ids
+        answer = generate(model, tokenizer, ids, options)
         messages.append({"role": "assistant", "content": answer})
         yield answer
 
@@ -129,6 +149,8 @@ def answers(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator
 def generate(model: Any, tokenizer: Any, ids: list[int], options: argparse.Namespace) -> str:
     """The new tokens as text, up to the end of the turn or of the document."""
     import torch
+
+    from modeling.generate import can_cache
 
     torch.manual_seed(options.seed)
     given = torch.tensor([ids], device=model.device)
@@ -141,10 +163,12 @@ def generate(model: Any, tokenizer: Any, ids: list[int], options: argparse.Names
             attention_mask=torch.ones_like(given),
             max_new_tokens=options.tokens,
             pad_token_id=tokenizer.eos_token_id,
-            eos_token_id=_ends(tokenizer, chat=options.chat),
+            use_cache=can_cache(model.config),
+            eos_token_id=_ends(tokenizer, chat=options.chat and not model.config.is_encoder_decoder),
             **sampling,
         )
-    return str(tokenizer.decode(found[0, len(ids) :], skip_special_tokens=True))
+    new = found[0] if model.config.is_encoder_decoder else found[0, len(ids) :]
+    return str(tokenizer.decode(new, skip_special_tokens=True))
 
 
 def _ends(tokenizer: Any, *, chat: bool) -> list[int]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from config.child_jobs import LAUNCHER_VARIABLES, by_interpreter, error_line
+from config.child_jobs import LAUNCHER_VARIABLES, by_interpreter, error_line, job_command, with_project
 from config.cli import REPOSITORY, positive_int
 from config.errors import UserError
 from config.redact import redact_arguments
@@ -24,8 +24,6 @@ from tracking.jsonl import read_events
 
 TRAIN = (str(REPOSITORY / "train.py"),)
 """The program of a training job."""
-
-_MODULE_OPTION = {"deepspeed": "--module", "accelerate": "--module"}
 
 
 def add_processes_option(parser: argparse.ArgumentParser) -> None:
@@ -62,18 +60,14 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start `program` and return at once.
 
-    program: a script and its arguments, or ("-m", module, arguments ...). launcher: a command such as
-    ("deepspeed", "--hostfile", "hosts"), which then says where and on how many processes; else torchrun, here.
-    Standard output and error go to `log`. Raises UserError when the launcher does not exist.
+    program, launcher: as `job_command` takes them. Standard output and error go to `log`. Raises UserError when the
+    launcher does not exist.
     """
-    command = [sys.executable, *program] if processes == 1 else _torchrun(program, processes)
-    if launcher:
-        module = _MODULE_OPTION.get(Path(launcher[0]).name, "-m")
-        command = [*launcher, *([module, *program[1:]] if program[0] == "-m" else program)]
+    command = job_command(program, processes=processes, launcher=launcher)
     programs = str(Path(sys.executable).parent)
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment = with_project(environment)
     environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", "")])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         output.write(f"$ {' '.join(redact_arguments(command))}\n")
@@ -129,15 +123,3 @@ def in_turn(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
 def error_line_of(log: Path) -> str:
     """The line of a failed job's log that says why: our own error line, else the last that names one, else the last."""
     return error_line(log.read_text(errors="replace", encoding="utf-8"))[:400]
-
-
-def _torchrun(program: Sequence[str], processes: int) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(processes),
-        *program,
-    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from config.cli import DIVERGED, DONE, PREEMPTED, UNSAVED
+from config.cli import BROKEN, DIVERGED, DONE, PREEMPTED, UNSAVED
 from precision.guard import Verdict
 from training.checkpoint.outcome import SaveFailed
 from training.parts import Parts
@@ -37,8 +37,11 @@ def train(parts: Parts, progress: Progress) -> Ending:
         if health.save_ended:
             record_saves(parts)
         if judgement.verdict is Verdict.ABORT:
-            problem = save_now(parts, progress)
-            return Ending(progress, DIVERGED, judgement.reason + (f"; {problem}" if problem else ""))
+            broken = health.corruption
+            # masters that are known to be wrong must not replace the last checkpoint
+            problem = save_now(parts, progress) if broken is None or broken.state_is_good else None
+            code = DIVERGED if broken is None else BROKEN
+            return Ending(progress, code, judgement.reason + (f"; {problem}" if problem else ""))
         if judgement.verdict is Verdict.ROLLBACK:
             save_now(parts, progress)  # after a crash, the used budget and the skipped batches must not come back
             continue

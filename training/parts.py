@@ -12,6 +12,8 @@ from data.loader import Batch, Batches
 from precision.guard import Guard
 from tracking.record import Record
 from training.checkpoint.checkpoints import Checkpoints
+from training.corruption.checks import Checks
+from training.early_warnings import EarlyWarnings
 from training.engine import Engine
 from training.preemption import Preemption
 from training.profile.profiler import Profiling
@@ -32,6 +34,7 @@ class Parts:
     promotions: Promotions
     checkpoints: Checkpoints
     record: Record
+    warnings: EarlyWarnings
     first_step: int
     """Steps attempted before this session."""
     validation: Callable[[], Iterable[Batch]] = tuple
@@ -39,6 +42,8 @@ class Parts:
     validation_by_source: Callable[[], dict[str, Iterable[Batch]]] = dict
     """The same of each source of a mixture."""
     preemption: Preemption = field(default_factory=lambda: Preemption(signals=False))
+    checks: Checks | None = None
+    """For silent corruption."""
     telemetry: Telemetry | None = None
     tracing: Tracing | None = None
     profiling: Profiling | None = None
@@ -51,6 +56,7 @@ class Parts:
             "reactions": {
                 "guard": self.guard.state_dict(),
                 "promotions": self.promotions.state_dict(self.engine.regions),
+                "warnings": self.warnings.state_dict(),
             },
         }
 
@@ -63,7 +69,10 @@ class Parts:
         self.engine.install_scaler(state["scaler"])
         (self.guard.roll_back if keep_budgets else self.guard.load_state_dict)(reactions["guard"])
         self.promotions.load_state_dict(reactions["promotions"], self.engine.regions)
+        self.warnings.load_state_dict(reactions.get("warnings"))
         self.batches.restore(progress.position)
+        if self.checks is not None:
+            self.checks.forget()
         return progress
 
     def watching(self, progress: Progress) -> AbstractContextManager[Any]:

@@ -17,23 +17,25 @@ from training.promotions import Causes, promotable, promote
 from training.record import record_incident
 
 
-def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, str]:
+def roll_back(parts: Parts, progress: Progress, *, repeat: bool = False) -> tuple[Progress, str]:
     """Return to the last good checkpoint and skip the batches that broke the run; the new position and the path.
 
-    Raises RuntimeError when there is no checkpoint (the guard asks first).
+    repeat: it was not the batches, and none is skipped. Raises RuntimeError when there is no checkpoint (the guard asks
+    first).
     """
     path = parts.checkpoints.find("auto")
     if path is None:
         raise RuntimeError("no checkpoint to go back to")
     restored = parts.load_state_dict(parts.checkpoints.load(path, parts.engine), keep_budgets=True)
-    skipped = rollback_skip(parts.guard.used["rollback"], max(progress.position - restored.position, 1))
-    restored = replace(restored, position=restored.position + skipped)
+    if not repeat:
+        skipped = rollback_skip(parts.guard.used["rollback"], max(progress.position - restored.position, 1))
+        restored = replace(restored, position=restored.position + skipped)
     parts.batches.restore(restored.position)
     return restored, str(path)
 
 
-def react(parts: Parts, progress: Progress, judgement: Judgement, causes: Causes) -> Progress:
-    """Do what the verdict asks for beyond discarding the step, and record the incident."""
+def react(parts: Parts, progress: Progress, judgement: Judgement, causes: Causes, *, repeat: bool = False) -> Progress:
+    """Do what the verdict asks for beyond discarding the step, and record the incident. repeat: as for `roll_back`."""
     modules = [finding.module for _, finding in causes]
     further: dict[str, Any] = {}
     refused_at = progress
@@ -43,7 +45,7 @@ def react(parts: Parts, progress: Progress, judgement: Judgement, causes: Causes
         promote(parts.engine.regions, parts.promotions, modules, to=to, step=progress.step)
         further = {"promoted_to": to}
     if judgement.verdict is Verdict.ROLLBACK:
-        progress, path = roll_back(parts, progress)
+        progress, path = roll_back(parts, progress, repeat=repeat)
         further = {"rolled_back_to": path, "position": progress.position}
     record_incident(parts.record, parts.resolved, refused_at, judgement, modules, further)
     return progress

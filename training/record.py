@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from precision.guard import Judgement
 from precision.step_health import Health
 from tracking.record import Record
 from training.checkpoint.outcome import Saved
+from training.early_warnings import EarlyWarning
 from training.engine import Engine
 from training.engine.health import Evaluation, Update
 from training.progress import Progress
@@ -39,8 +43,9 @@ def record_step(
     further: dict[str, Any] = {}
     if health.metrics:
         further["metrics"] = health.metrics
-    if batch.labels_by_source is not None:
-        further["labels_by_source"] = batch.labels_by_source
+    if batch.source_names:
+        known = batch.labels_by_source
+        further["labels_by_source"] = health.counts_by_source if known is None else known
         further["loss_by_source"] = health.loss_by_source
     record.event(
         "step",
@@ -79,9 +84,17 @@ def record_telemetry(record: Record, progress: Progress, measured: dict[str, Any
     record.event("telemetry", **where, **measured)
 
 
-def record_causes(record: Record, progress: Progress, causes: Causes) -> None:
-    """One `nonfinite` event for each cause, first causes first."""
+def record_warnings(record: Record, progress: Progress, warnings: Sequence[EarlyWarning]) -> None:
+    """One `warning` event each. progress: after the step."""
+    for warning in warnings:
+        fields = {**asdict(warning), "modules": list(warning.modules)}
+        record.event("warning", step=progress.step, tokens=progress.tokens, **fields)
+
+
+def record_causes(record: Record, progress: Progress, causes: Causes, *, sequence: int = 1) -> None:
+    """One `nonfinite` event for each cause, first causes first. sequence: ranks that share a sequence."""
     for rank, finding in causes:
+        further = {"slice": rank % sequence + 1, "slices": sequence} if sequence > 1 else {}
         record.event(
             "nonfinite",
             step=progress.step,
@@ -94,6 +107,7 @@ def record_causes(record: Record, progress: Progress, causes: Causes) -> None:
             largest_finite=finding.largest_finite,
             micro_batch=finding.micro_batch,
             seen=finding.seen,
+            **further,
         )
 
 
@@ -114,7 +128,7 @@ def record_incident(
         verdict=judgement.verdict.value,
         reason=judgement.reason,
         modules=list(dict.fromkeys(modules)),
-        replay=f"python -m training.replay {Path(run.dir) / run.name} --step {progress.step}",
+        replay=f"python -m training.replay {shlex.quote(str(Path(run.dir) / run.name))} --step {progress.step}",
         **further,
     )
 

@@ -37,4 +37,5 @@ def learning_rate(schedule: ScheduleSection, *, peak: float, applied: int, total
 
 def scheduled_rate(config: Config, applied: int) -> float:
     """The run's learning rate of the update that follows `applied` applied steps."""
-    return learning_rate(config.schedule, peak=config.optimizer.learning_rate, applied=applied, total=config.run.steps)
+    peak, total = config.optimizer.learning_rate, config.scheduled_steps
+    return learning_rate(config.schedule, peak=peak, applied=applied, total=total)

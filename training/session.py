@@ -20,8 +20,9 @@ from config.resolved import Resolved
 from config.schema import Config
 from config.task import ENCODER_TASKS
 from data.corpus import Corpus
-from data.loader import Batch, Batches, validation_batches
+from data.loader import Batch, Batches, next_tokens, validation_batches
 from data.row_shards import RowShards
+from data.sequence_slices import sliced
 from data.shards import TokenShards
 from modeling.build import attention_of, count_parameters, without_dropout
 from tracking.crash import Crash
@@ -89,6 +90,7 @@ class Session:
             "the base model": self.base,
             "the teacher": self.teacher,
             "world size": self.resolved.world_size,
+            "parallel.sequence": self.resolved.batch.sequence,
             "ZeRO stage": self.resolved.zero_stage,
             "precision.compute": self.resolved.compute,
             "offload": self.resolved.offload,
@@ -119,6 +121,7 @@ def session(
         if world is None:
             world = distributed.join(resolved)
             ends.callback(distributed.stop)
+        world = world.sharing_sequences(config.parallel.sequence, timeout_minutes=config.run.timeout_minutes)
         if trains:
             crash, owned = Crash(run_dir_of(resolved).events, world.rank), list[bool]()
 
@@ -172,15 +175,19 @@ def _with_attention(resolved: Resolved, attention: str) -> Resolved:
 
 def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:
     """How this rank's batches are cut: arguments of the data loader."""
-    config = resolved.config
+    config, plan = resolved.config, resolved.batch
+    make, documents = task_of(config).make_batch(config, corpus), documents_of(config, corpus)
+    if plan.sequence > 1:
+        make = make or next_tokens(config.data.sequence_length, documents)
+        make = sliced(make, rank=resolved.rank % plan.sequence, ranks=plan.sequence)
     return {
-        "make_batch": task_of(config).make_batch(config, corpus),
-        "documents": documents_of(config, corpus),
+        "make_batch": make,
+        "documents": documents,
         "sequence_length": config.data.sequence_length,
-        "global_size": resolved.batch.global_size,
-        "micro_size": resolved.batch.micro_size,
-        "rank": resolved.rank,
-        "world_size": resolved.world_size,
+        "global_size": plan.global_size,
+        "micro_size": plan.micro_size,
+        "rank": resolved.rank // plan.sequence,
+        "world_size": plan.data_ranks,
     }
 
 

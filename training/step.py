@@ -1,12 +1,14 @@
 """One optimizer step, from the batch to the record.
 
-forward, backward -> norm -> (causes, if it is not finite) -> judge -> apply or discard -> record -> react
+forward, backward -> norm -> (again, if it is suspicious) -> (causes, if it is not finite) -> judge -> apply or discard
+-> record -> react
 """
 
 from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from functools import partial
 
 from data.loader import Batch
 from precision.guard import Judgement, Verdict
@@ -14,13 +16,14 @@ from precision.inner_dtypes import over_ranks
 from precision.observe import Observation, verify
 from precision.step_health import Health
 from training.attribution import attribute
+from training.corruption.checks import Examined
 from training.engine.health import Outcome
 from training.engine.ledger import read_ledger
 from training.parts import Parts
 from training.progress import Progress
 from training.promotions import Causes, demote_due, promotable
 from training.reactions import react
-from training.record import record_causes, record_step, record_telemetry
+from training.record import record_causes, record_step, record_telemetry, record_warnings
 from training.schedule import scheduled_rate
 from training.telemetry import Telemetry
 
@@ -36,44 +39,65 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     waited = time.perf_counter() - started
 
     # Forward and backward of every micro-batch. Where due, dtypes and gradients are observed.
-    watch, telemetry = _due_watch(parts, progress), _due_telemetry(parts, progress)
-    with watch or nullcontext(), telemetry.watching(batch) if telemetry else nullcontext():
+    watch, telemetry, checks = _due_watch(parts, progress), _due_telemetry(parts, progress), parts.checks
+    signing = checks.signing(progress.step + 1) if checks else nullcontext()
+    with watch or nullcontext(), telemetry.watching(batch) if telemetry else nullcontext(), signing:
         outcome = engine.forward_backward(batch, step=batch.position + 1)
 
     # The norm of the reduced gradients, and one small gather, after which every rank decides the same.
-    health = engine.health(
-        outcome,
-        progress,
+    measure = partial(
+        engine.health,
+        progress=progress,
         preempted_here=parts.preemption.requested_here,
         save_ended_here=parts.checkpoints.save_ended,
         data_seconds=waited,
     )
+    if checks is None:
+        found = Examined(outcome, measure(outcome))
+    else:  # values that differ are repaired, and a suspicious step is made again
+        health = measure(outcome, checks=checks.numbers(progress.step + 1), repeats=checks.reexecutes)
+        found = checks.examine(batch, outcome, health, again=partial(measure, repeats=True), suspicion=guard.suspicion)
+    outcome, health = found.outcome, found.health
     causes = _find_causes(parts, health, batch, outcome)
+    warnings = parts.warnings.before_step(health)
+    telemetry = telemetry or (parts.telemetry if warnings else None)  # which module's gradients jumped
     measured = telemetry is not None and health.finite
     if telemetry is not None and measured:
         telemetry.measure()
 
     # Judge the step before the optimizer sees it, then apply its gradients or discard them.
+    guard.warn(warnings)
     modules, _ = promotable(engine.regions, causes, to=config.guard.promote_to)
     judgement = guard.judge(health, can_promote=bool(modules), can_roll_back=parts.checkpoints.any_saved)
     rate = scheduled_rate(config, progress.applied) * guard.lr_factor
     apply = judgement.verdict is Verdict.STEP
+    if checks and apply:
+        checks.before_update()
     update = engine.step(health, rate, apply=apply)
     progress = progress.after(tokens=batch.tokens, applied=update.applied)
+    if checks and update.applied:
+        checks.after_update(health, update, applied=progress.applied)
     warm = progress.applied > config.schedule.warmup_steps
     guard.note(health, judgement, applied=update.applied, update_ratio=update.update_ratio if warm else None)
 
     # Record it, and react to what was wrong with it.
     record_step(record, engine, progress, batch, health, update, seconds=time.perf_counter() - started, waited=waited)
-    record_causes(record, progress, causes)
+    record_causes(record, progress, causes, sequence=parts.resolved.batch.sequence)
+    for event, fields in found.events:
+        record.event(event, step=progress.step, tokens=progress.tokens, **fields)
+    warnings += parts.warnings.after_step(health, applied=update.applied, warm=warm)
     if watch is not None:
         _verify_precision(parts, progress, watch)
     if telemetry is not None and measured:
-        record_telemetry(record, progress, telemetry.finish(applied=update.applied))
+        fields = telemetry.finish(applied=update.applied, clip=update.clip_coefficient)
+        record_telemetry(record, progress, {**fields, "second_moment_age": parts.warnings.memory_age})
+        warnings += parts.warnings.after_telemetry(progress.step, fields, warm=warm)
+    record_warnings(record, progress, warnings)
+    guard.warn([warning for warning in warnings if warning.signal != "gradient_jump"])
     if update.applied and progress.applied == 1:
         read_ledger(engine, reduce=config.precision.reduce)  # the optimizer's states exist now: check their dtypes
     if judgement.verdict is not Verdict.STEP and not judgement.routine:
-        progress = react(parts, progress, judgement, causes)
+        progress = react(parts, progress, judgement, causes, repeat=health.corruption is not None)
     demoted = demote_due(engine.regions, parts.promotions, guard)
     if demoted:
         record.note(f"promotions taken back after their probation: {demoted}", demoted=demoted)
@@ -110,7 +134,14 @@ def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> N
 
 
 def _find_causes(parts: Parts, health: Health, batch: Batch, outcome: Outcome) -> Causes:
-    """Which rank, module and tensor made the step not finite; nothing, at no cost, when it is finite."""
-    if health.finite or (health.routine_overflow and not parts.resolved.config.guard.attribute_overflows):
+    """Which rank, module and tensor made the step not finite; nothing, at no cost, when it is finite.
+
+    Nor where the machine is known to be at fault.
+    """
+    if (
+        health.finite
+        or health.corruption is not None
+        or (health.routine_overflow and not parts.resolved.config.guard.attribute_overflows)
+    ):
         return []
     return attribute(parts.engine, batch, outcome, step=batch.position + 1)

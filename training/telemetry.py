@@ -23,7 +23,9 @@ from torch import nn
 
 from config.errors import UserError
 from data.loader import Batch
+from modeling.activation_checkpointing import blocks_of
 from modeling.compiling import CompiledBlock
+from precision.activation_signals import AttentionMeter, ChannelMeter, channel_figures
 from precision.dtypes import DTYPES
 from precision.fp8 import FORMATS, FlushMeter, rounded
 from precision.sampling import (
@@ -38,6 +40,8 @@ from precision.sampling import (
 )
 from precision.statistics import ActivationMeter, Agreement, compare_gradients, to_plain
 from training.engine import Engine
+from training.engine.adam_signals import COLUMNS as ADAM_COLUMNS
+from training.engine.adam_signals import adam_figures, adam_sums
 from training.engine.rng import generators, restore_generators
 from training.engine.tensors import (
     Shard,
@@ -52,8 +56,9 @@ from training.engine.tensors import (
 )
 
 _DIGITS = 6  # of a recorded number: telemetry has thousands of them
-_COLUMNS = ("squares", "largest", "apart", "apart_squares", "change", "size", "updated", "lost")
-_SUMMED = (0, 3, 4, 5, 6, 7)  # columns that are added up over ranks; of the others the largest counts
+_COLUMNS = ("squares", "largest", "apart", "apart_squares", "change", "size", "updated", "lost", *ADAM_COLUMNS)
+_SUMMED = (0, 3, 4, 5, 6, 7, 8, 9, 10, 11)  # columns that are added up over ranks; of the others the largest counts
+_ADAM = slice(8, 13)
 
 
 class Telemetry:
@@ -79,13 +84,23 @@ class Telemetry:
         self._scale = 1.0
         self._agreement: dict[str, Agreement] = {}
         self._masters: dict[int, tuple[Shard, torch.Tensor]] = {}
+        self._samples: dict[int, torch.Tensor] = {}
+        names = {module: name for name, module in engine.model.named_modules()}
+        self._blocks = {names[block]: block for block in blocks_of(engine.model)}
+        self._attention = AttentionMeter(engine.model, active=False)
+        self._channels = ChannelMeter({})
 
     @contextmanager
     def watching(self, batch: Batch) -> Iterator[None]:
         """Around the forward and backward passes of the step to measure; the probe runs before them."""
         if self._probe:
             self._reference = self._fp32_gradients(batch)
-        with ActivationMeter(self._engine.model, self._unwatched()) as self._meter, self._counting_flushed():
+        model = self._engine.model
+        compiled = any(isinstance(block.__dict__.get("forward"), CompiledBlock) for block in self._blocks.values())
+        self._attention = AttentionMeter(model, active=not compiled)
+        self._channels = ChannelMeter(dict(self._blocks))
+        self._meter = ActivationMeter(model, self._unwatched())
+        with self._attention, self._channels, self._meter, self._counting_flushed():
             yield
 
     @contextmanager
@@ -116,14 +131,17 @@ class Telemetry:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Look at gradients and weights. Call between backward and step; gradients have to be finite."""
+        """Look at gradients and weights. Call between backward and step; gradients have to be finite.
+
+        Without `watching` before, the event has nothing of the forward pass.
+        """
         engine = self._engine
         device, scale = engine.world.device, engine.loss_scale
         self._scale = scale  # the step may change it
         self._numbers = torch.zeros(len(self._parameters), len(_COLUMNS), dtype=torch.float64, device=device)
         self._counts = torch.zeros(len(self._parameters), EXPONENTS + 1, dtype=torch.int64, device=device)
         gradients: dict[int, torch.Tensor] = {}
-        self._masters = {}
+        self._masters, self._samples = {}, {}
         for row, parameter in enumerate(self._parameters.values()):
             shard = self._own_shard(parameter)
             if shard is None or not shard.length:
@@ -136,7 +154,8 @@ class Telemetry:
             rows, found = torch.tensor(list(gradients), device=device), list(gradients.values())
             self._numbers[rows, 0] = sums_of_squares(found).to(device) / scale**2
             self._numbers[rows, 1] = largest(found).to(device) / scale
-            self._counts[rows] = exponent_counts([sampled(values).float() / scale for values in found]).to(device)
+            self._samples = {row: sampled(values).float() / scale for row, values in gradients.items()}
+            self._counts[rows] = exponent_counts(list(self._samples.values())).to(device)
         if engine.compute != "fp32" and engine.stage > 0:
             self._measure_drift()
         if self._reference:
@@ -179,16 +198,32 @@ class Telemetry:
             sums = torch.stack([values.sum().double() for values in found])
             self._numbers[row, 4:8] = sums.to(self._numbers.device) * (shard.length / len(before))
 
+    def _measure_averages(self, clip: float) -> None:
+        parameters = list(self._parameters.values())
+        for row, gradient in self._samples.items():
+            if len(shape_of(parameters[row])) < 2:
+                continue  # a vector's few values make figures that jump in a sound run
+            sums = adam_sums(self._engine, self._masters[row][0], gradient * clip)
+            if sums is not None:
+                self._numbers[row, _ADAM] = sums.to(self._numbers.device)
+
     @torch.no_grad()
-    def finish(self, *, applied: bool) -> dict[str, Any]:
-        """The fields of a `telemetry` event, after the optimizer step. applied: whether it changed the weights."""
+    def finish(self, *, applied: bool, clip: float = 1.0) -> dict[str, Any]:
+        """The fields of a `telemetry` event, after the optimizer step.
+
+        applied: whether it changed the weights. clip: the factor by which clipping shrank the gradient.
+        """
         if applied:
             self._measure_update()
-        assert self._meter is not None
-        names = list(self._meter.names)
-        seen = torch.stack([self._meter.maxima.get(name, self._unseen) for name in names]).double()
+            self._measure_averages(clip)
+        names = list(self._meter.names) if self._meter is not None else []
+        maxima = self._meter.maxima if self._meter is not None else {}
+        unseen = torch.full((), -1.0, device=self._engine.world.device)
+        seen = torch.stack([unseen, *(maxima.get(name, unseen) for name in names)])[1:].double()
         flushed = self._flushed.counts
-        parts = (self._numbers.reshape(-1), self._counts.reshape(-1).double(), seen, flushed.reshape(-1))
+        logits = [largest.double().view(1) for largest in self._attention.largest.values()]
+        tops = torch.cat(logits) if logits else seen[:0]
+        parts = (self._numbers.reshape(-1), self._counts.reshape(-1).double(), seen, flushed.reshape(-1), tops)
         ranks = self._engine.world.gather(torch.cat(parts)).cpu()
         by_rank = ranks.split([part.numel() for part in parts], dim=1)
         numbers = by_rank[0].view(len(ranks), len(self._parameters), len(_COLUMNS))
@@ -198,24 +233,59 @@ class Telemetry:
         activations = {name: _short(value) for name, value in zip(names, by_rank[2].amax(0).tolist(), strict=True)}
         fields = {
             "gradients": self._gradients(total, counts),
-            "activation_max": {name: activations[name] for name in self._meter.maxima if name in activations},
+            "activation_max": {name: activations[name] for name in maxima if name in activations},
             "probe": to_plain(self._agreement),
             "drift": self._drift(total),
             "update_ratio": _ratio(total[:, 4].sum(), total[:, 5].sum()) if applied else None,
             "update_ratios": self._updates(total) if applied else {},
             "lost_updates": self._lost(total),
             "gradient_exponents": _trimmed(counts[:, 1:EXPONENTS].sum(0)),
+            **self._forward_signals(by_rank[4].amax(0).tolist()),
+            "adam": self._averages(total) if applied else {},
+            "embedding_share": self._embedding_share(total),
         }
         if self._flushed.modules:
             shares = self._flushed.shares(by_rank[3].sum(0).view_as(flushed))
             fields["fp8_flushed"] = {name: {key: _short(v) for key, v in row.items()} for name, row in shares.items()}
         self._reference, self._agreement, self._masters, self._meter = {}, {}, {}, None
-        self._flushed = FlushMeter((), self._engine.world.device)
+        self._attention, self._channels = AttentionMeter(self._engine.model, active=False), ChannelMeter({})
+        self._flushed, self._samples = FlushMeter((), self._engine.world.device), {}
         return fields
 
-    @property
-    def _unseen(self) -> torch.Tensor:
-        return torch.full((), -1.0, device=self._engine.world.device)
+    def _forward_signals(self, largest: list[float]) -> dict[str, Any]:
+        """The figures of attention and channels. largest: logits over ranks. A collective."""
+        entropies, squares = self._attention.entropies, self._channels.squares
+        found = [tensor.reshape(-1) for tensor in (*entropies.values(), *squares.values())]
+        if not found:
+            return {"attentions": {}, "channels": {}}
+        sums = iter(self._engine.world.sum(torch.cat(found)).cpu().split([len(part) for part in found]))
+        attention, channels = {}, {}
+        for name, logit in zip(entropies, largest, strict=True):
+            shares, counts = next(sums).view(2, -1)
+            heads = shares / counts  # nan of sequences of one token
+            figures = {"logit": logit, "entropy": float(heads.mean()), "lowest_entropy": float(heads.min())}
+            attention[name] = {key: _short(value) for key, value in figures.items()}
+        for name in squares:
+            kurtosis, outliers = channel_figures(next(sums))
+            channels[name] = {"kurtosis": _short(kurtosis), "outliers": outliers}
+        return {"attentions": attention, "channels": channels}
+
+    def _averages(self, total: torch.Tensor) -> dict[str, dict[str, float]]:
+        """By module with a matrix: RMS_t, and the signal's share of its gradients (training/engine/adam_signals.py)."""
+        found = {}
+        for module, rows in self._by_module().items():
+            *sums, _ = total[rows, _ADAM].sum(0).tolist()
+            figures = adam_figures(self._engine, [*sums, float(total[rows, _ADAM][:, -1].max())])
+            if figures is not None:
+                found[module] = {key: _short(value) for key, value in figures._asdict().items() if value is not None}
+        return found
+
+    def _embedding_share(self, total: torch.Tensor) -> float | None:
+        """The embedding's share of the squared gradient norm; None where no embedding is trained."""
+        embedding = self._engine.model.get_input_embeddings()
+        rows = [row for row, p in enumerate(self._parameters.values()) if p is getattr(embedding, "weight", None)]
+        everything = float(total[:, 0].sum())
+        return _short(float(total[rows, 0].sum()) / everything) if rows and everything else None
 
     def _by_module(self) -> dict[str, list[int]]:
         """Module to the rows of its parameters, in the model's order."""

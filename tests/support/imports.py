@@ -22,7 +22,7 @@ FLOORS = (
     ("rendezvous", "tasks"),
     ("distributed", "progress", "schedule", "promotions", "loss_scaler", "jobs", "preemption"),
     ("engine", "watchdog"),
-    ("checkpoint", "telemetry", "attribution", "sinks", "references"),
+    ("checkpoint", "telemetry", "attribution", "corruption", "sinks", "references", "early_warnings"),
     ("teacher",),
     ("record", "tracing", "session"),
     ("profile",),

@@ -238,7 +238,7 @@ def _failures(pod: Pod) -> Iterator[str]:
         if "launch.kubernetes.retryable" not in arguments(pod)[0]:
             yield "the operator would take 75 for final"
         return
-    final = [cli.CONFIG_ERROR, cli.DIVERGED, cli.UNSAVED]
+    final = [cli.CONFIG_ERROR, cli.DIVERGED, cli.BROKEN, cli.UNSAVED]
     codes = {"containerName": pod.container["name"], "operator": "In"}
     rules = [
         {"action": "FailJob", "onExitCodes": codes | {"values": final}},

@@ -27,9 +27,10 @@ from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from training.benchmark import overhead
 from training.benchmark.overhead import bare_step
-from training.build import assemble
+from training.build import assemble, checks_wanted
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
+from training.corruption.checks import Checks
 from training.distributed import World
 from training.loop import save_now
 from training.parts import Parts
@@ -114,16 +115,20 @@ def parts_of(world: World, folder: Path, *, overrides: tuple[str, ...] = (), **o
     with engine_of(world, resolved) as engine:
         record = Record([JsonlSink(folder / "events.jsonl")]) if world.is_main else Record.silent()
         checkpoints = Checkpoints(folder, keep=Retention(1), identity={}, world=world)
-        parts, _ = assemble(resolved, engine, RandomBatches(world), record=record, checkpoints=checkpoints)
+        checks = Checks(engine, resolved) if checks_wanted(resolved.config.guard) else None
+        parts, _ = assemble(
+            resolved, engine, RandomBatches(world), record=record, checkpoints=checkpoints, checks=checks
+        )
         yield parts
 
 
 TWO_SOURCES = "data.sources=[{source: stdlib, name: a, weight: 1}, {source: stdlib, name: b, weight: 1}]"
 
 
-def waits_and_collectives(world: World, *, stage: int, compute: str) -> dict[str, Any]:
-    """Counts of one bare and one guarded step, both warm, on batches of two sources."""
-    options: dict[str, Any] = {"stage": stage, "compute": compute, "overrides": (TWO_SOURCES, "data.tokenizer=bytes")}
+def waits_and_collectives(world: World, *, stage: int, compute: str, further: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Counts of one bare and one guarded step, both warm, on batches of two sources. further: overrides."""
+    overrides = (TWO_SOURCES, "data.tokenizer=bytes", *further)
+    options: dict[str, Any] = {"stage": stage, "compute": compute, "overrides": overrides}
     with tempfile.TemporaryDirectory() as folder, parts_of(world, Path(folder), **options) as parts:
         own = parts.batches.next_step
 

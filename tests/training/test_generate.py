@@ -97,3 +97,12 @@ def test_mistakes_are_one_line(
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert problem in errors[0]
+
+
+def test_an_adapter_of_a_masked_language_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text('{"architectures": ["BertForMaskedLM"], "model_type": "bert"}')
+    for task, base in (("null", tmp_path / "base"), ('"SEQ_CLS"', "anywhere")):
+        (tmp_path / "adapter_config.json").write_text(f'{{"task_type": {task}, "base_model_name_or_path": "{base}"}}')
+        assert main([str(tmp_path), "--prompt", "the"]) == 2
+        assert "is an adapter of an encoder, which generates no text; use it in transformers" in capsys.readouterr().err

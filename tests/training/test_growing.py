@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from config.schema import WarningsSection
 from tests.training import growing_cases
 from tracking.heatmap.grid import HeatCollector
 from tracking.heatmap.words import dangers, sentences
+from training.early_warnings import EarlyWarnings
 
 
 def heat_until(events, step):
@@ -32,3 +34,13 @@ def test_the_sentence_names_the_layer_and_the_step_of_the_overflow(pair):
         line = sentences(heat)["activation"]
         assert line.startswith("layer 1 down_proj: activations at ")
         assert f"overflow expected near step {danger.overflow}" in line
+    # The same as an early warning, with 30 steps' notice asked for.
+    judge = EarlyWarnings(WarningsSection(overflow_steps=30), beta2=None, clipping=0.0, in_fp16=lambda name: True)
+    said = [
+        (event["step"], it)
+        for event in found["events"]
+        for it in judge.after_telemetry(event["step"], event, warm=True)
+    ]
+    step, warning = next((step, it) for step, it in said if it.signal == "overflow_steps")
+    assert warning.module == growing_cases.MODULE
+    assert found["overflow"] - 36 <= step <= found["overflow"] - 24

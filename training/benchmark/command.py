@@ -1,16 +1,22 @@
 """Mantissa compared with other training loops: the same work, in turn, as real jobs.
 
     python -m training.benchmark --config config/recipes/benchmark.yaml [--rounds 5] [--steps 30] [--out runs/benchmark]
-        [--contestants mantissa,bare,accelerate,trainer,torchtitan] [--at-least mantissa/bare=0.99] [key.sub=value ...]
+        [--contestants mantissa,bare,accelerate,trainer,trl,torchtitan] [--at-least mantissa/bare=0.99]
+        [key.sub=value ...]
 
 Contestants: mantissa (as the config has it), mantissa-full (telemetry, spike detection and Prometheus as well),
 mantissa-off (no wandb, a silent console), bare (`deepspeed.initialize` and a loop), accelerate and trainer (Hugging
-Face, both on DeepSpeed), torchtitan and torchtitan-compile (its own Trainer, on FSDP2, where it is installed);
-mantissa-fp32, -bf16, -fp16 and -manifest are Mantissa in that precision, whatever the config's, mantissa-torch,
--liger and -compile with those kernels. All start from the same weights and train on the same tokens in the same order,
-with the same learning rates and the same resolved DeepSpeed JSON (translated for torchtitan). Each round runs every
-contestant once, in an order that is reversed from round to round; ratios are taken round by round, so that a machine
-whose speed drifts disturbs all alike. Losses are compared, too: contestants whose losses differ get no ratio.
+Face, both on DeepSpeed), trl (its SFTTrainer and DPOTrainer on DeepSpeed, where it is installed), torchtitan and
+torchtitan-compile (its own Trainer, on FSDP2, where it is installed); mantissa-fp32, -bf16, -fp16 and -manifest are
+Mantissa in that precision, whatever the config's, mantissa-torch, -liger and -compile with those kernels. All start
+from the same weights and train on the same tokens in the same order, with the same learning rates and the same resolved
+DeepSpeed JSON (translated for torchtitan). Each round runs every contestant once, in an order that is reversed from
+round to round; ratios are taken round by round, so that a machine whose speed drifts disturbs all alike. Losses are
+compared, too: contestants whose losses differ get no ratio.
+
+task: sft (with data.packing=none) is trained by mantissa, trainer and trl, task: dpo by mantissa and trl, both with or
+without an adapter. All get the same tokens and labels and the same first values of the adapter; each pads its batches
+as it does. Such steps are not split by stage.
 
 The folder gets `benchmark.json` and `benchmark.md`, logs and results. Exit code 0; 3: losses differ, or a bound of
 --at-least fails; 2: it cannot be done. What Mantissa adds to a step is
@@ -35,6 +41,7 @@ from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
+from config.schema import Config
 from tracking.environment import environment
 from tracking.jsonl import plain
 from training.benchmark.contestants import (
@@ -53,9 +60,9 @@ from training.jobs import add_processes_option, default_processes, in_turn, shor
 ALL_HOLD, FAILED = 0, 3
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
 """Largest relative difference of a step's loss, by dtype of forward and backward."""
-DEFAULT_CONTESTANTS = "mantissa,bare,accelerate,trainer,torchtitan"
+DEFAULT_CONTESTANTS = "mantissa,bare,accelerate,trainer,trl,torchtitan"
 """Contestants unless others are named; those that are not installed are skipped, with the reason."""
-EARLIER_RESULTS = ("logs", "results", "runs", "weights", "tokens.npy", "spec.json", "spec-split.json")
+EARLIER_RESULTS = ("logs", "results", "runs", "weights", "rows", "tokens.npy", "spec.json", "spec-split.json")
 """Left in the folder by an earlier benchmark, and replaced by the next one."""
 
 
@@ -115,13 +122,31 @@ def resolve(options: argparse.Namespace, processes: int) -> tuple[Resolved, tupl
     if resolved.config.model.activation_checkpointing not in ("none", "full") or resolved.config.data.document_masking:
         problem = "model.activation_checkpointing other than none and full, and data.document_masking, are"
         raise UserError(f"{options.config}: {problem} only Mantissa's; set what the others have, too")
-    if resolved.config.task != "pretrain":
-        raise UserError(f"{options.config}: task = {resolved.config.task} is not what the contestants train; remove it")
-    if resolved.config.adapter.kind != "none" or resolved.config.data.sources:
-        raise UserError(f"{options.config}: adapter and data.sources are only Mantissa's; remove them")
+    _require_shared(options.config, resolved.config)
     if resolved.config.faults or resolved.config.defects:
         raise UserError(f"{options.config}: faults and defects have no place in a benchmark; remove them")
     return resolved, tuple(arguments)
+
+
+def _require_shared(file: str, config: Config) -> None:
+    """Raise UserError for a task, or a setting of one, that only Mantissa has."""
+    if config.task not in ("pretrain", "sft", "dpo"):
+        raise UserError(f"{file}: task = {config.task} is not what the contestants train; choose pretrain, sft or dpo")
+    if config.data.sources or (config.task == "pretrain" and config.adapter.kind != "none"):
+        raise UserError(f"{file}: data.sources, and an adapter of task pretrain, are only Mantissa's; remove them")
+    if config.task == "sft" and config.data.packing != "none":
+        raise UserError(f"{file}: data.packing = {config.data.packing} packs as only Mantissa does; set none")
+    own = {
+        "sft.loss": ("sft", config.sft.loss, "token"),
+        "sft.neftune_alpha": ("sft", config.sft.neftune_alpha, 0.0),
+        "preference.loss": ("dpo", config.preference.loss, "sigmoid"),
+        "preference.label_smoothing": ("dpo", config.preference.label_smoothing, 0.0),
+        "preference.sft_weight": ("dpo", config.preference.sft_weight, 0.0),
+        "adapter.dropout": (config.task, config.adapter.dropout, 0.0),
+    }
+    for key, (task, value, needed) in own.items():
+        if task == config.task and value != needed:
+            raise UserError(f"{file}: {key} = {value} would not be the same for all contestants; set {needed}")
 
 
 def run_repeats(runner: Runner, contestants: Sequence[str], repeats: int) -> dict[str, list[Run]]:
@@ -157,16 +182,17 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
         print(f"{name} takes no part: {reason}", flush=True)
     bounds = read_bounds(options.at_least, contestants, skipped)
     runner = Runner(folder, arguments, processes, tuple(shlex.split(options.launch)), work.spec)
-    if options.peak_tflops is None:
+    peak: dict[str, Any] | None = None
+    if work.flops_per_token is not None and options.peak_tflops is None:
         peak = runner.peak()
-    else:
+    elif work.flops_per_token is not None:
         peak = {"flops": options.peak_tflops * 1e12 * processes, "how": "--peak-tflops x processes"}
     runs = run_repeats(runner, contestants, options.repeats)
     lower = not PRECISIONS.keys().isdisjoint(contestants)
     tolerance = options.loss_tolerance or TOLERANCE["bf16" if lower else resolved.compute]
-    tokens = resolved.tokens_per_step
-    found = compare(runs, tokens=tokens, flops_per_token=work.flops_per_token, peak=peak["flops"], tolerance=tolerance)
-    if not options.no_split:
+    tokens, flops = work.tokens_per_step, None if peak is None else peak["flops"]
+    found = compare(runs, tokens=tokens, flops_per_token=work.flops_per_token, peak=flops, tolerance=tolerance)
+    if not options.no_split and work.spec.task == "pretrain":
         for name in (name for name in contestants if name not in WITHOUT_SPLIT):
             found["contestants"][name]["split"] = runner.split(name)
     found |= {"peak": peak, "flops_per_token": work.flops_per_token, "passed_over": skipped}
@@ -182,12 +208,14 @@ def _conditions(options: argparse.Namespace, resolved: Resolved, work: Work, pro
     config = resolved.config
     return {
         "model": config.model.name_or_path or config.model.architecture,
+        "task": config.task,
+        "adapter": "" if config.adapter.kind == "none" else f" by {config.adapter.kind} of rank {config.adapter.r}",
         "parameters": work.parameters,
         "zero_stage": resolved.zero_stage,
         "offload": resolved.offload,
         "compute": resolved.compute,
         "processes": processes,
-        "tokens": resolved.tokens_per_step,
+        "tokens": work.tokens_per_step,
         "batch": dataclasses.asdict(resolved.batch),
         "rounds": options.repeats,
         "timed_steps": options.steps,

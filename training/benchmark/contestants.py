@@ -62,12 +62,15 @@ PEERS = {
     "bare": "training.benchmark.peers.bare_loop",
     "accelerate": "training.benchmark.peers.accelerate_loop",
     "trainer": "training.benchmark.peers.trainer_loop",
+    "trl": "training.benchmark.peers.trl_loop",
     "torchtitan": "training.benchmark.peers.titan_loop",
     "torchtitan-compile": "training.benchmark.peers.titan_loop",
 }
 """Loops of other libraries: module by name."""
 TITAN: dict[str, tuple[str, ...]] = {"torchtitan": (), "torchtitan-compile": ("--compile",)}
 """torchtitan's contestants, and the arguments of its loop."""
+TASKS = {"bare": ("pretrain",), "accelerate": ("pretrain",), "trainer": ("pretrain", "sft"), "trl": ("sft", "dpo")}
+"""What the loops train, where they do not train every task."""
 WITHOUT_SPLIT = tuple(TITAN)
 """Contestants that run forward and backward in one call, in chunks or as one CUDA graph: their stages cannot be timed
 separately."""
@@ -209,9 +212,16 @@ def choose(names: str) -> tuple[list[str], dict[str, str]]:
 
 def skip_unsupported(contestants: Sequence[str], spec: Spec) -> tuple[list[str], dict[str, str]]:
     """Those that can train this work, and those that cannot, with the reason. Raises UserError: none is left."""
+    skipped = {
+        name: f"it trains {' and '.join(TASKS[name])}, not {spec.task}"
+        for name in contestants
+        if spec.task not in TASKS.get(name, (spec.task,))
+    }
     titans = [name for name in contestants if name in TITAN]
-    reason = titan_terms.unsupported_reason(spec) if titans else None
-    skipped = dict.fromkeys(titans, reason) if reason is not None else {}
+    reason = None
+    if titans:
+        reason = titan_terms.unsupported_reason(spec) if spec.task == "pretrain" else "it trains pretrain only here"
+    skipped |= dict.fromkeys(titans, reason) if reason is not None else {}
     chosen = [name for name in contestants if name not in skipped]
     if not chosen:
         reasons = "; ".join(skipped.values())
@@ -223,6 +233,8 @@ def _unavailable_reason(name: str) -> str | None:
     """Why a contestant cannot be started here, whatever the work is; None where it can."""
     if name in ("accelerate", "trainer") and find_spec("accelerate") is None:
         return "accelerate is not installed"
+    if name == "trl" and find_spec("trl") is None:
+        return "trl is not installed; make trl installs it into a folder of its own"
     if name == "mantissa-liger":
         return _liger_unavailable_reason()
     return titan_terms.unavailable_reason() if name in TITAN else None

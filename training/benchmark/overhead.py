@@ -375,7 +375,12 @@ def resolve_llama(arguments: Sequence[str], parameters: float, *, layers: int = 
             *("model.name_or_path=null", "model.architecture=llama", f"model.config={{{shape}}}"),
             "model.activation_checkpointing=none",
             *(f"batch.global_size={os.environ.get('WORLD_SIZE', 1)}", "batch.micro_size=1"),
-            *(f"data.sequence_length={SEQUENCE}", "optimizer.learning_rate=1.0e-8", "guard.spike_sigmas=6"),
+            *(
+                "parallel.sequence=1",
+                f"data.sequence_length={SEQUENCE}",
+                "optimizer.learning_rate=1.0e-8",
+                "guard.spike_sigmas=6",
+            ),
             *("tracking.wandb=disabled", "tracking.prometheus_port=null", "tracking.log_every_steps=1000000"),
         ]
     )

@@ -26,13 +26,18 @@ def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float
 
 
 def compare(
-    runs: Mapping[str, Sequence[Run]], *, tokens: int, flops_per_token: float, peak: float, tolerance: float
+    runs: Mapping[str, Sequence[Run]],
+    *,
+    tokens: float,
+    flops_per_token: float | None,
+    peak: float | None,
+    tolerance: float,
 ) -> dict[str, Any]:
     """By contestant its measurements, and its ratios to the baseline. runs: by contestant, in order of rounds.
 
-    tokens: of a step, over all ranks. peak: [FLOP/s] of all devices. The baseline is the bare loop, where it took part,
-    else the first contestant. Losses are compared with the first Mantissa's, else with the first contestant's; where
-    they differ by more than `tolerance` there is no ratio.
+    tokens: of a step, over all ranks. peak: [FLOP/s] of all devices. Where either rate of FLOP is None there is no MFU.
+    The baseline is the bare loop, where it took part, else the first contestant. Losses are compared with the first
+    Mantissa's, else with the first contestant's; where they differ by more than `tolerance` there is no ratio.
     """
     baseline = "bare" if "bare" in runs else next(iter(runs))
     reference = next((name for name in runs if name in OWN), next(iter(runs)))
@@ -49,7 +54,7 @@ def compare(
             "first_step_seconds": statistics_of([run.first_step_seconds for run in mine]),
             "job_seconds": statistics_of([run.job_seconds for run in mine]),
             "memory_bytes": max(run.result.memory_bytes for run in mine),
-            "mfu": rate["median"] * flops_per_token / peak,
+            "mfu": None if flops_per_token is None or peak is None else rate["median"] * flops_per_token / peak,
             "last_loss": mine[0].result.losses[-1],
             "loss_difference": difference,
             "trains_the_same": difference <= tolerance,
@@ -84,15 +89,13 @@ def page(found: Mapping[str, Any]) -> str:
     contestants, conditions = found["contestants"], found["conditions"]
     rounds = conditions["rounds"]
     lines = [
-        f"{conditions['model']}, {conditions['parameters']:,} parameters; ZeRO-{conditions['zero_stage']}, "
-        f"{conditions['compute']}, {conditions['processes']} processes, {conditions['tokens']:,} tokens a step; "
+        f"{conditions['task']}{conditions['adapter']}, {conditions['model']}, {conditions['parameters']:,} parameters; "
+        f"ZeRO-{conditions['zero_stage']}, {conditions['compute']}, {conditions['processes']} processes, "
+        f"{conditions['tokens']:,.0f} tokens a step; "
         f"{rounds} rounds of {conditions['timed_steps']} timed steps after {conditions['warm_up']} others; "
         "medians of the rounds [least to most].",
         "",
-        f"MFU: tokens/s x {found['flops_per_token'] / 1e6:,.1f} MFLOP a token (6 a weight of linear layers, and "
-        "12 x layers x heads x head size x sequence; nothing recomputed) over "
-        f"{found['peak']['flops'] / 1e12:,.3f} TFLOP/s ({found['peak']['how']}).",
-        "",
+        *_mfu(found),
         f"| | tokens/s | over {found['baseline']} | median step, ms | launch to first step, s | peak memory, MB | MFU "
         f"| loss difference from {found['loss_reference']} |",
         "|---|---|---|---|---|---|---|---|",
@@ -107,7 +110,7 @@ def page(found: Mapping[str, Any]) -> str:
             _with_range(mine["median_step_seconds"], "{:,.1f}", 1e3),
             _with_range(mine["first_step_seconds"], "{:.1f}"),
             f"{mine['memory_bytes'] / 1e6:,.0f}",
-            f"{mine['mfu']:.1%}",
+            "-" if mine["mfu"] is None else f"{mine['mfu']:.1%}",
             f"{mine['loss_difference']:.1e}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -115,6 +118,17 @@ def page(found: Mapping[str, Any]) -> str:
     lines += _splits(contestants)
     lines += [f"{check['of']} >= {check['least']}: {_verdict(check)}" for check in found["bounds"]]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _mfu(found: Mapping[str, Any]) -> list[str]:
+    if found["flops_per_token"] is None:
+        return ["tokens/s: inputs that are not padding, in the mean over the timed steps.", ""]
+    return [
+        f"MFU: tokens/s x {found['flops_per_token'] / 1e6:,.1f} MFLOP a token (6 a weight of linear layers, and "
+        "12 x layers x heads x head size x sequence; nothing recomputed) over "
+        f"{found['peak']['flops'] / 1e12:,.3f} TFLOP/s ({found['peak']['how']}).",
+        "",
+    ]
 
 
 def _splits(contestants: Mapping[str, Any]) -> list[str]:

@@ -1,13 +1,14 @@
 """The work that every contestant of `training.benchmark` does, and the result of one, as JSON files.
 
 The work follows from Mantissa's own config: a folder with the initial weights in FP32, an array with the token windows
-of every step in Mantissa's order, the learning rate of every step, and the resolved DeepSpeed JSON.
+of every step in Mantissa's order, the learning rate of every step, and the resolved DeepSpeed JSON. For fine-tuning the
+rows or pairs of every step take the windows' place (`rows`).
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from config.resolved import Resolved
+    from data.corpus import Corpus
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Spec:
     """As in the run config; reentrant selects torch's reentrant implementation."""
     reentrant: bool
     tokens: str
-    """[path] .npy, (steps, global size, sequence length + 1), in sample order; labels are the tokens shifted by one."""
+    """[path] .npy, (steps, global size, sequence length + 1), in sample order; labels are the tokens shifted by one. Of
+    rows and pairs, the folder of `rows.write_rows`."""
     steps: int
     warm_up: int
     """[steps] Not timed."""
@@ -42,6 +45,14 @@ class Spec:
     seed: int
     split: bool = False
     """Time a step by stage and count the bytes of collectives; such a run is not timed as a whole."""
+    task: str = "pretrain"
+    """pretrain, sft or dpo."""
+    adapter: dict[str, Any] | None = None
+    """The run config's section; None: all weights are trained."""
+    preference: dict[str, Any] = field(default_factory=dict)
+    """The run config's section."""
+    tokenizer: str = ""
+    """[path] Tokenizer folder of the prepared data."""
 
     @property
     def micro_size(self) -> int:
@@ -105,44 +116,46 @@ class Work:
 
     spec: Spec
     parameters: int
-    flops_per_token: float
-    """[FLOP] See `flops_per_token`."""
+    tokens_per_step: float
+    """[tokens] Of a timed step over all ranks, padding aside; of rows, the mean over the timed steps."""
+    flops_per_token: float | None
+    """[FLOP] See `flops_per_token`; None for fine-tuning, whose steps differ."""
 
 
 def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
     """Write weights and tokens into `folder`. Holds the model once in FP32 in this process's memory.
 
-    Raises UserError: the data or the model cannot be loaded.
+    Raises UserError: the data or the model cannot be loaded, or ranks are to share sequences.
     """
     from contextlib import nullcontext
 
-    import numpy as np
-
-    from data.prepare import prepare
-    from data.sampler import sample_ids
-    from data.shards import TokenShards
+    from config.errors import UserError
     from modeling.build import attention_of, build_model, count_parameters, model_config
+    from training.benchmark.rows import write_rows
     from training.schedule import scheduled_rate
+    from training.tasks.task import prepare
 
     config = resolved.config
-    corpus = prepare(config.data, progress=True)
+    if resolved.batch.sequence > 1:
+        raise UserError(f"parallel.sequence = {resolved.batch.sequence}: the contestants share none; set it to 1")
+    corpus = prepare(config, progress=True)
     length, steps = config.data.sequence_length, config.run.steps
+    pretrains = config.task == "pretrain"
     shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=length)
     model = build_model(config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True))
     if config.model.name_or_path is None:
         model.save_pretrained(folder / "weights")
-    assert isinstance(corpus.train, TokenShards), "benchmarks pretrain"
-    samples = corpus.train.sequences(length)
-    size = resolved.batch.global_size
-    order = [sample_ids(step, samples=samples, seed=config.run.seed, global_size=size) for step in range(steps)]
-    windows = corpus.train.read(np.concatenate(order), length)
-    np.save(folder / "tokens.npy", windows.reshape(steps, size, length + 1).astype(np.int32))
+    tokens = folder / ("tokens.npy" if pretrains else "rows")
+    if pretrains:
+        per_step = _write_windows(resolved, corpus, tokens)
+    else:
+        per_step = write_rows(resolved, corpus, tokens, warm_up=warm_up)
     spec = Spec(
         model=config.model.name_or_path or str(folder / "weights"),
         attention=attention_of(model),
         activation_checkpointing=config.model.activation_checkpointing,
         reentrant=config.model.checkpointing_reentrant,
-        tokens=str(folder / "tokens.npy"),
+        tokens=str(tokens),
         steps=steps,
         warm_up=warm_up,
         deepspeed=resolved.deepspeed,
@@ -150,8 +163,28 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
         offload=resolved.offload,
         learning_rates=[scheduled_rate(config, n) for n in range(steps)],
         seed=config.run.seed,
+        task=config.task,
+        adapter=None if config.adapter.kind == "none" else asdict(config.adapter),
+        preference=asdict(config.preference) | {"precomputed": config.precomputes_reference},
+        tokenizer=str(corpus.tokenizer_folder),
     )
-    return Work(spec, count_parameters(model), flops_per_token(model, length))
+    return Work(spec, count_parameters(model), per_step, flops_per_token(model, length) if pretrains else None)
+
+
+def _write_windows(resolved: Resolved, corpus: Corpus, path: Path) -> float:
+    """The windows of every step in Mantissa's order, as an array; their inputs, by step."""
+    import numpy as np
+
+    from data.sampler import sample_ids
+    from data.shards import TokenShards
+
+    length, steps, seed = resolved.config.data.sequence_length, resolved.config.run.steps, resolved.config.run.seed
+    assert isinstance(corpus.train, TokenShards), "documents are windows"
+    samples, size = corpus.train.sequences(length), resolved.batch.global_size
+    order = [sample_ids(step, samples=samples, seed=seed, global_size=size) for step in range(steps)]
+    windows = corpus.train.read(np.concatenate(order), length)
+    np.save(path, windows.reshape(steps, size, length + 1).astype(np.int32))
+    return float(resolved.tokens_per_step)
 
 
 def flops_per_token(model: PreTrainedModel, sequence: int) -> float:

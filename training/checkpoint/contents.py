@@ -63,13 +63,13 @@ def manifest_of(engine: Engine, progress: Progress, validation_loss: float | Non
 _START_ANEW = "start anew with run.resume=never or another run.name"
 
 
-LAYOUT = ("world size", "ZeRO stage", "precision.compute", "offload")
-"""What may change on resume: how the masters are partitioned, and the compute dtype (docs/elastic.md)."""
+LAYOUT = ("world size", "parallel.sequence", "ZeRO stage", "precision.compute", "offload")
+"""What may change on resume: how masters and sequences are shared out, and the compute dtype (docs/elastic.md)."""
 
 
 ATTENTION = "model.attention"
 """May change on resume too, and is noted: another implementation rounds differently. Older checkpoints do not say."""
-_DEFAULTS = {"data.document_masking": False, "task": "pretrain"}
+_DEFAULTS = {"data.document_masking": False, "task": "pretrain", "parallel.sequence": 1}
 """Values for checkpoints that were written before the key existed."""
 
 
@@ -87,6 +87,7 @@ def identity_difference(saved: dict[str, Any], current: dict[str, Any]) -> str |
 
 def layout_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
     """How the layout differs, such as "world size 2 -> 4"; None where it does not."""
+    saved = {**_DEFAULTS, **saved}
     changed = [key for key in LAYOUT if key in current and saved.get(key) != current[key]]
     return ", ".join(f"{key} {saved.get(key)} -> {current[key]}" for key in changed) or None
 

@@ -12,6 +12,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.integrations import HfDeepSpeedConfig
 
+from config.errors import UserError
 from config.resolved import Resolved
 from config.task import model_class_of
 from modeling.activation_checkpointing import apply_activation_checkpointing
@@ -21,10 +22,18 @@ from modeling.build import Gather, build_model, drawn_notes
 from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
 from modeling.kernels import require_liger
-from training.distributed import World
+from modeling.sequence_parallel import (
+    LARGEST_IN_16_BITS,
+    LARGEST_IN_FP32,
+    SequenceAttention,
+    require_equal_logits,
+)
+from precision.routers import compute_routers_in_fp32
+from training.distributed import SequenceGroup, World
 from training.engine.engine import Engine
 from training.engine.kernels import choose_kernels
 from training.engine.pieces import tell_pieces
+from training.engine.plant import tell_faults
 from training.engine.teacher import Teacher
 from training.engine.weights import start_from_weights
 
@@ -42,25 +51,33 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     # transformers builds and loads the model partitioned while this object exists and is set to ZeRO-3.
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
     gather = _gather_partitioned(world) if zero3 else _no_gather
-    model = build_model(
-        config.model, model_config, seed=config.run.seed, gather=gather, model_class=model_class_of(config)
-    )
+    model_class, seed = model_class_of(config), config.run.seed
+    model = build_model(config.model, model_config, seed=seed, gather=gather, model_class=model_class)
     if config.adapter.kind != "none":
-        model = add_adapter(model, config.adapter, seed=config.run.seed)
+        model = add_adapter(model, config.adapter, seed=seed, model_class=model_class)
     notes = drawn_notes(model) + choose_kernels(model, resolved, world)
+    if resolved.compute != "fp32" and config.precision.routers == "fp32":  # a manifest's run has parameters in FP32
+        routers = compute_routers_in_fp32(model)
+        notes += [f"{len(routers)} routers compute in FP32 (precision.routers)"] if routers else []
+    attention = None
+    if world.sequence is not None:
+        attention = SequenceAttention(model, world.sequence, apart=config.keeps_documents_apart)
     apply_activation_checkpointing(
         model,
         config.model.activation_checkpointing,
         reentrant=config.model.checkpointing_reentrant,
         every=config.model.checkpointing_every,
     )
-    engine = Engine(model, resolved, world, teacher)
+    engine = Engine(model, resolved, world, teacher, attention)
     tell_pieces(engine)
+    tell_faults(engine)
     engine.notes += notes
     if config.model.name_or_path is not None:
         start_from_weights(engine, config.model.name_or_path, adapter=config.adapter, seed=config.run.seed)
     if config.keeps_documents_apart:
         _require_documents_apart(engine)
+    if world.sequence is not None:
+        _require_equal_logits(engine, world.sequence, apart=config.keeps_documents_apart)
     if config.model.activation_memory_gib is not None:
         _recompute_within(engine, resolved, config.model.activation_memory_gib)
     if config.model.compile:
@@ -72,6 +89,17 @@ def _require_documents_apart(engine: Engine) -> None:
     engine.model.eval()
     require_documents_apart(engine.logits, engine.model.config, engine.world.device)
     engine.model.train()
+
+
+def _require_equal_logits(engine: Engine, group: SequenceGroup, *, apart: bool) -> None:
+    engine.model.eval()
+    exact = engine.compute == "fp32" and engine.regions is None
+    shape, device = engine.model.config, engine.world.device
+    problem = require_equal_logits(
+        engine.logits, shape, group, device, apart=apart, largest=LARGEST_IN_FP32 if exact else LARGEST_IN_16_BITS
+    )
+    engine.model.train()
+    engine.world.raise_first(problem, UserError)
 
 
 def _one_micro_batch(engine: Engine, resolved: Resolved) -> Callable[[], None]:

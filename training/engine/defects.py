@@ -17,6 +17,7 @@ from config.schema import Defect
 _NEEDS_MODULE = (
     "fp16_norm",
     "coarse_output",
+    "coarse_half",
     "flushed_gradient",
     "lost_reduction",
     "stale_weight",
@@ -29,35 +30,41 @@ class Defects:
 
     def __init__(self, defects: Sequence[Defect], *, rank: int, model: torch.nn.Module) -> None:
         """Raises UserError when a defect names a module that does not exist, or has to name one and does not."""
-        self._kinds = {defect.kind: defect for defect in defects}
-        self._steps = 0
+        self._kinds: dict[str, Defect] = {defect.kind: defect for defect in defects}
+        self._step = 1
         self._stale: list[tuple[torch.nn.Parameter, list[torch.Tensor]]] = []
-        self._stale_of: torch.nn.Module | None = None
+        self._stale_of: tuple[Defect, torch.nn.Module] | None = None
         for defect in defects:
             if defect.kind in _NEEDS_MODULE:
                 self._inject(defect, _module(defect, model), rank)
 
+    def begin(self, step: int) -> None:
+        """Before the passes of a step, counted from 1 in the order of the data."""
+        self._step = step
+
     @property
     def unclipped(self) -> bool:
         """Whether clipping is reported but not done."""
-        return "unclipped_update" in self._kinds
+        return self._active("unclipped_update") is not None
 
     def weighted(self, weight: torch.Tensor, micro_batch: int) -> torch.Tensor:
         """The factor on the loss of a micro-batch, and so on its gradients: () as given, or a wrong one."""
-        if micro_batch == 0 and "skipped_accumulation" in self._kinds:
+        if micro_batch == 0 and self._active("skipped_accumulation"):
             return weight * 0.0
-        wrong = self._kinds.get("wrong_unscaling")
+        wrong = self._active("wrong_unscaling")
         return weight / wrong.factor if wrong else weight
 
     def drops_step(self) -> bool:
-        """Whether the next update is silently dropped."""
-        self._steps += 1
-        return "silent_skip" in self._kinds and self._steps % 2 == 0
+        """Whether the update of this step is silently dropped."""
+        silent = self._active("silent_skip")
+        return silent is not None and self._since(silent) % 2 == 1
 
     def before_step(self) -> None:
         """Remember the weights that the step must not change."""
-        if self._stale_of is not None:
-            self._stale = [(p, [t.detach().clone() for t in _local_tensors(p)]) for p in self._stale_of.parameters()]
+        self._stale = []
+        if self._stale_of is not None and self._begun(self._stale_of[0]):
+            parameters = self._stale_of[1].parameters()
+            self._stale = [(p, [t.detach().clone() for t in _local_tensors(p)]) for p in parameters]
 
     def after_step(self) -> None:
         """Put them back."""
@@ -65,23 +72,50 @@ class Defects:
             for tensor, before in zip(_local_tensors(parameter), old, strict=True):
                 tensor.copy_(before)
 
+    def _active(self, kind: str) -> Defect | None:
+        """The defect of that kind, if there is one and it has begun."""
+        defect = self._kinds.get(kind)
+        return defect if defect is not None and self._begun(defect) else None
+
+    def _begun(self, defect: Defect) -> bool:
+        return self._step >= defect.from_step
+
+    def _since(self, defect: Defect) -> int:
+        """[steps] Since the one in which it began."""
+        return self._step - defect.from_step
+
     def _inject(self, defect: Defect, module: torch.nn.Module, rank: int) -> None:
         if defect.kind == "fp16_norm":
-            module.forward = _fp16_norm(module, defect.factor)
+            self._replace_forward(defect, module, _fp16_norm(module, defect.factor))
         elif defect.kind == "coarse_output":
             # the first of all hooks, so that observers of the module see what its callers see
-            module.register_forward_hook(lambda module, inputs, output: _straight_through(output), prepend=True)
+            module.register_forward_hook(
+                lambda module, inputs, output: _straight_through(output) if self._begun(defect) else None, prepend=True
+            )
+        elif defect.kind == "coarse_half":
+            original = module.forward  # inside the module's precision region, which converts what it returns
+            self._replace_forward(defect, module, lambda *a, **k: _coarse_half(original(*a, **k)))
         elif defect.kind == "flushed_gradient":
-            for parameter in module.parameters():
-                parameter.register_hook(flushed)
+            self._hook_gradients(defect, module, flushed)
         elif defect.kind == "lost_reduction" and rank > 0:
-            for parameter in module.parameters():
-                parameter.register_hook(torch.zeros_like)
+            self._hook_gradients(defect, module, torch.zeros_like)
         elif defect.kind == "stale_weight":
-            self._stale_of = module
+            self._stale_of = (defect, module)
         elif defect.kind == "growing_activation":
-            original = module.forward  # a hook would come after those of observers
-            module.forward = lambda *args, **kwargs: _raised(original(*args, **kwargs), defect.factor**self._steps)
+            small = module.forward  # a hook would come after those of observers
+            self._replace_forward(
+                defect, module, lambda *a, **k: _raised(small(*a, **k), defect.factor ** self._since(defect))
+            )
+
+    def _replace_forward(self, defect: Defect, module: torch.nn.Module, wrong: Callable[..., Any]) -> None:
+        sound = module.forward
+        module.forward = lambda *args, **kwargs: (wrong if self._begun(defect) else sound)(*args, **kwargs)
+
+    def _hook_gradients(
+        self, defect: Defect, module: torch.nn.Module, wrong: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        for parameter in module.parameters():
+            parameter.register_hook(lambda gradient: wrong(gradient) if self._begun(defect) else None)
 
 
 def coarse(values: torch.Tensor) -> torch.Tensor:
@@ -99,6 +133,11 @@ def _straight_through(output: Any) -> Any:
     first = output if isinstance(output, torch.Tensor) else output[0]
     rounded = first + (coarse(first.detach()) - first.detach())
     return rounded if isinstance(output, torch.Tensor) else (rounded, *output[1:])
+
+
+def _coarse_half(output: Any) -> Any:
+    first = output if isinstance(output, torch.Tensor) else output[0]
+    return output if first.dtype == torch.float32 else _straight_through(output)
 
 
 def _raised(output: Any, amount: float) -> Any:

@@ -21,6 +21,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import groups
 from transformers import PreTrainedModel
 
 from config.cli import REPOSITORY
@@ -31,6 +32,7 @@ from data.loader import Batch
 from modeling.objectives.objective import Forward, Scored
 from modeling.parameter_groups import group_of_each
 from modeling.router_balance import METRICS, router_balance, untrained_balance
+from modeling.sequence_parallel import SequenceAttention
 from precision.manifest import load_manifest
 from precision.regions import Regions
 from precision.step_health import Health
@@ -38,7 +40,7 @@ from training.distributed import World, allow_fp16_on_cpu
 from training.engine.defects import Defects
 from training.engine.faults import Faults
 from training.engine.gradients import ReducedGradients
-from training.engine.health import Evaluation, Outcome, Update, require_equal
+from training.engine.health import Evaluation, Outcome, RanksDisagree, Update, difference, require_equal
 from training.engine.loss import LossPath, label_tokens_of_all
 from training.engine.masters import UpdateMeter, local_states, sum_of_squares
 from training.engine.optimizer import build_optimizer, import_muon_uncompiled
@@ -63,9 +65,17 @@ class Engine:
     """One model, its masters and its optimizer on DeepSpeed. Every method is a collective."""
 
     def __init__(
-        self, model: PreTrainedModel, resolved: Resolved, world: World, teacher: Teacher | None = None
+        self,
+        model: PreTrainedModel,
+        resolved: Resolved,
+        world: World,
+        teacher: Teacher | None = None,
+        attention: SequenceAttention | None = None,
     ) -> None:
-        """teacher: what a student learns from while it trains; closed with the engine."""
+        """teacher: what a student learns from while it trains. attention: the model's, of sequences that ranks share.
+
+        Both are closed with the engine.
+        """
         optimizer_section = resolved.config.optimizer
         self.world = world
         self.stage = resolved.zero_stage
@@ -89,13 +99,12 @@ class Engine:
             config=resolved.deepspeed,
         )
         self.gradients = ReducedGradients(self.deepspeed, stage=self.stage)
-        if self._defects.unclipped:
-            self.gradients.stop_clipping()
         self._work = WorkTime(world.device)
         self.objective = objective_of(resolved.config, self.model, teacher)
         """What the task minimises."""
         self.teacher = teacher
         """What a student learns from while it trains; None without one."""
+        self._attention = attention
         self._router = router_balance(model, resolved.config.model)
         self.loss_path = LossPath(self.deepspeed, self.objective, resolved, world.device, self._router)
         """Whether the loss is chunked, and how it is computed."""
@@ -136,13 +145,15 @@ class Engine:
     def forward_backward(
         self, batch: Batch, *, step: int, on_loss: Callable[[torch.Tensor], Any] | None = None
     ) -> Outcome:
-        """Gradients of the mean loss over the global batch. `step` is the attempted step, from 1, for injected faults.
+        """Gradients of the mean loss over the global batch. step: attempted, from 1, for injected faults and defects.
 
         batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. on_loss: called with
         each micro-batch's summed loss before its backward pass.
         """
         device = self.world.device
+        self._defects.begin(step)
         before = generators(device)
+        self.faults.strike(step, reduced=False)
         label_tokens = label_tokens_of_all(batch, self.world)
         weight = self.world.world_size / label_tokens
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -175,7 +186,8 @@ class Engine:
             if sources is not None:
                 assert scored.parts is not None, "a task with several sources knows its loss by sample"
                 by_source[0] += _by_source(scored.parts, sources[index], len(by_source[0]))
-        names = tuple(batch.labels_by_source or ())
+        self.faults.strike(step, reduced=True)
+        names = batch.source_names
         return Outcome(loss_sum, label_tokens, before, torch.cat([sums, routed]), names, by_source.flatten())
 
     def _sources(self, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -229,11 +241,15 @@ class Engine:
         preempted_here: bool = False,
         save_ended_here: bool = False,
         data_seconds: float = 0.0,
+        checks: torch.Tensor | None = None,
+        repeats: bool = False,
     ) -> Health:
         """The gradient norm, and one small gather, so that every rank decides the same.
 
         It has the only device sync of its own in a step. progress: before the step. data_seconds: how long this rank
-        waited for the batch. Raises RanksDisagree, naming the ranks, when norm, scale or counters differ.
+        waited for the batch. checks: (n,) float64 of this rank, which all get with the rest. repeats: the step can be
+        run again. Raises RanksDisagree, naming the ranks, when scale or counters differ, or the norm of a step that
+        cannot.
         """
         norm = self.gradients.norm()
         memory, counters = float(peak_memory_bytes(self.world.device)), (progress.applied, progress.skipped)
@@ -241,12 +257,16 @@ class Engine:
         here.append(data_seconds + self._work.take())
         mine = torch.stack([outcome.loss_sum, outcome.label_tokens, norm.double()])
         parts = [mine, self.world.numbers(here), outcome.sums, outcome.by_source]
-        rows = self.world.gather(torch.cat(parts)).tolist()
+        rows = self.world.gather(torch.cat(parts if checks is None else [*parts, checks])).tolist()
+        end = len(rows[0]) - (0 if checks is None else len(checks))
+        checked, rows = [row[end:] for row in rows], [row[:end] for row in rows]
         own, sources = len(self.objective.sums), len(outcome.sources)
         sums = [sum(column) for column in zip(*(row[10:] for row in rows), strict=True)]
         after = len(sums) - 2 * sources
         routed, lost, counted = sums[own:after], sums[after : after + sources], sums[after + sources :]
-        require_equal("the gradient norm", [row[2] for row in rows])
+        disagreement = difference("the gradient norm", [row[2] for row in rows])
+        if disagreement and not repeats:
+            raise RanksDisagree(disagreement)
         for column, what in (
             (5, "the loss scale"),
             (6, "the count of applied steps"),
@@ -262,12 +282,15 @@ class Engine:
             scale_at_minimum=self.scale_at_minimum,
             memory_bytes=int(max(row[3] for row in rows)),
             metrics=self.objective.metrics(sums[:own], rows[0][1]) | dict(zip(METRICS, routed, strict=False)),
+            counts_by_source=dict(zip(outcome.sources, map(int, counted), strict=True)),
             loss_by_source={
                 name: loss / count for name, loss, count in zip(outcome.sources, lost, counted, strict=True) if count
             },
             by_rank=by_rank(memory_bytes=[row[3] for row in rows], work_seconds=[row[9] for row in rows]),
             preempted=any(row[4] for row in rows),
             save_ended=all(row[8] for row in rows),
+            checks=checked,
+            disagreement=disagreement,
         )
 
     def step(self, health: Health, lr: float, *, apply: bool = True) -> Update:
@@ -310,6 +333,8 @@ class Engine:
         if self._defects.drops_step():
             self.discard_gradients()
             return
+        if self._defects.unclipped:
+            self.gradients.stop_clipping()
         self._defects.before_step()
         self.gradients.apply()
         self._defects.after_step()
@@ -404,8 +429,13 @@ class Engine:
     def close(self) -> None:
         """Release DeepSpeed's resources, so that another engine can be built in this process."""
         self.deepspeed.destroy()
+        if group := groups._get_zero_param_intra_parallel_group():
+            # DeepSpeed leaves the group of zero_hpz_partition_size behind and refuses to make the next engine's.
+            deepspeed.comm.destroy_process_group(group)
         if self.teacher is not None:
             self.teacher.close()
+        if self._attention is not None:
+            self._attention.close()
 
     def install_scaler(self, state: dict[str, Any] | None) -> None:
         """Install a loss scaler with the state from a checkpoint, or a new one; none where nothing computes in FP16."""

@@ -1,7 +1,7 @@
 """Fault injection: `faults:` of the config, each at exactly one step, rank and module.
 
 A fault is injected into the last micro-batch of its step, and again when that step is rerun for attribution or replayed
-from a checkpoint.
+from a checkpoint; a flipped bit once, unless it persists.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ import torch
 
 from config.errors import UserError
 from config.schema import Fault
+from training.engine.flips import flipped
+
+_HELD = ("weight", "master", "moment")
+"""Places of a flipped bit that are there before the passes."""
 
 
 class Faults:
@@ -23,6 +27,15 @@ class Faults:
         """Raises UserError when a fault names a module that does not exist or has no parameters."""
         self._targets = [(fault, *_target(fault, model)) for fault in faults]
         self._rank = rank
+        self._struck: set[int] = set()
+        self._armed: set[int] = set()
+        for fault, _, parameters in self._targets:
+            if fault.kind == "flipped_bit" and fault.place == "gradient" and fault.rank == rank:
+                # from the start, so that it comes before the hooks of those who look at the gradient
+                parameters[0].register_hook(self._flip_of(fault))
+        self._stuck: dict[int, bool | None] = {}
+        self.flip: Callable[[Fault, torch.nn.Parameter, bool | None], bool | None] = lambda *_: None
+        """Flips a bit of what this rank holds of a parameter, or sets it (`training.engine.plant`)."""
 
     def due(self, step: int) -> list[Fault]:
         """The faults of this step, on any rank."""
@@ -33,9 +46,39 @@ class Faults:
         """Inject faults into activations and gradients of the passes inside, if this is their step and rank."""
         with ExitStack() as stack:
             for fault, module, parameters in self._due_here(step):
-                for handle in _inject(fault, module, parameters):
+                for handle in self._inject(fault, module, parameters):
                     stack.callback(handle.remove)
             yield
+            self._armed.clear()
+
+    def strike(self, step: int, *, reduced: bool) -> None:
+        """Flip bits of what is held before the passes of a step, or of the gradients `reduced` after them."""
+        for fault, _, parameters in self._due_here(step):
+            due = fault.place == "collective" if reduced else fault.place in _HELD
+            if fault.kind == "flipped_bit" and due and self._strikes(fault):
+                # what is computed anew is flipped anew; what is held has a bit that sticks
+                self._stuck[id(fault)] = self.flip(
+                    fault, parameters[0], None if reduced else self._stuck.get(id(fault))
+                )
+
+    def _strikes(self, fault: Fault) -> bool:
+        """Whether it strikes now: once, unless it persists."""
+        again = id(fault) in self._struck
+        self._struck.add(id(fault))
+        return fault.persists or not again
+
+    def _flip_of(self, fault: Fault) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        return lambda gradient: flipped(gradient, fault.bit) if id(fault) in self._armed else None
+
+    def _inject(self, fault: Fault, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Any]:
+        if fault.kind != "flipped_bit":
+            return _inject(fault, module, parameters)
+        if fault.place not in ("gradient", "activation") or not self._strikes(fault):
+            return []
+        if fault.place == "gradient":
+            self._armed.add(id(fault))
+            return []
+        return [_on_output(module, lambda output: flipped(output, fault.bit))]
 
     def corrupt_loss(self, step: int, loss: torch.Tensor) -> torch.Tensor:
         """The loss of the last micro-batch, with the faults of this step and rank applied."""
@@ -58,10 +101,13 @@ def _inject(fault: Fault, module: torch.nn.Module, parameters: list[torch.nn.Par
     if fault.kind == "gradient_spike":
         return [parameter.register_hook(lambda gradient: gradient * fault.factor) for parameter in parameters]
     if fault.kind == "nan_activation":
-        nan = _overwrite(float("nan"))
-        # the first of all hooks, so that observers of the module see what its callers see
-        return [module.register_forward_hook(lambda module, inputs, output: _corrupt_first(output, nan), prepend=True)]
+        return [_on_output(module, _overwrite(float("nan")))]
     return []
+
+
+def _on_output(module: torch.nn.Module, corrupt: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    # the first of all hooks, so that observers of the module see what its callers see
+    return module.register_forward_hook(lambda module, inputs, output: _corrupt_first(output, corrupt), prepend=True)
 
 
 def _corrupt_first(output: Any, corrupt: Callable[[torch.Tensor], torch.Tensor]) -> Any:

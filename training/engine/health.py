@@ -62,8 +62,14 @@ class RanksDisagree(RuntimeError):
     """Ranks hold different values of what must be one; training on would let their weights diverge silently."""
 
 
+def difference(what: str, values: list[float]) -> str:
+    """Which ranks have another value than rank 0, in words; empty where all are equal. values: by rank, none NaN."""
+    different = [f"rank {rank} has {value!r}" for rank, value in enumerate(values) if value != values[0]]
+    return f"{what} differs between ranks: rank 0 has {values[0]!r}, {', '.join(different)}" if different else ""
+
+
 def require_equal(what: str, values: list[float]) -> None:
     """values: by rank. NaN never appears among them."""
-    different = [f"rank {rank} has {value!r}" for rank, value in enumerate(values) if value != values[0]]
-    if different:
-        raise RanksDisagree(f"{what} differs between ranks: rank 0 has {values[0]!r}, {', '.join(different)}")
+    text = difference(what, values)
+    if text:
+        raise RanksDisagree(text)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from config.batch import loss_chunk
+from config.batch import loss_chunk, slice_length
 from config.errors import UserError
 from config.resolved import Resolved
 from data.loader import Batch
@@ -45,10 +45,11 @@ class LossPath:
         self._head: ChunkedHead | None = None
         self.unchunked_reason: str | None = None
         """Why a loss that should be chunked is not; None otherwise."""
+        self._has_decoder = resolved.config.task == "seq2seq"
         section, model = resolved.config.model, engine.module
         if self._labels is None:  # only the cross-entropy at every label may be computed in chunks
             return
-        tokens = resolved.batch.micro_size * resolved.config.data.sequence_length
+        tokens = resolved.batch.micro_size * slice_length(resolved.config.data.label_length, resolved.batch.sequence)
         chunk = loss_chunk(section, tokens=tokens, vocabulary=model.config.get_text_config().vocab_size)
         if not chunk:
             return
@@ -98,6 +99,8 @@ class LossPath:
     @torch.no_grad()
     def _forward_two_tokens(self) -> Any:
         self._engine.eval()
-        output = self._engine(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=self._device), use_cache=False)
+        two = torch.zeros((1, 2), dtype=torch.int64, device=self._device)
+        inputs = {"input_ids": two} | ({"decoder_input_ids": two} if self._has_decoder else {})
+        output = self._engine(**inputs, use_cache=False)
         self._engine.train()
         return output

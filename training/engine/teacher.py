@@ -11,6 +11,8 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from config.errors import UserError, one_line
 from config.resolved import Resolved
+from config.rules import QUANTISED_TEACHERS
+from modeling.build import refuse_quantised
 from modeling.document_masking import require_documents_apart
 from precision.dtypes import DTYPES
 from training.distributed import World, allow_fp16_on_cpu
@@ -33,6 +35,7 @@ class Teacher:
         allow_fp16_on_cpu()
         try:
             shape = AutoConfig.from_pretrained(name, trust_remote_code=trusted)
+            refuse_quantised(shape, f"distill.teacher = {name}", QUANTISED_TEACHERS)
             own = shape.get_text_config().vocab_size
             if own != vocabulary:
                 raise UserError(

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from config.errors import UserError, one_line
 from config.files import flush
 from config.schema import Config
-from modeling.adapter import adapter_config, peft_name
+from config.task import CAUSAL_LM, model_class_of
+from modeling.adapter import adapter_config, base_name, peft_name, whole_modules
 from precision.dtypes import DTYPES
 from training.checkpoint.partitions import SavedModel, SavedTensor
 from training.export_hf.gap import summary, token_gap
@@ -29,20 +31,40 @@ from training.export_hf.tensors import TensorsDiffer, rounded
 WEIGHTS = "adapter_model.safetensors"
 
 
-def write_adapter(saved: SavedModel, config: Config, folder: Path, dtype: torch.dtype) -> None:
-    """The adapter's masters, rounded, and its config, as `peft` writes them. Raises TensorsDiffer."""
-    tensors = {peft_name(name): rounded(name, saved.tensors[name].read(), dtype) for name in trained(saved)}
-    save_file(
-        {key: tensor.contiguous() for key, tensor in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"}
-    )
+def write_adapter(
+    saved: SavedModel, config: Config, skeleton: PreTrainedModel, folder: Path, dtype: torch.dtype
+) -> None:
+    """The adapter's masters, rounded, and its config, as `peft` writes them. Raises TensorsDiffer.
+
+    skeleton: the base without values.
+    """
+    whole = whole_modules(trained(saved))
+    tensors: dict[str, torch.Tensor] = {}
+    for name in trained(saved):
+        value = rounded(name, saved.tensors[name].read(), dtype)
+        tensors |= dict.fromkeys(_names_in_file(name, skeleton, whole), value)
+    # of one weight with two names safetensors wants two tensors
+    own_memory = {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
+    save_file(own_memory, folder / WEIGHTS, metadata={"format": "pt"})
     flush(folder / WEIGHTS)
     found = load_file(folder / WEIGHTS)
     for key, tensor in tensors.items():
         if key not in found or not torch.equal(found[key], tensor):
             raise TensorsDiffer(f"{key} in {WEIGHTS} is not what was written")
-    own = adapter_config(config.adapter)
+    own = adapter_config(config.adapter, model_class=model_class_of(config), whole=whole)
     own.base_model_name_or_path, own.inference_mode = config.model.name_or_path, True
     own.save_pretrained(folder)
+
+
+def _names_in_file(name: str, skeleton: PreTrainedModel, whole: list[str]) -> list[str]:
+    """Those of a trained parameter. `peft` asks for every name that one has in a module that is trained whole."""
+    first = [peft_name(name)]
+    module = next((one for one in whole if name.startswith(f"{one}.")), None)
+    if module is None:
+        return first
+    every, own = dict(skeleton.named_parameters(remove_duplicate=False)), base_name(name)
+    same = [key for key, value in every.items() if value is every[own] and key.startswith(f"{module}.")]
+    return list(dict.fromkeys([*first, *map(peft_name, same)]))
 
 
 def trained(saved: SavedModel) -> list[str]:
@@ -57,25 +79,31 @@ class Merged:
     saved: SavedModel
     """Its FP32 weights in place of a checkpoint's."""
     facts: dict[str, Any]
+    tied: bool
+    """Whether its embedding and its output head are still one weight; a head that was trained as a copy is another."""
 
 
 @torch.no_grad()
-def merge(saved: SavedModel, config: Config, *, dtype: torch.dtype, corpus: Path) -> Merged:
+def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: torch.dtype, corpus: Path) -> Merged:
     """Base + adapter in FP32, whole in this process's memory.
 
-    dtype: of the export, for the rounding error. corpus: the run's prepared data; the error on its rows is left out
-    where it is gone. Raises UserError when the base cannot be loaded or is another one than the adapter was trained on.
+    shape: the config of the run's model. dtype: of the export, for the rounding error. corpus: the run's prepared data;
+    the error on its rows is left out where it is gone, and of encoders. Raises UserError when the base cannot be loaded
+    or is another one than the adapter was trained on.
     """
     from peft import get_peft_model
 
-    name = str(config.model.name_or_path)
+    name, model_class = str(config.model.name_or_path), model_class_of(config)
+    options = {"dtype": DTYPES[str(config.precision.compute)], "trust_remote_code": config.model.trust_remote_code}
     try:
-        base = AutoModelForCausalLM.from_pretrained(
-            name, dtype=DTYPES[str(config.precision.compute)], trust_remote_code=config.model.trust_remote_code
+        # a head of the base's own with another number of labels is replaced by the adapter's
+        base = getattr(transformers, model_class).from_pretrained(
+            name, config=copy.deepcopy(shape), ignore_mismatched_sizes=True, **options
         )
     except (OSError, ValueError) as error:
         raise UserError(f"model.name_or_path = {name}: the base cannot be loaded ({one_line(error)})") from error
-    wrapped = get_peft_model(base.float(), adapter_config(config.adapter), autocast_adapter_dtype=False)
+    own = adapter_config(config.adapter, model_class=model_class, whole=whole_modules(trained(saved)))
+    wrapped = get_peft_model(base.float(), own, autocast_adapter_dtype=False)
     adapted: Any = wrapped.get_base_model()
     parameters = dict(adapted.named_parameters())
     for key in trained(saved):
@@ -91,9 +119,13 @@ def merge(saved: SavedModel, config: Config, *, dtype: torch.dtype, corpus: Path
         "lost by rounding": {layer: share for layer, (share, _) in sorted(lost.items(), key=lambda item: -item[1][0])},
         "weights that did not change": sum(kept for _, kept in lost.values()) / max(len(lost), 1),
     }
-    facts |= _on_rows(model, dtype, rows_of_run(corpus, config))
+    if model_class == CAUSAL_LM:
+        facts |= _on_rows(model, dtype, rows_of_run(corpus, config))
     tensors = {key: SavedTensor(value.shape, _read(value.detach())) for key, value in model.named_parameters()}
-    return Merged(SavedModel(stage=saved.stage, ranks=saved.ranks, tensors=tensors), facts)
+    for key, value in model.named_parameters(remove_duplicate=False):  # two names of one weight, two tensors in a file
+        tensors.setdefault(key, SavedTensor(value.shape, value.detach().clone))
+    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    return Merged(SavedModel(stage=saved.stage, ranks=saved.ranks, tensors=tensors), facts, tied)
 
 
 def words_of(facts: dict[str, Any], dtype: str) -> list[str]:

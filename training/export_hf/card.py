@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from config.markdown import code, fenced, table, text
-from config.task import CAUSAL_LM, MASKED_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
+from config.task import CAUSAL_LM, MASKED_LM, SEQ2SEQ_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 
 _PIPELINES = {
     CAUSAL_LM: "text-generation",
     MASKED_LM: "fill-mask",
+    SEQ2SEQ_LM: "text2text-generation",
     SEQUENCE_CLASSIFICATION: "text-classification",
     TOKEN_CLASSIFICATION: "token-classification",
 }
@@ -34,7 +35,12 @@ def model_card(facts: Mapping[str, Any]) -> str:
         sections.append(f"The run started from the weights of {code(model['base'])}.")
     adapter = facts.get("adapter")
     alone = adapter is not None and adapter["merged"] is None
-    sections.append(f"```python\n{_ADAPTER_EXAMPLE if alone else _EXAMPLE.format(model['auto_class'])}```")
+    example = _EXAMPLE.format(model["auto_class"])
+    if adapter is not None and alone:
+        causal = model["auto_class"] == CAUSAL_LM
+        labels = f", num_labels={len(adapter['labels']) or 1}" if adapter["labels"] is not None else ""
+        example = _ADAPTER_EXAMPLE if causal else _BASE_EXAMPLE.format(model["auto_class"], labels)
+    sections.append(f"```python\n{example}```")
     if adapter is not None:
         sections.append(_section("Adapter", {key: _listed(value) for key, value in adapter.items() if key != "merged"}))
     sections.append(_section("Training", facts["training"]))
@@ -62,7 +68,17 @@ tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 """
 
 
+_BASE_EXAMPLE = """from peft import PeftModel
+from transformers import {0}, AutoTokenizer
+
+base = {0}.from_pretrained(BASE{1})
+model = PeftModel.from_pretrained(base, FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+"""
+
+
 def _listed(value: Any) -> Any:
+    value = list(value.values()) if isinstance(value, Mapping) else value
     return ", ".join(value) or None if isinstance(value, list | tuple) else value
 
 

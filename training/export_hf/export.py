@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from config.schema import Config
 from config.task import CAUSAL_LM, ENCODER_TASKS, model_class_of
 from data.corpus import TOKENIZER
 from data.tokenizer import load_tokenizer, vocabulary_size
+from modeling.adapter import whole_modules
 from modeling.build import model_config
 from precision.dtypes import DTYPES
 from tracking.jsonl import encode
@@ -32,12 +34,19 @@ from training.checkpoint.manifest import check_hashes, file_sha256, find_problem
 from training.checkpoint.partitions import SavedModel, open_saved_model
 from training.checkpoint.reader import Opener
 from training.export_hf import facts as export_facts
-from training.export_hf.adapter import merge, words_of, write_adapter
+from training.export_hf.adapter import merge, trained, words_of, write_adapter
 from training.export_hf.card import model_card
 from training.export_hf.gap import Comparison, measure, of_masters, require_within
 from training.export_hf.gap import words_of as gap_words
 from training.export_hf.rows import rows_of_data, rows_of_run
-from training.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_copy, parameter_count, write_shards
+from training.export_hf.tensors import (
+    Tensors,
+    TensorsDiffer,
+    compare_with_second_copy,
+    parameter_count,
+    untie,
+    write_shards,
+)
 from training.tasks.shape import given_by_task
 
 DEEPSPEED = "deepspeed"
@@ -91,11 +100,15 @@ def export(
         reason = f"cannot be loaded ({one_line(error)})"
         raise UserError(f"{source.tokenizer}: {reason}; give another tokenizer's folder with --tokenizer") from error
     skeleton, shape = build_skeleton(source.config, tokenizer, dtype=DTYPES[dtype])
+    untie(skeleton, saved)
     parity = export_facts.parity_facts(source.parity, source.config, source.environment) if source.parity else None
     rows = _rows(source, comparison) if comparison is not None else []
     started = time.perf_counter()
     compared = compare_with_second_copy(saved)
-    found = merge(saved, source.config, dtype=DTYPES[dtype], corpus=source.tokenizer.parent) if merged else None
+    corpus = source.tokenizer.parent
+    found = merge(saved, source.config, shape, dtype=DTYPES[dtype], corpus=corpus) if merged else None
+    if found is not None and not found.tied:
+        skeleton, shape = build_skeleton(source.config, tokenizer, dtype=DTYPES[dtype], untied=True)
     tensors = None
     if found is not None or not adapted:
         tensors = Tensors(found.saved if found else saved, skeleton, DTYPES[dtype])
@@ -105,7 +118,7 @@ def export(
         try:
             aside.mkdir(parents=True)
             if tensors is None:
-                write_adapter(saved, source.config, aside, DTYPES[dtype])
+                write_adapter(saved, source.config, skeleton, aside, DTYPES[dtype])
                 tokenizer.save_pretrained(aside)
             else:
                 write_shards(tensors, aside, shard_size)
@@ -116,7 +129,12 @@ def export(
             _require_loadable(aside, skeleton, source.config)
         facts = _facts(source, saved, skeleton, dtype=dtype, compared=compared, parity=parity)
         if adapted:
-            facts["adapter"] = {**asdict(source.config.adapter), "merged": found.facts if found else None}
+            facts["adapter"] = {
+                **asdict(source.config.adapter),
+                "modules_to_save": whole_modules(trained(saved)),
+                "labels": _labels(source.config, shape),
+                "merged": found.facts if found else None,
+            }
         if comparison is not None:
             masters = of_masters(found.saved if found else saved, shape, trust_remote_code=remote_code)
             facts["train-inference gap"] = gap = measure(masters, aside, rows, trust_remote_code=remote_code)
@@ -132,7 +150,10 @@ def export(
     for line in words_of(found.facts, dtype) if found else ():
         log(line)
     log(f"exported {source.checkpoint} to {out} as {dtype} in {time.perf_counter() - started:.1f} s")
-    log(f"record it in wandb: python -m tracking.wandb.deliver {source.run.path} --export {out} --online")
+    command = shlex.join(
+        ["python", "-m", "tracking.wandb.deliver", str(source.run.path), "--export", str(out), "--online"]
+    )
+    log(f"record it in wandb: {command}")
     return facts
 
 
@@ -172,16 +193,23 @@ def find_source(checkpoint: Path, *, run: Path | None, tokenizer: Path | None, p
     return Source(checkpoint, run_dir, config, environment, tokenizer, parity, Opener.of(config.checkpoint))
 
 
-def build_skeleton(config: Config, tokenizer: Any, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PretrainedConfig]:
-    """The run's model on the meta device, and the config to write for it."""
+def build_skeleton(
+    config: Config, tokenizer: Any, *, dtype: torch.dtype, untied: bool = False
+) -> tuple[PreTrainedModel, PretrainedConfig]:
+    """The run's model on the meta device, and the config to write for it.
+
+    untied: its output head has a weight of its own, whatever the base's has.
+    """
     section, model_class = config.model, model_class_of(config)
     shape = model_config(
         section,
         vocab_size=vocabulary_size(tokenizer),
-        sequence_length=config.data.sequence_length,
+        sequence_length=config.data.longest,
         model_class=model_class,
         given=given_by_task(config, tokenizer),
     )
+    if untied:
+        shape.get_text_config().tie_word_embeddings = shape.tie_word_embeddings = False
     with torch.device("meta"):
         skeleton = getattr(transformers, model_class).from_config(
             shape, dtype=torch.float32, trust_remote_code=section.trust_remote_code
@@ -202,7 +230,8 @@ def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, token
     section = config.model
     if section.name_or_path is None:
         shape.eos_token_id = tokenizer.eos_token_id
-        shape.pad_token_id = tokenizer.pad_token_id
+        if config.task != "seq2seq":  # whose sources were padded with the token that is there
+            shape.pad_token_id = tokenizer.pad_token_id
     shape.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if config.task in ENCODER_TASKS:
@@ -213,6 +242,8 @@ def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, token
             generation = GenerationConfig.from_pretrained(section.name_or_path)
         except OSError:
             generation = None
+    if generation is None and config.task == "seq2seq":
+        generation = GenerationConfig.from_model_config(shape)
     if generation is None:
         ends = tokenizer.eos_token_id
         generation = GenerationConfig(bos_token_id=shape.bos_token_id, eos_token_id=ends, pad_token_id=ends)
@@ -261,6 +292,16 @@ def _facts(
         "hardware": export_facts.hardware_facts(environment),
         "export": {"dtype": dtype, "compared": f"{comparison}; every file was read back and compared."},
     }
+
+
+def _labels(config: Config, shape: PretrainedConfig) -> Mapping[Any, str] | None:
+    """Names of a classifier's labels by number, which the config of an adapter's base does not have.
+
+    Empty for a number to predict, None for a language model.
+    """
+    if config.task != "classify":
+        return None
+    return {} if config.classify.kind == "regression" else shape.id2label or {}
 
 
 def _seal(folder: Path, facts: dict[str, Any]) -> None:

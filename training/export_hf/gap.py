@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 
 from training.checkpoint.partitions import SavedModel
 from training.export_hf.rows import ROWS
-from training.export_hf.tensors import TensorsDiffer
+from training.export_hf.tensors import TensorsDiffer, untie
 from training.parity.outputs import OutputErrors
 
 _CHUNK = 64
@@ -121,6 +121,7 @@ def of_masters(saved: SavedModel, shape: PretrainedConfig, *, trust_remote_code:
     with no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, trust_remote_code=trust_remote_code)
     model.tie_weights()
+    untie(model, saved)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(saved.tensors[name].read())

@@ -72,6 +72,22 @@ class Tensors:
         return rounded(name, self._saved.tensors[name].read(), self.dtype)
 
 
+def untie(model: PreTrainedModel, saved: SavedModel) -> None:
+    """Give the model a parameter of its own where the checkpoint has two and transformers ties them by the config.
+
+    T5 1.1, Flan-T5 and mT5 are saved with a head of its own, which their configs do not tell. At ZeRO-0 a checkpoint
+    has tied weights under each of their names, with equal values.
+    """
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        other = first[id(parameter)]
+        if name == other or not {name, other} <= saved.tensors.keys():
+            continue
+        if not torch.equal(saved.tensors[name].read(), saved.tensors[other].read()):
+            module, _, own = name.rpartition(".")
+            setattr(model.get_submodule(module), own, torch.nn.Parameter(torch.empty_like(parameter)))
+
+
 def rounded(name: str, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The master in the dtype of the export, to nearest even.
 

@@ -240,5 +240,5 @@ PARTS = {
     3: Part("speed", SPEED),
     4: Part("precision", PRECISION),
     5: Part("memory", MEMORY),
-    6: Part("cost of trust", COST, "checks for silent data corruption, which do not exist yet"),
+    6: Part("cost of trust", COST, "checks for silent data corruption (docs/corruption.md)"),
 }

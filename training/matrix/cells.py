@@ -92,6 +92,11 @@ class Cell:
         return tolerance(ROUNDINGS, COARSEST[self.combination.compute])
 
     @property
+    def sequence(self) -> int:
+        """[processes] That share each sequence."""
+        return self.setting.other if self.setting and self.setting.key == "parallel.sequence" else 1
+
+    @property
     def name(self) -> str:
         """Unique, and the same in every matrix."""
         parts = [str(self.combination), f"accumulation {self.accumulation}"]
@@ -100,7 +105,8 @@ class Cell:
 
     def prepare(self, folder: Path) -> tuple[list[str], Path]:
         """Write the run config and DeepSpeed JSON into `folder`. Returns the overrides and the run config's path."""
-        combination, world_size = self.combination, int(os.environ["WORLD_SIZE"])
+        combination, data_ranks = self.combination, int(os.environ["WORLD_SIZE"]) // self.sequence
+        size = global_size(int(os.environ["WORLD_SIZE"]))
         document = read_document(REPOSITORY / f"ds_configs/zero{combination.stage}_{self.dtype}.json")
         zero = document["zero_optimization"]
         zero |= {0: {}, 3: _SMALL_ZERO3}.get(combination.stage, _SMALL)
@@ -109,8 +115,8 @@ class Cell:
                 zero[f"offload_{what}"] = {"device": "cpu", "pin_memory": True}
         overrides = [
             f"deepspeed.config={folder / 'deepspeed.json'}",
-            f"batch.global_size={global_size(world_size)}",
-            f"batch.micro_size={global_size(world_size) // world_size // self.accumulation}",
+            f"batch.global_size={size}",
+            f"batch.micro_size={size // data_ranks // self.accumulation}",
             f"optimizer.gradient_clipping={CLIPPING if self.clipping else 0}",
             f"model.activation_checkpointing={self.checkpointing}",
         ]

@@ -26,6 +26,7 @@ from config.load import load_config
 from config.resolved import Resolved
 from config.schema import Config, ModelSection
 from data.loader import Batch
+from data.sequence_slices import slice_of
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config
 from modeling.linear_cross_entropy import IGNORED, label_loss_sum
@@ -128,11 +129,13 @@ def rows(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def batch_of(world: World, step: int, *, accumulation: int) -> Batch:
     """This rank's share of a step's global batch."""
-    size = global_size(world.world_size)
-    inputs, labels = (whole.chunk(world.world_size)[world.rank] for whole in rows(step, size))
+    size, share = global_size(world.world_size), world.sequence
+    ranks = share.size if share else 1
+    inputs, labels = (whole.chunk(world.world_size // ranks)[world.rank // ranks] for whole in rows(step, size))
     shape = (accumulation, -1, SEQUENCE)
     counted = int((labels != IGNORED).sum())
-    return Batch(0, inputs.reshape(shape), labels.reshape(shape), np.arange(size), counted)
+    batch = Batch(0, inputs.reshape(shape), labels.reshape(shape), np.arange(size), counted)
+    return slice_of(batch, rank=share.rank, ranks=ranks) if share else batch
 
 
 def fp32_model(section: ModelSection, *, seed: int) -> PreTrainedModel:
@@ -167,6 +170,7 @@ def reference(config: Config, dtype: str, *, clipping: bool, steps: int, world: 
 def mantissa(world: World, resolved: Resolved, *, steps: int) -> Trajectory:
     """Mantissa's engine, driven as in a run. A collective."""
     config = resolved.config
+    world = world.sharing_sequences(resolved.batch.sequence, timeout_minutes=config.run.timeout_minutes)
     shape = model_config(config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     engine = build_engine(resolved, shape, world)
     try:

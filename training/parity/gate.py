@@ -1,6 +1,7 @@
 """Does half precision train the same model? Run a config and its FP32 twin, compare, and give an exit code.
 
     python -m training.parity --config config/recipes/demo.yaml [--steps N] [--report DIR] [key.sub=value ...]
+    python -m training.parity --config FILE --effect 0.5% [--power 0.9] [--report DIR]
     python -m training.parity --oracle runs/NAME [--steps N]
 
 Both run as real jobs through `train.py`: the same data, seed and schedule; the twin differs in precision only. Then
@@ -8,12 +9,16 @@ single steps of the half-precision run are compared with FP32 from the same mast
 measurements are judged by the bounds in the config's `parity:` section. The report folder gets `parity.json`,
 `parity.md` and plots. Exit code 0: parity; 3: no parity; 2: it cannot be done.
 
+With --effect nothing is run: a report that is there says how far runs scatter, and so how many pairs find that shift
+of the validation loss with probability --power.
+
 With --oracle the first steps of a run that is there are recomputed in plain torch and FP64 from its config alone, and
 compared with what it recorded (`training.parity.oracle`).
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -26,7 +31,8 @@ from config.cli import Arguments, entry_point, positive_int
 from config.errors import UserError
 from config.redact import redact, redact_arguments
 from precision.parity import Check, first_divergence, judge_dtypes, judge_steps
-from precision.trajectories import Trajectory, first_departure, judge_trajectories
+from precision.power import MOST_PAIRS, POWER, pairs_needed
+from precision.trajectories import Trajectory, confidence, first_departure, judge_trajectories
 from tracking.jsonl import encode
 from tracking.summary import read_inputs
 from training.jobs import add_processes_option
@@ -50,14 +56,17 @@ PARITY, NO_PARITY = 0, 3
 MAX_CURVE_POINTS = 2000
 
 
-def gate(chosen: Plan, log: Log = print, *, references: References | None = None) -> dict[str, Any]:
-    """Run, compare, judge, and write the report; the content of parity.json. references: finished runs to share."""
+def gate(chosen: Plan, log: Log = print, *, references: References | None = None, keep: bool = False) -> dict[str, Any]:
+    """Run, compare, judge, and write the report; the content of parity.json.
+
+    references: finished runs to share. keep: leave the checkpoints of the first half-precision run.
+    """
     bounds = chosen.resolved.config.parity
     references = references or train_references(chosen, log)
     twins, controls = references.twins, references.controls
     candidates = [train_candidate(chosen, seed, log) for seed in seeds(chosen)]
     log(f"single steps after steps {', '.join(map(str, chosen.points))}")
-    walks = walk_steps(chosen, candidates[0])
+    walks = walk_steps(chosen, candidates[0], keep=keep)
     half, fp32 = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]
     unfinished = [f"{run.folder.name}: {run.error_line}" for run in candidates if not run.finished]
     share = 1 - len(unfinished) / len(candidates)
@@ -72,6 +81,7 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         "verdict": "no parity" if failed else "parity",
         "failed": failed,
         "checks": [dataclasses.asdict(check) for check in checks],
+        "confidence": confidence(half, fp32, bounds, [trajectory(run) for run in controls]),
         "first_parting": first_divergence(walks, bounds),
         "first_departure": first_departure(half[0], fp32[0], bounds.loss_gap),
         "bought": _resources(candidates[0], twins[0], price=bounds.price_per_device_hour, devices=chosen.processes),
@@ -137,6 +147,43 @@ def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
     }
 
 
+def _planned(report: Path, effect: float, power: float) -> str:
+    """How many pairs of runs find `effect`, by the scatter that a finished report measured."""
+    fix = "run the gate first, with parity.seeds or parity.controls of 2 or more"
+    try:
+        known = json.loads(report.read_text(encoding="utf-8"))["confidence"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{report}: no report of the gate that says how far runs scatter; {fix}") from None
+    if known["scatter"] is None:
+        raise UserError(f"{report}: one pair without controls says nothing of how far runs scatter; {fix}")
+    scatter, controls = float(known["scatter"]), int(known["controls"])
+    needed = pairs_needed(scatter, effect, controls=controls, power=power)
+    shown = f"{report}: one delta scatters by {scatter:.3%} ({known['degrees']} degrees of freedom)"
+    found = f"a shift of {effect:.3%} is found with probability {power:g}"
+    if needed is None:
+        return f"{shown}\n{found} by no number of pairs up to {MOST_PAIRS:,}"
+    return f"{shown}\n{found} by parity.seeds={needed} parity.controls={controls}"
+
+
+def _effect(text: str) -> float:
+    """A share of the loss, as 0.5% or 0.005."""
+    return _between(text.removesuffix("%"), 0.0, 1.0, scale=100 if text.endswith("%") else 1)
+
+
+def _probability(text: str) -> float:
+    return _between(text, 0.5, 1.0)
+
+
+def _between(text: str, low: float, high: float, *, scale: float = 1) -> float:
+    try:
+        number = float(text) / scale
+    except ValueError:
+        number = math.nan
+    if not low < number < high:
+        raise argparse.ArgumentTypeError(f"{text} is not between {low * scale:g} and {high * scale:g}")
+    return number
+
+
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
@@ -152,7 +199,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--launch", default="", help="launcher, such as 'deepspeed --hostfile hosts' (default: torchrun)"
     )
+    parser.add_argument(
+        "--keep-checkpoints", action="store_true", help="leave those of the first candidate, to resume from"
+    )
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
+    parser.add_argument(
+        "--effect",
+        type=_effect,
+        help="say how many pairs find a shift of the validation loss of this size, such as 0.5%%",
+    )
+    parser.add_argument(
+        "--power", type=_probability, default=POWER, help="with which probability (default: %(default)s)"
+    )
     options = parser.parse_intermixed_args(arguments)
     if options.oracle is not None:
         if options.overrides:
@@ -161,6 +219,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(found_by_oracle.lines()))
         return PARITY if found_by_oracle.holds else NO_PARITY
     folder = options.report or Path("runs") / f"parity-{Path(options.config).stem}"
+    if options.effect is not None:
+        print(_planned(folder / "parity.json", options.effect, options.power))
+        return PARITY
     chosen = plan(
         options.config,
         options.overrides,
@@ -169,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         processes=options.processes,
         launcher=shlex.split(options.launch),
     )
-    found = gate(chosen)
+    found = gate(chosen, keep=options.keep_checkpoints)
     print("\n".join(verdict_lines(found)))
     print(f"report   {folder / 'parity.md'}")
     return NO_PARITY if found["failed"] else PARITY

@@ -169,8 +169,11 @@ def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Lo
     return Run(folder, finished, "" if finished else reason or error_line_of(output), energy)
 
 
-def walk_steps(chosen: Plan, run: Run) -> list[Walk]:
-    """Single steps of the finished run, measured by a job of as many processes. Deletes the run's checkpoints."""
+def walk_steps(chosen: Plan, run: Run, *, keep: bool = False) -> list[Walk]:
+    """Single steps of the finished run, measured by a job of as many processes.
+
+    keep: leave the run's checkpoints, which are deleted otherwise.
+    """
     out, log = chosen.folder / "steps.json", _log(chosen, "step-parity")
     out.unlink(missing_ok=True)
     points = ",".join(map(str, chosen.points))
@@ -184,7 +187,8 @@ def walk_steps(chosen: Plan, run: Run) -> list[Walk]:
         for found in json.loads(out.read_text(encoding="utf-8"))
     ]
     out.unlink()
-    shutil.rmtree(run.folder.checkpoints, ignore_errors=True)
+    if not keep:
+        shutil.rmtree(run.folder.checkpoints, ignore_errors=True)
     return walks
 
 

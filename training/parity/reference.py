@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from config.batch import WHOLE_POSITIONS
 from config.resolved import Resolved
 from config.task import model_class_of
 from data.loader import Batch
@@ -22,6 +23,7 @@ from modeling.adapter import add_adapter
 from modeling.build import build_model
 from modeling.objectives.objective import Forward
 from modeling.router_balance import router_balance
+from modeling.sequence_parallel import SequenceAttention
 from training.distributed import World
 from training.tasks.task import objective_of
 
@@ -33,16 +35,17 @@ class Reference:
         self, resolved: Resolved, shape: PretrainedConfig, world: World, teacher: Forward | None = None
     ) -> None:
         """teacher: the engine's, which a student learns from."""
-        section = resolved.config.model
+        section, seed = resolved.config.model, resolved.config.run.seed
+        model_class = model_class_of(resolved.config)
         self.model: PreTrainedModel = build_model(
-            section,
-            shape,
-            seed=resolved.config.run.seed,
-            gather=lambda _: nullcontext(True),
-            model_class=model_class_of(resolved.config),
+            section, shape, seed=seed, gather=lambda _: nullcontext(True), model_class=model_class
         )
         if resolved.config.adapter.kind != "none":
-            self.model = add_adapter(self.model, resolved.config.adapter, seed=resolved.config.run.seed)
+            self.model = add_adapter(self.model, resolved.config.adapter, seed=seed, model_class=model_class)
+        self._attention = None
+        if world.sequence is not None:
+            apart = resolved.config.keeps_documents_apart
+            self._attention = SequenceAttention(self.model, world.sequence, apart=apart)
         self._objective = objective_of(resolved.config, self.model, teacher)
         apply_activation_checkpointing(
             self.model,
@@ -81,6 +84,8 @@ class Reference:
                 continue
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             found[name] = self._world.sum(gradient.detach())
+        if self._attention is not None:  # modules that are called alone from here on get the first micro-batch's inputs
+            self._attention.begin(batch.further[WHOLE_POSITIONS][0].to(device))
         return float(self._world.sum(totals)[0] / tokens), found
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from config.markdown import code, table, text
 from precision.parity import gradient_errors, module_errors, worst_of
+from precision.trajectories import confidence_line
 from tracking.pages.document import write_document
 from tracking.plots import STYLE, plain, save_png
 
@@ -31,6 +32,7 @@ _WORDS = {
     "update_error": "update against FP64 on its own gradient",
     "grad_norm_error": "reported gradient norm against the gradient's",
     "weight_drift": "weights against their rounded masters",
+    "unexplained": "modules with an error that rounding does not explain",
     "applied_points": "points with an applied step",
     "lower_dtypes": "softmax, norm statistics, loss, rotary table in a lower dtype than FP32",
     "restored_share": "points restored with the recorded loss",
@@ -60,6 +62,7 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
         "\n".join(verdict_lines(found)) + "\n",
         "## Checks\n\n" + _checks(found["checks"]),
         pictures,
+        "## How sure\n\n" + text(confidence_line(found["confidence"])) + "\n",
         "## Where they diverge\n\n" + _divergence(found),
         "## Speed, memory and cost\n\n" + _resources(found["bought"]),
         "## Conditions\n\n" + _conditions(found["conditions"]),

@@ -1,6 +1,6 @@
 """Single steps of a run compared with FP32: same masters, same optimizer state, same micro-batches.
 
-    python -m training.parity.steps RUN --out FILE [--walk 2] --points 0,150,300
+    python -m training.parity.steps RUN --out FILE [--walk 2] --points 0,150,300 [--judge] [parity.key=value ...]
 
 Started by `training.parity` on as many processes as the run had. At each point it restores the run's checkpoint and
 takes a few real steps. For every one of them it measures, module by module,
@@ -8,29 +8,39 @@ takes a few real steps. For every one of them it measures, module by module,
 - the *output error*: its output against FP32's on FP32's inputs, the error accumulated so far;
 - its gradients against FP32's: relative error, cosine, share of equal signs;
 - the *update error*: the change of its masters against the optimizer in FP64 on the gradient that the engine reduced;
-- the *drift*: the distance of the weights it computes with from its rounded masters.
+- the *drift*: the distance of the weights it computes with from its rounded masters;
+- its *signature*: the parts of `training.parity.signature`, from which is judged whether rounding explains its error.
+
+With --judge, as `launch.canary` starts it, FILE gets the verdict by the bounds of `parity:` beside what was measured.
+Exit code 0: written, and within the bounds; 3: beyond them (1 for several processes under torchrun).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from config.cli import Arguments, entry_point
+from config.cli import DIVERGED, DONE, Arguments, entry_point
 from config.command_line import read_command_line
 from config.errors import one_line
+from config.files import write_atomically
 from config.launcher import without_accelerate
 from config.resolved import Resolved
+from config.schema import ParitySection
 from data.loader import Batch, Batches
 from modeling.build import dropout_keys
+from precision.dtypes import DTYPES
+from precision.parity import Walk, blamed, first_divergence, judge_steps
 from precision.statistics import compare_gradients, master_drift, to_plain
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -48,6 +58,7 @@ from training.engine.tensors import (
 )
 from training.parity.outputs import OutputErrors
 from training.parity.reference import Reference, clip_coefficient
+from training.parity.signature import Signatures
 from training.progress import Progress
 from training.schedule import scheduled_rate
 from training.session import session
@@ -73,8 +84,12 @@ class StepParity:
         self.no_dropout = bool(dropout_keys(engine.model.config))
         """Compare without dropout: which values a kernel drops may depend on the dtype."""
 
-    def step(self, batch: Batch, *, applied: int) -> dict[str, Any]:
-        """Take one real step and measure it. applied: updates so far."""
+    def step(self, batch: Batch, *, applied: int, lr: float | None = None, apply: bool = True) -> dict[str, Any]:
+        """Take one real step and measure it.
+
+        applied: updates so far. lr: None is what the schedule says of them. apply: False measures the step and discards
+        its gradients, as the guard does with one that it refuses.
+        """
         engine, reference = self._engine, self._reference
         before = self._before()
         reference.load(before.masters)
@@ -84,14 +99,16 @@ class StepParity:
         errors = OutputErrors(reference.model, engine.model, world=engine.world)
         with errors.of_reference():
             loss, gradients = reference.loss_and_gradients(batch)
-        with errors.of_candidate():
+        compute, regions = DTYPES[engine.compute], engine.regions
+        signatures = Signatures(reference.model, engine.model, compute=compute, regions=regions, world=engine.world)
+        with errors.of_candidate(), signatures.of_candidate():
             outcome = engine.forward_backward(batch, step=batch.position + 1)
         health = engine.health(outcome)
         own = {name: whole_gradient(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
         found = {name: gradient for name, gradient in own.items() if gradient is not None}
         agreement = to_plain(compare_gradients(found.items(), gradients.items()))
-        lr = scheduled_rate(self._resolved.config, applied)
-        update = engine.step(health, lr)
+        lr = scheduled_rate(self._resolved.config, applied) if lr is None else lr
+        update = engine.step(health, lr, apply=apply)
         measured: dict[str, Any] = {
             "loss": health.loss,
             "reference_loss": loss,
@@ -105,6 +122,7 @@ class StepParity:
             "drift": drift,
             "update_error": {},
             **errors.measured(),
+            "signature": signatures.measured(),
         }
         if update.applied:
             measured["update_error"] = self._update_errors(before, found, lr=lr, step=applied + 1)
@@ -204,6 +222,22 @@ def measure(run_dir: RunDir, resolved: Resolved, points: list[int], *, length: i
     return found
 
 
+def verdict(found: Sequence[Mapping[str, Any]], bounds: ParitySection) -> dict[str, Any]:
+    """{"failed", "checks", "modules", "first_parting", "walks"} of measured points, as plain types.
+
+    modules: those to blame, the first of a step first; none where the whole step is wrong.
+    """
+    walks = [Walk(point["point"], point["restored"], point["steps"], None, point.get("why", "")) for point in found]
+    checks = judge_steps(walks, bounds)
+    return {
+        "failed": [check.name for check in checks if not check.passed],
+        "checks": [dataclasses.asdict(check) for check in checks],
+        "modules": list(blamed(checks)),
+        "first_parting": first_divergence(walks, bounds),
+        "walks": list(found),
+    }
+
+
 def _norm(gradients: dict[str, torch.Tensor]) -> float:
     """Global L2 norm in FP64."""
     return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
@@ -217,14 +251,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--points", required=True, help="attempted steps after which to compare, such as 0,150,300")
     parser.add_argument("--walk", type=int, default=2, help="applied steps to compare at each point")
+    parser.add_argument("--judge", action="store_true", help="write the verdict, too")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    resolved = read_command_line(["--config", str(RunDir(options.run).config)], without_accelerate(os.environ))
+    parser.add_argument("overrides", nargs="*", help="parity.key=value")
+    options = parser.parse_intermixed_args(arguments)
+    given = ["--config", str(RunDir(options.run).config), *options.overrides]
+    resolved = read_command_line(given, without_accelerate(os.environ))
     points = [int(point) for point in options.points.split(",")]
     found = measure(RunDir(options.run), resolved, points, length=options.walk)
+    content: Any = verdict(found, resolved.config.parity) if options.judge else found
     if resolved.rank == 0:
-        options.out.write_text(json.dumps(found), encoding="utf-8")
-    return 0
+        write_atomically(options.out, json.dumps(content).encode())
+    return DIVERGED if options.judge and content["failed"] else DONE
 
 
 if __name__ == "__main__":

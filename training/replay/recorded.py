@@ -62,7 +62,7 @@ def attempt_to_replay(events: list[dict[str, Any]], step: int) -> list[dict[str,
     """
     reached = [i for i, event in enumerate(events) if event["event"] == "step" and event["step"] == step]
     if not reached:
-        raise UserError(f"--step {step}: the run has no such step; its events end at step {_last_step(events)}")
+        raise UserError(f"--step {step}: the run has no such step; its events end at step {last_step(events)}")
     bad = [i for i in reached if any(e["event"] == "incident" and e["step"] == step for e in events[i : i + 30])]
     index = (bad or reached)[-1]
     chain: list[dict[str, Any]] = []
@@ -100,5 +100,6 @@ def require_layout(session: dict[str, Any], resolved: Resolved) -> None:
         )
 
 
-def _last_step(events: list[dict[str, Any]]) -> int:
+def last_step(events: list[dict[str, Any]]) -> int:
+    """The highest step that the run attempted; 0 when it attempted none."""
     return max((event["step"] for event in events if event["event"] == "step"), default=0)

@@ -19,7 +19,7 @@ def objective(config: Config, model: PreTrainedModel) -> Objective:
     """Cross-entropy over classify.labels, or squared error."""
     if config.classify.kind == "regression":
         return Regression()
-    return Classification(len(config.classify.labels))
+    return Classification(len(config.classify.labels), by_sample=bool(config.data.sources))
 
 
 def make_batch(config: Config, corpus: Corpus) -> MakeBatch:

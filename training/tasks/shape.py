@@ -14,12 +14,15 @@ from data.prepare_labelled import labels_of
 from data.tokenizer import load_tokenizer
 from modeling.build import model_config
 
+_DECIDE = (*ENCODER_TASKS, "seq2seq")
+"""Tasks for which `given_by_task` has something."""
+
 
 def settle_labels(config: Config, corpus: Corpus) -> Config:
     """`config` with classify.labels decided. Raises UserError where they lack a label of the data."""
     if config.task != "classify" or config.classify.kind == "regression":
         return config
-    labels = labels_of(corpus, config.classify.labels)
+    labels = labels_of(corpus, config.classify.labels, config.data)
     return replace(config, classify=replace(config.classify, labels=labels))
 
 
@@ -28,17 +31,23 @@ def shape_of_model(config: Config, corpus: Corpus) -> PretrainedConfig:
     return model_config(
         config.model,
         vocab_size=corpus.vocab_size,
-        sequence_length=config.data.sequence_length,
+        sequence_length=config.data.longest,
         model_class=model_class_of(config),
-        given=given_by_task(config, load_tokenizer(corpus.tokenizer_folder)) if config.task in ENCODER_TASKS else None,
+        given=given_by_task(config, load_tokenizer(corpus.tokenizer_folder)) if config.task in _DECIDE else None,
     )
 
 
 def given_by_task(config: Config, tokenizer: Any) -> dict[str, Any]:
     """Arguments of the model's config that the task decides. config: with its labels."""
-    if config.task not in ENCODER_TASKS:
+    if config.task not in _DECIDE:
         return {}
     given: dict[str, Any] = {}
+    if config.task == "seq2seq":
+        if config.model.name_or_path is None:
+            end = tokenizer.eos_token_id
+            pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+            given |= {"eos_token_id": end, "pad_token_id": pad, "decoder_start_token_id": pad}  # as T5 starts
+        return given
     if config.model.name_or_path is None:
         given |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad")}
     if config.task == "classify":

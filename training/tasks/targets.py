@@ -65,11 +65,17 @@ def with_targets(config: Config, corpus: Corpus) -> MakeBatch:
     """Batches of next tokens with the teacher's likeliest tokens as further inputs."""
     folder, make = corpus.targets, next_tokens(config.data.sequence_length, documents_of(config, corpus))
     assert folder is not None
+    length = config.data.sequence_length
     splits = {
         id(shards): [np.load(path, mmap_mode="r") for path in files_of(folder, split)]
         for split, shards in zip(SPLITS, (corpus.train, corpus.validation), strict=True)
-        if shards.sequences(config.data.sequence_length)
+        if shards.sequences(length)
     }
+    first = 0
+    for part in corpus.validation_by_source.values():  # which the whole has one after another
+        last = first + part.sequences(length)
+        splits[id(part)] = [values[first:last] for values in splits[id(corpus.validation)]]
+        first = last
 
     def made(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         batch = make(shards, position, ids, mine)

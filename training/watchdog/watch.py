@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from config.cli import CONFIG_ERROR, CRASH, DIVERGED, DONE, LOST, PREEMPTED, REPOSITORY, UNSAVED
+from config.cli import BROKEN, CONFIG_ERROR, CRASH, DIVERGED, DONE, LOST, PREEMPTED, REPOSITORY, UNSAVED
 from config.errors import UserError
 from training.distributed import World
 from training.watchdog.links import Links
@@ -40,7 +40,7 @@ _PYTHON = get_path("stdlib")
 _LEFT = "left"  # in place of the number of a beat: this rank is done, and waits for the others
 
 # exit codes that may be about to be ours as well; None is not known
-_SHARED = (None, DONE, CONFIG_ERROR, DIVERGED, LOST, UNSAVED, PREEMPTED)
+_SHARED = (None, DONE, CONFIG_ERROR, DIVERGED, LOST, BROKEN, UNSAVED, PREEMPTED)
 _SIGNS_OF_A_FAILED_COLLECTIVE = ("gloo", "NCCL", "Connection", "TCPStore", "Broken pipe", "Timed out waiting")
 
 

@@ -66,7 +66,7 @@ def test_a_contestant_whose_losses_differ_gets_no_ratio_and_fails_every_bound(lo
     assert not bound(found, "mantissa", "bare", 0.5)["holds"]
     written = {"passed_over": {"torchtitan": "why"}, "bounds": [bound(found, "mantissa", "bare", 0.5)]}
     conditions = {"model": "m", "parameters": 1, "zero_stage": 2, "compute": "fp32", "processes": 2, "tokens": 100}
-    conditions |= {"rounds": 1, "timed_steps": 2, "warm_up": 1}
+    conditions |= {"rounds": 1, "timed_steps": 2, "warm_up": 1, "task": "pretrain", "adapter": ""}
     text = page(found | written | {"conditions": conditions, "peak": {"flops": 1e5, "how": ""}, "flops_per_token": 50})
     assert "| bare | 11 | losses differ |" in text
     assert "torchtitan: not measured, why." in text and "fails: losses differ" in text

@@ -55,6 +55,13 @@ def test_another_attention_may_resume_and_is_named_where_it_is_known():
     assert attention_difference({}, now) is None  # a checkpoint of an earlier version
 
 
+def test_another_number_of_ranks_to_a_sequence_may_resume_and_is_named():
+    one, two = {"parallel.sequence": 1}, {"parallel.sequence": 2}
+    assert identity_difference(one, two) is None
+    assert layout_difference(one, two) == "parallel.sequence 1 -> 2"
+    assert layout_difference({}, one) is None  # a checkpoint of an earlier version
+
+
 def test_a_run_that_trained_on_all_of_its_text_is_told_how_to_resume():
     saved, now = {"data fingerprint": "ab12"}, {"data fingerprint": "ab12+tail"}
     assert "set data.hold_out=documents" in (identity_difference(saved, now) or "")

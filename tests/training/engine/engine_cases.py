@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from config.cli import REPOSITORY
+from config.deepspeed.document import read_document
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from precision.manifest import load_manifest
@@ -136,6 +140,43 @@ def ledger(world: World, *, stage: int, compute: str, reduce: str, promise: str)
         except PrecisionError as error:
             return rows, str(error)
     return rows, ""
+
+
+def stepped_back(world: World, *, folder: str, compute: str, secondary: int) -> dict[str, Any]:
+    """A saved step, two more with evaluations between, back to what was saved, two more; ZeRO-3, two engines in a row.
+
+    secondary: zero_hpz_partition_size.
+    """
+    path = Path(folder) / f"{world.world_size}-{secondary}-{compute}-{world.rank}.json"
+    document = read_document(REPOSITORY / f"ds_configs/zero3_{compute}.json")
+    document["zero_optimization"] |= {"zero_hpz_partition_size": secondary, "stage3_param_persistence_threshold": 0}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    resolved = resolve(world, stage=3, compute=compute, micro=2, overrides=[f"deepspeed.config={path}"])
+    with engine_of(world, resolved):
+        pass
+    losses, copies = [], []
+    with engine_of(world, resolved) as engine:
+
+        def train(step: int) -> None:
+            outcome = engine.forward_backward(batch_of(world, 2, seed=step), step=step)
+            copies.append(
+                {
+                    tuple(copy.shape) == (-(-parameter.ds_numel // secondary),)
+                    for parameter in engine.model.parameters()
+                    if (copy := parameter.ds_secondary_tensor) is not None
+                }
+            )
+            engine.step(health := engine.health(outcome), 0.01)
+            losses.append((health.loss, health.grad_norm, engine.evaluate([batch_of(world, 2, seed=9)]).loss))
+
+        train(1)
+        engine.save(Path(folder), path.name.rsplit("-", 1)[0])
+        train(2)
+        train(3)
+        engine.load(Path(folder), path.name.rsplit("-", 1)[0], TorchCheckpointEngine())
+        train(2)
+        train(3)
+        return {"losses": losses, "copies": copies, "masters": masters_of(engine)}
 
 
 def broken_master(world: World, *, stage: int) -> str:

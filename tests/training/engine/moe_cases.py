@@ -21,11 +21,13 @@ FAMILIES = {
 ON = ("model.balance_loss=0.5", "model.router_z_loss=0.01")
 
 
-def _resolved(world: World, family: str, *, stage: int, micro: int, overrides: tuple[str, ...]) -> Any:
+def _resolved(
+    world: World, family: str, *, stage: int, micro: int, overrides: tuple[str, ...], compute: str = "fp32"
+) -> Any:
     shape = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2"
     shape += f", initializer_range: 0.2, num_key_value_heads: 2, {FAMILIES[family]}"
     given = [f"model.architecture={family}", f"model.config={{{shape}}}", *overrides]
-    return resolve(world, stage=stage, compute="fp32", micro=micro, overrides=given)
+    return resolve(world, stage=stage, compute=compute, micro=micro, overrides=given)
 
 
 def one_step(world: World, *, family: str, stage: int, micro: int, overrides: tuple[str, ...] = ON) -> dict[str, Any]:
@@ -45,6 +47,33 @@ def one_step(world: World, *, family: str, stage: int, micro: int, overrides: tu
             "after": masters_of(engine),
             "notes": engine.notes,
         }
+
+
+def routed(world: World, *, family: str, stage: int, compute: str, routers: str) -> dict[str, Any]:
+    """By router, how far its scores are from FP64's on the same inputs; whether each moved in a step; the notes."""
+    overrides = (f"precision.routers={routers}", "optimizer.weight_decay=0", "model.activation_checkpointing=full")
+    resolved = _resolved(world, family, stage=stage, micro=2, overrides=overrides, compute=compute)
+    errors: dict[str, float] = {}
+
+    def look(module: Any, args: Any, output: Any) -> None:
+        weight, hidden = module.weight.detach().double(), args[0].detach().double()
+        exact = (hidden.reshape(-1, hidden.shape[-1]) @ weight.T).softmax(-1).topk(module.top_k, -1).values
+        if getattr(module, "norm_topk_prob", True):
+            exact /= exact.sum(-1, keepdim=True)
+        error = float((output[1].double() - exact).abs().max())
+        errors[module] = max(errors.get(module, 0.0), error)
+
+    with engine_of(world, resolved) as engine:
+        found = [module for module in engine.model.modules() if "Router" in type(module).__name__]
+        hooks = [module.register_forward_hook(look) for module in found]
+        before = masters_of(engine)
+        health = engine.health(engine.forward_backward(batch_of(world, 2, seed=1), step=1))
+        engine.step(health, 0.001)
+        after = masters_of(engine)
+        for hook in hooks:
+            hook.remove()
+        moved = [not torch.equal(after[name], before[name]) for name in after if ".gate.weight" in name]
+        return {"errors": list(errors.values()), "moved": moved, "notes": engine.notes}
 
 
 def reference_norm(world: World, *, family: str, micro: int) -> float:

@@ -61,3 +61,16 @@ def test_that_a_models_own_loss_is_not_trained_is_said(solo):
 def test_a_model_without_routers_is_refused(solo):
     message = solo.run(cases.refusal)[0]
     assert message.startswith("model.balance_loss = 0.5: cannot be had for model llama: it has no routers")
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute"),
+    [(3, "bf16"), pytest.param(2, "fp16", marks=pytest.mark.slow), pytest.param(1, "bf16", marks=pytest.mark.slow)],
+)
+def test_routers_choose_in_fp32_of_16_bit_weights_and_inputs(pair, family, stage, compute):
+    [plain, *_] = pair.run(cases.routed, family=family, stage=stage, compute=compute, routers="compute")
+    for result in pair.run(cases.routed, family=family, stage=stage, compute=compute, routers="fp32"):
+        assert result["moved"] == [True, True]
+        assert len(result["errors"]) == 2 and max(result["errors"]) < 1e-6
+        assert "2 routers compute in FP32 (precision.routers)" in result["notes"]
+    assert min(plain["errors"]) > 1e-4 and not any("routers" in note for note in plain["notes"])

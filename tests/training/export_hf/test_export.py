@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -104,7 +105,7 @@ def test_the_exported_folder_loads_and_computes_what_the_masters_do(job, tmp_pat
     masters = {n: t.read().clone() for n, t in open_saved_model(checkpoint_of(job) / "deepspeed").tensors.items()}
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
     for name, dtype in DTYPES.items():
-        out = tmp_path / name
+        out = tmp_path / f"{name} and a space"
         assert main([str(checkpoint_of(job)), str(out), "--dtype", name, "--shard-size", "30KB"]) == 0
         assert len(list(out.glob("model-*.safetensors"))) > 1
         loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval()
@@ -116,7 +117,10 @@ def test_the_exported_folder_loads_and_computes_what_the_masters_do(job, tmp_pat
         tokenizer = AutoTokenizer.from_pretrained(out)
         assert tokenizer.decode(tokenizer("def f(): pass").input_ids) == "def f(): pass"
         assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id == loaded.config.eos_token_id
-    assert "20 of 20 tensors were compared with a second copy" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "20 of 20 tensors were compared with a second copy" in said
+    [*_, command] = (line for line in said.splitlines() if line.startswith("record it in wandb: "))
+    assert shlex.split(command)[-2] == str(out)
 
 
 def test_the_model_card_records_the_run_and_its_hashes_hold(job, tmp_path):

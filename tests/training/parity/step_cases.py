@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from config.schema import ParitySection
 from modeling.build import model_config
 from precision.observe import Observation
+from precision.parity import Check, judge_signatures
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from training.distributed import World
 from training.engine.rng import generators, restore_generators
@@ -44,6 +46,19 @@ def inner_dtypes(
         assert seen.inner is not None
         regions = engine.regions
         return seen.inner.report(regions.dtypes if regions else None, compiled=resolved.config.model.compile)
+
+
+def signature_with(world: World, *, stage: int, compute: str, module: str, overrides: Sequence[str] = ()) -> Check:
+    """The judgement on two steps of an engine in which one module's output is 1% too large."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    with engine_of(world, resolved) as engine:
+        steps = StepParity(engine, Reference(resolved, shape, world), resolved)
+        engine.model.get_submodule(module).register_forward_hook(
+            lambda _, args, output: (output[0] * 1.01, *output[1:])
+        )
+        rows = [steps.step(batch_of(world, 2, seed=step), applied=step) for step in range(2)]
+        return judge_signatures(rows, ParitySection())
 
 
 def with_dropout(world: World, *, stage: int, compute: str, overrides: Sequence[str]) -> dict[str, Any]:

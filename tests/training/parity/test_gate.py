@@ -126,6 +126,9 @@ def test_the_warm_up_shrinks_with_the_steps_and_points_fit(folder):
         (["--config", DEMO, "parity.point=3"], "did you mean"),
         (["--config", DEMO, "--processes", "3"], "batch.global_size"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--config", DEMO, "--effect", "0.5%"], "no report of the gate"),
+        (["--config", DEMO, "--effect", "0"], "--effect: 0 is not between"),
+        (["--config", DEMO, "--effect", "1%", "--power", "high"], "--power: high is not between"),
     ],
 )
 def test_bad_input_is_one_line_and_starts_nothing(tmp_path, capsys, arguments, words):
@@ -138,6 +141,16 @@ def test_bad_input_is_one_line_and_starts_nothing(tmp_path, capsys, arguments, w
     assert words in text
     assert len(text.strip().splitlines()) == 1
     assert not (tmp_path / "report").exists()
+
+
+def test_how_many_pairs_find_a_shift_is_planned_from_a_report(tmp_path, capsys):
+    known = {"scatter": 0.004, "controls": 2, "degrees": 3}
+    (tmp_path / "parity.json").write_text(json.dumps({"confidence": known}))
+    plan = ["--config", DEMO, "--report", str(tmp_path), "--effect"]
+    assert parity.main([*plan, "0.5%", "--power", "0.8"]) == parity.main([*plan, "0.01%"]) == 0
+    said = capsys.readouterr().out
+    assert "0.500% is found with probability 0.8 by parity.seeds=7 parity.controls=2" in said
+    assert "0.010% is found with probability 0.9 by no number of pairs up to 10,000" in said
 
 
 def test_a_twin_that_does_not_run_is_reported_with_its_error_line(tmp_path):

@@ -40,6 +40,7 @@ def found() -> dict[str, Any]:
             check("gradient_error", 0.01, 0.15),
             check("gradient_cosine", 0.999, 0.99, at_least=True),
         ],
+        "confidence": {"scatter": None},
         "first_parting": None,
         "first_departure": None,
         "bought": {"step_seconds": pair, "energy_joules": {"candidate": None, "fp32": None, "ratio": None}},

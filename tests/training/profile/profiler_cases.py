@@ -101,7 +101,7 @@ def cost_of_nobody(world: World) -> float:
     from training.parts import Parts
     from training.progress import Progress
 
-    named = ("resolved", "engine", "batches", "guard", "promotions", "checkpoints", "record", "first_step")
+    named = ("resolved", "engine", "batches", "guard", "promotions", "checkpoints", "record", "warnings", "first_step")
     parts = Parts(**dict.fromkeys(named, sentinel.unused))
     progress, rounds = Progress(), 20_000
     best = float("inf")

@@ -17,7 +17,7 @@ from config.schema import OptimizerSection
 from data.row_shards import RowShards
 from modeling.parameter_groups import parameter_groups
 from tests.support.labelled import LABELS, LENGTH
-from tests.training.tasks.sft_cases import CLIPPING, GLOBAL, RATE, STEPS, masters
+from tests.training.tasks.sft_cases import CLIPPING, GLOBAL, RATE, STEPS, masters, taken
 from training.distributed import World
 from training.session import Session, session
 
@@ -68,10 +68,7 @@ def resolve(
 
 def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
     """Losses, norms, metrics and rows of some steps, and the masters before and after."""
-    with session(resolve(folder, **options), world=world) as opened:
-        before = masters(opened)
-        found = [_step(opened) for _ in range(STEPS)]
-        return {"steps": found, "before": before, "after": masters(opened)}
+    return taken(resolve(folder, **options), world, _step)
 
 
 def _step(opened: Session) -> dict[str, Any]:
@@ -89,18 +86,26 @@ def _step(opened: Session) -> dict[str, Any]:
 
 
 def oracle(
-    folder: Path, found: dict[str, Any], *, kind: str, model: str = "bert", pair: bool = False
+    folder: Path,
+    found: dict[str, Any],
+    *,
+    kind: str,
+    model: str = "bert",
+    pair: bool = False,
+    adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The same steps in plain torch: one row at a time, unpadded, tokenized word by word, from the weights `before`."""
+    """The same steps in plain torch: one row at a time, unpadded, tokenized word by word, from the weights `before`.
+
+    adapter: arguments of a `LoraConfig`, for plain `peft`.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder / model)
     names = ["number"] if kind == "regression" else sorted(LABELS)
     net: Any = getattr(transformers, AUTO[kind]).from_pretrained(
         folder / model, dtype=torch.float32, num_labels=len(names)
     )
-    net.load_state_dict(found["before"], strict=False)
-    net.train()
+    net = trained_from(net, found["before"], adapter)
     rows = [json.loads(line) for line in (folder / f"{kind}.jsonl").read_text().splitlines()]
-    parameters = dict(net.named_parameters())
+    parameters = {name: item for name, item in net.named_parameters() if item.requires_grad}
     optimizer = torch.optim.AdamW(
         parameter_groups(net, OptimizerSection(weight_decay=0.1)), lr=RATE, betas=(0.9, 0.95), eps=1e-8
     )
@@ -129,6 +134,17 @@ def oracle(
         optimizer.zero_grad()
         steps.append({"loss": float(total.detach()), "grad_norm": norm, "predicted": predicted, "there": there})
     return {"steps": steps, "after": {name: parameter.detach().clone() for name, parameter in parameters.items()}}
+
+
+def trained_from(net: Any, before: dict[str, torch.Tensor], adapter: dict[str, Any] | None) -> Any:
+    """The model in training from the weights `before`, with the adapter that plain `peft` puts into it."""
+    if adapter is not None:
+        from peft import LoraConfig, get_peft_model
+
+        net = get_peft_model(net, LoraConfig(**adapter)).get_base_model()
+    net.load_state_dict(before, strict=False)
+    assert {name for name, item in net.named_parameters() if item.requires_grad} == before.keys()
+    return net.train()
 
 
 def example(
@@ -218,3 +234,25 @@ def start(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
     """The masters and the notes of a run that has just started."""
     with session(resolve(folder, **options), world=world) as opened:
         return {"masters": masters(opened), "notes": opened.engine.notes, "config": opened.model_config.to_dict()}
+
+
+def mixture(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
+    """The first step on several sources: its losses, labels and samples, and the validation loss by source."""
+    with session(resolve(folder, **options), world=world) as opened:
+        engine, batch, mix, before = opened.engine, opened.batches.next_step(), opened.corpus.mixture, masters(opened)
+        assert mix is not None
+        health = engine.health(engine.forward_backward(batch, step=1))
+        engine.discard_gradients()
+        mine = {name: getattr(batch, name).flatten(0, 1) for name in ("input_ids", "labels")}
+        return {
+            "loss": health.loss,
+            "loss_by_source": health.loss_by_source,
+            "labels_by_source": batch.labels_by_source,
+            "counts_by_source": health.counts_by_source,
+            "samples": [batch.sample_ids[batch.sample_ids < mix.samples[0]], batch.sample_ids],
+            "first": mix.samples[0],
+            "names": list(opened.resolved.config.classify.labels),
+            "before": before,
+            "seen": [(*mine.values(), batch.sources.flatten() if batch.sources is not None else None)],
+            "held out": {name: engine.evaluate(own).loss for name, own in opened.validation_by_source().items()},
+        }

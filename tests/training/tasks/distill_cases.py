@@ -70,7 +70,15 @@ def first_metrics(world: World, *, folder: Path, **options: Any) -> dict[str, An
         engine = opened.engine
         health = engine.health(engine.forward_backward(opened.batches.next_step(), step=1))
         evaluation = engine.evaluate(opened.validation())
-        return {"metrics": health.metrics, "norm": health.grad_norm, "loss": health.loss, "held out": evaluation}
+        by_source = {name: engine.evaluate(own).loss for name, own in opened.validation_by_source().items()}
+        return {
+            "metrics": health.metrics,
+            "norm": health.grad_norm,
+            "loss": health.loss,
+            "held out": evaluation,
+            "losses of sources": health.loss_by_source
+            | {f"{name}, held out": loss for name, loss in by_source.items()},
+        }
 
 
 def refused(world: World, *, folder: Path, **options: Any) -> str:

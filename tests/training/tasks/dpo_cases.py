@@ -16,7 +16,7 @@ from config.schema import OptimizerSection
 from data.row_shards import RowShards
 from modeling.parameter_groups import parameter_groups
 from tests.training.tasks import sft_cases
-from tests.training.tasks.sft_cases import CLIPPING, RATE, STEPS, labelled, masters
+from tests.training.tasks.sft_cases import CLIPPING, RATE, labelled, taken
 from training.distributed import World
 from training.session import Session, session
 from training.tasks.task import prepare
@@ -38,10 +38,7 @@ def resolve(folder: Path, *, overrides: tuple[str, ...] = (), **options: Any) ->
 
 def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
     """Losses, norms, metrics and pairs of some steps, and the masters before and after."""
-    with session(resolve(folder, **options), world=world) as opened:
-        before = masters(opened)
-        found = [_step(opened) for _ in range(STEPS)]
-        return {"steps": found, "before": before, "after": masters(opened)}
+    return taken(resolve(folder, **options), world, _step)
 
 
 def _step(opened: Session) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from data.loader import IGNORED_LABEL
 from modeling.parameter_groups import parameter_groups
 from tests.support.labelled import words
 from tests.training.tasks import classify_cases
-from tests.training.tasks.sft_cases import CLIPPING, RATE, STEPS, masters
+from tests.training.tasks.sft_cases import CLIPPING, RATE, taken
 from training.distributed import World
 from training.session import Session, session
 
@@ -39,12 +39,7 @@ def mlm(folder: Path, *overrides: str) -> tuple[str, ...]:
 
 def steps(world: World, *, folder: Path, stage: int, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     """Losses, norms, what every rank saw, and the masters before and after."""
-    resolved = classify_cases.resolve(folder, stage=stage, overrides=mlm(folder, *overrides))
-    with session(resolved, world=world) as opened:
-        before = masters(opened)
-        found = [_step(opened) for _ in range(STEPS)]
-        chunked = opened.engine.loss_path.chunked
-        return {"steps": found, "before": before, "after": masters(opened), "chunked": chunked}
+    return taken(classify_cases.resolve(folder, stage=stage, overrides=mlm(folder, *overrides)), world, _step)
 
 
 def _step(opened: Session) -> dict[str, Any]:
@@ -57,11 +52,11 @@ def _step(opened: Session) -> dict[str, Any]:
     return {"loss": health.loss, "grad_norm": health.grad_norm, "seen": seen, "labels": labels}
 
 
-def oracle(folder: Path, model: str, found: dict[str, Any]) -> dict[str, Any]:
-    """The same steps in plain torch: one sequence at a time."""
-    net = AutoModelForMaskedLM.from_pretrained(folder / model, dtype=torch.float32).train()
-    net.load_state_dict(found["before"], strict=False)
-    parameters = dict(net.named_parameters())
+def oracle(folder: Path, model: str, found: dict[str, Any], adapter: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The same steps in plain torch: one sequence at a time. adapter: as of `classify_cases.oracle`."""
+    net = AutoModelForMaskedLM.from_pretrained(folder / model, dtype=torch.float32)
+    net = classify_cases.trained_from(net, found["before"], adapter)
+    parameters = {name: item for name, item in net.named_parameters() if item.requires_grad}
     groups = parameter_groups(net, OptimizerSection(weight_decay=0.1))
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
     steps = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,16 @@ def resolve(folder: Path, *, stage: int = 2, compute: str = "fp32", overrides: t
 
 def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
     """Losses, norms and rows of some steps, and the masters before and after."""
-    with session(resolve(folder, **options), world=world) as opened:
+    return taken(resolve(folder, **options), world, _step)
+
+
+def taken(resolved: Resolved, world: World, step: Callable[[Session], dict[str, Any]]) -> dict[str, Any]:
+    """What `step` gives of each of some steps, the masters before and after, and whether the loss is chunked."""
+    with session(resolved, world=world) as opened:
         before = masters(opened)
-        found = [_step(opened) for _ in range(STEPS)]
-        return {"steps": found, "before": before, "after": masters(opened)}
+        found = [step(opened) for _ in range(STEPS)]
+        chunked = opened.engine.loss_path.chunked
+        return {"steps": found, "before": before, "after": masters(opened), "chunked": chunked}
 
 
 def evaluated(world: World, *, folder: Path, **options: Any) -> tuple[float, float]:

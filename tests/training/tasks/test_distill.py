@@ -95,17 +95,24 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(
         assert found["held out"].perplexity is None
 
 
-def test_cached_answers_are_the_live_ones(pair: ProcessGroup, folder: Path) -> None:
-    """All tokens but one are named, so the rest is that one."""
+@pytest.mark.parametrize("sources", [1, 2])
+def test_cached_answers_are_the_live_ones(pair: ProcessGroup, folder: Path, sources: int) -> None:
+    """All tokens but one are named, so the rest is that one. Each source of a mixture has its own."""
     vocabulary = AutoConfig.from_pretrained(folder / "base").vocab_size
+    write_chats(folder / "more.jsonl", 30, seed=1)
+    item = "{{path: {0}/{1}.jsonl, name: {2}, format: messages}}"
+    both = f"[{item.format(folder, 'chats', 'a')}, {item.format(folder, 'more', 'b')}]"
+    mixed = ("data.path=null", "data.format=auto", f"data.sources={both}") if sources == 2 else ()
     live, cached = (
-        pair.run(cases.first_metrics, folder=folder, overrides=(*given, "data.validation_fraction=0.1"))[0]
+        pair.run(cases.first_metrics, folder=folder, overrides=(*given, *mixed, "data.validation_fraction=0.2"))[0]
         for given in (overrides_of(folder), overrides_of(folder, top_k=vocabulary - 1))
     )
     assert cached["loss"] == pytest.approx(live["loss"], rel=1e-5)
     assert cached["norm"] == pytest.approx(live["norm"], rel=1e-5)
     assert cached["held out"].loss == pytest.approx(live["held out"].loss, rel=1e-5)
     assert cached["metrics"] == pytest.approx(live["metrics"], rel=1e-5)
+    assert cached["losses of sources"] == pytest.approx(live["losses of sources"], rel=1e-5)
+    assert len(live["losses of sources"]) == (4 if sources == 2 else 0)
 
 
 def job_of(folder: Path) -> list[str]:
@@ -171,6 +178,14 @@ def test_a_teacher_of_other_tokens_is_refused_in_one_line(solo: ProcessGroup, fo
     ids["a"], ids["b"] = ids["b"], ids["a"]
     (folder / "foreign/tokenizer.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     assert "its tokenizer is not that of the data: 'a' is" in why(f"distill.teacher={folder}/foreign")
+    shutil.copytree(folder / "teacher", folder / "small", dirs_exist_ok=True)
+    saved = json.loads((folder / "small/config.json").read_text(encoding="utf-8"))
+    saved["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "small/config.json").write_text(json.dumps(saved), encoding="utf-8")
+    said = why(f"distill.teacher={folder}/small")
+    assert (
+        "small: its weights are quantised (quantization_config in config.json: fp8); 4-bit and 8-bit teachers" in said
+    )
     (folder / "broken").mkdir(exist_ok=True)
     (folder / "broken/config.json").write_text("{}", encoding="utf-8")
     assert "distill.teacher = " in (said := why(f"distill.teacher={folder}/broken")) and "cannot be loaded" in said

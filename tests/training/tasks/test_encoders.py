@@ -27,6 +27,7 @@ TEXT = ["task=mlm", "data.source=text", "data.path={folder}/text", "data.sequenc
 DROPOUT = "model.config={hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1}"
 FP16 = ["precision.compute=fp16", "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}"]
 OVERFLOW = "faults=[{kind: inf_gradient, step: 3, rank: 1}]"
+LORA = "adapter={kind: lora, r: 4, dropout: 0.1}"
 JOBS = {
     "sequence, BF16, ZeRO-3": [*ROWS, "precision.compute=bf16", "deepspeed.stage=3", DROPOUT],
     "mlm, FP16, ZeRO-2, an overflow": [*TEXT, *FP16, OVERFLOW, "deepspeed.stage=2", DROPOUT],
@@ -35,6 +36,15 @@ JOBS = {
         *("deepspeed.stage=1", DROPOUT),
     ],
     "regression, BF16, ZeRO-2": [*ROWS, "classify.kind=regression", "precision.compute=bf16", "deepspeed.stage=2"],
+    "sequence, LoRA, BF16, ZeRO-3": [*ROWS, LORA, "precision.compute=bf16", "deepspeed.stage=3", DROPOUT],
+    "mlm, LoRA, FP16, ZeRO-2, an overflow": [
+        *(*TEXT, LORA[:-1] + ", modules_to_save: [cls]}", *FP16, OVERFLOW),
+        *("deepspeed.stage=2", DROPOUT),
+    ],
+    "regression, DoRA, BF16, ZeRO-2": [
+        *(*ROWS, "classify.kind=regression", "precision.compute=bf16", "deepspeed.stage=2"),
+        "adapter={kind: dora, r: 4}",
+    ],
 }
 
 
@@ -49,7 +59,7 @@ def job(encoders: Path, what: str) -> tuple[list[str], str]:
     return [*overrides, *given, "data.validation_fraction=0.2"], what.replace(" ", "-").replace(",", "")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("what", JOBS)
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, encoders: Path, what: str) -> None:
     (overrides, name), run = job(encoders, what), {"folder": str(encoders), "seconds": 400.0}

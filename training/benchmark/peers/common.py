@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from config.child_jobs import free_port
 from config.machine import op_builds
-from config.schema import OptimizerSection
+from config.schema import AdapterSection, OptimizerSection
 from training.benchmark.spec import Result, Spec
 from training.benchmark.split import Stages, time_deepspeed
 from training.engine.work_time import peak_memory_bytes
@@ -64,7 +64,7 @@ class Job:
         return Windows(self.spec).length
 
     def load_model(self) -> PreTrainedModel:
-        """The initial weights in FP32, with activation checkpointing as the work has it."""
+        """The initial weights in FP32, with activation checkpointing as the work has it, and its adapter as peft's."""
         from transformers import AutoModelForCausalLM
 
         from modeling.activation_checkpointing import apply_activation_checkpointing
@@ -76,6 +76,10 @@ class Job:
         model.config.use_cache = False
         mode: Any = spec.activation_checkpointing
         apply_activation_checkpointing(model, mode, reentrant=spec.reentrant)
+        if spec.adapter is not None:
+            from modeling.adapter import wrapped_with_adapter
+
+            model = wrapped_with_adapter(model, AdapterSection(**_tuples(spec.adapter)), seed=spec.seed)
         self.model = model.train()
         return self.model
 
@@ -83,10 +87,7 @@ class Job:
         """The one of the config, which does not decay norms, biases and embeddings."""
         from training.engine.optimizer import build_optimizer
 
-        settings: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in self.spec.optimizer.items()
-        }
-        section = OptimizerSection(**settings)
+        section = OptimizerSection(**_tuples(self.spec.optimizer))
         return build_optimizer(model, section, offload=self.spec.offload != "none", device=self.device)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
@@ -105,6 +106,14 @@ class Job:
         starts = [(n * world + self.rank) * micro for n in range(self.spec.steps * self.spec.accumulation)]
         batches = [list(range(start, start + micro)) for start in starts]
         return torch.utils.data.DataLoader(Windows(self.spec), batch_sampler=batches, pin_memory=self.on_cuda)
+
+    def samples(self) -> Any:
+        """The samples of all steps in order: windows, or a `datasets.Dataset` of rows or pairs."""
+        if self.spec.task == "pretrain":
+            return Windows(self.spec)
+        from datasets import load_from_disk
+
+        return load_from_disk(self.spec.tokens)
 
     def loader_of_all(self) -> torch.utils.data.DataLoader:
         """The micro-batches of all ranks in turn, for a library that selects a rank's own."""
@@ -173,6 +182,11 @@ class Job:
             ).write(self._result)
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _tuples(section: dict[str, Any]) -> dict[str, Any]:
+    """A section of the run config as it was before it was JSON."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in section.items()}
 
 
 class Windows(torch.utils.data.Dataset):

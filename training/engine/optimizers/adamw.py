@@ -9,6 +9,9 @@ import torch
 from training.engine.ops import load_op
 from training.engine.optimizers.rule import UpdateInputs, adam_averages
 
+_UNIT = 2.0**-24
+"""Unit round-off of FP32."""
+
 
 def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
     """DeepSpeed's CPU kernel when a GPU run offloads its state, else torch's fused one.
@@ -27,3 +30,21 @@ def update(given: UpdateInputs) -> torch.Tensor:
     """Algorithm 2 of the paper, the schedule inside `lr`."""
     first, second = adam_averages(given)
     return -given.lr * (given.weight_decay * given.master + first / (second.sqrt() + given.section.eps))
+
+
+def after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Master and both averages after the step, FP64, and how far a computation in FP32 may be from each.
+
+    Every bound is a count of roundings times the unit round-off times the size of what is rounded: three of the
+    gradient (its scale, the clip, their product), two of each product, one of a sum; and what an average's error does
+    to the quotient. torch's fused kernel on a CPU stays within 0.53 of them (docs/corruption.md).
+    """
+    first, second = given.states
+    (beta1, beta2), gradient, eps = given.section.betas, given.gradient, given.section.eps
+    master = given.master + update(given)
+    averages = [beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient.square()]
+    slack = [8 * _UNIT * (first.abs() + gradient.abs()), 16 * _UNIT * averages[1]]
+    corrected = (averages[1] / (1 - beta2**given.step)).sqrt() + eps
+    of_quotient = (slack[0] + 32 * _UNIT * averages[0].abs()) / (1 - beta1**given.step) / corrected
+    change = given.lr * (of_quotient + 4 * _UNIT * given.weight_decay * given.master.abs())
+    return [master, *averages], [2 * _UNIT * (given.master.abs() + master.abs()) + change, *slack]

@@ -169,7 +169,7 @@ class _Oracle:
         self._config, self._model = config, model
         self._order = Order(config, corpus.train, end_of_document=corpus.end_of_document)
         self._optimizer = optimizer_of(model, config.optimizer)
-        peak, total = config.optimizer.learning_rate, config.run.steps
+        peak, total = config.optimizer.learning_rate, config.scheduled_steps
         self._rate = schedule(config.schedule, peak=peak, total=total)
         self._start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         self._applied = self._tokens = 0

@@ -1,0 +1,231 @@
+"""Sequences that ranks share, through the engine; run on real ranks by test_sequence_parallel.py.
+
+The oracle is plain torch on one rank: whole sequences, the whole global batch, torch's own AdamW and clipping.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from data.documents import document_positions
+from data.loader import IGNORED_LABEL, Batch
+from data.sequence_slices import slice_of
+from modeling.build import model_config
+from modeling.linear_cross_entropy import label_loss_sum
+from modeling.parameter_groups import parameter_groups
+from tests.support.small_models import distance
+from tests.support.small_run import GLOBAL, VOCABULARY, engine_of, masters_of, plain_model, resolve
+from training.attribution import attribute
+from training.distributed import World
+from training.parity.outputs import OutputErrors
+from training.parity.reference import Reference
+from training.telemetry import Telemetry
+
+LENGTH = 13
+"""[tokens] Which two ranks do not divide."""
+END = 1
+STEPS = 3
+LR = 0.01
+MODEL = (
+    "model.architecture=mistral",
+    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, "
+    "num_key_value_heads: %d, sliding_window: 6, tie_word_embeddings: true}",
+)
+OVERRIDES = (f"data.sequence_length={LENGTH}", "parallel.sequence=2", "optimizer.eps=0.01")
+
+
+def whole_batch(seed: int, *, apart: bool, length: int = LENGTH) -> Batch:
+    """A global batch of unevenly masked labels, one micro-batch; in documents of up to 5 tokens where apart."""
+    tokens = torch.randint(VOCABULARY, (GLOBAL, length + 1), generator=torch.Generator().manual_seed(seed))
+    if apart:
+        tokens[:, 4::5] = END
+    ids, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    for row in range(GLOBAL):
+        labels[row, : row * length // GLOBAL] = IGNORED_LABEL
+    positions = None
+    if apart:
+        labels[ids == END] = IGNORED_LABEL
+        positions = torch.from_numpy(document_positions(ids.numpy(), END))[None]
+    counted = int((labels != IGNORED_LABEL).sum())
+    return Batch(0, ids[None], labels[None], np.arange(GLOBAL), counted, position_ids=positions)
+
+
+def mine_of(world: World, batch: Batch, *, micro: int) -> Batch:
+    """This rank's slices of its sequences of a global batch, in micro-batches."""
+    rank, ranks = (world.sequence.rank, world.sequence.size) if world.sequence else (0, 1)
+    groups = world.world_size // ranks
+    first = world.rank // ranks * GLOBAL // groups
+    rows = slice(first, first + GLOBAL // groups)
+
+    def cut(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[0, rows].reshape(-1, micro, values.shape[-1])
+
+    parts = {"input_ids": cut(batch.input_ids), "labels": cut(batch.labels), "position_ids": cut(batch.position_ids)}
+    given: dict[str, Any] = parts
+    return slice_of(dataclasses.replace(batch, **given), rank=rank, ranks=ranks)
+
+
+def against_one_rank(
+    world: World,
+    *,
+    stage: int,
+    compute: str = "fp32",
+    apart: bool = False,
+    heads: int = 2,
+    ranks: int = 2,
+    overrides: Sequence[str] = (),
+) -> dict[str, float]:
+    """Errors of losses, norms, the evaluation and the masters after three steps; heads: of keys and values."""
+    world, micro = world.sharing_sequences(ranks, timeout_minutes=2), GLOBAL // 4
+    given = [MODEL[0], MODEL[1] % heads, *OVERRIDES, f"parallel.sequence={ranks}"]
+    given += [f"data.document_masking={str(apart).lower()}", *overrides]
+    resolved = resolve(world, stage=stage, compute=compute, micro=micro, overrides=given)
+    section, found, expected = resolved.config.optimizer, [], []
+    known = set(ALL_ATTENTION_FUNCTIONS)
+    with engine_of(world, resolved) as engine:
+        start = masters_of(engine)
+        plain = plain_model(resolved, start)
+        for step in range(1, STEPS + 1):
+            batch = mine_of(world, whole_batch(step, apart=apart), micro=micro)
+            health = engine.health(engine.forward_backward(batch, step=step))
+            found += [health.loss, health.grad_norm]
+            assert engine.step(health, LR / step).applied
+        found.append(engine.evaluate([mine_of(world, whole_batch(9, apart=apart), micro=micro)]).loss)
+        masters = masters_of(engine)
+    assert set(ALL_ATTENTION_FUNCTIONS) == known, "a closed engine leaves nothing"
+    optimizer = torch.optim.AdamW(parameter_groups(plain, section), betas=section.betas, eps=section.eps)
+    for step in range(1, STEPS + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = LR / step
+        loss = mean_loss(plain, whole_batch(step, apart=apart))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), section.gradient_clipping or torch.inf)
+        expected += [float(loss.detach()), float(norm)]
+        optimizer.step()
+    expected.append(float(mean_loss(plain.eval(), whole_batch(9, apart=apart)).detach()))
+    weights = dict(plain.named_parameters())
+    off, moved = (sum(float((masters[n] - o[n]).double().square().sum()) for n in masters) for o in (weights, start))
+    return {
+        "numbers": max(abs(one / other - 1) for one, other in zip(found, expected, strict=True)),
+        "masters": (off / moved) ** 0.5,
+        "norm": expected[1],
+    }
+
+
+SPOILED = (
+    (1, "nan_activation", "model.layers.0.mlp"),
+    (0, "nan_activation", "model.layers.1.self_attn.q_proj"),
+    (1, "nan_activation", "model.layers.1.mlp.down_proj"),
+    (1, "nan_loss", None),
+)
+"""Rank, kind and module of the fault of each step; the first three reach the other rank through attention."""
+
+
+def blamed(world: World) -> list[list[tuple[int, str]]]:
+    """Ranks and modules that are blamed for each of the steps of SPOILED."""
+    world = world.sharing_sequences(2, timeout_minutes=2)
+    faults = ", ".join(
+        f"{{kind: {kind}, step: {step}, rank: {rank}{f', module: {module}' if module else ''}}}"
+        for step, (rank, kind, module) in enumerate(SPOILED, 1)
+    )
+    given = [MODEL[0], MODEL[1] % 2, *OVERRIDES, f"faults=[{faults}]"]
+    found = []
+    with engine_of(world, resolve(world, stage=2, compute="fp32", micro=GLOBAL // 2, overrides=given)) as engine:
+        for step in range(1, len(SPOILED) + 1):
+            batch = mine_of(world, whole_batch(step, apart=False), micro=GLOBAL // 2)
+            outcome = engine.forward_backward(batch, step=step)
+            assert not engine.health(outcome).finite
+            found.append([(rank, finding.module) for rank, finding in attribute(engine, batch, outcome, step=step)])
+            engine.discard_gradients()
+    return found
+
+
+def references(world: World, *, stage: int) -> dict[str, float]:
+    """Errors of the parity gate's FP32 reference against plain torch, and the telemetry probe's smallest cosine."""
+    world = world.sharing_sequences(2, timeout_minutes=2)
+    probe = ["telemetry.probe=true"] if stage < 3 else []
+    given = [MODEL[0], MODEL[1] % 2, *OVERRIDES, "data.document_masking=true", *probe]
+    resolved, whole = (
+        resolve(world, stage=stage, compute="fp32", micro=GLOBAL // 4, overrides=given),
+        whole_batch(1, apart=True),
+    )
+    batch, cosine = mine_of(world, whole, micro=GLOBAL // 4), 1.0
+    with engine_of(world, resolved) as engine:
+        masters = masters_of(engine)
+        shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=LENGTH)
+        reference, plain = Reference(resolved, shape, world), plain_model(resolved, masters)
+        reference.load(masters)
+        errors = OutputErrors(reference.model, engine.model, world=world)
+        with errors.of_reference():
+            loss, gradients = reference.loss_and_gradients(batch)
+        with errors.of_candidate():
+            engine.forward_backward(batch, step=1)
+        engine.discard_gradients()
+        own = errors.measured()["own_error"]
+        if probe:
+            telemetry = Telemetry(engine, probe=True)
+            with telemetry.watching(batch):
+                health = engine.health(engine.forward_backward(batch, step=1))
+            telemetry.measure()
+            applied = engine.step(health, LR).applied
+            agreement = telemetry.finish(applied=applied)["probe"]
+            cosine = min(item["cosine"] for item in agreement.values())
+    expected = mean_loss(plain, whole)
+    expected.backward()
+    exact = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    off = distance(gradients, exact)
+    assert "model.layers.1.self_attn" in own
+    return {
+        "loss": abs(loss / float(expected.detach()) - 1),
+        "gradients": off,
+        "outputs": max(own.values()),
+        "probe": cosine,
+    }
+
+
+def saved_model(world: World, *, folder: str) -> None:
+    """Save a model of MODEL with weights from the seed."""
+    given = [MODEL[0], MODEL[1] % 2, *OVERRIDES[:1]]
+    with engine_of(world, resolve(world, stage=2, compute="fp32", overrides=given)) as engine:
+        if world.rank == 0:
+            engine.model.save_pretrained(folder)
+    world.wait_for_all()
+
+
+def against_no_sharing(world: World, *, overrides: Sequence[str], length: int = LENGTH) -> dict[str, float]:
+    """Errors of losses, norms, metrics and masters on shared sequences against ranks that share none."""
+    runs = []
+    for ranks in (1, 2):
+        there = world.sharing_sequences(ranks, timeout_minutes=2)
+        more = [*OVERRIDES, *overrides, f"data.sequence_length={length}", f"parallel.sequence={ranks}"]
+        numbers: list[float] = []
+        with engine_of(there, resolve(there, stage=2, compute="fp32", micro=GLOBAL // 4, overrides=more)) as engine:
+            start = masters_of(engine)
+            for step in range(1, STEPS + 1):
+                batch = mine_of(there, whole_batch(step, apart=False, length=length), micro=GLOBAL // 4)
+                health = engine.health(engine.forward_backward(batch, step=step))
+                numbers += [health.loss, health.grad_norm, *health.metrics.values()]
+                engine.step(health, LR / step)
+            moved = {name: master - start[name] for name, master in masters_of(engine).items()}
+        runs.append((numbers, moved))
+    (one, expected), (two, found) = runs
+    return {
+        "numbers": max(abs(a / b - 1) for a, b in zip(two, one, strict=True)),
+        "masters": distance(found, expected),
+        "count": len(one) // STEPS,
+    }
+
+
+def mean_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """() of whole sequences, by plain torch."""
+    inputs = {"input_ids": batch.input_ids[0]}
+    if batch.position_ids is not None:
+        inputs["position_ids"] = batch.position_ids[0]
+    return label_loss_sum(model(**inputs, use_cache=False).logits, batch.labels[0]) / batch.label_tokens

@@ -1,0 +1,96 @@
+"""Sequences that ranks share: the steps of one rank on whole sequences, at every ZeRO stage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.process_group import ProcessGroup
+from tests.training.engine import sequence_cases
+
+CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2}
+
+
+@pytest.mark.parametrize(
+    ("stage", "given"),
+    [
+        (2, {"apart": True, "heads": 1, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
+        (3, {"overrides": ["model.activation_checkpointing=full", "optimizer.gradient_clipping=0.1"]}),
+        *(pytest.param(stage, {"apart": True}, marks=pytest.mark.slow) for stage in (0, 1, 2, 3)),
+        *(pytest.param(stage, {"apart": False, "heads": 4}, marks=pytest.mark.slow) for stage in (0, 1, 2, 3)),
+        *(pytest.param(stage, {"apart": True, "compute": "bf16"}, marks=pytest.mark.slow) for stage in (1, 2, 3)),
+        *(
+            pytest.param(
+                2, {"apart": True, "overrides": [f"model.activation_checkpointing={kind}"]}, marks=pytest.mark.slow
+            )
+            for kind in ("selective", "attention", "ops")
+        ),
+        pytest.param(
+            1,
+            {"overrides": ["model={activation_checkpointing: full, checkpointing_reentrant: true}"]},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[str, Any]) -> None:
+    for found in pair.run(sequence_cases.against_one_rank, stage=stage, **given):
+        close = CLOSE[given.get("compute", "fp32")]
+        assert found["numbers"] < close
+        assert found["masters"] < close
+        assert found["norm"] > 0.2, "clipping would do nothing"
+
+
+def test_a_value_that_is_not_finite_is_blamed_on_the_rank_where_it_began(pair: ProcessGroup) -> None:
+    for found in pair.run(sequence_cases.blamed):
+        assert found == [[(rank, module or "loss")] for rank, _, module in sequence_cases.SPOILED]
+
+
+@pytest.mark.slow
+def test_four_ranks_share_sequences_by_two_and_by_four() -> None:
+    with ProcessGroup(world_size=4) as four:
+        for stage, ranks, heads in ((3, 2, 2), (2, 4, 1), (0, 4, 4)):
+            for found in four.run(sequence_cases.against_one_rank, stage=stage, apart=True, heads=heads, ranks=ranks):
+                assert max(found["numbers"], found["masters"]) < CLOSE["fp32"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_fp32_references_share_sequences_too(pair: ProcessGroup, stage: int) -> None:
+    """The parity gate's, and below ZeRO-3 the telemetry probe's."""
+    for found in pair.run(sequence_cases.references, stage=stage):
+        assert found["loss"] < 1e-5
+        assert found["gradients"] < 1e-5
+        assert found["outputs"] < 1e-5
+        assert stage == 3 or found["probe"] > 0.9999
+
+
+@pytest.mark.slow
+def test_an_adapter_trains_as_without_sharing(pair: ProcessGroup, tmp_path: Path) -> None:
+    pair.run(sequence_cases.saved_model, folder=str(tmp_path))
+    model = f"model={{name_or_path: {tmp_path}, architecture: null, config: {{}}}}"
+    for found in pair.run(sequence_cases.against_no_sharing, overrides=[model, "adapter.kind=lora"]):
+        assert max(found["numbers"], found["masters"]) < CLOSE["fp32"]
+
+
+@pytest.mark.slow
+def test_fp8_rounds_a_slice_as_it_rounds_the_whole(pair: ProcessGroup, tmp_path: Path) -> None:
+    """Scales by row are of a token."""
+    rules = [{"match": "*.mlp.*_proj", "compute": "fp8", "reason": "to be rounded"}]
+    (tmp_path / "fp8.json").write_text(json.dumps({"default": "fp32", "rules": rules}), encoding="utf-8")
+    manifest = ["precision.path=manifest", "precision.compute=auto", f"precision.manifest={tmp_path}/fp8.json"]
+    for found in pair.run(sequence_cases.against_no_sharing, overrides=manifest):
+        assert max(found["numbers"], found["masters"]) < CLOSE["fp32"]
+
+
+@pytest.mark.slow
+def test_experts_are_balanced_over_all_slices(pair: ProcessGroup) -> None:
+    """Loss, norm and four metrics of the router."""
+    sizes = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, "
+    sizes += "num_key_value_heads: 2, num_local_experts: 4"
+    model = f"model={{architecture: mixtral, config: {{{sizes}}}, balance_loss: 0.1, router_z_loss: 0.01}}"
+    for found in pair.run(sequence_cases.against_no_sharing, overrides=[model], length=14):
+        assert max(found["numbers"], found["masters"]) < CLOSE["fp32"]
+        assert found["count"] == 6

@@ -1,0 +1,359 @@
+"""Whether rounding explains a module's error: it does in sound models, and no planted defect of the table is too small.
+
+The run is a model of transformers cast as DeepSpeed casts, or under the regions of a manifest; defects are put into it
+alone. What is planted stays below what the bounds on a module's output, gradients and loss would show.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from config.schema import AdapterSection, ParitySection
+from modeling.adapter import adapter_off, add_adapter
+from precision.dtypes import DTYPES
+from precision.manifest import Manifest, Rule
+from precision.parity import judge_signatures
+from precision.regions import Regions
+from precision.signature import figures, findings, pooled, resolution
+from precision.tolerance import unit_roundoff
+from tests.precision.test_inner_dtypes import by_hand, eager_with, widened_between
+from tests.support.small_models import small_model
+from tests.training.parity import step_cases
+from training.parity.signature import Signatures
+
+Plant = Callable[[Any], None]
+BOUNDS = ParitySection()
+VOCABULARY = 250
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256, "vocab_size": 256}
+FP8 = Manifest("bf16", (Rule("*_proj", "Linear", "fp8", "x"), Rule("*head*", "Linear", "bf16", "x")), Path("m.json"))
+BF16 = Manifest("bf16", (), Path("m.json"))
+LAYER = "model.layers.1"
+NORM, ATTENTION, MLP = f"{LAYER}.input_layernorm", f"{LAYER}.self_attn", f"{LAYER}.mlp"
+HEAD, EMBEDDING, ROTARY = "lm_head", "model.embed_tokens", "model.rotary_emb"
+
+
+def trained(family: str, attention: str, seed: int) -> PreTrainedModel:
+    """A small model whose weights, norms' and biases included, are not those of a start."""
+    sizes = {"n_embd": 64, "vocab_size": 256} if family == "gpt2" else SIZES
+    model = small_model(family, attention, **sizes | ({"n_positions": 256} if family == "gpt2" else {})).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.5 * parameter.std().nan_to_num(0.1).clamp(min=0.05)
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def measured(
+    family: str = "llama",
+    compute: str = "bf16",
+    *,
+    plant: Plant | None = None,
+    manifest: Manifest | None = None,
+    attention: str = "sdpa",
+    seed: int = 1,
+    tokens: int = 64,
+    steps: int = 1,
+) -> list[dict[str, Any]]:
+    """What is measured of some forward passes on random tokens, as steps have it."""
+    reference, run = (trained(family, attention, seed) for _ in range(2))
+    regions = None if manifest is None else Regions(run, manifest)
+    if manifest is None:
+        for parameter in run.parameters():
+            parameter.data = parameter.data.to(DTYPES[compute])
+    if plant is not None:
+        plant(run)
+    generator, found = torch.Generator().manual_seed(seed), []
+    for _ in range(steps):
+        signatures = Signatures(reference, run, compute=DTYPES[compute], regions=regions)
+        with signatures.of_candidate():
+            run(torch.randint(VOCABULARY, (4, tokens), generator=generator), use_cache=False)
+        found.append(signatures.measured())
+    return found
+
+
+def test_a_pass_of_the_base_alone_is_not_compared_with_the_adapted_reference() -> None:
+    """As DPO makes one, before the pass that learns."""
+    reference, run = (
+        add_adapter(trained("llama", "sdpa", 1), AdapterSection(kind="lora", r=4), seed=0) for _ in range(2)
+    )
+    with torch.no_grad():
+        for name, parameter in [*reference.named_parameters(), *run.named_parameters()]:
+            if ".lora_B." in name:
+                parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    for parameter in run.parameters():
+        parameter.data = parameter.data.bfloat16()
+    signatures = Signatures(reference, run, compute=torch.bfloat16)
+    tokens = torch.randint(VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(1))
+    with signatures.of_candidate():
+        with adapter_off(run):
+            run(tokens, use_cache=False)
+        run(tokens, use_cache=False)
+    assert not named([signatures.measured()])
+
+
+def named(steps: list[dict[str, Any]]) -> tuple[str, ...]:
+    check = judge_signatures([{"signature": step} for step in steps], BOUNDS)
+    assert check.passed == (not check.modules)
+    return check.modules
+
+
+def linear(name: str, factor: float) -> Plant:
+    def plant(run: Any) -> None:
+        module = run.get_submodule(name)
+
+        def forward(given: torch.Tensor) -> torch.Tensor:
+            return (functional.linear(given.float(), module.weight.float()) * factor).to(given.dtype)
+
+        module.forward = forward
+
+    return plant
+
+
+def norm(factor: float = 1.0, variance: torch.dtype = torch.float32) -> Plant:
+    def plant(run: Any) -> None:
+        module = run.get_submodule(NORM)
+
+        def forward(given: torch.Tensor) -> torch.Tensor:
+            wide = given.float()
+            mean = wide.pow(2).mean(-1, keepdim=True).to(variance).float()
+            return module.weight * (wide * (mean + module.variance_epsilon).rsqrt() * factor).to(given.dtype)
+
+        module.forward = forward
+
+    return plant
+
+
+def embedding(factor: float) -> Plant:
+    def plant(run: Any) -> None:
+        module = run.get_submodule(EMBEDDING)
+        module.forward = lambda ids: (functional.embedding(ids, module.weight.float()) * factor).to(module.weight.dtype)
+
+    return plant
+
+
+def mlp(factor: float) -> Plant:
+    def plant(run: Any) -> None:
+        module = run.get_submodule(MLP)
+
+        def forward(given: torch.Tensor) -> torch.Tensor:
+            gate, up = module.gate_proj(given), module.up_proj(given)
+            return module.down_proj((module.act_fn(gate).float() * up.float() * factor).to(given.dtype))
+
+        module.forward = forward
+
+    return plant
+
+
+def softmax(function: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
+    """Attention of one layer written out, with another softmax."""
+
+    def plant(run: Any) -> None:
+        module = run.get_submodule(ATTENTION)
+        ALL_ATTENTION_FUNCTIONS["planted"] = eager_with(function)
+        module.config = copy.copy(module.config)
+        module.config._attn_implementation = "planted"
+
+    return plant
+
+
+def scaled_attention(factor: float) -> Plant:
+    return softmax(lambda scores: scores.float().softmax(-1) * factor)
+
+
+def attention_output(factor: float) -> Plant:
+    """What the issue of a wrong constant looks like from outside: the module's output, after its last rounding."""
+
+    def plant(run: Any) -> None:
+        module = run.get_submodule(ATTENTION)
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output, *rest = original(*args, **kwargs)
+            return (output * factor, *rest)
+
+        module.forward = forward
+
+    return plant
+
+
+def rotary_in_bf16(run: Any) -> None:
+    module = run.get_submodule(ROTARY)
+
+    def forward(states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].bfloat16() * module.inv_freq.bfloat16()
+        both = torch.cat((angles, angles), -1)
+        return both.cos().to(states.dtype), both.sin().to(states.dtype)
+
+    module.forward = forward
+
+
+SCALED: dict[str, tuple[Callable[[float], Plant], str]] = {
+    "attention": (scaled_attention, ATTENTION),
+    "mlp": (mlp, MLP),
+    "linear": (lambda factor: linear(f"{MLP}.up_proj", factor), f"{MLP}.up_proj"),
+    "norm": (norm, NORM),
+    "embedding": (embedding, EMBEDDING),
+    "head": (lambda factor: linear(HEAD, factor), HEAD),
+}
+"""By kind: a factor within the module, before its result is rounded."""
+
+
+@pytest.mark.parametrize(
+    ("family", "compute", "manifest"),
+    [
+        ("llama", "bf16", None),
+        ("gemma3_text", "fp16", None),
+        ("gpt2", "bf16", BF16),
+        ("mixtral", "bf16", None),
+        ("llama", "bf16", FP8),
+    ],
+)
+def test_rounding_explains_a_sound_model(family: str, compute: str, manifest: Manifest | None) -> None:
+    steps = measured(family, compute, manifest=manifest, tokens=16)
+    assert named(steps) == ()
+    assert steps[0]["not_measured"] == {}
+    kinds = {row["kind"] for row in steps[0]["parts"]}
+    assert {"linear", "norm", "attention", "embedding", "composite"} <= kinds
+    assert ("functional" in kinds) == (family == "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("plant", "compute", "module"),
+    [
+        (attention_output(1.01), "bf16", ATTENTION),
+        (attention_output(1.01), "fp16", ATTENTION),
+        # of values that are BF16's already, 0.1% more rounds to the same
+        *((plant(1.004 if kind == "embedding" else 1.001), "bf16", at) for kind, (plant, at) in SCALED.items()),
+        (softmax(by_hand), "bf16", ATTENTION),
+        (softmax(widened_between), "fp16", ATTENTION),
+        (norm(variance=torch.bfloat16), "bf16", NORM),
+        (rotary_in_bf16, "bf16", ROTARY),
+        (rotary_in_bf16, "fp32", ROTARY),
+    ],
+)
+def test_an_error_that_is_not_rounding_is_named_alone(plant: Plant, compute: str, module: str) -> None:
+    """At 64 tokens and in one step, where the run's loss shows nothing."""
+    assert named(measured(compute=compute, plant=plant)) == (module,)
+
+
+def test_a_defect_under_a_manifest_is_named() -> None:
+    assert named(measured(manifest=BF16, plant=attention_output(1.01))) == (ATTENTION,)
+    assert named(measured(manifest=FP8, plant=norm(1.001))) == (NORM,)
+
+
+def in_place(run: Any) -> None:
+    """An activation that overwrites what it gets, which is what the gate's projection returned."""
+    activation = run.get_submodule(f"{MLP}.act_fn")
+    activation.forward = lambda given: given.copy_(functional.silu(given))
+
+
+@torch.no_grad()
+def test_what_is_changed_in_place_is_not_judged_but_named() -> None:
+    steps = measured(plant=in_place)
+    assert named(steps) == ()
+    assert set(steps[0]["not_measured"]) == {f"{MLP}.act_fn", MLP}
+    assert "in place" in steps[0]["not_measured"][MLP]
+
+
+def test_a_cast_in_the_architectures_own_code_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run, plain torch and FP64 share it, and agree; that FP32's error does not shrink with its roundoff shows it."""
+
+    def forward(self: Any, given: torch.Tensor) -> torch.Tensor:
+        wide = given.float()
+        root = wide.pow(2).mean(-1, keepdim=True).bfloat16().float().add(self.variance_epsilon).rsqrt()
+        return self.weight * (wide * root).to(given.dtype)
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
+    steps = measured()
+    assert len(named(steps)) == 5
+    assert all("does not shrink" in item.why for item in findings(pooled(steps)))
+
+
+def fused(run: Any) -> None:
+    """Other kernels for the same things: one rounding where the architecture's code has several, another order."""
+    for name, module in run.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            halves = torch.stack(module.weight.float().chunk(2, dim=1))
+            module.forward = lambda given, halves=halves: sum(
+                functional.linear(part.float(), half) for part, half in zip(given.chunk(2, dim=-1), halves, strict=True)
+            ).to(given.dtype)
+        elif isinstance(module, LlamaRMSNorm):
+            module.forward = lambda given, own=module: functional.rms_norm(
+                given.float(), (64,), own.weight.float(), own.variance_epsilon
+            ).to(given.dtype)
+        elif name.endswith(".mlp"):
+            module.forward = lambda given, own=module: own.down_proj(
+                (functional.silu(own.gate_proj(given).float()) * own.up_proj(given).float()).to(given.dtype)
+            )
+    softmax(lambda scores: scores.float().softmax(-1))(run)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_other_kernels_for_the_same_are_no_defect(compute: str) -> None:
+    steps = measured(compute=compute, plant=fused)
+    parts = pooled(steps)
+    assert named(steps) == ()
+    assert any(figures(part, "run") != figures(part, "plan") for part in parts), "the kernels are the same"
+
+
+def test_ranks_and_steps_are_judged_together() -> None:
+    """Sums add up: six steps find about half of what one finds."""
+    one, six = (
+        next(resolution(part) for part in pooled(measured(steps=steps)) if part.module == f"{MLP}.up_proj")
+        for steps in (1, 6)
+    )
+    assert one / 4 < six < one / 1.7
+
+
+@pytest.mark.parametrize(("stage", "compute", "overrides"), [(3, "bf16", ()), (2, "fp16", ())])
+def test_a_wrong_constant_in_the_engines_model_is_named(pair: Any, stage: int, compute: str, overrides: Any) -> None:
+    plan = [*overrides, "precision.loss_scale.initial=1024"]
+    for check in pair.run(step_cases.signature_with, stage=stage, compute=compute, module=ATTENTION, overrides=plan):
+        assert (check.passed, check.modules) == (False, (ATTENTION,))
+
+
+@pytest.mark.slow
+def test_no_alarm_over_many_sound_models(capsys: pytest.CaptureFixture[str]) -> None:
+    """Architectures, dtypes, paths, kernels of attention and seeds; the page of the docs has the count."""
+    sets, alarms = 0, []
+    for family in ("llama", "gpt2", "gemma3_text", "qwen3", "mixtral", "gpt_neox", "opt", "olmo2"):
+        for compute, manifest in (("bf16", None), ("fp16", None), ("fp32", None), ("bf16", BF16), ("bf16", FP8)):
+            if manifest is FP8 and family in ("gpt2", "gpt_neox"):
+                continue  # no layer is called so
+            for attention in ("sdpa", "eager"):
+                given = {"manifest": manifest, "attention": attention, "tokens": 16, "steps": 2, "seed": sets}
+                steps, sets = measured(family, compute, **given), sets + 1
+                alarms += [(family, compute, attention, manifest, item) for item in findings(pooled(steps))]
+    for seed in range(80):
+        steps, sets = measured(compute=("bf16", "fp16")[seed % 2], plant=fused, seed=seed, steps=2), sets + 1
+        alarms += [("fused", seed, item) for item in findings(pooled(steps))]
+    with capsys.disabled():
+        print(f"\n{sets} sound models, {len(alarms)} alarms")
+    assert alarms == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_the_smallest_constant_that_is_found(compute: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By kind, halving the factor until it is not named: near what `resolution` says."""
+    for kind, (plant, module) in SCALED.items():
+        found = 2.0**-6
+        while module in named(measured(compute=compute, plant=plant(1 + found / 2), steps=2)):
+            found /= 2
+        sound = [part for part in pooled(measured(compute=compute, steps=2)) if part.module == module]
+        promised = max(resolution(part) for part in sound if figures(part, "plan").size or kind == "embedding")
+        with capsys.disabled():
+            print(f"\n{compute} {kind}: {found:.1e} found, {promised:.1e} said")
+        least = promised if kind != "embedding" else unit_roundoff(DTYPES[compute])  # less rounds to the same
+        assert found <= 4 * least

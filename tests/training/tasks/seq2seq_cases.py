@@ -1,0 +1,74 @@
+"""What runs inside the processes of test_seq2seq.py, and the oracle in plain torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from config.resolved import Resolved
+from config.schema import OptimizerSection
+from modeling.parameter_groups import parameter_groups
+from tests.support.seq2seq import SOURCE, TARGET
+from tests.training.tasks import sft_cases
+from tests.training.tasks.sft_cases import CLIPPING, RATE, masters, taken
+from training.distributed import World
+from training.session import Session, session
+
+
+def resolve(folder: Path, *, family: str = "t5", overrides: tuple[str, ...] = (), **options: Any) -> Resolved:
+    """A training of the model of a family in `folder` on its rows."""
+    given = (
+        *("task=seq2seq", f"model.name_or_path={folder}/{family}", f"data.path={folder}/rows.jsonl"),
+        *(f"data.sequence_length={SOURCE}", f"data.target_length={TARGET}"),
+    )
+    return sft_cases.resolve(folder, overrides=(*given, *overrides), **options)
+
+
+def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
+    """Losses, norms and rows of some steps, and the masters before and after."""
+    return taken(resolve(folder, **options), world, _step)
+
+
+def _step(opened: Session) -> dict[str, Any]:
+    engine, batch = opened.engine, opened.batches.next_step()
+    health = engine.health(engine.forward_backward(batch, step=batch.position + 1))
+    assert engine.step(health, RATE).applied
+    rows = [opened.corpus.train.rows_of(int(sample))[0] for sample in batch.sample_ids]  # type: ignore[union-attr]
+    return {"loss": health.loss, "grad_norm": health.grad_norm, "rows": rows, "tokens": batch.tokens}
+
+
+def oracle(folder: Path, rows_of_steps: list[list[int]], *, family: str = "t5") -> dict[str, Any]:
+    """The same steps in plain torch: one row at a time, unpadded, shifted and judged by the model's own `labels`."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / family)
+    model: Any = AutoModelForSeq2SeqLM.from_pretrained(folder / family, dtype=torch.float32).train()
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    groups = parameter_groups(model, OptimizerSection(weight_decay=0.1))
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    found = []
+    for numbers in rows_of_steps:
+        pairs = [
+            [tokenizer(rows[number][field], return_tensors="pt").input_ids for field in ("prompt", "completion")]
+            for number in numbers
+        ]
+        count = sum(target.numel() for _, target in pairs)
+        total = 0.0
+        for source, target in pairs:
+            loss = model(input_ids=source, labels=target).loss * target.numel() / count
+            loss.backward()
+            total += float(loss.detach())
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING))
+        optimizer.step()
+        optimizer.zero_grad()
+        tokens = sum(source.numel() + target.numel() for source, target in pairs)
+        found.append({"loss": total, "grad_norm": norm, "tokens": tokens})
+    return {"steps": found, "after": {name: value.detach().clone() for name, value in model.named_parameters()}}
+
+
+def start(world: World, *, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """The masters of a run that has just started."""
+    with session(resolve(folder, **options), world=world) as opened:
+        return masters(opened)

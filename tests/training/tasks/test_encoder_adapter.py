@@ -1,0 +1,146 @@
+"""Adapters on encoders equal plain torch with plain peft; a head that is new is trained whole and saved with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from transformers import AutoTokenizer
+
+from tests.support.labelled import LABELS
+from tests.support.process_group import ProcessGroup
+from tests.support.small_models import distance
+from tests.training.checkpoint import resume_cases
+from tests.training.tasks import classify_cases as cases
+from tests.training.tasks import mlm_cases
+from tests.training.tasks.test_classify import require_equal
+from tests.training.tasks.test_encoders import job
+from training.checkpoint.partitions import open_saved_model
+from training.export_hf.export import export, find_source
+from training.generate import main as generate
+
+LORA = "adapter={kind: lora, r: 4, alpha: 8}"
+GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+CELLS: list[tuple[str, str, str, dict[str, Any]]] = [
+    # the files of a masked language model have no pooler, which plain peft has to be told
+    ("sequence", "bert", LORA, {**GIVEN, "task_type": "SEQ_CLS", "modules_to_save": ["pooler"]}),
+    ("token", "modernbert", LORA, {**GIVEN, "task_type": "TOKEN_CLS", "modules_to_save": ["classifier"]}),
+    (
+        "regression",
+        "deberta-v2",
+        "adapter={kind: dora, r: 4, alpha: 8, target_modules: [query_proj, value_proj]}",
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": ["query_proj", "value_proj"],
+            "use_dora": True,
+            "task_type": "SEQ_CLS",
+            "modules_to_save": ["pooler"],
+        },
+    ),
+]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("kind", "family", "adapter", "given"), CELLS)
+def test_a_classifier_equals_plain_peft(
+    pair: ProcessGroup, encoders: Path, kind: str, family: str, adapter: str, given: dict[str, Any]
+) -> None:
+    overrides, exact = (f"model.name_or_path={encoders}/{family}", adapter), None
+    for stage in (2, 3):
+        found, *_ = pair.run(cases.steps, folder=encoders, kind=kind, stage=stage, overrides=overrides)
+        exact = exact or cases.oracle(encoders, found, kind=kind, model=family, adapter=given)
+        require_equal(found, exact, kind)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("whole", ["[]", "[cls]"])
+def test_a_masked_language_model_equals_plain_peft(pair: ProcessGroup, encoders: Path, whole: str) -> None:
+    overrides = (LORA[:-1] + f", modules_to_save: {whole}}}",)
+    given = {**GIVEN, "modules_to_save": ["cls"] if whole == "[cls]" else None}
+    found, *_ = pair.run(mlm_cases.steps, folder=encoders, stage=2, overrides=overrides)
+    exact = mlm_cases.oracle(encoders, "bert", found, given)
+    for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+    assert distance(found["after"], exact["after"]) < 1e-5
+
+
+@pytest.mark.slow
+def test_single_steps_are_compared_with_fp32_head_and_all(pair: ProcessGroup, encoders: Path) -> None:
+    [exact, _], _ = pair.run(cases.parity_steps, folder=encoders, stage=3, overrides=(LORA,))
+    assert exact["loss"] == pytest.approx(exact["reference_loss"], rel=1e-6)
+    assert exact["grad_norm"] == pytest.approx(exact["reference_grad_norm"], rel=1e-5)
+    assert max(exact["update_error"].values()) < 1e-3
+    [half, _], _ = pair.run(cases.parity_steps, folder=encoders, stage=3, compute="bf16", overrides=(LORA,))
+    assert half["loss"] == pytest.approx(half["reference_loss"], rel=0.01)
+    assert max(half["drift"].values()) == 0
+    assert "classifier.modules_to_save.default.weight" in half["parameters"]
+
+
+@pytest.mark.slow
+def test_a_head_that_would_stay_as_drawn_is_refused_or_trained(solo: ProcessGroup, encoders: Path) -> None:
+    """Files of a model without a head, whose output bias shares its module with a tied embedding."""
+    bare = (*mlm_cases.mlm(encoders), f"model.name_or_path={encoders}/bare")
+    with pytest.raises(AssertionError, match="has no cls.predictions.bias, which an adapter would leave as it was"):
+        solo.run(cases.start, folder=encoders, overrides=(*bare, LORA))
+    named = LORA[:-1] + ", modules_to_save: [cls.predictions]}"
+    [started] = solo.run(cases.start, folder=encoders, overrides=(*bare, named))
+    assert "cls.predictions.modules_to_save.default.transform.dense.weight" in started["masters"]
+
+
+JOBS = {
+    "sequence": "sequence, LoRA, BF16, ZeRO-3",
+    "mlm": "mlm, LoRA, FP16, ZeRO-2, an overflow",
+    "regression": "regression, DoRA, BF16, ZeRO-2",
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("kind", JOBS)
+def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(
+    pair: ProcessGroup, encoders: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the masters of adapter and head: equal logits in plain `peft` and in plain transformers."""
+    overrides, name = job(encoders, JOBS[kind])
+    overrides += ["run.steps=3", "optimizer.learning_rate=0.05", "guard.spike_sigmas=0", "faults=[]"]
+    overrides += ["schedule={name: constant, warmup_steps: 0}", "checkpoint.every_steps=0"]
+    pair.run(resume_cases.job, folder=str(encoders), name=f"{name}-export", overrides=overrides, passes=None)
+    checkpoint = encoders / "runs" / f"{name}-export" / "checkpoints" / "step-3"
+    source = find_source(checkpoint, run=None, tokenizer=None, parity=None)
+    given: dict[str, Any] = {"dtype": "fp32", "shard_size": "5GB", "force": False, "log": lambda text: None}
+    facts = export(source, tmp_path / "adapter", **given)
+    export(source, tmp_path / "merged", merged=True, **given)
+
+    auto = getattr(transformers, facts["model"]["auto_class"])
+    labels = {"sequence": 3, "regression": 1}
+    computed = {"mlm": torch.float16}.get(kind, torch.bfloat16)
+    base = auto.from_pretrained(
+        encoders / "bert", dtype=computed, **({"num_labels": labels[kind]} if kind in labels else {})
+    )
+    model = PeftModel.from_pretrained(base.float(), tmp_path / "adapter").eval()
+    saved = open_saved_model(checkpoint / "deepspeed")
+    loaded = dict(model.get_base_model().named_parameters())
+    assert any("lora_B" in key and bool(saved.tensors[key].read().any()) for key in saved.tensors)
+    assert ("classifier.modules_to_save.default.weight" in saved.tensors) == (kind != "mlm")
+    for key in saved.tensors:
+        assert torch.equal(loaded[key], saved.tensors[key].read()), key
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    inputs = tokenizer(["a model lossing", "a rank"], padding=True, return_tensors="pt")
+    merged = auto.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        mine, theirs = (net(**inputs).logits for net in (merged, model))
+        with model.disable_adapter():
+            before = model(**inputs).logits
+    assert torch.allclose(mine, theirs, atol=2e-5)
+    assert not torch.allclose(mine, before, atol=1e-3)
+    if kind == "sequence":
+        assert merged.config.id2label == facts["adapter"]["labels"] == dict(enumerate(sorted(LABELS)))
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert f"{auto.__name__}.from_pretrained(" in card and "PeftModel.from_pretrained(base, FOLDER)" in card
+    assert generate([str(tmp_path / "adapter"), "--prompt", "a"]) == 2
+    assert "is an adapter of an encoder, which generates no text" in capsys.readouterr().err

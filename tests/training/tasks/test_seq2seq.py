@@ -1,0 +1,147 @@
+"""Encoder-decoders through the engine equal plain torch on the same rows, one at a time; and all that follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from tests.support.process_group import ProcessGroup
+from tests.support.seq2seq import FAMILIES, SOURCE, TARGET, write_model, write_rows
+from tests.support.small_models import distance
+from tests.training.checkpoint import resume_cases
+from tests.training.tasks import seq2seq_cases as cases
+from tracking.jsonl import read_events
+from training.checkpoint.partitions import open_saved_model
+from training.export_hf.export import export, find_source
+from training.generate import main as generate
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of each family, and 60 rows."""
+    made = tmp_path_factory.mktemp("seq2seq")
+    for family in FAMILIES:
+        write_model(made / family, family)
+    write_rows(made / "rows.jsonl", 60)
+    return made
+
+
+def require_equal(found: dict[str, Any], exact: dict[str, Any]) -> None:
+    """Losses, norms, counted tokens and updated weights."""
+    for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        assert mine["tokens"] == theirs["tokens"]
+    assert found["after"].keys() == exact["after"].keys()
+    assert distance(found["after"], exact["after"]) < 1e-5
+
+
+CELLS = [
+    pytest.param(family, stage, loss, marks=() if (family, stage) == ("t5-v1.1", 3) else pytest.mark.slow)
+    for family in FAMILIES
+    for stage, loss in ((0, "full"), (1, "chunked"), (2, "full"), (3, "chunked"))
+]
+
+
+@pytest.mark.parametrize(("family", "stage", "loss"), CELLS)
+def test_two_ranks_equal_plain_torch(pair: ProcessGroup, folder: Path, family: str, stage: int, loss: str) -> None:
+    given = (f"model.loss={loss}", *(("model.loss_chunk_tokens=16",) if loss == "chunked" else ()))
+    found, other = pair.run(cases.steps, folder=folder, family=family, stage=stage, overrides=given)
+    assert found["chunked"] == (loss == "chunked")
+    assert ("lm_head.weight" in found["after"]) == (family == "t5-v1.1")
+    assert [step["loss"] for step in other["steps"]] == [step["loss"] for step in found["steps"]]
+    require_equal(found, cases.oracle(folder, [step["rows"] for step in found["steps"]], family=family))
+
+
+JOB = (
+    *("task=seq2seq", "model.architecture=null", "data.source=auto", "data.tokenizer=model"),
+    *("data.path={folder}/rows.jsonl", "model.name_or_path={folder}/{family}"),
+    *(f"data.sequence_length={SOURCE}", f"data.target_length={TARGET}", "data.validation_fraction=0.2"),
+    "evaluate={every_steps: 5, batches: 8}",
+)
+JOBS = {
+    "t5-v1.1, BF16, ZeRO-2": ("precision.compute=bf16", "deepspeed.stage=2", "model.config={dropout_rate: 0.1}"),
+    "bart, FP16, ZeRO-3, an overflow": (
+        *("precision.compute=fp16", "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}"),
+        *("faults=[{kind: inf_gradient, step: 3, rank: 1}]", "deepspeed.stage=3", "model.config={dropout: 0.1}"),
+    ),
+    "t5, FP32, ZeRO-0": ("precision.compute=fp32", "deepspeed.stage=0", "model.config={}"),
+}
+
+
+def job(folder: Path, what: str) -> tuple[list[str], str]:
+    """Overrides of `resume_cases.resolve`, and a name."""
+    family = what.partition(",")[0]
+    overrides = [item.replace("{folder}", str(folder)).replace("{family}", family) for item in (*JOB, *JOBS[what])]
+    return overrides, what.replace(" ", "-").replace(",", "")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("what", JOBS)
+def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
+    overrides, name = job(folder, what)
+    whole = pair.run(resume_cases.job, folder=str(folder), name=name, overrides=overrides, passes=None)
+    broken = pair.run(resume_cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=14)
+    assert broken[0]["exit_code"] is None
+    broken = pair.run(resume_cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=None)
+    assert resume_cases.sessions_resumed(str(folder), f"{name}-broken") == 1
+    assert [result["exit_code"] for result in whole] == [0, 0]
+    assert broken == whole
+    record = resume_cases.last_by_step(str(folder), name)
+    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
+    assert resume_cases.last_by_step(str(folder), f"{name}-broken") == record
+    evaluated = [row for row in read_events(folder / "runs" / name / "events.jsonl") if row["event"] == "eval"]
+    assert all(row["perplexity"] > 1 for row in evaluated) and len(evaluated) == 2
+
+
+WHAT = [pytest.param(what, marks=pytest.mark.slow if "v1.1" not in what else ()) for what in JOBS]
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_an_export_loads_in_transformers_with_equal_logits(
+    pair: ProcessGroup, folder: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (overrides, name), family = job(folder, what), what.partition(",")[0]
+    overrides += ["run.steps=2", "optimizer.learning_rate=0.01", "guard.spike_sigmas=0", "faults=[]"]
+    name = f"{name}-export"
+    pair.run(resume_cases.job, folder=str(folder), name=name, overrides=overrides, passes=None)
+    exported(folder, name, family)
+    answer_of_the_export(folder / name, capsys)
+
+
+def exported(folder: Path, name: str, family: str) -> None:
+    """The export has the masters, loads in transformers, and its logits are those of plain transformers with them."""
+    checkpoint = folder / "runs" / name / "checkpoints" / "step-2"
+    source = find_source(checkpoint, run=None, tokenizer=None, parity=None)
+    export(source, folder / name, dtype="fp32", shard_size="5GB", force=False, log=lambda text: None)
+    loaded: Any = AutoModelForSeq2SeqLM.from_pretrained(folder / name)
+    saved = open_saved_model(checkpoint / "deepspeed")
+    plain: Any = AutoModelForSeq2SeqLM.from_pretrained(folder / family)
+    first = plain(**asked(folder, family)).logits
+    plain.load_state_dict({key: tensor.read() for key, tensor in saved.tensors.items()}, strict=False)
+    with torch.no_grad():
+        assert torch.equal(loaded(**asked(folder, family)).logits, plain.eval()(**asked(folder, family)).logits)
+        assert not torch.allclose(first, plain(**asked(folder, family)).logits, atol=0.01)
+    assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == (family != "t5-v1.1")
+    assert loaded.config.decoder_start_token_id == loaded.generation_config.decoder_start_token_id is not None
+    assert "AutoModelForSeq2SeqLM.from_pretrained(FOLDER" in (folder / name / "README.md").read_text()
+
+
+def asked(folder: Path, family: str) -> dict[str, torch.Tensor]:
+    tokenizer = AutoTokenizer.from_pretrained(folder / family)
+    inputs = tokenizer(["a model", "the loss"], padding=True, return_tensors="pt")
+    return {**inputs, "decoder_input_ids": torch.tensor([[1, 5, 6], [1, 7, 8]])}
+
+
+def answer_of_the_export(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`training.generate` says what `generate` of transformers says to the same source."""
+    assert generate([str(out), "--prompt", "a model loss", "--tokens", "8"]) == 0
+    said = capsys.readouterr().out
+    model: Any = AutoModelForSeq2SeqLM.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    found = model.generate(**tokenizer("a model loss", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    assert said == tokenizer.decode(found[0], skip_special_tokens=True) + "\n"

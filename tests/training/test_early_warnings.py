@@ -1,0 +1,145 @@
+"""Early warnings: figures against an oracle in FP64, and when a bound speaks."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from config.schema import GuardSection, WarningsSection
+from precision.guard import Guard, Verdict
+from precision.step_health import Health
+from tests.training import signal_cases
+from training.early_warnings import REARM, EarlyWarning, EarlyWarnings
+
+CASES = [(0, "fp32"), (3, "bf16"), (1, "fp16"), (2, "fp32"), (2, "bf16"), (1, "fp32"), (3, "fp32"), (3, "fp16")]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("stage", "compute"), CASES)
+def test_the_figures_are_those_of_the_whole_batch_in_fp64(pair, stage, compute):
+    near = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 6e-2}[compute]
+    for result in pair.run(signal_cases.figures, stage=stage, compute=compute):
+        found, oracle = result["found"], result["oracle"]
+        assert 0 < result["clip"] < 0.9  # or clipping would not be tested
+        for kind in ("attentions", "adam"):
+            assert found[kind].keys() == oracle[kind].keys()
+            for module, figures in oracle[kind].items():
+                assert found[kind][module] == pytest.approx(figures, rel=near, abs=near), (kind, module)
+        for block, kurtosis in oracle["channels"].items():
+            assert found["channels"][block]["kurtosis"] == pytest.approx(kurtosis, rel=near)
+        assert found["embedding_share"] == pytest.approx(oracle["embedding_share"], rel=near)
+
+
+def _judge(beta2: float | None = 0.9, clipping: float = 0.0, **section: Any) -> EarlyWarnings:
+    return EarlyWarnings(
+        WarningsSection(**section), beta2=beta2, clipping=clipping, in_fp16=lambda name: name == "half"
+    )
+
+
+def _event(**fields: Any) -> dict[str, Any]:
+    return {"attentions": {}, "adam": {}, "channels": {}, "embedding_share": None, "activation_max": {}, **fields}
+
+
+def test_a_gradient_jumps_against_an_average_that_remembers_the_squares_and_knows_their_age():
+    judge, random = _judge(beta2=0.9, clipping=3.0, gradient_jump=1.5), Random(0)
+    norms = [random.uniform(0.1, 1.0) for _ in range(30)] + [50.0]
+    for step, norm in enumerate(norms, 1):
+        found = judge.before_step(Health(loss=1.0, grad_norm=norm, step=step))
+        seen = [min(value, 3.0) for value in norms[:step]]
+        weights = [0.9 ** (step - 1 - index) for index in range(step)]
+        average = sum(w * value**2 for w, value in zip(weights, seen, strict=True)) / sum(weights)
+        jump = seen[-1] / average**0.5
+        assert [warning.value for warning in found] == ([pytest.approx(jump, rel=1e-5)] if step == 31 else [])
+        if step < 31:
+            assert jump < 1.5
+            judge.after_step(Health(loss=1.0, grad_norm=norm, step=step), applied=True, warm=True)
+            energy = sum(w * value**2 for w, value in zip(weights, seen, strict=True))
+            aged = sum(w * (step - 1 - i) * seen[i] ** 2 for i, w in enumerate(weights))
+            assert judge.memory_age == pytest.approx(aged / energy)
+    again = _judge(beta2=0.9, clipping=3.0, gradient_jump=1.5)
+    again.load_state_dict(json.loads(json.dumps(judge.state_dict())))
+    assert again.before_step(Health(loss=1.0, grad_norm=50.0)) == []  # it has been said
+    for _ in range(REARM):
+        assert again.before_step(Health(loss=1.0, grad_norm=0.5)) == []
+    assert again.before_step(Health(loss=1.0, grad_norm=50.0)) == [replace(found[0])]
+
+
+def test_a_bound_speaks_once_names_the_worst_and_speaks_again_after_it_held():
+    judge = _judge()
+    bad = {"a": {"logit": 120.0, "entropy": 0.5}, "b": {"logit": 150.0, "entropy": 0.5}}
+    good = {"a": {"logit": 20.0, "entropy": 0.5}}
+    looks = [bad, bad, *[good] * (REARM - 1), bad, *[good] * REARM, bad]
+    said = [judge.after_telemetry(step, _event(attentions=it), warm=True) for step, it in enumerate(looks)]
+    assert [step for step, found in enumerate(said) if found] == [0, len(looks) - 1]
+    (warning,) = said[0]
+    assert (warning.signal, warning.module, warning.value, warning.modules) == (
+        "attention_logit",
+        "b",
+        150.0,
+        ("b", "a"),
+    )
+    for part in (
+        "b: largest attention logit 150",
+        "at most 100",
+        "warnings.attention_logit",
+        "1 more",
+        "learning rate",
+    ):
+        assert part in warning.reason
+    low = judge.after_telemetry(9, _event(attentions={"a": {"logit": 1.0, "entropy": 0.001}}), warm=True)
+    assert [found.signal for found in low] == ["attention_entropy"]
+    assert _judge(attention_logit=None).after_telemetry(1, _event(attentions=bad), warm=True) == []
+
+
+def test_kurtosis_is_compared_with_its_own_past_and_an_activation_in_fp16_with_the_format():
+    judge = _judge()
+    for step in range(1, 9):
+        assert judge.after_telemetry(step, _event(channels={"block": {"kurtosis": 3.0}}), warm=True) == []
+    (grown,) = judge.after_telemetry(9, _event(channels={"block": {"kurtosis": 6.3}}), warm=True)
+    assert (grown.signal, grown.value) == ("kurtosis_growth", pytest.approx(2.1))
+    found = []
+    for step in range(0, 400, 10):
+        maxima = {"half": 400.0 * 1.01**step, "wide": 400.0 * 1.01**step}
+        found += [(step, warning) for warning in judge.after_telemetry(step, _event(activation_max=maxima), warm=True)]
+    ((step, warning),) = found
+    overflow = math.log(65504 / 400) / math.log(1.01)
+    assert overflow - 200 <= step <= overflow - 190
+    assert warning.module == "half" and warning.value == pytest.approx(overflow - step, rel=0.01)
+
+
+def test_the_guard_answers_the_warnings_that_it_is_told_to():
+    warning = _judge().before_step(Health(loss=1.0, grad_norm=1.0))
+    assert warning == []
+    jump = EarlyWarning("gradient_jump", "", 9.0, 2.3, ("",), "the gradient jumped")
+    for chosen, verdict in (((), Verdict.STEP), (("adam_rms",), Verdict.STEP), (("gradient_jump",), Verdict.CUT_LR)):
+        guard, health = Guard(GuardSection(warnings=chosen, reactions=("cut_lr",))), Health(loss=1.0, grad_norm=1.0)
+        guard.warn([jump])
+        judgement = guard.judge(health)
+        assert judgement.verdict is verdict
+        assert ("the gradient jumped" in judgement.reason) == (verdict is Verdict.CUT_LR)
+        guard.note(health, judgement, applied=verdict is Verdict.STEP)
+        assert guard.judge(health).verdict is Verdict.STEP
+
+
+def test_a_jump_is_looked_at_in_its_own_step_and_skipped_where_the_guard_is_told_to(pair):
+    told = "guard.warnings=[gradient_jump]"
+    applied, skipped = (pair.run(signal_cases.spiked, stage=2, guard=it) for it in ("guard.warnings=[]", told))
+    for result, incidents in ((applied, 0), (skipped, 1)):
+        by_kind: dict[str, list[Any]] = {}
+        for event in result[0]["events"]:
+            by_kind.setdefault(event["event"], []).append(event)
+        (measured,) = by_kind["telemetry"]  # not due by telemetry.every_steps
+        assert measured["step"] == 8 and measured["activation_max"] == {} == measured["attentions"]
+        largest = max(measured["gradients"], key=lambda module: measured["gradients"][module]["norm"])
+        assert largest == "model.layers.1.mlp.down_proj"
+        first = by_kind["warning"][0]
+        assert (first["step"], first["signal"]) == (8, "gradient_jump") and first["value"] > 2.3
+        found = by_kind.get("incident", [])
+        assert [(event["step"], event["verdict"]) for event in found] == [(8, "SKIP")] * incidents
+    assert "adam_rms" in [event["signal"] for event in applied[0]["events"] if event["event"] == "warning"]
+    assert skipped[0]["loss"] < applied[0]["loss"]

@@ -1,0 +1,189 @@
+"""The checks for silent corruption as a step calls them: numbers for its gather, and what to do when they are wrong.
+
+A healthy step pays for sums over some of its values, a slice of its update, and a few numbers more in its gather.
+Everything else happens once something differs: the value is named, repaired where the right one is known, and the step
+is made again, so that a run that was repaired goes on with the bits of one that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from config.resolved import Resolved
+from data.loader import Batch
+from precision.corruption import Corruption, Flip, Reexecution
+from precision.step_health import Health
+from training.corruption.copies import Copies
+from training.corruption.rerun import LocalGradients, answer, run_again
+from training.corruption.updates import UpdateCheck
+from training.engine import Engine
+from training.engine.health import Outcome, Update
+
+_DRAIN_AFTER = 3
+"""Transient faults of one rank in a session after which its host is worth draining."""
+_MOST_PARAMETERS = 5
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A step after its checks."""
+
+    outcome: Outcome
+    health: Health
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """(event, its fields), for the record."""
+
+
+class Checks:
+    """The checks that a run's config asks for."""
+
+    def __init__(self, engine: Engine, resolved: Resolved) -> None:
+        """A collective: the ranks exchange their hosts' names."""
+        config, guard = resolved.config, resolved.config.guard
+        self._engine = engine
+        self._hosts: list[str] = engine.world.gather_objects(socket.gethostname())
+        self._copies = Copies(engine, every=guard.replica_checks) if guard.replica_checks else None
+        self._updates = None
+        if guard.update_checks:
+            self._updates = UpdateCheck(engine, config.optimizer, values=guard.update_checks, seed=config.run.seed)
+        self.reexecutes = guard.reexecute != "never"
+        """Whether a suspicious step is run again."""
+        words = guard.reexecute.split()
+        self._every = int(words[1]) if words[0] == "every" else 0
+        self._local: LocalGradients | None = None
+        self._transient: Counter[int] = Counter()
+
+    def signing(self, step: int) -> AbstractContextManager[None]:
+        """Around the first run of a step: signs its gradients where it is due to be run again."""
+        self._local = LocalGradients(self._engine) if self._due(step) else None
+        return self._local.signed() if self._local else nullcontext()
+
+    def numbers(self, step: int) -> torch.Tensor:
+        """(4,) float64 for the step's gather, between its backward pass and its update. No device sync."""
+        device = self._engine.world.device
+        copies = self._copies.sums(step) if self._copies else torch.zeros(3, dtype=torch.float64, device=device)
+        wrong = self._updates.wrong() if self._updates else torch.zeros((), dtype=torch.float64, device=device)
+        return torch.cat([copies, wrong[None]])
+
+    def examine(
+        self,
+        batch: Batch,
+        outcome: Outcome,
+        health: Health,
+        *,
+        again: Callable[[Outcome], Health],
+        suspicion: Callable[[Health], str | None],
+    ) -> Examined:
+        """The step as it is to be judged: with gradients of another run where the first was not to be trusted.
+
+        again: the health of another run. suspicion: why a step is worth repeating, or None. A collective.
+        """
+        flips = self._find(health.checks)
+        events = [("corruption", self._fields(flip)) for flip in flips]
+        unrepaired = [flip for flip in flips if not flip.repaired]
+        if unrepaired:
+            return Examined(outcome, replace(health, corruption=self._corruption(unrepaired[0])), events)
+        reason = suspicion(health) if self.reexecutes else None
+        if not (flips or reason or self._due(health.step)):
+            return Examined(outcome, health)
+        started = time.perf_counter()
+        first = answer(self._engine, outcome, self._local)
+        run = run_again(self._engine, batch, outcome, first)
+        last = again(run.outcome)
+        found = run.judge(suspicious=reason is not None, healthy=suspicion(last) is None)
+        if last.disagreement:
+            found = Reexecution("persistent", (), last.disagreement)
+        elif found.kind == "persistent" and not any(run.changed):
+            # the other rank's answer alone was another one: it, too, may have been a transient fault
+            twice = run_again(self._engine, batch, run.outcome, run.last)
+            if twice.judge(suspicious=False, healthy=True).kind == "none":
+                found = Reexecution("transient", found.ranks, "another answer the second time, on another rank")
+            run, last = replace(twice, parameters=run.parameters), again(twice.outcome)
+        if flips:
+            found = self._after_repair(flips, found)
+        fields: dict[str, Any] = {
+            "outcome": found.kind,
+            "ranks": list(found.ranks),
+            "hosts": self._hosts_of(found.ranks),
+            "why": found.why,
+            "suspicion": reason or (flips[0].text if flips else ""),
+            "modules": run.parameters[:_MOST_PARAMETERS],
+            "seconds": time.perf_counter() - started,
+        }
+        if found.kind == "transient":
+            self._transient.update(found.ranks)
+            fields["drain"] = any(self._transient[rank] >= _DRAIN_AFTER for rank in found.ranks)
+        if found.kind == "persistent":
+            fields["drain"] = True
+            what = f"{self._who(found.ranks)} computed step {health.step} wrongly: {found.why}"
+            last = replace(last, corruption=Corruption(what, self._advice(found.ranks), state_is_good=True))
+        if found.kind != "none":
+            events.append(("reexecution", fields))
+        return Examined(run.outcome, last, events)
+
+    def before_update(self) -> None:
+        """Right before a step is applied."""
+        if self._updates is not None:
+            self._updates.before_update()
+
+    def after_update(self, health: Health, update: Update, *, applied: int) -> None:
+        """Right after it was applied. applied: updates so far, this one included."""
+        if self._updates is not None:
+            self._updates.after_update(norm=health.grad_norm, scale=update.loss_scale, lr=update.lr, step=applied)
+
+    def forget(self) -> None:
+        """The state was loaded from a checkpoint."""
+        if self._updates is not None:
+            self._updates.forget()
+
+    def _due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
+
+    def _find(self, checks: Sequence[Sequence[float]]) -> list[Flip]:
+        flips: list[Flip] = []
+        if self._copies is not None and (
+            any(row[:2] != checks[0][:2] for row in checks) or any(row[2] for row in checks)
+        ):
+            flips += self._copies.examine()
+        if self._updates is not None and any(row[3] for row in checks):
+            flips += self._updates.examine()
+        return flips
+
+    def _after_repair(self, flips: Sequence[Flip], found: Reexecution) -> Reexecution:
+        """Whether the copies hold now that the step was made again."""
+        assert self._copies is not None
+        ranks = tuple(sorted({rank for flip in flips for rank in flip.ranks}))
+        if self._copies.examine():
+            return Reexecution("persistent", ranks, "the values that were repaired changed again")
+        if found.kind == "persistent":
+            return found
+        return Reexecution("transient", ranks, "the copies were repaired, and hold")
+
+    def _fields(self, flip: Flip) -> dict[str, Any]:
+        plain = asdict(flip)
+        names = {"module": plain.pop("parameter"), "hosts": self._hosts_of(flip.ranks)}
+        return plain | names | {"ranks": list(flip.ranks), "bits": list(flip.bits), "text": flip.text}
+
+    def _corruption(self, flip: Flip) -> Corruption:
+        hosts = f" ({', '.join(self._hosts_of(flip.ranks))})"
+        return Corruption(f"silent corruption: {flip.text}{hosts}", self._advice(flip.ranks), state_is_good=False)
+
+    def _hosts_of(self, ranks: Sequence[int]) -> list[str]:
+        return list(dict.fromkeys(self._hosts[rank] for rank in ranks))
+
+    def _who(self, ranks: Sequence[int]) -> str:
+        if not ranks:
+            return "a rank that cannot be named"
+        listed = ", ".join(f"rank {rank} on {self._hosts[rank]}" for rank in ranks)
+        return listed if len(ranks) == 1 else f"one of {listed}"
+
+    def _advice(self, ranks: Sequence[int]) -> str:
+        return f"drain {' or '.join(self._hosts_of(ranks)) or 'the hosts one by one'}, then go on with run.resume=auto"

@@ -1,0 +1,259 @@
+"""Values that are there twice: on several ranks, or as a 16-bit weight and its FP32 master.
+
+Replicas are the weights (at ZeRO-3 those that stay whole), frozen weights, buffers, and at ZeRO-0 the optimizer's
+state. Each is cut into chunks, and each step sums the bits of some of them, so that all are summed once in
+`guard.replica_checks` steps. The sums travel in the gather that a step makes anyway: no device sync, no collective of
+its own. From ZeRO-1 on each rank also sums its part of the weights, and of its masters rounded to the weights' dtype.
+
+Only where sums differ are the ranks asked which chunk, which value and which bit. The right value is that of most
+ranks; where there is no majority, of a trained weight the owner's master, rounded, and of a frozen weight or a buffer
+the one that has its first sum still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from precision.corruption import Flip, different_bits, majority, odd_ranks
+from training.engine import Engine
+from training.engine.flips import as_integers, bit_sum
+from training.engine.tensors import Shard, local_weight, shape_of, shard_of, trainable_parameters
+
+_CHUNKS = 1 << 16, 1 << 22
+"""[values] Smallest and largest: a large matrix is no lump in one step, and a GPU starts few kernels."""
+_PIECES = 64
+"""Into how many pieces a chunk is cut, again and again, to find the value that differs."""
+_MOST = 8
+"""Chunks that are named; what is beyond is repaired all the same."""
+_WHOLE = 1 << 64
+_CHANGES = ("dynamic", "longrope")
+"""Rotary tables of these kinds follow the length of what a rank has last computed."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a value that every rank holds."""
+
+    name: str
+    """Of the parameter or buffer."""
+    kind: str
+    """weight, buffer, or one of the optimizer's state tensors."""
+    start: int
+    length: int
+    constant: bool
+    """Never trained."""
+
+
+class Copies:
+    """The replicas of one rank's engine. Every method but `sums` is a collective."""
+
+    def __init__(self, engine: Engine, *, every: int) -> None:
+        """every: steps in which each value is summed once."""
+        self._engine, self._every = engine, every
+        self._parameters = trainable_parameters(engine)
+        self._chunks: list[Chunk] = []
+        self._own: list[tuple[str, int, int]] = []
+        self._first: torch.Tensor | None = None
+        self._with_state = False
+
+    @torch.no_grad()
+    def sums(self, step: int) -> torch.Tensor:
+        """(3,) float64: both halves of the sum of this step's chunks, equal on all ranks; and how many chunks of this
+        rank's weights are not their masters, rounded. No collective and no device sync."""
+        self._cut()
+        total = self._sum(_share(self._chunks, step, self._every))
+        wrong = self._sum_masters(_share(self._own, step, self._every))
+        return torch.stack([*halves(total), wrong.double()])
+
+    @torch.no_grad()
+    def examine(self) -> list[Flip]:
+        """What differs, with this rank's wrong copies overwritten where the right value is known."""
+        self._cut()
+        world = self._engine.world
+        mine = torch.stack([self._sum([chunk]) for chunk in self._chunks] or [self._zero()])
+        sums = gather_integers(self._engine, mine)
+        differing = [row for row, values in enumerate(zip(*sums, strict=True)) if len(set(values)) > 1]
+        first = gather_integers(self._engine, self._first if self._first is not None else mine)
+        found = []
+        for row in differing:
+            unchanged = [sums[rank][row] == first[rank][row] for rank in range(world.world_size)]
+            found.append(self._examine_chunk(self._chunks[row], unchanged))
+        found += self._examine_masters()
+        return found[:_MOST]
+
+    def _cut(self) -> None:
+        """Name the chunks: at the start, and again when the optimizer's state is there."""
+        engine = self._engine
+        state = engine.stage == 0 and any(self._states(name) for name in list(self._parameters)[:1])
+        if self._chunks and (self._with_state or not state):
+            return
+        self._with_state = state
+        held = list(self._held())
+        total = sum(values.numel() for _, _, values, _ in held)
+        size = min(max(total // self._every, _CHUNKS[0]), _CHUNKS[1])
+        self._chunks = [
+            Chunk(name, kind, start, min(size, values.numel() - start), constant)
+            for name, kind, values, constant in held
+            for start in range(0, values.numel(), size)
+        ]
+        self._first = torch.stack([self._sum([chunk]) for chunk in self._chunks] or [self._zero()])
+        self._own = []
+        for name, parameter in self._parameters.items() if engine.stage > 0 else ():
+            shard = shard_of(engine, parameter)
+            if shard is not None and shard.flat.device == engine.world.device:
+                self._own += [(name, at, min(size, shard.length - at)) for at in range(0, shard.length, size)]
+
+    def _held(self) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
+        """(name, kind, values, whether it is never trained) of everything that each rank holds whole."""
+        engine = self._engine
+        for name, parameter in engine.model.named_parameters():
+            if engine.stage < 3 or getattr(parameter, "ds_persist", False):
+                yield name, "weight", torch.empty(shape_of(parameter), device="meta"), not parameter.requires_grad
+        for name, module in engine.model.named_modules():
+            kinds = str(getattr(module, "rope_type", ""))
+            if not any(kind in kinds for kind in _CHANGES):
+                for own, buffer in module.named_buffers(name, recurse=False):
+                    if buffer.is_contiguous() and buffer.element_size() <= 8:
+                        yield own, "buffer", buffer, True
+        for name in self._parameters if engine.stage == 0 else ():
+            for kind, values in self._states(name).items():
+                yield name, kind, values, False
+
+    def _states(self, name: str) -> dict[str, torch.Tensor]:
+        """The optimizer's state of a parameter by kind, at ZeRO-0; empty before the first update."""
+        shard = shard_of(self._engine, self._parameters[name])
+        tensors = shard.tensors(self._engine) if shard is not None else {}
+        return {kind: values for kind, values in tensors.items() if kind != "master"}
+
+    def _values(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk's values; empty where ZeRO-3 has not made the weight whole."""
+        if chunk.kind == "buffer":
+            whole = self._engine.model.get_buffer(chunk.name)
+        else:
+            weight = chunk.kind == "weight"
+            whole = self._engine.model.get_parameter(chunk.name) if weight else self._states(chunk.name)[chunk.kind]
+        return whole.detach().reshape(-1)[chunk.start : chunk.start + chunk.length]
+
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.int64, device=self._engine.world.device)
+
+    def _sum(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        total = self._zero()
+        for chunk in chunks:
+            values = self._values(chunk)
+            if values.device == total.device:  # offloaded weights are whole only while a module computes
+                total = total + bit_sum(values)
+        return total
+
+    def _sum_masters(self, own: Sequence[tuple[str, int, int]]) -> torch.Tensor:
+        wrong = self._zero()
+        for name, at, length in own:
+            weight, rounded = self._weight_and_master(name, at, length)
+            wrong = wrong + (bit_sum(weight) != bit_sum(rounded))
+        return wrong
+
+    def _weight_and_master(self, name: str, at: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(length,) of this rank's part of a weight, and of its master in the weight's dtype and at its alignment."""
+        parameter = self._parameters[name]
+        shard = shard_of(self._engine, parameter)
+        assert shard is not None
+        weight = local_weight(parameter, shard, self._engine.stage)[at : at + length]
+        per = 8 // weight.element_size()
+        room = weight.storage_offset() % per
+        rounded = weight.new_empty(length + room)[room:]
+        rounded.copy_(shard.of(shard.flat)[at : at + length])
+        return weight, rounded
+
+    def _examine_chunk(self, chunk: Chunk, unchanged: Sequence[bool]) -> Flip:
+        """Find the first value that differs, blame, and copy the chunk from a rank that has it right."""
+        engine = self._engine
+        index = self._first_difference(chunk)
+        bits = gather_integers(engine, as_integers(self._values(chunk)[index : index + 1]).long())
+        values = [row[0] for row in bits]
+        width = 8 * self._values(chunk).element_size()
+        right = majority(values)
+        if right is None and chunk.constant:
+            right = next((value for value, same in zip(values, unchanged, strict=True) if same), None)
+        elif right is None and chunk.kind == "weight" and engine.stage > 0:
+            right = self._of_master(chunk, index)
+        odd = odd_ranks(values, right)
+        other = next((value for value in values if value != values[0]), values[0])
+        wrong = values[odd[0]] if right is not None else values[0]
+        flip = Flip(
+            *("copies", odd, chunk.name, chunk.kind, chunk.start + index),
+            bits=different_bits(wrong, right if right is not None else other, width),
+            repaired=right is not None and len(odd) < len(values),
+        )
+        if flip.repaired:
+            source = next(rank for rank in range(len(values)) if rank not in odd)
+            engine.world.copy_from(self._values(chunk), source)
+        return flip
+
+    def _first_difference(self, chunk: Chunk) -> int:
+        start, length = 0, chunk.length
+        while length > 1:
+            size = -(-length // _PIECES)
+            whole = self._values(chunk)
+            pieces = [bit_sum(whole[at : min(at + size, start + length)]) for at in range(start, start + length, size)]
+            sums = gather_integers(self._engine, torch.stack(pieces))
+            row = next(row for row, values in enumerate(zip(*sums, strict=True)) if len(set(values)) > 1)
+            start, length = start + row * size, min(size, length - row * size)
+        return start
+
+    def _of_master(self, chunk: Chunk, index: int) -> int | None:
+        """The bits of the weight that the master of a value, rounded, has; from the rank that owns it."""
+        parameter = self._parameters[chunk.name]
+        shard: Shard | None = shard_of(self._engine, parameter)
+        at, mine = chunk.start + index, None
+        if shard is not None and shard.start <= at < shard.start + shard.length:
+            value = shard.of(shard.flat)[at - shard.start].to(self._values(chunk).dtype)
+            mine = int(as_integers(value[None])[0]) % _WHOLE
+        return next((bits for bits in self._engine.world.gather_objects(mine) if bits is not None), None)
+
+    def _examine_masters(self) -> list[Flip]:
+        """This rank's weights that are not their masters, once the replicas agree: then the master is the odd one,
+        unless no other rank has a copy."""
+        engine = self._engine
+        mine: list[Flip] = []
+        for name, at, length in self._own:
+            weight, rounded = self._weight_and_master(name, at, length)
+            differ = (as_integers(weight) != as_integers(rounded)).nonzero()
+            if not len(differ):
+                continue
+            index, shard = int(differ[0]), shard_of(engine, self._parameters[name])
+            assert shard is not None
+            width = 8 * weight.element_size()
+            bits = different_bits(int(as_integers(weight)[index]), int(as_integers(rounded)[index]), width)
+            if weight.dtype == torch.bfloat16:
+                bits = tuple(bit + 16 for bit in bits)  # of the FP32 number whose upper half it is
+            whole = engine.world.world_size > 1 and engine.stage < 3
+            what = "master" if whole else "weight or master"
+            mine.append(Flip("masters", (engine.world.rank,), name, what, shard.start + at + index, bits))
+        return [flip for of_rank in engine.world.gather_objects(mine[:_MOST]) for flip in of_rank]
+
+
+def halves(total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lower and the upper 32 bits of an int64, each exact in float64."""
+    return (total & 0xFFFFFFFF).double(), ((total >> 32) & 0xFFFFFFFF).double()
+
+
+def _share(items: Sequence[Any], step: int, every: int) -> Sequence[Any]:
+    """The part of the items whose turn it is at a step."""
+    turn = step % every
+    return items[len(items) * turn // every : len(items) * (turn + 1) // every]
+
+
+def gather_integers(engine: Engine, values: torch.Tensor) -> list[list[int]]:
+    """values: (n,) int64 -> each rank's, by rank, modulo 2**64. A collective."""
+    return [[value % _WHOLE for value in row] for row in gather_words(engine, values).tolist()]
+
+
+def gather_words(engine: Engine, values: torch.Tensor) -> torch.Tensor:
+    """values: (n,) int64 -> (ranks, n) int64, each rank's. A collective."""
+    rows = engine.world.gather(torch.cat(halves(values)))
+    low, high = rows[:, : len(values)].long(), rows[:, len(values) :].long()
+    return low | (high << 32)

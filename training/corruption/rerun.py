@@ -1,0 +1,190 @@
+"""A step run again, to tell a transient fault, a persistent one and a true numeric event from each other.
+
+First on other ranks: every rank computes the micro-batches of the next one, with that rank's random numbers, and signs
+its own gradient before it is reduced. Then each computes its own again. So there are three answers: the first, another
+rank's and the last, whose gradients stay and may be applied. An answer is the summed loss, the random generators' end,
+and a sum over the bits of every gradient (`training.engine.flips`).
+
+Answers are compared bit for bit on a CPU, where equal inputs give equal bits. On a GPU that holds only where every
+kernel sums in one order (torch.use_deterministic_algorithms) and all ranks have the same device. Elsewhere an answer
+has the gradients' squared norms in place of their bits, and two are the same within TOLERANCE: only a flip that changes
+the norm of a whole gradient is seen then, and no rank is taken for broken that merely sums in another order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from data.loader import Batch
+from precision.corruption import Reexecution, judge_reexecution
+from training.corruption.copies import gather_words
+from training.engine import Engine
+from training.engine.flips import bit_sum
+from training.engine.health import Outcome
+from training.engine.rng import generators, restore_generators
+from training.engine.tensors import local_gradient, shard_of, trainable_parameters
+
+TOLERANCE = 0.02
+"""[fraction] Of a loss or a squared norm, where sums have no fixed order."""
+
+
+def is_exact(device: torch.device) -> bool:
+    """Whether equal inputs give equal bits there."""
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank computed, as integers that are equal only where the bits are; of FP64 numbers their bits."""
+
+    own: torch.Tensor
+    """(2,) int64: the summed loss, and the state in which the random generators were left."""
+    reduced: torch.Tensor
+    """(parameters,) int64: of this rank's part of the reduced gradients."""
+    local: torch.Tensor | None
+    """(parameters,) int64: of this rank's gradients before the reduction; None where they were not signed."""
+    finite: bool
+
+
+class LocalGradients:
+    """Signs this rank's gradients of trainable parameters before they are reduced."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._parameters = list(trainable_parameters(engine).values())
+        self.sums = torch.zeros(len(self._parameters), dtype=torch.int64, device=engine.world.device)
+
+    @contextmanager
+    def signed(self) -> Iterator[None]:
+        """Around the passes of a step."""
+        handles = [parameter.register_hook(self._add(row)) for row, parameter in enumerate(self._parameters)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _add(self, row: int) -> Any:
+        def add(gradient: torch.Tensor) -> None:
+            self.sums[row] = _added(self.sums[row], gradient.detach().reshape(-1))
+
+        return add
+
+
+@dataclass(frozen=True)
+class Again:
+    """A step that was run again."""
+
+    outcome: Outcome
+    """Of the last run, whose gradients the engine has."""
+    first: Answer
+    last: Answer
+    disagreed: list[bool] | None
+    """By rank, whether another rank answered to its inputs otherwise; None where there is one rank."""
+    finite: list[tuple[bool, bool]]
+    """By rank, whether its last answer, and the other rank's to its inputs, were."""
+    changed: list[bool]
+    """By rank, whether its last answer is another one than its first."""
+    named: list[bool]
+    """The same of its gradient before the reduction, and its loss."""
+    parameters: list[str]
+    """Whose reduced gradient is another one, first in the order of the backward pass."""
+
+    def judge(self, *, suspicious: bool, healthy: bool) -> Reexecution:
+        """What it says. healthy: the last run is."""
+        return judge_reexecution(
+            suspicious=suspicious,
+            changed=self.changed,
+            healthy=healthy,
+            disagreed=self.disagreed,
+            finite=self.finite,
+            named=self.named,
+            signed=self.first.local is not None,
+        )
+
+
+@torch.no_grad()
+def answer(engine: Engine, outcome: Outcome, local: LocalGradients | None) -> Answer:
+    """Sign the step that has just been computed, before its gradients are used or discarded. No collective."""
+    reduced = torch.zeros(len(trainable_parameters(engine)), dtype=torch.int64, device=engine.world.device)
+    for row, parameter in enumerate(trainable_parameters(engine).values()):
+        shard = shard_of(engine, parameter)
+        gradient = None if shard is None else local_gradient(parameter, shard, engine.stage)
+        if gradient is not None:
+            reduced[row] = _added(reduced[row], gradient.contiguous().to(reduced.device))
+    end = b"".join(state.cpu().numpy().tobytes() for state in generators(engine.world.device).values())
+    digest = int.from_bytes(hashlib.sha256(end).digest()[:8], "big", signed=True)
+    loss = outcome.loss_sum.detach().view(torch.int64)
+    own = torch.stack([loss, torch.tensor(digest, dtype=torch.int64, device=loss.device)])
+    return Answer(own, reduced, local.sums if local else None, bool(torch.isfinite(outcome.loss_sum)))
+
+
+def run_again(engine: Engine, batch: Batch, outcome: Outcome, first: Answer) -> Again:
+    """Run the step on other ranks and then here again. outcome: of the first run. first: its answer. A collective.
+
+    Gradients and random generators are those of the last run afterwards.
+    """
+    world = engine.world
+    others: list[bool] | None = None
+    there: Answer | None = None
+    if world.world_size > 1:
+        given = world.gather_objects((batch, outcome.generators))
+        their_batch, their_generators = given[(world.rank + 1) % world.world_size]
+        there, _ = _run(engine, their_batch, their_generators)
+    last, final = _run(engine, batch, outcome.generators)
+    if there is not None:
+        others = _disagreed(engine, last, there)
+    finite = world.gather_objects((last.finite, there.finite if there is not None else True))
+    mine = own = _differ(first.own, last.own).any()[None]
+    if first.local is not None and last.local is not None:
+        own = own | _differ(first.local, last.local).any()
+    rows = gather_words(engine, torch.cat([own, mine, _differ(first.reduced, last.reduced)]).long()).tolist()
+    differing = [any(row[2 + index] for row in rows) for index in range(len(first.reduced))]
+    names = [name for name, differs in zip(trainable_parameters(engine), differing, strict=True) if differs]
+    return Again(
+        outcome=final,
+        first=first,
+        last=last,
+        disagreed=others,
+        finite=[(own_one, finite[rank - 1][1]) for rank, (own_one, _) in enumerate(finite)],
+        changed=[any(row[1:]) for row in rows],
+        named=[bool(row[0]) for row in rows],
+        parameters=names[::-1],
+    )
+
+
+def _run(engine: Engine, batch: Batch, start: Any) -> tuple[Answer, Outcome]:
+    engine.discard_gradients()
+    restore_generators(start, engine.world.device)
+    local = LocalGradients(engine)
+    with local.signed():
+        outcome = engine.forward_backward(batch, step=batch.position + 1)
+    return answer(engine, outcome, local), outcome
+
+
+def _disagreed(engine: Engine, here: Answer, there: Answer) -> list[bool]:
+    """By rank b, whether it and the rank before it gave different answers to the inputs of rank b."""
+    assert here.local is not None and there.local is not None
+    mine = gather_words(engine, torch.cat([here.own, here.local]))
+    theirs = gather_words(engine, torch.cat([there.own, there.local]))
+    return [bool(_differ(mine[rank], theirs[rank - 1]).any()) for rank in range(len(mine))]
+
+
+def _added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """() int64: a signature with that of another gradient."""
+    if is_exact(gradient.device):
+        return total + bit_sum(gradient)
+    return (total.view(torch.float64) + gradient.double().square().sum()).view(torch.int64)
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """(n,) bool: which signatures are not the same; the same number that is not finite is."""
+    if is_exact(a.device):
+        return a != b
+    x, y = a.view(torch.float64), b.view(torch.float64)
+    return (a != b) & ~((x - y).abs() <= TOLERANCE * torch.maximum(x.abs(), y.abs())) & (x.isfinite() | y.isfinite())

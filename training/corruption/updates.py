@@ -1,0 +1,187 @@
+"""A slice of the optimizer's update, recomputed in FP64 from what was kept before the step.
+
+Masters and moments are sharded: no other rank has them. So a copy of a random slice of them is kept right after an
+update. After the next one the same slice is computed from the copy and the reduced gradient, in FP64, and compared
+with what the optimizer left. A difference beyond FP32's rounding is a bit that flipped since the copy was made, or an
+update that was computed wrongly. How many values differ travels in the gather of the next step's health, before
+anything else is done with them: no device sync, no collective of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from config.schema import OptimizerSection
+from precision.corruption import Flip
+from training.engine import Engine
+from training.engine.optimizers.adamw import after
+from training.engine.optimizers.rule import UpdateInputs
+from training.engine.tensors import Shard, local_gradient, shard_of, states_of, trainable_parameters
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Values `at` to `at + length` of this rank's part of one parameter."""
+
+    name: str
+    shard: Shard
+    at: int
+    length: int
+    kept: list[torch.Tensor]
+    """Copies of its master and its state, FP32."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A slice after its update."""
+
+    slice: Slice
+    given: UpdateInputs
+    found: list[torch.Tensor]
+    """Master and state as the optimizer left them."""
+    wrong: torch.Tensor
+    """(length,) bool: any of them beyond rounding."""
+
+
+class UpdateCheck:
+    """Of one rank. No method but `examine` is a collective."""
+
+    def __init__(self, engine: Engine, section: OptimizerSection, *, values: int, seed: int) -> None:
+        """values: length of the slice. seed: of the places, and never of training's random numbers."""
+        self._engine, self._section, self._values = engine, section, values
+        self._parameters = trainable_parameters(engine)
+        self._draw = random.Random(f"{seed} {engine.world.rank}")
+        self._shards: list[tuple[str, Shard]] | None = None
+        self._slices: list[Slice] | None = None
+        self._gradients: list[torch.Tensor | None] = []
+        self._compared: list[Compared] = []
+
+    def forget(self) -> None:
+        """The state was loaded from elsewhere: what was kept is of no use."""
+        self._shards, self._slices, self._gradients, self._compared = None, None, [], []
+
+    def wrong(self) -> torch.Tensor:
+        """() float64: how many values of the last update are not what they should be."""
+        total = torch.zeros((), dtype=torch.float64, device=self._engine.world.device)
+        for done in self._compared:
+            count = done.wrong.sum().double()
+            total = total + (count if count.device == total.device else count.to(total.device))
+        return total
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """Keep the slice's reduced gradient, which the update consumes."""
+        self._compared = []
+        self._slices = self._keep() if self._slices is None else self._slices
+        self._gradients = [self._gradient_of(own) for own in self._slices]
+
+    @torch.no_grad()
+    def after_update(self, *, norm: float, scale: float, lr: float, step: int) -> None:
+        """Recompute the slice, and keep another one for the next step.
+
+        norm: of the unscaled gradient. scale: the loss scale of the step. lr: the learning rate. step: updates so far,
+        this one included.
+        """
+        clipping = self._engine.clipping
+        divided = scale * (max(1.0, (norm + 1e-6) / clipping) if clipping else 1.0)
+        for own, gradient in zip(self._slices or (), self._gradients, strict=True):
+            if gradient is None:
+                continue
+            group: dict[str, Any] = self._engine.group_of[id(self._parameters[own.name])]
+            given = UpdateInputs(
+                own.kept[0],
+                gradient.double() / divided,
+                own.kept[1:],
+                section=self._section,
+                weight_decay=group["weight_decay"],
+                lr=lr * group["lr_factor"],
+                step=step,
+                matrix=group["matrix"],
+            )
+            found = self._held(own)
+            self._compared.append(Compared(own, given, found, _beyond(given, found)))
+        self._slices, self._gradients = self._keep(), []
+
+    def examine(self) -> list[Flip]:
+        """The first wrong value of each rank, its bit where one flipped bit explains it. A collective."""
+        mine: Flip | None = None
+        done = next((done for done in self._compared if bool(done.wrong.any())), None)
+        if done is not None:
+            index = int(done.wrong.nonzero()[0])
+            kind, bits = self._explain(done, index)
+            where = done.slice.shard.start + done.slice.at + index
+            mine = Flip("update", (self._engine.world.rank,), done.slice.name, kind, where, bits)
+        return [flip for flip in self._engine.world.gather_objects(mine) if flip is not None]
+
+    def _keep(self) -> list[Slice]:
+        """Copies of a slice that begins anywhere in this rank's masters, one after the other, and goes on at the first
+        after the last; it may be cut into pieces of several parameters."""
+        if self._shards is None:
+            shards = [(name, shard_of(self._engine, parameter)) for name, parameter in self._parameters.items()]
+            self._shards = [(name, shard) for name, shard in shards if shard is not None]
+        lengths = [shard.length for _, shard in self._shards]
+        left = min(self._values, sum(lengths))
+        at = self._draw.randrange(sum(lengths)) if left else 0
+        found: list[Slice] = []
+        row = 0
+        while left:
+            (name, shard), length = self._shards[row % len(lengths)], lengths[row % len(lengths)]
+            if at < length:
+                own = Slice(name, shard, at, min(left, length - at), [])
+                found.append(replace(own, kept=self._held(own)))
+                left -= own.length
+            at, row = max(at - length, 0), row + 1
+        return found
+
+    def _gradient_of(self, own: Slice) -> torch.Tensor | None:
+        whole = local_gradient(self._parameters[own.name], own.shard, self._engine.stage)
+        if whole is None:
+            return None
+        gradient = whole[own.at : own.at + own.length].to(torch.float32, copy=True)
+        device = own.shard.flat.device
+        return gradient if gradient.device == device else gradient.to(device)  # of an offloaded master
+
+    def _held(self, own: Slice) -> list[torch.Tensor]:
+        """Copies of the slice's master and state; of state that is not there yet zeros, as it starts."""
+        tensors = own.shard.tensors(self._engine)
+        master = tensors["master"][own.at : own.at + own.length].clone()
+        found = [master]
+        for kind in states_of(self._engine, self._parameters[own.name]):
+            state = tensors.get(kind)
+            found.append(torch.zeros_like(master) if state is None else state[own.at : own.at + own.length].clone())
+        return found
+
+    def _explain(self, done: Compared, index: int) -> tuple[str, tuple[int, ...]]:
+        """Which tensor, and which bit of it: the one that, flipped in what was kept, gives what was found."""
+        kinds = ("master", *states_of(self._engine, self._parameters[done.slice.name]))
+        found = [values[index].expand(32) for values in done.found]
+        kept = [values[index].expand(32) for values in done.slice.kept]
+        masks = torch.tensor([1 << bit if bit < 31 else -(1 << 31) for bit in range(32)], dtype=torch.int32)
+        masks = masks.to(kept[0].device)
+        for row, kind in enumerate(kinds):
+            tried = [values.contiguous() for values in kept]
+            tried[row] = (tried[row].view(torch.int32) ^ masks).view(torch.float32)
+            gradient = done.given.gradient[index].expand(32)
+            flipped = replace(done.given, master=tried[0], gradient=gradient, states=tried[1:])
+            explained = ~_beyond(flipped, found)
+            if bool(explained.any()):
+                return kind, (int(explained.nonzero()[0]),)
+        apart = _beyond_each(done.given, done.found)
+        return next(kind for kind, wrong in zip(kinds, apart, strict=True) if bool(wrong[index])), ()
+
+
+def _beyond(given: UpdateInputs, found: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(_beyond_each(given, found)).any(0)
+
+
+def _beyond_each(given: UpdateInputs, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each tensor, which values are beyond rounding; one that is not finite is, unless it has to be."""
+    expected, slack = after(given)
+    return [
+        ~((a.double() - b).abs() <= c) & (a.isfinite() | b.isfinite())
+        for a, b, c in zip(found, expected, slack, strict=True)
+    ]

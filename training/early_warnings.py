@@ -1,0 +1,256 @@
+"""Early warnings: figures that leave their healthy range before the loss does, judged on the host.
+
+Gradient norm and router load are known in every step, the rest where telemetry is measured. Nothing here reads a tensor
+or talks to other ranks: all ranks see the same numbers and judge alike. docs/early-warnings.md has each figure's
+definition, source and bound. A bound that is broken gives one warning, and the next one only after it has held at
+REARM looks in a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from config.schema import WarningsSection
+from precision.robust_window import RobustWindow
+from precision.step_health import Health
+from tracking.heatmap.trend import trend
+
+_KURTOSIS_WINDOW = 16  # measured steps
+REARM = 8
+"""Looks at which a bound has to hold before it speaks again: a figure at its bound would speak at every other one."""
+_POINTS = 60  # of an activation's history
+_LARGEST = float(torch.finfo(torch.float16).max)
+_SMALL = 0.004  # share of FP16's range below which an activation's growth is not followed
+
+# What is wrong, and what to do.
+_WORDS: dict[str, tuple[str, str]] = {
+    "attention_logit": (
+        "largest attention logit",
+        "softmax saturates: lower the learning rate, or use a model that normalises queries and keys",
+    ),
+    "attention_entropy": (
+        "share of even attention's entropy",
+        "attention collapses onto single keys: lower the learning rate or lengthen the warm-up",
+    ),
+    "adam_rms": (
+        "gradient over the root of Adam's second moment",
+        "the next steps are too large: lower optimizer.betas[1], use optimizer.name=stable_adamw, or cut the rate",
+    ),
+    "gradient_jump": (
+        "gradient norm over what Adam's second moment remembers",
+        "the next steps are too large: lower optimizer.betas[1] or use optimizer.name=stable_adamw; look at the batch",
+    ),
+    "signal_share": (
+        "share of signal in the gradients",
+        "updates add up in one direction, as before a divergence: lower the learning rate",
+    ),
+    "embedding_share": (
+        "the embedding's share of the squared gradient norm",
+        "clipping now starves the other modules: lower the learning rate, or scale embeddings up",
+    ),
+    "kurtosis_growth": (
+        "growth of the channels' kurtosis",
+        "single channels take over: 16-bit and FP8 formats lose the others; look at the heat map of activations",
+    ),
+    "overflow_steps": (
+        "steps until an activation overflows FP16",
+        "compute this module in bf16 or fp32 by a rule of the manifest, or let guard.reactions promote it",
+    ),
+    "router_entropy": (
+        "share of even use in the experts' load",
+        "few experts do the work: raise model.balance_loss",
+    ),
+    "router_z": (
+        "z-loss of the routers",
+        "router logits would be too large for 16 bits: set or raise model.router_z_loss, and leave routers in FP32",
+    ),
+}
+_AT_LEAST = ("attention_entropy", "router_entropy", "overflow_steps")  # of the others the bound is the largest
+
+
+@dataclass(frozen=True)
+class EarlyWarning:
+    """A bound that was broken; the fields of a `warning` event."""
+
+    signal: str
+    """The key in `warnings` that bounds it."""
+    module: str
+    """Where it is furthest out; empty where it is of the whole run."""
+    value: float
+    bound: float
+    modules: tuple[str, ...]
+    """All where the bound is broken, the worst first."""
+    reason: str
+    """In words: what, where, its bound and what to do."""
+
+
+class SecondMomentMemory:
+    """What Adam's second moment remembers of the global gradient norm, and how old that is.
+
+    With D the average of squared norms by beta2, a gradient of norm n is n / sqrt(D) of the memory, D counting it
+    already: the RMS_t of training/engine/adam_signals.py for the whole gradient, in every step and for nothing. `age`
+    is the mean age, in updates, of the squared norms in D, each weighted by its part of D.
+    """
+
+    def __init__(self, beta2: float) -> None:
+        self._beta2 = beta2
+        self._squares = self._aged = 0.0
+        self._count = 0
+
+    def jump(self, norm: float) -> float:
+        """Of a gradient that is not in the memory yet; 1 for the first."""
+        squares = self._beta2 * self._squares + (1 - self._beta2) * norm**2
+        corrected = squares / (1 - self._beta2 ** (self._count + 1))
+        return norm / math.sqrt(corrected) if corrected > 0 else 1.0
+
+    @property
+    def age(self) -> float:
+        """[updates]"""
+        return self._aged / self._squares if self._squares else 0.0
+
+    def push(self, norm: float) -> None:
+        """A gradient that was applied."""
+        self._aged = self._beta2 * (self._aged + self._squares)
+        self._squares = self._beta2 * self._squares + (1 - self._beta2) * norm**2
+        self._count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain types."""
+        return {"squares": self._squares, "aged": self._aged, "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self._squares, self._aged, self._count = float(state["squares"]), float(state["aged"]), int(state["count"])
+
+
+class EarlyWarnings:
+    """Judges the figures of one run. In every step `before_step`, then `after_step`, then `after_telemetry` if due."""
+
+    def __init__(
+        self, section: WarningsSection, *, beta2: float | None, clipping: float, in_fp16: Callable[[str], bool]
+    ) -> None:
+        """beta2: of the optimizer's second moment; None where it has none. clipping: gradient norm at which it begins,
+        0 never. in_fp16: whether a module computes in FP16 now."""
+        self._section = section
+        self._memory = SecondMomentMemory(beta2) if beta2 is not None else None
+        self._clipping = clipping
+        self._in_fp16 = in_fp16
+        self._active: dict[str, int] = {}  # signals that have spoken, and at how many looks in a row they held since
+        self._kurtosis: dict[str, RobustWindow] = {}
+        self._growing: dict[str, list[tuple[int, float]]] = {}
+
+    def before_step(self, health: Health) -> list[EarlyWarning]:
+        """What the gradient says before it is applied: `gradient_jump`, or nothing."""
+        if self._memory is None or not health.finite:
+            return []
+        jump = self._memory.jump(self._clipped(health.grad_norm))
+        further = f", {self._memory.age:.3g} updates old"
+        return list(self._judge("gradient_jump", {"": jump}, further))
+
+    def after_step(self, health: Health, *, applied: bool, warm: bool) -> list[EarlyWarning]:
+        """What the routers say, where they are balanced. applied: whether the weights changed. warm: whether the
+        warm-up is over, before which routers, gradients and channels have yet to settle in sound runs, too."""
+        if applied and self._memory is not None:
+            self._memory.push(self._clipped(health.grad_norm))
+        found: list[EarlyWarning] = []
+        for signal, metric in (("router_entropy", "router/entropy"), ("router_z", "router/z_loss")):
+            if warm and metric in health.metrics and health.finite:
+                found += self._judge(signal, {"": health.metrics[metric]})
+        return found
+
+    @property
+    def memory_age(self) -> float | None:
+        """[updates] Mean age of what the second moment remembers; None where there is none."""
+        return self._memory.age if self._memory is not None else None
+
+    def after_telemetry(self, step: int, fields: Mapping[str, Any], *, warm: bool) -> list[EarlyWarning]:
+        """What a measured step says. fields: of its `telemetry` event. warm: as above."""
+        by_signal: dict[str, dict[str, float]] = defaultdict(dict)
+        for module, figures in fields["attentions"].items():
+            by_signal["attention_logit"][module] = figures["logit"]
+            by_signal["attention_entropy"][module] = figures["entropy"]
+        for module, figures in fields["adam"].items():
+            by_signal["adam_rms"][module] = figures["rms"]
+            if warm and "signal" in figures:
+                by_signal["signal_share"][module] = figures["signal"]
+        if warm and fields["embedding_share"] is not None:
+            by_signal["embedding_share"][""] = fields["embedding_share"]
+        for module, figures in fields["channels"].items():
+            window = self._kurtosis.setdefault(module, RobustWindow(_KURTOSIS_WINDOW))
+            if warm and window.median is not None:
+                by_signal["kurtosis_growth"][module] = figures["kurtosis"] / window.median
+            if math.isfinite(figures["kurtosis"]):
+                window.push(figures["kurtosis"])
+        by_signal["overflow_steps"] = dict(self._overflows(step, fields["activation_max"]))
+        return [warning for signal, values in by_signal.items() for warning in self._judge(signal, values)]
+
+    def _clipped(self, norm: float) -> float:
+        return min(norm, self._clipping) if self._clipping > 0 else norm
+
+    def _overflows(self, step: int, maxima: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+        """Modules in FP16 whose activations grow, and the steps until they overflow."""
+        for module, value in maxima.items():
+            if not self._in_fp16(module) or not _SMALL * _LARGEST < value < _LARGEST:
+                self._growing.pop(module, None)
+                continue
+            points = self._growing.setdefault(module, [])
+            points[:] = [*(point for point in points if point[0] < step), (step, value)][-_POINTS:]
+            growth = trend(*np.array(points, dtype=float).T)
+            if growth is not None and growth.value < _LARGEST:
+                yield module, max(0.0, growth.reaches(_LARGEST) - step)
+
+    def _judge(self, signal: str, values: Mapping[str, float], further: str = "") -> Iterator[EarlyWarning]:
+        """A warning where a figure has just left its bound. values: by module."""
+        bound = getattr(self._section, signal)
+        if bound is None:
+            return
+        sign = -1 if signal in _AT_LEAST else 1
+        broken = {module: value for module, value in values.items() if sign * (value - bound) > 0}
+        if not broken:
+            if signal in self._active and (values or signal == "overflow_steps"):
+                self._active[signal] += 1
+                if self._active[signal] >= REARM:
+                    del self._active[signal]
+            return
+        spoken, self._active[signal] = signal in self._active, 0
+        if spoken:
+            return
+        order = sorted(broken, key=lambda module: sign * broken[module], reverse=True)
+        worst = order[0]
+        what, advice = _WORDS[signal]
+        where = f"{worst}: " if worst else ""
+        healthy = f"{'at least' if signal in _AT_LEAST else 'at most'} {bound:g} is healthy, warnings.{signal}"
+        more = f"; so in {len(order) - 1} more modules" if len(order) > 1 else ""
+        reason = f"{where}{what} {broken[worst]:.3g}{further} ({healthy}){more}; {advice}"
+        yield EarlyWarning(signal, worst, float(f"{broken[worst]:.6g}"), float(bound), tuple(order), reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next judgements depend on, as plain types."""
+        return {
+            "memory": self._memory.state_dict() if self._memory is not None else None,
+            "active": dict(self._active),
+            "kurtosis": {module: window.state_dict() for module, window in self._kurtosis.items()},
+            "growing": {module: [list(point) for point in points] for module, points in self._growing.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """The inverse of `state_dict`; None, of an older checkpoint, starts anew."""
+        self._active, self._kurtosis, self._growing = {}, {}, {}
+        if state is None:
+            return
+        if self._memory is not None and state["memory"] is not None:
+            self._memory.load_state_dict(state["memory"])
+        self._active = {signal: int(looks) for signal, looks in state["active"].items()}
+        for module, window in state["kurtosis"].items():
+            self._kurtosis[module] = RobustWindow(_KURTOSIS_WINDOW)
+            self._kurtosis[module].load_state_dict(window)
+        self._growing = {
+            module: [(int(at), float(value)) for at, value in points] for module, points in state["growing"].items()
+        }

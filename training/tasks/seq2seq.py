@@ -1,0 +1,25 @@
+"""Sequence-to-sequence learning: an encoder reads the source of a row, a decoder learns the target token by token."""
+
+from transformers import PreTrainedModel
+
+from config.schema import Config
+from data.corpus import Corpus
+from data.loader import MakeBatch
+from data.prepare_rows import prepare_rows as prepare
+from data.seq2seq_batches import seq2seq_batches
+from modeling.objectives.label_prediction import LabelPrediction
+from training.tasks.shape import shape_of_model
+
+__all__ = ["make_batch", "objective", "prepare"]
+
+
+def objective(config: Config, model: PreTrainedModel) -> LabelPrediction:
+    """Every token of a target is a label, its end included."""
+    return LabelPrediction(by_sample=bool(config.data.sources))
+
+
+def make_batch(config: Config, corpus: Corpus) -> MakeBatch:
+    """Padded sources with their mask, and targets behind the token that the model's decoder starts with."""
+    shape = shape_of_model(config, corpus)
+    pad = corpus.end_of_document if shape.pad_token_id is None else shape.pad_token_id
+    return seq2seq_batches(config.data, start=shape.decoder_start_token_id, pad=pad)
