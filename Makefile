@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup another-torch architecture demo test test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan parity parity-defects analyze matrix envelope chaos clean
+.PHONY: help setup another-torch architecture demo test test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl parity parity-defects analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -84,6 +84,25 @@ benchmark: setup  ## Mantissa against the loops its users would write: runs/benc
 
 benchmark-titan: titan  ## The same with torchtitan's own Trainer among them: runs/benchmark
 	$(WITH_TITAN) $(BIN)/python -m training.benchmark --config config/recipes/benchmark.yaml $(ARGS)
+
+# TRL apart, too: nothing but its contestant needs it. Its requirements are those of requirements.txt.
+TRL := $(VENV)/trl
+TRL_STAMP := $(TRL)/.trl-1.16.0
+WITH_TRL := PYTHONPATH="$(CURDIR)/$(TRL)"
+$(TRL_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TRL) trl==1.16.0
+	@touch $@
+
+trl: setup $(TRL_STAMP)  ## Install TRL beside Mantissa: .venv/trl
+
+test-trl: trl  ## The benchmark's contestant TRL against Mantissa, two CPU processes
+	$(WITH_TRL) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m trl $(ARGS)
+
+FINE_TUNING := $(WITH_TRL) $(BIN)/python -m training.benchmark --out runs/benchmark-trl
+benchmark-trl: trl  ## SFT, LoRA and DPO of the demo's model against TRL and the Trainer: runs/benchmark-trl
+	$(FINE_TUNING)/sft --config config/recipes/sft_full.yaml data.packing=none $(ARGS)
+	$(FINE_TUNING)/lora --config config/recipes/sft_lora.yaml data.packing=none $(ARGS)
+	$(FINE_TUNING)/dpo --config config/recipes/dpo.yaml preference.sft_weight=0 $(ARGS)
 
 # Liger's kernels apart as well: what is installed into .venv is used by every run on a GPU (model.kernels = auto).
 LIGER_STAMP := $(VENV)/liger/.liger-0.8.5
