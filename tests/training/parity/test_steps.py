@@ -139,7 +139,8 @@ def test_a_norm_that_one_rank_alone_computes_in_16_bits_is_named(pair):
 
 GPT2 = (
     "model.architecture=gpt2",
-    "model.config={n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.2, attn_pdrop: 0.2, embd_pdrop: 0.2}",
+    "model.config={n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.2, attn_pdrop: 0.2, embd_pdrop: 0.2, "
+    "initializer_range: 0.1}",
 )
 
 
@@ -150,7 +151,7 @@ def test_a_model_with_dropout_is_sound_and_repeats_its_loss(pair, stage, compute
     for found in pair.run(parity_cases.with_dropout, stage=stage, compute=compute, overrides=overrides):
         assert found["repeated"] == found["run"] != found["other"]
         step = {"step": 1, "loss_with_dropout": found["repeated"], **found["step"]}
-        assert abs(step["loss"] - step["reference_loss"]) < 0.001 < abs(step["loss"] - found["run"])
+        assert abs(step["loss"] - step["reference_loss"]) < 0.003 < abs(step["loss"] - found["run"])
         for recorded, bad in ((found["run"], set()), (step["loss"], {"restored_share"})):
             assert (
                 failed({check.name: check for check in judge_steps([Walk(0, True, [step], recorded)], BOUNDS)}) == bad
