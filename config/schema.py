@@ -216,6 +216,20 @@ class SourceSection:
 
 
 @dataclass(frozen=True)
+class ValidationSection:
+    """One validation set of its own."""
+
+    path: str | None = None
+    """[path, glob or hub id] As data.path."""
+    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub"] = "auto"
+    """[choice] As data.source."""
+    name: str | None = None
+    """[text] What the record calls it. null: validation 1, validation 2 and so on."""
+    format: RowFormat = "auto"
+    """[choice] As data.format."""
+
+
+@dataclass(frozen=True)
 class DataSection:
     """Where the text comes from and how it becomes token sequences."""
 
@@ -236,6 +250,9 @@ class DataSection:
     sources: tuple[SourceSection, ...] = ()
     """[list] Several sources in place of data.path, each {path, name, format, weight or epochs}. Each is prepared and
     held out by itself; samples are drawn by share (docs/data.md)."""
+    validation: tuple[ValidationSection, ...] = ()
+    """[list] Validation sets in files of their own, each {path, name, format}, beside what data.validation_fraction
+    holds out. All of each is evaluated and none of it trained; the record has each one's loss by its name."""
     name: str | None = None
     """[text] Configuration name of a hub dataset."""
     split: str = "train"
