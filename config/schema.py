@@ -282,8 +282,8 @@ class DataSection:
     chat_template: str | None = None
     """[path] File with a Jinja chat template, in place of the tokenizer's own."""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """[choice] Which tokens of a row have labels: the assistant's turns with their ends (the completion, or the output,
-    where there are no turns), the last of them only, or all."""
+    """[choice] Which tokens of a row have labels: the assistant's turns with their ends (those of the completion, where
+    the row has one; the output, where there are no turns), the last of them only, or all."""
     packing: Literal["auto", "best_fit", "none"] = "auto"
     """[choice] best_fit: whole rows share a sequence, and do not see each other. none: one row a sequence, padded to
     the longest of its batch, which holds rows of similar length. auto: best_fit, but none for dpo and seq2seq."""
