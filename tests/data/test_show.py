@@ -70,6 +70,10 @@ def test_compressed_files_and_one_list_are_read(base: Path, tmp_path: Path, caps
         file.write(json.dumps(GOOD) + "\n")
     assert shown(base, tmp_path, f"data.path={tmp_path}/rows.jsonl.gz") == 0
     assert "1 rows of format messages" in capsys.readouterr().out
+    with pa.output_stream(str(tmp_path / "rows.jsonl.zst"), compression="zstd") as stream:
+        stream.write(json.dumps(GOOD).encode() + b"\n" + json.dumps(GOOD).encode())
+    assert shown(base, tmp_path, f"data.path={tmp_path}/rows.jsonl.zst") == 0
+    assert "2 rows of format messages" in capsys.readouterr().out
     (tmp_path / "rows.json").write_text(json.dumps([GOOD, GOOD], indent=1))
     assert shown(base, tmp_path, f"data.path={tmp_path}/rows.json") == 0
     assert "2 rows of format messages" in capsys.readouterr().out
