@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.chats import write_base, write_chats
@@ -186,6 +187,17 @@ def test_a_teacher_of_other_tokens_is_refused_in_one_line(solo: ProcessGroup, fo
     assert (
         "small: its weights are quantised (quantization_config in config.json: fp8); 4-bit and 8-bit teachers" in said
     )
+    shutil.copytree(folder / "teacher", folder / "partial", dirs_exist_ok=True)
+    tensors = load_file(weights := folder / "partial/model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    for sharded in ("false", "true"):
+        said = why(f"distill.teacher={folder}/partial", f"distill.sharded={sharded}")
+        assert "partial: cannot be loaded (its files lack model.layers.1.mlp.up_proj.weight)" in said
+    weights.write_bytes(weights.read_bytes()[:-500])
+    assert "partial: cannot be loaded (" in why(f"distill.teacher={folder}/partial")
+    said = why("distill.teacher=nowhere/teacher")
+    assert said.startswith("distill.teacher = nowhere/teacher: cannot be loaded (")
     (folder / "broken").mkdir(exist_ok=True)
     (folder / "broken/config.json").write_text("{}", encoding="utf-8")
     assert "distill.teacher = " in (said := why(f"distill.teacher={folder}/broken")) and "cannot be loaded" in said
