@@ -75,7 +75,7 @@ def trl(folder: Path, found: dict[str, Any], **spec: Any) -> dict[str, Any]:
     given |= {"micro": 2, "accumulation": 4, "length": LENGTH + 1, "packed": False, "adapter": None}
     (folder / "spec.json").write_text(json.dumps(given | spec), encoding="utf-8")
     save_file(found["before"], folder / "first.safetensors")
-    command = [sys.executable, "-m", "tests.training.tasks.trl_oracle", str(folder)]
+    command = [sys.executable, "-m", "tests.support.trl_oracle", str(folder)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = json.loads((folder / "steps.json").read_text(encoding="utf-8"))

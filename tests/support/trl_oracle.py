@@ -1,6 +1,6 @@
 """TRL's own trainers on rows as a user gives them, in one process without DeepSpeed, as test_trl_oracle.py starts them.
 
-python -m tests.training.tasks.trl_oracle FOLDER: reads FOLDER/spec.json, writes FOLDER/steps.json and
+python -m tests.support.trl_oracle FOLDER: reads FOLDER/spec.json, writes FOLDER/steps.json and
 FOLDER/weights.safetensors. Optimizer, templates' masks, packing and padding are TRL's and transformers' own.
 """
 
