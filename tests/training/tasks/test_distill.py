@@ -133,10 +133,14 @@ def job_of(folder: Path) -> list[str]:
 RESUMED = {
     "live": ["precision.compute=bf16", "deepspeed.stage=2"],
     "likeliest": ["precision.compute=bf16", "deepspeed.stage=3", "distill.top_k=8"],
+    "FP16, an overflow": [
+        *("precision.compute=fp16", "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}"),
+        *("faults=[{kind: inf_gradient, step: 3, rank: 1}]", "deepspeed.stage=1"),
+    ],
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("what", RESUMED)
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
     overrides, draw = [*job_of(folder), *RESUMED[what]], random.Random(what)
@@ -148,7 +152,9 @@ def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, fol
     broken = pair.run(resume_cases.job, folder=str(folder), name=f"{what}-broken", overrides=overrides, passes=None)
     assert resume_cases.sessions_resumed(str(folder), f"{what}-broken") == 1
     assert broken == whole
-    assert resume_cases.last_by_step(str(folder), what) == resume_cases.last_by_step(str(folder), f"{what}-broken")
+    record = resume_cases.last_by_step(str(folder), what)
+    assert record == resume_cases.last_by_step(str(folder), f"{what}-broken")
+    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
 
 
 def test_another_teacher_is_not_resumed_with(pair: ProcessGroup, folder: Path) -> None:

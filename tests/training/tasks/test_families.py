@@ -45,7 +45,7 @@ def test_chats_train_all_weights(pair: ProcessGroup, folder: Path, packing: str,
         require_equal(found, exact)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 def test_chats_train_an_adapter(pair: ProcessGroup, folder: Path) -> None:
     exact = None
     for stage in (3, 2):
@@ -56,7 +56,7 @@ def test_chats_train_an_adapter(pair: ProcessGroup, folder: Path) -> None:
         require_equal(found, exact)
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [False, True])
 def test_pairs_train_both(pair: ProcessGroup, folder: Path, adapter: bool) -> None:
     exact = None
