@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ def test_it_prints_rows_with_their_labels_and_totals(
     assert "6 rows of format messages (recognised by their fields); chat template of the tokenizer" in out
     assert "5 rows in " in out
     assert ", 1 dropped; the longest row has " in out
+    [(share, tokens)] = re.findall(r"data: ([\d.]+)% of (\d+) tokens are labels", out)
+    [labels] = re.findall(rf"tokens {tokens}, trained (\d+)", out)
+    assert float(share) == pytest.approx(100 * int(labels) / int(tokens), abs=0.06)
     assert shown(base, tmp_path, "data.too_long=truncate_right") == 0
     assert "6 rows in " in (out := capsys.readouterr().out)
     assert ", 1 truncated; " in out
