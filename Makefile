@@ -95,7 +95,7 @@ $(TRL_STAMP): $(STAMP)
 
 trl: setup $(TRL_STAMP)  ## Install TRL beside Mantissa: .venv/trl
 
-test-trl: trl  ## The benchmark's contestant TRL against Mantissa, two CPU processes
+test-trl: trl  ## TRL's trainers against Mantissa, step by step and as contestants of the benchmark, two CPU processes
 	$(WITH_TRL) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m trl $(ARGS)
 
 FINE_TUNING := $(WITH_TRL) $(BIN)/python -m training.benchmark --out runs/benchmark-trl

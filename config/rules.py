@@ -25,9 +25,10 @@ from config.schema import (
     OptimizerSection,
     ParitySection,
     SourceSection,
+    ValidationSection,
 )
 from config.secrets import ADVICE, WITH_PASSWORD
-from config.task import ENCODER_TASKS, ROW_FORMATS, is_url
+from config.task import ENCODER_TASKS, OWN, ROW_FORMATS, is_url
 
 # Arguments of a Hugging Face config that a key of the run config decides.
 _OWNED_MODEL_ARGUMENTS = {
@@ -52,6 +53,9 @@ QUANTISED_TEACHERS = (
 )
 """What is said of a teacher that is quantised."""
 
+_Place = DataSection | SourceSection | ValidationSection
+"""What has a path and a source."""
+
 _LONGEST_NAME = 200  # bytes: file systems take 255, and a renamed or partial folder's name is longer
 
 Problem = tuple[str, str]
@@ -66,8 +70,8 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
     """
     for rule in (
         *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _sft, _preference, _distill),
-        *(_parallel, _encoder, _seq2seq, _adapter, _mixture, _data, _documents, _optimizer, _schedule, _precision),
-        *(_loss_scale, _evaluate, _tracking, _guard, _faults, _canary),
+        *(_parallel, _encoder, _seq2seq, _adapter, _mixture, _validation, _data, _documents, _optimizer, _schedule),
+        *(_precision, _loss_scale, _evaluate, _tracking, _guard, _faults, _canary),
     ):
         for key, text in rule(config):
             raise UserError(f"{origin(key)}: {key} {text}")
@@ -201,7 +205,7 @@ def _task(config: Config) -> Iterator[Problem]:
             yield f"data.{key}", f"= '{value}' is only read by {reader}; remove it, or {fix}"
     if not config.learns_rows:
         return
-    pairs = "preference" in (data.format, *(item.format for item in data.sources))
+    pairs = "preference" in (format for _, format in _formats(data))
     if config.task != "dpo" and pairs:
         yield (
             "data.format",
@@ -233,7 +237,7 @@ def _preference(config: Config) -> Iterator[Problem]:
     if config.task != "dpo":
         yield from _only_read_by("dpo", "preference", preference)
         return
-    for key, format in [("data", data.format), *((f"data.sources[{i}]", s.format) for i, s in enumerate(data.sources))]:
+    for key, format in _formats(data):
         if format != "preference":
             yield f"{key}.format", f"= {format} is not of pairs, which task = dpo needs; remove it, or set task=sft"
     if data.train_on != "assistant":
@@ -273,6 +277,10 @@ def _distill(config: Config) -> Iterator[Problem]:
             yield key, f"{problem}; remove it, or set distill.top_k=0"
     if len({item.format == "auto" for item in config.data.sources}) > 1:
         yield "data.sources", "has sources with a format and others without, which are documents; name all, or none"
+    for index, item in enumerate(config.data.validation):
+        if (item.format == "auto") == config.learns_rows:
+            fix = "name a format here and there, or in neither"
+            yield f"data.validation[{index}].format", f"= {item.format}: one of it and the data are documents; {fix}"
 
 
 def _parallel(config: Config) -> Iterator[Problem]:
@@ -316,8 +324,7 @@ def _encoder(config: Config) -> Iterator[Problem]:
     if task == "mlm":
         return
     kind, labels = config.classify.kind, config.classify.labels
-    formats = [("data", data.format), *((f"data.sources[{i}]", item.format) for i, item in enumerate(data.sources))]
-    for key, format in formats:
+    for key, format in _formats(data):
         if format not in ("auto", ROW_FORMATS[kind]):
             fix = f"remove it, for {ROW_FORMATS[kind]}"
             yield f"{key}.format", f"= {format} contradicts classify.kind = {kind}; {fix}"
@@ -329,7 +336,7 @@ def _encoder(config: Config) -> Iterator[Problem]:
         yield "classify.labels", "is not read by classify.kind = regression, which predicts a number; remove it"
     if data.text_pair_field is not None and kind == "token":
         yield "data.text_pair_field", f"= '{data.text_pair_field}' is not read by classify.kind = token; remove it"
-    kinds = {item.source for item in data.sources or (data,)}
+    kinds = {item.source for item in (*(data.sources or (data,)), *data.validation)}
     for name in sorted(kinds & set(_OF_DOCUMENTS)):
         yield "data.source", f"= {name} has no labels; give task = classify rows as jsonl or parquet"
     if "stdlib" in kinds and kind != "sequence":
@@ -347,8 +354,7 @@ def _seq2seq(config: Config) -> Iterator[Problem]:
         yield "data.packing", f"= best_fit: {without} cross-attention, which task = seq2seq has no mask for; remove it"
     if data.document_masking:
         yield "data.document_masking", "= true: rows are not packed by task = seq2seq; remove it"
-    formats = [("data", data.format), *((f"data.sources[{i}]", item.format) for i, item in enumerate(data.sources))]
-    for key, format in formats:
+    for key, format in _formats(data):
         if format in ("text", *ROW_FORMATS.values()):
             fix = "give prompt_completion, alpaca or messages"
             yield f"{key}.format", f"= {format} has no source and target, which task = seq2seq needs; {fix}"
@@ -392,19 +398,42 @@ def _mixture(config: Config) -> Iterator[Problem]:
     if config.data.tokenizer.startswith("bpe:"):
         yield "data.tokenizer", f"= {config.data.tokenizer} is trained on one source; name one for all data.sources"
     for index, item in enumerate(sources):
-        if item.source != "stdlib" and item.path is None:
-            yield f"data.sources[{index}].path", f"is missing; source = {item.source} needs it"
-        if item.path is not None and not _matches(item):
-            yield f"data.sources[{index}].path", f"= '{item.path}' matches no file; give one that exists"
-        if item.source in _OF_DOCUMENTS and config.learns_rows:
-            yield f"data.sources[{index}].source", f"= {item.source} has no rows; give rows as jsonl or parquet"
-        yield from _url(f"data.sources[{index}].path", item)
+        yield from _item(config, f"data.sources[{index}]", item)
+
+
+def _validation(config: Config) -> Iterator[Problem]:
+    sets = config.data.validation
+    names = [*(item.name for item in config.data.sources), *(item.name for item in sets)]
+    if len(set(names)) < len(names):
+        yield "data.validation", "has a name that another set or source has; give each its own"
+    if OWN in {item.name for item in sets}:
+        yield "data.validation", f"names a set '{OWN}', as what is held out of the data is called; choose another"
+    for index, item in enumerate(sets):
+        yield from _item(config, f"data.validation[{index}]", item)
+
+
+def _item(config: Config, key: str, item: SourceSection | ValidationSection) -> Iterator[Problem]:
+    """What is wrong with the path and the source of one of several."""
+    if item.source != "stdlib" and item.path is None:
+        yield f"{key}.path", f"is missing; source = {item.source} needs it"
+    if item.path is not None and not _matches(item):
+        yield f"{key}.path", f"= '{item.path}' matches no file; give one that exists"
+    if item.source in _OF_DOCUMENTS and config.learns_rows:
+        yield f"{key}.source", f"= {item.source} has no rows; give rows as jsonl or parquet"
+    yield from _url(f"{key}.path", item)
+
+
+def _formats(data: DataSection) -> list[tuple[str, str]]:
+    """Each data.format with the key of its section: of the data, of each source and of each validation set."""
+    of_sources = ((f"data.sources[{i}]", item.format) for i, item in enumerate(data.sources))
+    of_sets = ((f"data.validation[{i}]", item.format) for i, item in enumerate(data.validation))
+    return [("data", data.format), *of_sources, *of_sets]
 
 
 def _documents(config: Config) -> Iterator[Problem]:
     """How documents are found in what data.source or each of data.sources names."""
     data = config.data
-    kinds = {item.source for item in data.sources or (data,)}
+    kinds = {item.source for item in (*(data.sources or (data,)), *data.validation)}
     if data.document_separator is not None and "text" not in kinds:
         key, given = "data.document_separator", json.dumps(data.document_separator)
         yield key, f"= {given} is only read by data.source = text; remove it, or set that"
@@ -421,7 +450,7 @@ def _documents(config: Config) -> Iterator[Problem]:
         yield "data.tokenizer", f"= {data.tokenizer} is trained on text, and the data are tokens already; {fix}"
 
 
-def _url(key: str, item: DataSection | SourceSection) -> Iterator[Problem]:
+def _url(key: str, item: _Place) -> Iterator[Problem]:
     if item.path is None or not is_url(item.path):
         return
     if WITH_PASSWORD.search(item.path) or redact(item.path) != item.path:
@@ -454,7 +483,7 @@ def _data(config: Config) -> Iterator[Problem]:
         yield "data.tokenizer", f"= '{data.tokenizer}' names no vocabulary size; write it as bpe:4096"
 
 
-def _matches(item: DataSection | SourceSection) -> bool:
+def _matches(item: _Place) -> bool:
     """Whether the path of a source of files names something that exists; it may be a glob."""
     if item.path is None or item.source not in ("text", "jsonl", "parquet", "megatron") or is_url(item.path):
         return True
@@ -537,8 +566,8 @@ def _loss_scale(config: Config) -> Iterator[Problem]:
 
 
 def _evaluate(config: Config) -> Iterator[Problem]:
-    if config.evaluate.every_steps and config.data.validation_fraction == 0:
-        fix = "set data.validation_fraction above 0"
+    if config.evaluate.every_steps and config.data.validation_fraction == 0 and not config.data.validation:
+        fix = "set data.validation_fraction above 0, or name data.validation"
         yield "evaluate.every_steps", f"= {config.evaluate.every_steps} needs held-out text; {fix}"
 
 

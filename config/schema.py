@@ -216,6 +216,20 @@ class SourceSection:
 
 
 @dataclass(frozen=True)
+class ValidationSection:
+    """One validation set of its own."""
+
+    path: str | None = None
+    """[path, glob or hub id] As data.path."""
+    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub"] = "auto"
+    """[choice] As data.source."""
+    name: str | None = None
+    """[text] What the record calls it. null: validation 1, validation 2 and so on."""
+    format: RowFormat = "auto"
+    """[choice] As data.format."""
+
+
+@dataclass(frozen=True)
 class DataSection:
     """Where the text comes from and how it becomes token sequences."""
 
@@ -236,6 +250,9 @@ class DataSection:
     sources: tuple[SourceSection, ...] = ()
     """[list] Several sources in place of data.path, each {path, name, format, weight or epochs}. Each is prepared and
     held out by itself; samples are drawn by share (docs/data.md)."""
+    validation: tuple[ValidationSection, ...] = ()
+    """[list] Validation sets in files of their own, each {path, name, format}, beside what data.validation_fraction
+    holds out. All of each is evaluated and none of it trained; the record has each one's loss by its name."""
     name: str | None = None
     """[text] Configuration name of a hub dataset."""
     split: str = "train"
@@ -265,8 +282,8 @@ class DataSection:
     chat_template: str | None = None
     """[path] File with a Jinja chat template, in place of the tokenizer's own."""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """[choice] Which tokens of a row have labels: the assistant's turns with their ends (the completion, or the output,
-    where there are no turns), the last of them only, or all."""
+    """[choice] Which tokens of a row have labels: the assistant's turns with their ends (those of the completion, where
+    the row has one; the output, where there are no turns), the last of them only, or all."""
     packing: Literal["auto", "best_fit", "none"] = "auto"
     """[choice] best_fit: whole rows share a sequence, and do not see each other. none: one row a sequence, padded to
     the longest of its batch, which holds rows of similar length. auto: best_fit, but none for dpo and seq2seq."""

@@ -34,6 +34,9 @@ ENCODER_TASKS = ("classify", "mlm")
 ROW_FORMATS = {"sequence": "labelled", "token": "tagged", "regression": "scored"}
 """data.format of each classify.kind."""
 
+OWN = "held out"
+"""Name of the validation set that is held out of the only source, where there are others beside it."""
+
 _SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".idx": "megatron"}
 _COMPRESSED = (".gz", ".zst")
 
@@ -63,6 +66,12 @@ def settle_task(config: Config) -> Config:
             for number, item in enumerate(data.sources, 1)
         )
         data = replace(data, sources=tuple(named))
+    if data.validation:
+        sets = (
+            replace(item, name=item.name or f"validation {number}", source=_decided(item.source, item.path))
+            for number, item in enumerate(data.validation, 1)
+        )
+        data = replace(data, validation=tuple(sets))
     if data.tokenizer == "model" and config.model.name_or_path is not None:
         data = replace(data, tokenizer=config.model.name_or_path)
     return replace(config, data=data)
@@ -82,10 +91,11 @@ def _of_pairs(data: DataSection) -> DataSection:
 
 
 def _of_format(data: DataSection, name: str) -> DataSection:
-    """A section whose rows, and those of its sources, have that format where none is named."""
+    """A section whose rows, and those of its sources and sets, have that format where none is named."""
     format: Any = name
     sources = tuple(replace(item, format=format) if item.format == "auto" else item for item in data.sources)
-    return replace(data, sources=sources, format=format if data.format == "auto" else data.format)
+    sets = tuple(replace(item, format=format) if item.format == "auto" else item for item in data.validation)
+    return replace(data, sources=sources, validation=sets, format=format if data.format == "auto" else data.format)
 
 
 def _decided(source: str, path: str | None) -> Any:

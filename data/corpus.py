@@ -63,7 +63,7 @@ class Corpus:
     mixture: Mixture | None = None
     """Of the training samples, where they are of several sources."""
     validation_by_source: dict[str, TokenShards | RowShards] = field(default_factory=dict)
-    """The validation set by source, where there are several."""
+    """The validation set by source, or by its name, where there are several."""
     targets: Path | None = None
     """What a teacher said of every sequence, where it is cached (training/tasks/targets.py)."""
     notes: tuple[str, ...] = ()

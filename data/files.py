@@ -1,13 +1,15 @@
-"""Files of a source, on a disk or behind a URL: opened, and cut at a separator."""
+"""Files of a source, on a disk or behind a URL: opened, decompressed, and cut at a separator."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import BinaryIO
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, cast
 
 from config.task import is_url
 
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+"""By the end of a file's name."""
 BLOCK_BYTES = 1 << 20
 """[bytes] A file that is cut is read in blocks of so many."""
 
@@ -22,6 +24,21 @@ def opened(path: str, *, seekable: bool = False) -> BinaryIO:
     from data import remote  # it loads fsspec
 
     return remote.opened(path, seekable=seekable)
+
+
+def compression_of(path: str) -> str | None:
+    """What a file or URL is compressed by, by its name; None for nothing."""
+    return _COMPRESSIONS.get(PurePosixPath(path.partition("?")[0] if is_url(path) else path).suffix)
+
+
+def decompressed(path: str) -> BinaryIO:
+    """A file or URL for reading from its start, unpacked.
+
+    Raises OSError, also while it is read; of one that is not what its name says pyarrow.ArrowException, too.
+    """
+    import pyarrow
+
+    return cast(BinaryIO, pyarrow.input_stream(opened(path), compression=compression_of(path)))
 
 
 def pieces(file: BinaryIO, separator: bytes) -> Iterator[bytes]:

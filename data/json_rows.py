@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 from typing import Any
 
 import pyarrow
 
 from config.errors import UserError, one_line
-from config.task import is_url
-from data.files import opened, pieces
+from data.files import decompressed, pieces
 from data.row_formats import BadRow
 
 Found = tuple[str, dict[str, Any] | BadRow]
 """Where a row is, and the row, or why it is none."""
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-"""By the end of a file's name."""
 
 
 def json_rows(path: str) -> Iterator[Found]:
     """The rows of a JSONL file by line, or of a JSON file that holds one list by item. Raises UserError."""
     try:
-        with _decompressed(path) as stream:
+        with decompressed(path) as stream:
             opening = stream.read(64).lstrip()[:1]
-        with _decompressed(path) as stream:
+        with decompressed(path) as stream:
             if opening == b"[":
                 for number, row in enumerate(json.loads(stream.read()), 1):
                     yield f"{path}: item {number}", _as_row(row)
@@ -37,11 +33,6 @@ def json_rows(path: str) -> Iterator[Found]:
         raise UserError(
             f"{path}: cannot be read ({one_line(error)}). Check that it is whole, and its format."
         ) from error
-
-
-def _decompressed(path: str) -> pyarrow.NativeFile:
-    suffix = PurePosixPath(path.partition("?")[0] if is_url(path) else path).suffix
-    return pyarrow.input_stream(opened(path), compression=_COMPRESSIONS.get(suffix))
 
 
 def _parsed(line: bytes) -> dict[str, Any] | BadRow:

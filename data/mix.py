@@ -1,4 +1,4 @@
-"""Several sources as one corpus: each prepared by itself, with its own validation set and its share of the samples."""
+"""Several sources as one corpus, each prepared by itself, and validation sets in files of their own beside it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,26 @@ from dataclasses import replace
 import numpy as np
 
 from config.errors import UserError
-from config.schema import DataSection, SourceSection
+from config.schema import DataSection, SourceSection, ValidationSection
+from config.task import OWN
 from data.corpus import Corpus
 from data.labelled_shards import LabelledShards
 from data.mixture import Mixture
 from data.row_shards import RowShards
 from data.shards import TokenShards
+
+_LOST = ("dropped", "truncated", "skipped")
+"""What happens to rows, by its name in their counts."""
+
+
+def corpus_of(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus:
+    """The corpus of a data section: of one source or several, and with its data.validation. prepare: of one source.
+
+    Raises UserError for a source or a set without one whole sequence, and what `prepare` raises.
+    """
+    alone = replace(data, validation=())
+    corpus = mixed(alone, prepare) if data.sources else prepare(alone)
+    return _with_sets(corpus, data, prepare) if data.validation else corpus
 
 
 def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus:
@@ -57,9 +71,48 @@ def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus
     )
 
 
-def section_of(data: DataSection, item: SourceSection) -> DataSection:
-    """The data section of one source alone."""
-    return replace(data, sources=(), source=item.source, path=item.path, format=item.format)
+def section_of(data: DataSection, item: SourceSection | ValidationSection) -> DataSection:
+    """The data section of one source, or of one validation set, alone."""
+    return replace(data, sources=(), validation=(), source=item.source, path=item.path, format=item.format)
+
+
+def _with_sets(corpus: Corpus, data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus:
+    """`corpus` with the sets of data.validation, of which nothing is trained, after what it holds out itself."""
+    # a tokenizer that was trained on the data is that of the sets, too
+    tokenizer = str(corpus.tokenizer_folder) if data.tokenizer.startswith("bpe:") else data.tokenizer
+    data, length = replace(data, tokenizer=tokenizer, validation_fraction=0.0), data.sequence_length
+    parts = {str(item.name): prepare(section_of(data, item)) for item in data.validation}
+    for name, part in parts.items():
+        if not part.train.sequences(length):
+            raise UserError(f"data.validation: {name} holds no sequence of {length} tokens; leave it out")
+    own = dict(corpus.validation_by_source)
+    if not corpus.mixture and corpus.validation.sequences(length):
+        own = {OWN: corpus.validation}
+    labels = tuple(dict.fromkeys([*corpus.labels, *(name for part in parts.values() for name in part.labels)]))
+    sets = own | {name: _renumbered(part.train, part.labels, labels) for name, part in parts.items()}
+    identity = json.dumps([corpus.fingerprint, *(part.fingerprint for part in parts.values())])
+    counts = {name: part.counts for name, part in parts.items() if part.counts}
+    notes = [
+        f"data: validation set {name}: {part.train_documents:,} rows or documents, {part.train.sequences(length):,} "
+        f"sequences, none of them trained{''.join(f', {text}' for text in _lost(part))}"
+        for name, part in parts.items()
+    ]
+    return replace(
+        corpus,
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:20],
+        validation=_joined(list(sets.values())),
+        validation_documents=corpus.validation_documents + sum(part.train_documents for part in parts.values()),
+        validation_bytes=corpus.validation_bytes + sum(part.train_bytes for part in parts.values()),
+        counts=corpus.counts | ({"validation sets": counts} if counts else {}),
+        validation_by_source=sets,
+        notes=(*corpus.notes, *notes),
+        labels=labels,
+    )
+
+
+def _lost(part: Corpus) -> list[str]:
+    """What of a source's rows was left out or cut, in words."""
+    return [f"{value:,} {key}" for key, value in part.counts.items() if key in _LOST and value]
 
 
 def _weight(item: SourceSection, samples: int) -> float:
@@ -72,19 +125,23 @@ def _with_one_numbering(parts: list[Corpus]) -> list[Corpus]:
     if not labels:
         return parts
 
-    def renumbered(split: TokenShards | RowShards, part: Corpus) -> TokenShards | RowShards:
-        assert isinstance(split, LabelledShards)
-        return split.renumbered(np.array([labels.index(name) for name in part.labels]))
-
     return [
         replace(
             part,
             labels=labels,
-            train=renumbered(part.train, part),
-            validation=renumbered(part.validation, part),
+            train=_renumbered(part.train, part.labels, labels),
+            validation=_renumbered(part.validation, part.labels, labels),
         )
         for part in parts
     ]
+
+
+def _renumbered(split: TokenShards | RowShards, own: Sequence[str], labels: Sequence[str]) -> TokenShards | RowShards:
+    """The same rows, their labels, which `own` names by number, numbered as in `labels`."""
+    if not labels:
+        return split
+    assert isinstance(split, LabelledShards)
+    return split.renumbered(np.array([labels.index(name) for name in own]))
 
 
 def _joined(parts: Sequence[TokenShards | RowShards]) -> TokenShards | RowShards:

@@ -41,7 +41,7 @@ from data.shards import token_dtype
 from data.sources import Source
 from data.tokenizer import is_made, load_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size
 
-_VERSION = "rows-1"
+_VERSION = "rows-2"
 _BATCH_ROWS = 512
 _ROWS_HERE = 8192
 """Up to so many rows are prepared in this process: a worker takes seconds to import transformers."""

@@ -146,7 +146,8 @@ def _prompt_completion(row: Mapping[str, Any]) -> Example:
             raise BadRow(
                 "completion[0].role", f"is {answer[0]['role']!r}; a completion starts with the assistant's turn"
             )
-        return Example(messages=_conversation(row, "prompt") + answer, **_beside(row))
+        prompt = _conversation(row, "prompt")
+        return Example(messages=prompt + answer, context=len(prompt), **_beside(row))
     return Example(prompt=_text(row, "prompt", may_be_empty=True), completion=_text(row, "completion"))
 
 

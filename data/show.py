@@ -23,7 +23,7 @@ from config.task import settle_task
 from data.corpus import Corpus
 from data.labelled_shards import LabelledShards
 from data.loader import IGNORED_LABEL
-from data.mix import mixed
+from data.mix import corpus_of
 from data.prepare import prepare
 from data.prepare_labelled import labels_of, prepare_labelled
 from data.prepare_rows import prepare_rows
@@ -55,7 +55,7 @@ def _prepared(config: Config) -> Corpus:
             return prepare_rows(data, progress=True)
         return prepare(data, progress=True, for_encoder=config.task == "mlm")
 
-    corpus = mixed(config.data, of) if config.data.sources else of(config.data)
+    corpus = corpus_of(config.data, of)
     if config.task == "classify" and config.classify.kind != "regression":
         labels_of(corpus, config.classify.labels, config.data)
     return corpus

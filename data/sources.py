@@ -30,13 +30,14 @@ from typing import Any
 from config.errors import UserError
 from config.schema import DataSection
 from config.task import is_url
+from data.files import compression_of
 
 HASHED_BYTES = 1 << 30
 """[bytes] Local sources up to this size are identified by content, larger ones by modification time."""
 
 _PATTERNS = {
     "text": ("*",),
-    "jsonl": ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.json"),
+    "jsonl": ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.jsonl.bz2", "*.json"),
     "parquet": ("*.parquet",),
     "megatron": ("*.idx",),
 }
@@ -189,9 +190,10 @@ def _library_files(root: Path) -> Iterator[Path]:
 
 
 def _text_source(label: str, files: _Files, *, deduplicate: bool = False, separator: str | None = None) -> Source:
+    identity = f"{files.identity}:unpacked" if any(map(compression_of, files.names)) else files.identity
     return Source(
         label=label,
-        identity=files.identity if separator is None else f"{files.identity}:split at {json.dumps(separator)}",
+        identity=identity if separator is None else f"{identity}:split at {json.dumps(separator)}",
         total_bytes=files.total_bytes,
         text_field="text",
         open=lambda: _streams().texts(list(files.names), separator),

@@ -16,7 +16,7 @@ import pyarrow
 
 from config.files import temporary_folder, why_not_writable
 from config.task import is_url
-from data.files import opened, pieces
+from data.files import compression_of, decompressed, pieces
 from data.json_rows import json_rows
 from data.row_formats import BadRow
 
@@ -42,8 +42,9 @@ def texts(paths: list[str], separator: str | None) -> datasets.IterableDataset:
 
 def files(builder: str, paths: list[str]) -> Iterable[dict[str, Any]]:
     """The rows of `json` or `parquet` files."""
-    if builder == "json" and any(map(is_url, paths)):
-        return _json_behind_urls(paths)  # `datasets` 5.2 reads compressed files of web servers only
+    if builder == "json" and any(is_url(path) or compression_of(path) not in (None, "gzip") for path in paths):
+        # `datasets` 5.2 reads compressed files of web servers only, and .zst with a package that it does not install
+        return _json_files(paths)
     return datasets.load_dataset(builder, data_files=paths, split="train", streaming=True)
 
 
@@ -70,7 +71,7 @@ def hub(repository: str, name: str | None, split: str, revision: str | None) -> 
 
 def _read_texts(paths: list[str], separator: str | None) -> Iterator[dict[str, Any]]:
     for path in paths:
-        with opened(path) as file:
+        with decompressed(path) as file:
             for raw in [file.read()] if separator is None else pieces(file, separator.encode()):
                 try:
                     yield {"text": raw.decode("utf-8")}
@@ -78,11 +79,11 @@ def _read_texts(paths: list[str], separator: str | None) -> Iterator[dict[str, A
                     yield {"text": None}
 
 
-def _json_behind_urls(urls: list[str]) -> Iterator[dict[str, Any]]:
+def _json_files(paths: list[str]) -> Iterator[dict[str, Any]]:
     """Every row with the fields of those before it, null where it lacks one, as `datasets` has it on a disk."""
     fields: dict[str, None] = {}
-    for url in urls:
-        for where, row in json_rows(url):
+    for path in paths:
+        for where, row in json_rows(path):
             if isinstance(row, BadRow):
                 raise ValueError(f"{where}: {row}")
             fields |= dict.fromkeys(row)

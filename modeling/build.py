@@ -16,10 +16,12 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -31,6 +33,8 @@ from config.task import CAUSAL_LM, KINDS, SEQ2SEQ_LM
 
 Gather = Callable[[Sequence[torch.nn.Parameter]], AbstractContextManager[bool]]
 """Makes the full values of parameters writable inside the context; yields whether this rank has to write them."""
+_IN_A_BLOCK = re.compile(r"\.\d+\.")
+"""In the name of a parameter of one of the blocks, as of model.layers.1.mlp.up_proj.weight."""
 
 
 def model_config(
@@ -109,7 +113,7 @@ def build_model(
             return _loaded(auto, section, config, options, seed=seed, gather=gather)
         with no_init_weights():
             model = auto.from_config(config, dtype=torch.float32, **options)
-    except (ImportError, ValueError, OSError) as error:
+    except (ImportError, ValueError, OSError, SafetensorError, UnpicklingError) as error:
         raise UserError(
             f"model cannot be built (model.name_or_path = {section.name_or_path}, model.architecture = "
             f"{section.architecture}, model.attention = {section.attention}): {one_line(error)}"
@@ -138,6 +142,9 @@ def _loaded(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, set()).add(name)
     wanted = {parameter: min(all_of) for parameter, all_of in names.items() if all_of <= lacking}
+    cut = sorted(name for name in wanted.values() if name.startswith(base) and _IN_A_BLOCK.search(name))
+    if cut:
+        raise ValueError(f"its files lack {cut[0]}, which no task draws anew; get all of them")
     if wanted:
         draw_weights(model, seed=seed, gather=gather, only=wanted.keys())
         model.drawn = sorted(wanted.values())

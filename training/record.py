@@ -136,7 +136,7 @@ def record_incident(
 def record_evaluation(
     record: Record, progress: Progress, whole: Evaluation, by_source: dict[str, Evaluation] | None = None
 ) -> None:
-    """The `eval` event. whole: of the validation set; by_source: of each source of a mixture."""
+    """The `eval` event. whole: of the validation set; by_source: of each part that has a name."""
     further: dict[str, Any] = {"metrics": whole.metrics} if whole.metrics else {}
     if by_source:
         further["by_source"] = {name: evaluation.loss for name, evaluation in by_source.items()}

@@ -63,7 +63,7 @@ class Session:
         return self._validation(self.corpus.validation)
 
     def validation_by_source(self) -> dict[str, Iterable[Batch]]:
-        """The same of each source of a mixture; empty where there is one source."""
+        """The same of each source of a mixture and of each set of data.validation; empty where there is neither."""
         return {name: self._validation(split) for name, split in self.corpus.validation_by_source.items()}
 
     def _validation(self, split: TokenShards | RowShards) -> Iterable[Batch]:

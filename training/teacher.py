@@ -15,7 +15,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from transformers import AutoConfig, AutoTokenizer
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.files import flush
 from config.resolved import Resolved
 from data.corpus import SPLITS, Corpus
@@ -42,7 +42,14 @@ def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabul
     if section.teacher is None:
         return corpus, None
     world.raise_first(_other_tokens(section.teacher, corpus) if world.is_main else None, UserError)
-    identity = world.from_main(weights_identity(section.teacher) if world.is_main else None)
+    identity, problem = "", None
+    if world.is_main:
+        try:
+            identity = weights_identity(section.teacher)
+        except OSError as error:  # of a hub's that is not there, or does not answer
+            problem = f"distill.teacher = {section.teacher}: cannot be loaded ({one_line(error)})"
+    world.raise_first(problem, UserError)
+    identity = world.from_main(identity)
     if section.top_k:
         if section.top_k >= vocabulary:
             raise UserError(
@@ -53,7 +60,7 @@ def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabul
 
 
 def weights_identity(name: str, commit: str | None = None) -> str:
-    """What identifies a model: sha256 over its weight files, or the revision of a hub's."""
+    """What identifies a model: sha256 over its weight files, or the revision of a hub's. Raises OSError."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         commit = commit or getattr(AutoConfig.from_pretrained(name), "_commit_hash", None)

@@ -13,6 +13,7 @@ def test_every_key_is_there_with_a_unit_and_a_meaning() -> None:
     entries = {"faults": "kind step rank module factor place bit persists"}
     entries["defects"] = "kind module factor from_step"
     entries["data.sources"] = "path source name format weight epochs"
+    entries["data.validation"] = "path source name format"
     entries["optimizer.groups"] = "match learning_rate weight_decay"
     assert found.keys() - leaves == {f"{name}[].{key}" for name, all_of in entries.items() for key in all_of.split()}
     for item in found.values():

@@ -33,6 +33,18 @@ REFUSED = [
     (["data.source=hub"], "data.path is missing; data.source = hub needs it"),
     (["data.source=text", "data.path=nowhere/*.txt"], "data.path = 'nowhere/*.txt' matches no file"),
     (["data.path=a.txt"], "data.path = 'a.txt' is not read by data.source = stdlib"),
+    (["data.validation=[{path: no.jsonl}]"], "data.validation[0].path = 'no.jsonl' matches no file; give one that"),
+    (["data.validation=[{source: jsonl}]"], "data.validation[0].path is missing; source = jsonl needs it"),
+    (["data.validation=[{name: held out}]"], "data.validation names a set 'held out', as what is held out of the data"),
+    (["data.validation=[{name: a}, {name: a}]"], "data.validation has a name that another set or source has; give"),
+    (
+        ["data.validation=[{path: a.jsonl, format: preference}]", "task=sft"],
+        "data.format = preference is of pairs of answers, which task = sft does not read",
+    ),
+    (
+        ["task=distill", "distill.teacher=a", "data.validation=[{path: a.jsonl, format: messages}]"],
+        "data.validation[0].format = messages: one of it and the data are documents; name a format here",
+    ),
     (["data.name=en"], "data.name = 'en' is only read by data.source = hub"),
     (["data.document_separator=ab"], 'data.document_separator = "ab" is only read by data.source = text; remove it'),
     (

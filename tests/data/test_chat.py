@@ -9,8 +9,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from config.schema import DataSection
 from data.chat import Chat
-from data.row_formats import BadRow, Example
+from data.prepare_rows import RowEncoder
+from data.row_formats import BadRow, Example, read_example
 from tests.support.chat_templates import SHAPES, THINKING, Shape
 
 Turns = list[dict[str, str]]
@@ -35,6 +37,12 @@ CONVERSATIONS: dict[str, Turns] = {
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello"},
+    ],
+    "a tool's answer": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "{}"},
+        {"role": "tool", "content": '{"degrees": 4}'},
+        {"role": "assistant", "content": "4"},
     ],
     "it ends with a question": [
         {"role": "user", "content": "Hi"},
@@ -72,6 +80,11 @@ def expected(
     return ids, trained
 
 
+def knows(shape: Shape, turns: Turns) -> bool:
+    """Whether a family has turns of these roles."""
+    return all(turn["role"] in shape.before for turn in turns) and (shape.system or turns[0]["role"] != "system")
+
+
 @pytest.mark.parametrize("train", ["assistant", "last_assistant"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_trained_tokens_are_those_written_down_by_hand(name: str, train: str) -> None:
@@ -79,7 +92,7 @@ def test_the_trained_tokens_are_those_written_down_by_hand(name: str, train: str
     tokenizer = tokenizer_of(shape.special)
     chat = Chat(tokenizer, template=shape.jinja, train_on=train)
     for what, turns in CONVERSATIONS.items():
-        if turns[0]["role"] == "system" and not shape.system:
+        if not knows(shape, turns):
             continue
         ids, trained = expected(tokenizer, shape, turns, train)
         if not any(trained):
@@ -90,6 +103,75 @@ def test_the_trained_tokens_are_those_written_down_by_hand(name: str, train: str
         assert (what, tokenizer.decode(row.ids[row.trained])) == (what, wanted)
         assert row.ids.tolist() == ids
         assert row.trained.tolist() == trained, what
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_row_that_is_cut_has_the_labels_that_are_left(name: str) -> None:
+    """Inside an answer, its control token, a question or a header: wherever it is cut, on either side."""
+    shape = SHAPES[name]
+    tokenizer, turns = tokenizer_of(shape.special), CONVERSATIONS["three turns"]
+    ids, trained = expected(tokenizer, shape, turns, "assistant")
+    chat = Chat(tokenizer, template=shape.jinja, train_on="assistant")
+    ends: set[tuple[bool, bool]] = set()
+    for length in range(4, len(ids) - 1, 5):
+        for side, part in (("left", slice(len(ids) - length - 1, None)), ("right", slice(length + 1))):
+            kept = [False, *trained[part][1:]]
+            given: dict[str, Any] = {"too_long": f"truncate_{side}", "validation_fraction": 0.0}
+            data = DataSection(format="messages", sequence_length=length, **given)
+            found = RowEncoder(data, chat)([("rows.jsonl:1", {"messages": turns})])
+            if not any(kept):
+                assert not found.tokens and found.counts["dropped, because no label was left when cut"] == 1
+                continue
+            assert found.counts["truncated"] == 1 and found.longest == len(ids)
+            assert found.tokens[0].tolist() == ids[part], (side, length)
+            assert found.trained[0].tolist() == kept, (side, length)
+            ends.add((kept[-1], side == "left"))
+    assert ends == {(False, False), (True, False), (trained[-1], True)}
+
+
+CALLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}BEGIN{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}{{ '<tool_call>' + c['function'] | tojson + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>' }}END{{ '\n' }}{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""As Qwen 2.5 and Hermes write calls, between the places of generation markers."""
+
+
+@pytest.mark.parametrize(("begin", "end"), [("", ""), ("{% generation %}", "{% endgeneration %}")])
+def test_a_call_of_a_tool_is_trained_and_what_the_tool_says_is_not(begin: str, end: str) -> None:
+    tokenizer = tokenizer_of(SHAPES["chatml"].special)
+    function = {"name": "f", "arguments": {"x": 1}}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "One"},
+    ]
+    template = CALLS.replace("BEGIN", begin).replace("END", end)
+    chat = Chat(tokenizer, template=template, train_on="assistant")
+    row = chat.tokens(Example(messages=turns, tools=[{"name": "f"}]))
+    assert chat.has_markers == bool(begin)
+    segments = [
+        ('<|im_start|>system\n[{"name": "f"}]<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n', 0),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|im_end|>', 1),
+        ("\n<|im_start|>tool\n1<|im_end|>\n<|im_start|>assistant\n", 0),
+        ("One<|im_end|>", 1),
+        ("\n", 0),
+    ]
+    parts = [tokenizer(text, add_special_tokens=False).input_ids for text, _ in segments]
+    assert row.ids.tolist() == [token for part in parts for token in part]
+    assert row.trained.tolist() == [bool(s[1]) for s, part in zip(segments, parts, strict=True) for _ in part]
+
+
+def test_turns_of_a_prompt_are_not_trained() -> None:
+    """A completion is what is learned, as TRL has it, also after answers that the prompt holds."""
+    tokenizer, turns = tokenizer_of(SHAPES["chatml"].special), CONVERSATIONS["three turns"]
+    example = read_example({"prompt": turns[:5], "completion": turns[5:]}, "prompt_completion", "text")
+    for name in ("chatml", "chatml, markers"):
+        row = Chat(tokenizer, template=SHAPES[name].jinja, train_on="assistant").tokens(example)
+        assert tokenizer.decode(row.ids[row.trained]) == "Hi<|im_end|>"
 
 
 def test_tools_and_further_variables_reach_the_template() -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -179,6 +180,8 @@ def test_a_store_without_files_answers_or_packages_is_one_line(
 ) -> None:
     server = web(parts=False)
     monkeypatch.setitem(known_implementations, "shelf", {"class": "shelffs.Shelf", "err": "Get shelffs"})
+    for package in ("gcsfs", "adlfs"):
+        monkeypatch.setitem(sys.modules, package, None)
     for path, problem in (
         (f"{in_memory}/nothing", "no file there. Set data.path to a file, a folder with"),
         (f"{in_memory}/text/*.jsonl", "no file there. Set data.path to a file, a folder with"),
@@ -186,6 +189,14 @@ def test_a_store_without_files_answers_or_packages_is_one_line(
         ("http://127.0.0.1:1/a.txt", "cannot be read .*Check the URL, the credentials and the network"),
         ("nowhere://a", "cannot be read .Protocol not known: nowhere"),
         ("shelf://a", r"Get shelffs. Install it \(pip install shelffs\), or copy the files to a disk"),
+        (
+            "gs://b/a.txt",
+            r"install gcsfs to access Google Storage. Install it \(pip install gcsfs\), or copy the files",
+        ),
+        (
+            "abfs://c@a/a.txt",
+            r"Install adlfs .*Azure Blob Storage. Install it \(pip install adlfs\), or copy the files",
+        ),
     ):
         with pytest.raises(UserError, match=f"^data.path={path.replace('*', '[*]')}: .*{problem}") as caught:
             open_source(section(tmp_path, "text", path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ def test_it_prints_rows_with_their_labels_and_totals(
     assert "6 rows of format messages (recognised by their fields); chat template of the tokenizer" in out
     assert "5 rows in " in out
     assert ", 1 dropped; the longest row has " in out
+    [(share, tokens)] = re.findall(r"data: ([\d.]+)% of (\d+) tokens are labels", out)
+    [labels] = re.findall(rf"tokens {tokens}, trained (\d+)", out)
+    assert float(share) == pytest.approx(100 * int(labels) / int(tokens), abs=0.06)
     assert shown(base, tmp_path, "data.too_long=truncate_right") == 0
     assert "6 rows in " in (out := capsys.readouterr().out)
     assert ", 1 truncated; " in out
@@ -70,6 +74,10 @@ def test_compressed_files_and_one_list_are_read(base: Path, tmp_path: Path, caps
         file.write(json.dumps(GOOD) + "\n")
     assert shown(base, tmp_path, f"data.path={tmp_path}/rows.jsonl.gz") == 0
     assert "1 rows of format messages" in capsys.readouterr().out
+    with pa.output_stream(str(tmp_path / "rows.jsonl.zst"), compression="zstd") as stream:
+        stream.write(json.dumps(GOOD).encode() + b"\n" + json.dumps(GOOD).encode())
+    assert shown(base, tmp_path, f"data.path={tmp_path}/rows.jsonl.zst") == 0
+    assert "2 rows of format messages" in capsys.readouterr().out
     (tmp_path / "rows.json").write_text(json.dumps([GOOD, GOOD], indent=1))
     assert shown(base, tmp_path, f"data.path={tmp_path}/rows.json") == 0
     assert "2 rows of format messages" in capsys.readouterr().out

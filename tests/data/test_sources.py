@@ -62,6 +62,35 @@ def test_jsonl_folder_field_and_compression(tmp_path: Path) -> None:
     assert read(section("jsonl", tmp_path / "2*", text_field="body")) == (TEXTS[1:2], {})
 
 
+def packed(path: Path, *parts: bytes) -> None:
+    """A compressed file of several members or frames, as appending to one or joining files makes it."""
+    compression = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}[path.suffix]
+    with path.open("wb") as file:
+        for part in parts:
+            with pa.output_stream(made := pa.BufferOutputStream(), compression=compression) as stream:
+                stream.write(part)
+            file.write(made.getvalue())
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2"])
+def test_what_is_compressed_reads_as_what_is_not(tmp_path: Path, suffix: str) -> None:
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
+    packed(tmp_path / f"a.jsonl{suffix}", b"".join(lines[:2]), lines[2])
+    (tmp_path / "b.jsonl").write_bytes(lines[3])
+    assert read(section("jsonl", tmp_path / "*.jsonl*")) == (TEXTS, {})
+    packed(tmp_path / f"a.txt{suffix}", TEXTS[0].encode()[:1], TEXTS[0].encode()[1:])
+    packed(tmp_path / f"latin.txt{suffix}", "Käse".encode("latin-1"))
+    assert read(section("text", tmp_path / "*.txt*")) == ([TEXTS[0]], {"not utf-8": 1})
+    packed(tmp_path / f"all{suffix}", "|".join(TEXTS).encode())
+    assert read(section("text", tmp_path / f"all{suffix}", document_separator="|")) == (TEXTS, {})
+    (tmp_path / f"cut.txt{suffix}").write_bytes((tmp_path / f"all{suffix}").read_bytes()[:-9])
+    (tmp_path / f"not.jsonl{suffix}").write_bytes(lines[0])
+    for kind, name in (("text", "cut.txt"), ("jsonl", "not.jsonl")):
+        with pytest.raises(UserError, match=rf"{name}{suffix}: cannot be read \(") as caught:
+            read(section(kind, tmp_path / f"{name}{suffix}"))
+        assert "\n" not in str(caught.value)
+
+
 def test_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": TEXTS[:2], "id": [1, 2]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"text": TEXTS[2:], "id": [3, 4]}), tmp_path / "b.parquet")

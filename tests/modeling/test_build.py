@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from config.errors import UserError
@@ -71,6 +72,24 @@ def test_saved_weights_are_loaded_from_a_folder(tmp_path):
     loaded = build(ModelSection(name_or_path=str(tmp_path)))
     for (name, value), saved in zip(loaded.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(value, saved), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_files_that_are_not_whole_are_refused(tmp_path, family):
+    """Cut short, or without a shard: what a download that broke off leaves. Nothing is drawn in their place."""
+    build(ModelSection(architecture=family, config=FAMILIES[family])).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    tensors = load_file(path)
+    lacking = sorted(name for name in tensors if ".1.mlp." in name)[0]
+    save_file({name: value for name, value in tensors.items() if name != lacking}, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"model.name_or_path = {tmp_path}.*its files lack .*{lacking}, which no task"):
+        build(ModelSection(name_or_path=str(tmp_path)))
+    for content in (whole[:-500], whole[:20], b""):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"^model cannot be built \(model.name_or_path = {tmp_path}") as caught:
+            build(ModelSection(name_or_path=str(tmp_path)))
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

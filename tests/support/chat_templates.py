@@ -227,14 +227,14 @@ SHAPES: dict[str, Shape] = {
         _LOOP + "{% set who = {'user': 'User', 'assistant': 'Assistant', 'system': 'System'} %}"
         "{{ '### ' + who[message['role']] + ':\n' + message['content'] + '\n\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}",
-        _roles("### {}:\n", user="User", assistant="Assistant", system="System"),
+        {"user": "### User:\n", "assistant": "### Assistant:\n", "system": "### System:\n"},
         "\n\n",
         appended=True,
     ),
     "starling": Shape(
         "{{ '<s>' }}" + _LOOP + "{{ 'GPT4 Correct ' + message['role'] | title + ': ' + message['content'] + "
         "'<|end_of_turn|>' }}{% endfor %}{% if add_generation_prompt %}{{ 'GPT4 Correct Assistant: ' }}{% endif %}",
-        _roles("GPT4 Correct {}: ", user="User", assistant="Assistant", system="System"),
+        _roles("GPT4 Correct {}: ", user="User", assistant="Assistant", system="System", tool="Tool"),
         "<|end_of_turn|>",
         opening="<s>",
         special=("<s>", "<|end_of_turn|>"),

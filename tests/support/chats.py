@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -57,8 +58,11 @@ def write_pairs(path: Path, pairs: int, *, seed: int = 0) -> Path:
 ASKED = (("user", 5), ("assistant", 8))
 
 
-def write_base(folder: Path, family: str = "llama", *, seed: int = 0) -> Path:
-    """A model of a few thousand random weights with a tokenizer that has a chat template, as `save_pretrained` does."""
+def write_base(folder: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
+    """A model of a few thousand random weights with a tokenizer that has a chat template, as `save_pretrained` does.
+
+    config: of the model, further settings.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -79,6 +83,6 @@ def write_base(folder: Path, family: str = "llama", *, seed: int = 0) -> Path:
         sizes |= {"n_positions": 128}
     given = {"bos_token_id": None, "eos_token_id": fast.eos_token_id, "tie_word_embeddings": False}
     extra = {key: value for key, value in FAMILIES.get(family, {}).items() if key != "n_positions"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **given, **extra}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **given, **extra, **config}))
     model.save_pretrained(folder)
     return folder

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pickle import UnpicklingError
 from typing import Any
 
 import deepspeed
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -45,8 +47,12 @@ class Teacher:
             dtype = _saved_dtype(shape) if section.dtype == "auto" else DTYPES[section.dtype]
             document = _document(dtype)
             zero3 = HfDeepSpeedConfig(document) if section.sharded else None
-            model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
-        except (ImportError, ValueError, OSError) as error:
+            options |= {"dtype": dtype, "output_loading_info": True}
+            loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
+            model, found = loaded
+            if found["missing_keys"]:  # which would be drawn
+                raise ValueError(f"its files lack {min(found['missing_keys'])}")
+        except (ImportError, ValueError, OSError, SafetensorError, UnpicklingError) as error:
             raise UserError(f"distill.teacher = {name}: cannot be loaded ({one_line(error)})") from error
         model.requires_grad_(False)
         model.eval()

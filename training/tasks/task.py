@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from config.schema import Config, DataSection
 from data.corpus import Corpus
 from data.loader import MakeBatch
-from data.mix import mixed
+from data.mix import corpus_of
 from modeling.objectives.divergence import Distillation
 from modeling.objectives.objective import Forward, Objective
 
@@ -46,8 +46,9 @@ def objective_of(config: Config, model: PreTrainedModel, teacher: Forward | None
 
 
 def prepare(config: Config, *, progress: bool) -> Corpus:
-    """The data of a config, as its task prepares it: of one source, or of several. Raises UserError."""
+    """The data of a config, as its task prepares it: of one source or of several, and validation sets beside them.
+
+    Raises UserError.
+    """
     task = task_of(config)
-    if config.data.sources:
-        return mixed(config.data, lambda data: task.prepare(data, progress=progress))
-    return task.prepare(config.data, progress=progress)
+    return corpus_of(config.data, lambda data: task.prepare(data, progress=progress))

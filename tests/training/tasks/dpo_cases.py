@@ -62,16 +62,21 @@ def first_step(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def oracle(
-    folder: Path, pairs_of_steps: list[list[int]], model: Any = None, *, preference: dict[str, Any] | None = None
+    folder: Path,
+    pairs_of_steps: list[list[int]],
+    model: Any = None,
+    *,
+    preference: dict[str, Any] | None = None,
+    eps: float = 1e-8,
 ) -> dict[str, Any]:
-    """The same steps in plain torch: one answer at a time, unpadded, the loss written out in FP64."""
+    """The same steps in plain torch: one answer at a time, unpadded, the loss written out in FP64. eps: of AdamW."""
     given = {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "sft_weight": 0.0} | (preference or {})
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32) if model is None else model
     rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
     optimizer = torch.optim.AdamW(
-        parameter_groups(model, OptimizerSection(weight_decay=0.1)), lr=RATE, betas=(0.9, 0.95), eps=1e-8
+        parameter_groups(model, OptimizerSection(weight_decay=0.1)), lr=RATE, betas=(0.9, 0.95), eps=eps
     )
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = []

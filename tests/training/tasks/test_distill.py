@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.chats import write_base, write_chats
@@ -132,10 +133,14 @@ def job_of(folder: Path) -> list[str]:
 RESUMED = {
     "live": ["precision.compute=bf16", "deepspeed.stage=2"],
     "likeliest": ["precision.compute=bf16", "deepspeed.stage=3", "distill.top_k=8"],
+    "FP16, an overflow": [
+        *("precision.compute=fp16", "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}"),
+        *("faults=[{kind: inf_gradient, step: 3, rank: 1}]", "deepspeed.stage=1"),
+    ],
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("what", RESUMED)
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
     overrides, draw = [*job_of(folder), *RESUMED[what]], random.Random(what)
@@ -147,7 +152,9 @@ def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, fol
     broken = pair.run(resume_cases.job, folder=str(folder), name=f"{what}-broken", overrides=overrides, passes=None)
     assert resume_cases.sessions_resumed(str(folder), f"{what}-broken") == 1
     assert broken == whole
-    assert resume_cases.last_by_step(str(folder), what) == resume_cases.last_by_step(str(folder), f"{what}-broken")
+    record = resume_cases.last_by_step(str(folder), what)
+    assert record == resume_cases.last_by_step(str(folder), f"{what}-broken")
+    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
 
 
 def test_another_teacher_is_not_resumed_with(pair: ProcessGroup, folder: Path) -> None:
@@ -186,6 +193,17 @@ def test_a_teacher_of_other_tokens_is_refused_in_one_line(solo: ProcessGroup, fo
     assert (
         "small: its weights are quantised (quantization_config in config.json: fp8); 4-bit and 8-bit teachers" in said
     )
+    shutil.copytree(folder / "teacher", folder / "partial", dirs_exist_ok=True)
+    tensors = load_file(weights := folder / "partial/model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    for sharded in ("false", "true"):
+        said = why(f"distill.teacher={folder}/partial", f"distill.sharded={sharded}")
+        assert "partial: cannot be loaded (its files lack model.layers.1.mlp.up_proj.weight)" in said
+    weights.write_bytes(weights.read_bytes()[:-500])
+    assert "partial: cannot be loaded (" in why(f"distill.teacher={folder}/partial")
+    said = why("distill.teacher=nowhere/teacher")
+    assert said.startswith("distill.teacher = nowhere/teacher: cannot be loaded (")
     (folder / "broken").mkdir(exist_ok=True)
     (folder / "broken/config.json").write_text("{}", encoding="utf-8")
     assert "distill.teacher = " in (said := why(f"distill.teacher={folder}/broken")) and "cannot be loaded" in said

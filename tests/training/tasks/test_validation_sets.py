@@ -1,0 +1,149 @@
+"""Validation sets in files of their own: each has its loss by name, and nothing of them is trained."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from config.errors import UserError
+from data.shards import TokenShards
+from data.tokenizer import load_tokenizer
+from tests.support.chats import write_chats, write_pairs
+from tests.support.process_group import ProcessGroup
+from tests.training.checkpoint import resume_cases
+from tests.training.tasks import classify_cases, dpo_cases
+from tests.training.tasks import sft_cases as cases
+from tests.training.tasks.mlm_cases import mlm, write_text
+from tests.training.tasks.test_resume import SFT
+from tests.training.tasks.test_sft import folder
+from tracking.jsonl import read_events
+from training.tasks.task import prepare
+
+__all__ = ["folder"]
+ALL = "evaluate={every_steps: 1, batches: 100}"
+
+
+def sets_of(folder: Path, *names: str) -> str:
+    return f"data.validation=[{', '.join(f'{{path: {folder}/{name}.jsonl, name: {name}}}' for name in names)}]"
+
+
+def plain_loss(folder: Path, name: str, losses: list[tuple[float, int]]) -> float:
+    """Mean cross-entropy over the labels of a file of chats, one row at a time; its sum and count join `losses`."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
+    tokenizer, total, count = AutoTokenizer.from_pretrained(folder / "base"), 0.0, 0
+    for line in (folder / f"{name}.jsonl").read_text().splitlines():
+        ids, labels = cases.labelled(tokenizer, json.loads(line)["messages"])
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, :-1].double()
+        total += float(torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum"))
+        count += int((labels[1:] != -100).sum())
+    losses.append((total, count))
+    return total / count
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+def test_each_set_of_chats_has_the_loss_of_plain_torch(
+    pair: ProcessGroup, solo: ProcessGroup, folder: Path, packing: str
+) -> None:
+    for seed, name in enumerate(("easy", "hard"), 7):
+        write_chats(folder / f"{name}.jsonl", 9, seed=seed)
+    given = (f"data.packing={packing}", ALL)
+    found = pair.run(cases.sets, folder=folder, overrides=(*given, sets_of(folder, "easy", "hard")))[0]
+    losses: list[tuple[float, int]] = []
+    exact = {name: plain_loss(folder, name, losses) for name in ("easy", "hard")}
+    assert found["sets"] == pytest.approx(exact, rel=1e-5)
+    assert abs(exact["easy"] / exact["hard"] - 1) > 1e-4, "they differ"
+    mean = sum(total for total, _ in losses) / sum(count for _, count in losses)
+    assert found["whole"] == pytest.approx(mean, rel=1e-5)
+    held_out = (*given, "data.validation_fraction=0.2")
+    plain = solo.run(cases.sets, folder=folder, overrides=held_out)[0]
+    both = solo.run(cases.sets, folder=folder, overrides=(*held_out, sets_of(folder, "easy", "hard")))[0]
+    assert both["sets"] == pytest.approx({"held out": plain["whole"], **exact}, rel=1e-5)
+    assert [both[key] for key in ("ids", "step", "rows")] == [plain[key] for key in ("ids", "step", "rows")]
+
+
+@pytest.mark.slow
+def test_each_set_of_pairs_has_its_reference(pair: ProcessGroup, folder: Path) -> None:
+    for seed, name in enumerate(("pairs", "first", "second")):
+        write_pairs(folder / f"{name}.jsonl", 12, seed=seed)
+    given = {"folder": folder, "compute": "bf16", "overrides": (sets_of(folder, "first", "second"), ALL)}
+    found = pair.run(cases.sets, resolve=dpo_cases.resolve, **given)[0]
+    assert [*found["sets"].values(), found["whole"], found["step"]] == pytest.approx([math.log(2)] * 4, abs=1e-7)
+    assert found["sets"].keys() == {"first", "second"}
+
+
+@pytest.mark.slow
+def test_a_teacher_s_cached_answers_are_those_of_each_set(solo: ProcessGroup, folder: Path) -> None:
+    write_chats(folder / "easy.jsonl", 9, seed=7)
+    vocabulary = AutoConfig.from_pretrained(folder / "base").vocab_size
+    given = ("task=distill", "data.format=messages", sets_of(folder, "easy").replace("name", "format: messages, name"))
+    given = (*given, "data.validation_fraction=0.2", ALL)
+    teacher = f"distill={{teacher: {folder}/base, ce_weight: 0.5"
+    live, cached = (
+        solo.run(cases.sets, folder=folder, overrides=(*given, f"{teacher}, top_k: {k}}}"))[0]["sets"]
+        for k in (0, vocabulary - 1)
+    )
+    assert live.keys() == {"held out", "easy"}
+    assert cached == pytest.approx(live, rel=1e-5)
+
+
+def test_labels_are_numbered_as_in_training(solo: ProcessGroup, encoders: Path) -> None:
+    """A set's rows in another order number its labels otherwise; its loss is the same."""
+    lines = (encoders / "sequence.jsonl").read_text().splitlines()
+    (encoders / "same.jsonl").write_text("\n".join(lines))
+    first = json.loads(lines[0])["label"]
+    moved = sorted(lines, key=lambda line: json.loads(line)["label"] == first)
+    assert json.loads(moved[0])["label"] != first
+    (encoders / "moved.jsonl").write_text("\n".join(moved))
+    given = {"folder": encoders, "overrides": (sets_of(encoders, "same", "moved"), ALL)}
+    found = solo.run(cases.sets, resolve=classify_cases.resolve, **given)[0]["sets"]
+    assert found["moved"] == pytest.approx(found["same"], rel=1e-6)
+
+
+def test_documents_may_have_sets_and_a_tokenizer_that_was_trained_on_the_data(encoders: Path, tmp_path: Path) -> None:
+    write_text(tmp_path / "text", 10, seed=1)
+    given: dict[str, Any] = {"folder": encoders}
+    for tokenizer in ("model", "bpe:300"):
+        sets = f"data.validation=[{{path: {tmp_path}/text, source: text}}]"
+        more = ("data.workers=1", f"data.tokenizer={tokenizer}", f"data.cache_dir={tmp_path}/cache")
+        config = classify_cases.resolve(**given, overrides=mlm(encoders, sets, *more)).config
+        corpus = prepare(config, progress=False)
+        assert corpus.validation_by_source.keys() == {"held out", "validation 1"}
+        length = config.data.sequence_length
+        parts = [part.sequences(length) for part in corpus.validation_by_source.values()]
+        assert min(parts) > 0 and corpus.validation.sequences(length) == sum(parts)
+        own = corpus.validation_by_source["validation 1"]
+        assert isinstance(own, TokenShards)
+        [ids] = own.read(np.array([0]), length)
+        text = load_tokenizer(corpus.tokenizer_folder).decode(ids[:12])
+        assert any(text in path.read_text() for path in (tmp_path / "text").iterdir()), text
+
+
+def test_a_job_records_each_set_and_names_what_it_left_out(pair: ProcessGroup, folder: Path) -> None:
+    write_chats(folder / "easy.jsonl", 9, seed=7)
+    with (folder / "easy.jsonl").open("a") as file:
+        long = {"role": "assistant", "content": "model " * 200}
+        file.write(json.dumps({"messages": [{"role": "user", "content": "a"}, long]}) + "\n")
+    overrides = [item.replace("{folder}", str(folder)) for item in SFT]
+    overrides += [sets_of(folder, "easy"), "data.validation_fraction=0", "evaluate.every_steps=5"]
+    pair.run(resume_cases.job, folder=str(folder), name="sets", overrides=overrides, passes=None)
+    events = list(read_events(folder / "runs" / "sets" / "events.jsonl"))
+    evaluated = [event for event in events if event["event"] == "eval"]
+    assert [event["by_source"] for event in evaluated] == [{"easy": event["loss"]} for event in evaluated]
+    assert evaluated[1]["loss"] < evaluated[0]["loss"]
+    said = "\n".join(prepare(cases.resolve(folder, overrides=(sets_of(folder, "easy"),)).config, progress=False).notes)
+    assert "validation set easy: 9 rows or documents, " in said and "none of them trained, 1 dropped" in said
+
+
+def test_a_set_without_a_row_that_fits_is_one_line(folder: Path) -> None:
+    (folder / "long.jsonl").write_text(json.dumps({"prompt": "a", "completion": "model " * 300}))
+    with pytest.raises(UserError, match=r"long.jsonl: no row of 1 is left.*1 dropped as longer than 97 tokens"):
+        prepare(cases.resolve(folder, overrides=(sets_of(folder, "long"),)).config, progress=False)
