@@ -352,8 +352,6 @@ def _seq2seq(config: Config) -> Iterator[Problem]:
         if format in ("text", *ROW_FORMATS.values()):
             fix = "give prompt_completion, alpaca or messages"
             yield f"{key}.format", f"= {format} has no source and target, which task = seq2seq needs; {fix}"
-    if config.adapter.kind != "none":
-        yield "adapter.kind", f"= {config.adapter.kind} is not there for task = seq2seq yet; remove it"
     for key in ("compile", "activation_memory_gib"):
         if getattr(model, key):
             yield f"model.{key}", f"= {getattr(model, key)} is not verified with task = seq2seq; remove it"

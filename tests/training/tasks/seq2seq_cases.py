@@ -13,7 +13,7 @@ from config.resolved import Resolved
 from config.schema import OptimizerSection
 from modeling.parameter_groups import parameter_groups
 from tests.support.seq2seq import SOURCE, TARGET
-from tests.training.tasks import sft_cases
+from tests.training.tasks import classify_cases, sft_cases
 from tests.training.tasks.sft_cases import CLIPPING, RATE, masters, taken
 from training.distributed import World
 from training.session import Session, session
@@ -41,15 +41,23 @@ def _step(opened: Session) -> dict[str, Any]:
     return {"loss": health.loss, "grad_norm": health.grad_norm, "rows": rows, "tokens": batch.tokens}
 
 
-def oracle(folder: Path, rows_of_steps: list[list[int]], *, family: str = "t5") -> dict[str, Any]:
-    """The same steps in plain torch: one row at a time, unpadded, shifted and judged by the model's own `labels`."""
+def oracle(
+    folder: Path, taken: dict[str, Any], *, family: str = "t5", adapter: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The same steps in plain torch: one row at a time, unpadded, shifted and judged by the model's own `labels`.
+
+    taken: what `steps` found. adapter: arguments of the `LoraConfig` of plain `peft`; None: all weights are trained.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder / family)
     model: Any = AutoModelForSeq2SeqLM.from_pretrained(folder / family, dtype=torch.float32).train()
+    if adapter is not None:
+        model = classify_cases.trained_from(model, taken["before"], adapter)
+    parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     groups = parameter_groups(model, OptimizerSection(weight_decay=0.1))
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
     found = []
-    for numbers in rows_of_steps:
+    for numbers in (step["rows"] for step in taken["steps"]):
         pairs = [
             [tokenizer(rows[number][field], return_tensors="pt").input_ids for field in ("prompt", "completion")]
             for number in numbers
@@ -60,12 +68,12 @@ def oracle(folder: Path, rows_of_steps: list[list[int]], *, family: str = "t5") 
             loss = model(input_ids=source, labels=target).loss * target.numel() / count
             loss.backward()
             total += float(loss.detach())
-        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING))
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), CLIPPING))
         optimizer.step()
         optimizer.zero_grad()
         tokens = sum(source.numel() + target.numel() for source, target in pairs)
         found.append({"loss": total, "grad_norm": norm, "tokens": tokens})
-    return {"steps": found, "after": {name: value.detach().clone() for name, value in model.named_parameters()}}
+    return {"steps": found, "after": {name: value.detach().clone() for name, value in parameters.items()}}
 
 
 def start(world: World, *, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
