@@ -232,7 +232,8 @@ def _possible(
     compute, reason = _sixteen_bits(unit, spreads, scale, limits)
     if compute not in casts:
         return compute, reason
-    why = f"given {compute.upper()} it computed in {casts[compute].upper()}: its module or kernel casts by itself"
+    seen = " and ".join(name.upper() for name in casts[compute].split(" and "))
+    why = f"given {compute.upper()} it computed in {seen}: its module or kernel casts by itself"
     if "bf16" not in casts:
         return "bf16", f"{why}; {reason}"
     return "fp32", f"{why}; see Verification in docs/manifest.md"
