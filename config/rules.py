@@ -515,7 +515,7 @@ def _loss_scale(config: Config) -> Iterator[Problem]:
         if value is not None and math.frexp(value)[0] != 0.5:
             nearest = 2.0 ** round(math.log2(value))
             problem = f"is not a power of two, which policy: {scale.policy} needs"
-            yield f"{key}.{name}", f"= {value:g} {problem}; the nearest is {nearest:g}"
+            yield f"{key}.{name}", f"= {value:.15g} {problem}; the nearest is {nearest:.15g}"
     if not adaptive and scale.factor != 2:
         fix = "set policy: adaptive, or remove factor"
         yield f"{key}.factor", f"= {scale.factor:g} is not read by policy: deepspeed, which halves and doubles; {fix}"
