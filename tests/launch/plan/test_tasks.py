@@ -266,7 +266,7 @@ def test_the_peak_of_an_encoder_decoder_is_what_tensors_take(pair, tmp_path, wha
     assert_peak(pair, [*given, *BOTH_SIDES[what], *rounded(tmp_path, 2)], 258, 0.1)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_peak_of_an_adapted_encoder_decoder_is_what_tensors_take(pair, tmp_path, stage: int) -> None:
     given = yaml.safe_load("{" + T5.format("gated-gelu") + ", vocab_size: 512, decoder_start_token_id: 0}")

@@ -173,7 +173,7 @@ def surveyed_task(world: World, *, folder: Path, task: str, overrides: tuple[str
     resolved = RESOLVE[task](folder, overrides=given)
     with session(resolved, world=world) as opened:
         engine = opened.engine
-        result = survey(engine, opened.batches, resolved, plan(steps=0, most_regions=1))
+        result = survey(engine, opened.batches, resolved, plan(steps=0, sequences=1, most_regions=1))
         with under_manifest(engine, result["proposal"]["manifest"]), Observation(engine.model) as seen:
             outcome = engine.forward_backward(opened.batches.next_step(), step=2)
             finite = engine.health(outcome).finite

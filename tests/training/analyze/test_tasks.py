@@ -42,7 +42,7 @@ CASTS: dict[str, tuple[str, tuple[str, ...], set[str]]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASTS)
 def test_attention_that_computes_in_fp32_anyway_is_not_promised_16_bits(
     solo: ProcessGroup, folder: Path, case: str
@@ -62,11 +62,11 @@ def test_attention_that_computes_in_fp32_anyway_is_not_promised_16_bits(
     assert rejection_reason(result) is None
 
 
-TRAPS: dict[str, tuple[str, str]] = {
+TRAPS: dict[str, tuple[str, str, float]] = {
     # the second linear layer of T5's blocks; the same of Gemma and Qwen, whose inputs are what grows
-    "t5": ("decoder.block.1.layer.2.DenseReluDense.wo.weight", "decoder.block.1.layer.2.DenseReluDense.wo"),
-    "gemma": ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj"),
-    "qwen3": ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj"),
+    "t5": ("decoder.block.1.layer.2.DenseReluDense.wo.weight", "decoder.block.1.layer.2.DenseReluDense.wo", 1e6),
+    "gemma": ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj", 1e8),
+    "qwen3": ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj", 1e8),
 }
 
 
@@ -77,19 +77,23 @@ def test_activations_beyond_fp16_are_found_before_training(
 ) -> None:
     """A saved model whose feed-forward layers give values beyond 65,504, as pretrained ones of these families do.
 
-    In FP16 it is not finite; what is proposed for the layer is another dtype, and the ambient one is, too.
+    In FP16 it is not finite; the layer is proposed another dtype, and so is what lies between regions.
     """
-    (weight, region), task = TRAPS[family], "seq2seq" if family == "t5" else "sft"
+    (weight, region, factor), task = TRAPS[family], "seq2seq" if family == "t5" else "sft"
     base = seq2seq.write_model(tmp_path / family) if family == "t5" else write_base(tmp_path / family, family)
     tensors = load_file(base / "model.safetensors")
-    tensors[weight] *= 1e6
+    tensors[weight] *= factor
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     given = (f"model.name_or_path={base}",)
     [found] = solo.run(analyze_cases.surveyed_task, folder=folder, task=task, overrides=given)
     result: dict[str, Any] = found["result"]
     assert result["spreads"][region]["activations"]["maximum"] > 65504
     choice, manifest = result["proposal"]["choices"][region], result["proposal"]["manifest"]
-    assert choice["compute"] == "bf16" and "headroom in FP16" in choice["reason"]
+    reasons = {
+        "bf16": "leave no 16x headroom in FP16",
+        "fp32": "of the FLOPs when in BF16",
+    }  # FP32 where it is sensitive
+    assert reasons[choice["compute"]] in choice["reason"]
     assert manifest["default"] in ("bf16", "fp32")
     assert math.isinf(result["validation"]["uniform fp16"]["error"])
     assert math.isfinite(result["validation"]["proposal"]["error"]) and found["finite"]

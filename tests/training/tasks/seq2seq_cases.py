@@ -80,3 +80,32 @@ def start(world: World, *, folder: Path, **options: Any) -> dict[str, torch.Tens
     """The masters of a run that has just started."""
     with session(resolve(folder, **options), world=world) as opened:
         return masters(opened)
+
+
+def measured(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
+    """A step compared with FP32 module by module, and what telemetry measures on the next one, with the probe."""
+    from training.parity.reference import Reference
+    from training.parity.steps import StepParity
+    from training.telemetry import Telemetry
+
+    with session(resolve(folder, **options), world=world) as opened:
+        engine, batches = opened.engine, opened.batches
+        parity = StepParity(engine, Reference(opened.resolved, opened.model_config, world), opened.resolved)
+        step = parity.step(batches.next_step(), applied=0)
+        meter, batch = Telemetry(engine, probe=True), batches.next_step()
+        with meter.watching(batch):
+            outcome = engine.forward_backward(batch, step=2)
+        engine.health(outcome)
+        meter.measure()
+        return {"step": step, "telemetry": meter.finish(applied=False)}
+
+
+def causes(world: World, *, folder: Path, **options: Any) -> list[tuple[int, Any]]:
+    """Who made the first step not finite."""
+    from training.attribution import attribute
+
+    with session(resolve(folder, **options), world=world) as opened:
+        batch = opened.batches.next_step()
+        outcome = opened.engine.forward_backward(batch, step=1)
+        assert not opened.engine.health(outcome).finite
+        return attribute(opened.engine, batch, outcome, step=1)
