@@ -7,13 +7,18 @@ from typing import Any
 
 from config.errors import UserError, one_line
 from config.schema import AdapterSection
-from config.task import CAUSAL_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
+from config.task import CAUSAL_LM, SEQ2SEQ_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 
 CLASSIFIERS = ("classifier", "score")
 """Names of the head that makes a classifier's logits, as `peft` has them."""
 
 
-_TASK_TYPES = {CAUSAL_LM: "CAUSAL_LM", SEQUENCE_CLASSIFICATION: "SEQ_CLS", TOKEN_CLASSIFICATION: "TOKEN_CLS"}
+_TASK_TYPES = {
+    CAUSAL_LM: "CAUSAL_LM",
+    SEQ2SEQ_LM: "SEQ_2_SEQ_LM",
+    SEQUENCE_CLASSIFICATION: "SEQ_CLS",
+    TOKEN_CLASSIFICATION: "TOKEN_CLS",
+}
 """That `peft` has a class for, by the model's class."""
 
 

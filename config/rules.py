@@ -358,8 +358,6 @@ def _seq2seq(config: Config) -> Iterator[Problem]:
         if format in ("text", *ROW_FORMATS.values()):
             fix = "give prompt_completion, alpaca or messages"
             yield f"{key}.format", f"= {format} has no source and target, which task = seq2seq needs; {fix}"
-    if config.adapter.kind != "none":
-        yield "adapter.kind", f"= {config.adapter.kind} is not there for task = seq2seq yet; remove it"
     for key in ("compile", "activation_memory_gib"):
         if getattr(model, key):
             yield f"model.{key}", f"= {getattr(model, key)} is not verified with task = seq2seq; remove it"
@@ -546,7 +544,7 @@ def _loss_scale(config: Config) -> Iterator[Problem]:
         if value is not None and math.frexp(value)[0] != 0.5:
             nearest = 2.0 ** round(math.log2(value))
             problem = f"is not a power of two, which policy: {scale.policy} needs"
-            yield f"{key}.{name}", f"= {value:g} {problem}; the nearest is {nearest:g}"
+            yield f"{key}.{name}", f"= {value:.15g} {problem}; the nearest is {nearest:.15g}"
     if not adaptive and scale.factor != 2:
         fix = "set policy: adaptive, or remove factor"
         yield f"{key}.factor", f"= {scale.factor:g} is not read by policy: deepspeed, which halves and doubles; {fix}"

@@ -6,7 +6,9 @@ FP16 has 11 bits of significand and ends at 65504; BF16 has 8 and FP32's range. 
   gradient `pays` times less than alone in BF16;
 - *BF16* otherwise;
 - *FP32* where sensitivity demands it: its share of the squared error is `demands` times its share of the FLOPs and at
-  least `noticed`, worst error per FLOP first, as long as `floor` of all matmul FLOPs stay in 16 bits.
+  least `noticed`, worst error per FLOP first, as long as `floor` of the matmul FLOPs that can be in 16 bits stay there;
+- *what it computes in anyway* where its module or kernel casts by itself: torch's attention without a fused kernel
+  computes in FP32 whatever is asked of it, and a manifest that promised 16 bits would not hold.
 
 The loss scale is one for all regions: the power of two at which regions with the most FLOPs fit, the largest of those,
 because a dynamic scale grows until it reaches the end of the range.
@@ -49,7 +51,7 @@ class Limits:
     noticed: float = 0.05
     """[fraction] Share of the error below which no region is promoted."""
     floor: float = 0.9
-    """[fraction] Share of the matmul FLOPs that stays in 16 bits."""
+    """[fraction] Share of the matmul FLOPs that stays in 16 bits, of those that can be there."""
 
 
 @dataclass(frozen=True)
@@ -157,20 +159,22 @@ def propose(
     limits: Limits,
     promote: bool = True,
     ambient: Compute | None = None,
+    casts: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Proposal:
     """The manifest for these measurements.
 
     units: every matmul region in exactly one. spreads: region to kind to spread. other_flops: matmul FLOPs outside of
     all regions, FP32. promote: whether sensitive regions go to FP32. ambient: the manifest's default instead of the
-    one that the ranges suggest.
+    one that the ranges suggest. casts: region to 16-bit dtype to what it was seen to compute in where it was given that
+    dtype; without those that compute in what they are given.
     """
     scale = choose_scale(units, spreads, limits)
     shares = sensitivities(units)
     choices: dict[str, Choice] = {}
     for unit in units:
         for name in unit.names:
-            compute, reason = _sixteen_bits(unit, spreads[name], scale, limits)
-            choices[name] = Choice(compute, reason, shares[name], unit.errors[compute])
+            compute, reason = _possible(unit, spreads[name], scale, limits, (casts or {}).get(name, {}))
+            choices[name] = Choice(compute, reason, shares[name], unit.errors.get(compute, 0.0))
     total = sum(unit.flops for unit in units) + other_flops
     if promote:
         _promote(units, choices, total, limits)
@@ -221,16 +225,31 @@ def _sixteen_bits(unit: Unit, spreads: Mapping[str, Spread], scale: float, limit
     return "fp16", f"fits FP16: values to {reach:.3g}, gradients to {scaled:.3g} at loss scale {scale:g}; {errors}"
 
 
+def _possible(
+    unit: Unit, spreads: Mapping[str, Spread], scale: float, limits: Limits, casts: Mapping[str, str]
+) -> tuple[Compute, str]:
+    """The 16-bit dtype that the measurements suggest where the region computes in it, else one that it computes in."""
+    compute, reason = _sixteen_bits(unit, spreads, scale, limits)
+    if compute not in casts:
+        return compute, reason
+    seen = " and ".join(name.upper() for name in casts[compute].split(" and "))
+    why = f"given {compute.upper()} it computed in {seen}: its module or kernel casts by itself"
+    if "bf16" not in casts:
+        return "bf16", f"{why}; {reason}"
+    return "fp32", f"{why}; see Verification in docs/manifest.md"
+
+
 def _promote(units: Sequence[Unit], choices: dict[str, Choice], total: int, limits: Limits) -> None:
     squares = {unit.names: _error(unit, choices) ** 2 for unit in units}
     whole = sum(squares.values())
-    low = sum(unit.flops for unit in units)
+    low = sum(unit.flops * _low_share(unit, choices) for unit in units)
+    possible = total - sum(unit.flops for unit in units) + low
     for unit in sorted(units, key=lambda unit: -squares[unit.names] / max(unit.flops, 1)):
         share = 1.0 if math.isinf(squares[unit.names]) else squares[unit.names] / (whole or 1.0)
-        of_flops = unit.flops / max(total, 1)
-        if share < limits.noticed or share < limits.demands * of_flops or (low - unit.flops) / total < limits.floor:
+        of_flops, its = unit.flops / max(total, 1), unit.flops * _low_share(unit, choices)
+        if share < limits.noticed or share < limits.demands * of_flops or (low - its) / possible < limits.floor:
             continue
-        low -= unit.flops
+        low -= its
         for name in unit.names:
             was = choices[name]
             reason = (

@@ -85,9 +85,11 @@ def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
     _require_generative(folder)
     try:
         if (folder / "adapter_config.json").is_file():
-            from peft import AutoPeftModelForCausalLM
+            from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
 
-            model: Any = AutoPeftModelForCausalLM.from_pretrained(str(folder), dtype=DTYPES[dtype])
+            answers = _settings(folder, "adapter_config.json").get("task_type") == "SEQ_2_SEQ_LM"
+            adapted = AutoPeftModelForSeq2SeqLM if answers else AutoPeftModelForCausalLM
+            model: Any = adapted.from_pretrained(str(folder), dtype=DTYPES[dtype])
         else:
             auto = AutoModelForSeq2SeqLM if _has_encoder(folder) else AutoModelForCausalLM
             model = auto.from_pretrained(str(folder), dtype=DTYPES[dtype])
@@ -119,7 +121,7 @@ def _require_generative(folder: Path) -> None:
     encoder = next(
         (name for name in map(str, _settings(base).get("architectures") or []) if name.endswith(_ENCODERS)), ""
     )
-    if adapter and (encoder or adapter.get("task_type") not in (None, "CAUSAL_LM")):
+    if adapter and (encoder or adapter.get("task_type") not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM")):
         raise UserError(f"{folder}: is an adapter of an encoder, which generates no text; use it in transformers")
     if encoder:
         raise UserError(f"{folder}: is a {encoder}, which generates no text; use it in transformers")

@@ -17,8 +17,9 @@ from config.schema import AdapterSection, Config
 from config.task import CAUSAL_LM, ENCODER_TASKS, KINDS
 
 _BYTES_VOCABULARY = 257  # data.tokenizer = bytes: 256 bytes and the end of a document
-_ENCODER_TOKENS = 4
-"""[tokens] That an encoder's bytes or bpe tokenizer has besides: where a text begins and ends, padding, the mask."""
+_FURTHER_TOKENS = {**dict.fromkeys(ENCODER_TASKS, 4), "seq2seq": 1}
+"""[tokens] That a bytes or bpe tokenizer has besides: an encoder's where a text begins and ends, padding, the mask; an
+encoder-decoder's padding."""
 _UNKNOWN_LABELS = 2
 """[labels] Of a classifier whose labels are found in the data. A label more is a row more of its last layer."""
 
@@ -76,12 +77,12 @@ def hugging_face_config(config: Config) -> Any:
             found = saved_config(model.name_or_path, trust_remote_code=model.trust_remote_code)
             found.update({**of_task, **model.config})
         else:
-            tokens = _ENCODER_TOKENS if config.task in ENCODER_TASKS and _is_made(config.data.tokenizer) else 0
+            tokens = _FURTHER_TOKENS.get(config.task, 0) if _is_made(config.data.tokenizer) else 0
             size = model.config.get("vocab_size") or vocabulary_size(config.data.tokenizer) + tokens
             given = {"vocab_size": size, **of_task}
             defaults = AutoConfig.for_model(str(model.architecture))
             if hasattr(defaults, "max_position_embeddings"):
-                given["max_position_embeddings"] = config.data.sequence_length
+                given["max_position_embeddings"] = config.data.longest
             found = AutoConfig.for_model(str(model.architecture), **{**given, **model.config})
     except (OSError, ValueError, TypeError, ZeroDivisionError) as error:
         source = model.name_or_path or model.architecture

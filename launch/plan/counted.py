@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _MATMULS = ("aten::mm", "aten::addmm", "aten::convolution")
 """Whose results activation_checkpointing = ops keeps, beside those of fused attention."""
+_INNER = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
+"""Matmuls whose FLOPs are counted, and the argument whose last dimension they sum over."""
 
 
 @dataclass(frozen=True)
@@ -33,30 +35,38 @@ class Counted:
     """Results of its matmuls and of fused attention, kept or not."""
     outside: float
     """Kept outside of the blocks, without the logits."""
+    weight_flops: float
+    """[FLOP] Of a token's matmuls with weights, the head's included, in the forward pass."""
+    attention_flops: float
+    """[FLOP] Of the products inside attention, over the whole square."""
 
 
 def count_activations(model: Any, blocks: Sequence[Any], layout: Layout, *, encoder: bool) -> Counted | None:
     """Run the model (on the meta device, changed in place) once in training on a micro-batch of `layout`.
 
-    encoder: it gets an attention mask, which masks something where rows are padded. None where the model's code cannot
-    run without values, as a mixture of experts.
+    encoder: it gets an attention mask, which masks something where rows are padded; so does one that reads sources for
+    a decoder. None where the model's code cannot run without values, as a mixture of experts.
     """
     import torch
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[layout.compute]
     model.to(device="meta", dtype=dtype).train()
     rows = layout.micro * layout.rows
-    ids = torch.zeros(rows, layout.tokens // rows, dtype=torch.int64, device="meta")
+    read = layout.sequence if layout.targets else layout.tokens // rows
+    ids = torch.zeros(rows, read, dtype=torch.int64, device="meta")
     inputs: dict[str, Any] = {"input_ids": ids}
-    if encoder:
+    if encoder or layout.targets:
         inputs["attention_mask"] = torch.ones_like(ids)
-    else:
+    if layout.targets:
+        inputs["decoder_input_ids"] = ids.new_zeros(rows, layout.targets)
+    if not encoder:
         inputs["use_cache"] = False
     if layout.masked:
         inputs["position_ids"] = ids
     counter = _Counter(model, on_cpu=layout.on_cpu)
+    padded = layout.task == "classify" or bool(layout.targets)
     try:
-        with counter.watching(blocks), _answering(not (layout.task == "classify" or layout.masked), counter):
+        with counter.watching(blocks), _answering(not (padded or layout.masked), counter):
             alive = model(**inputs)
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         # What torch and a model's own code raise where they ask a tensor without memory for its values; the planner
@@ -66,7 +76,14 @@ def count_activations(model: Any, blocks: Sequence[Any], layout: Layout, *, enco
     del alive
     tokens, each = layout.tokens, layout.tokens * len(blocks)
     inside, attention, outside = (sum(found[scope]) for scope in ("block", "attention", "outside"))
-    return Counted((inside + attention) / each, attention / each, counter.matmuls / each, outside / tokens)
+    return Counted(
+        block=(inside + attention) / each,
+        attention=attention / each,
+        matmuls=counter.matmuls / each,
+        outside=outside / tokens,
+        weight_flops=counter.weight_flops / tokens,
+        attention_flops=counter.attention_flops / tokens,
+    )
 
 
 class _Kept:
@@ -86,6 +103,7 @@ class _Counter:
         self._model, self._on_cpu = model, on_cpu
         self.matmuls = 0.0
         """[bytes] Results of matmuls in blocks."""
+        self.weight_flops = self.attention_flops = 0.0
 
     @contextmanager
     def watching(self, blocks: Sequence[Any]) -> Iterator[None]:
@@ -167,8 +185,15 @@ def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
             if func is torch.ops.aten._local_scalar_dense.default:
                 return answer
             result = func(*args, **(kwargs or {}))
-            if func._schema.name in _MATMULS:
+            name = func._schema.name
+            if name in _MATMULS:
                 counter.add_result(result)
+            if name in _INNER:
+                flops = 2.0 * result.numel() * args[_INNER[name]].shape[-1]
+                if name in _MATMULS:
+                    counter.weight_flops += flops
+                else:
+                    counter.attention_flops += flops
             return result
 
     class Fused(torch.autograd.Function):
@@ -179,12 +204,14 @@ def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
             sums = query.new_empty(batch, heads, length, dtype=torch.float32)
             ctx.save_for_backward(query, key, value, bias, result, sums)
             counter.add_result(result, sums)
+            counter.attention_flops += 2.0 * sums.numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
             return result
 
     original = functional.scaled_dot_product_attention
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
-        if counter.on_cpu and dropout_p:  # is not fused there
+        trained = attn_mask is not None and attn_mask.requires_grad  # T5's positions
+        if counter.on_cpu and (dropout_p or trained):  # is not fused there
             return original(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **rest)
         bias = attn_mask
         if bias is not None and bias.dtype == torch.bool:

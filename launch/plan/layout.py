@@ -32,7 +32,9 @@ class Layout:
     """[samples] In one forward pass."""
     accumulation: int
     sequence: int
-    """[tokens]"""
+    """[tokens] Of a row; of an encoder-decoder's source."""
+    targets: int
+    """[tokens] Of an encoder-decoder's target; 0 of other models."""
     sharing: int
     """[ranks] That share each sequence."""
     rows: int
@@ -73,8 +75,20 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """[tokens] Of one rank in one micro-batch: of its slices, where sequences are shared."""
-        return self.micro * self.rows * slice_length(self.sequence, self.sharing)
+        """[tokens] Of one rank in one micro-batch: of its slices, where sequences are shared. Of an encoder-decoder
+        both sides."""
+        return self.micro * self.rows * slice_length(self.sequence + self.targets, self.sharing)
+
+    @property
+    def block_tokens(self) -> int:
+        """[tokens] Of these, those that one block sees at most."""
+        longest = max(self.sequence, self.targets)
+        return self.micro * self.rows * slice_length(longest, self.sharing)
+
+    @property
+    def label_tokens(self) -> int:
+        """[tokens] Of these, those that have logits."""
+        return self.micro * self.rows * slice_length(self.targets or self.sequence, self.sharing)
 
     @property
     def global_size(self) -> int:
@@ -108,6 +122,7 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         micro=resolved.batch.micro_size,
         accumulation=resolved.batch.accumulation,
         sequence=config.data.sequence_length,
+        targets=config.data.label_length if config.task == "seq2seq" else 0,
         sharing=resolved.batch.sequence,
         rows=2 if config.task == "dpo" else 1,
         compute=resolved.compute,

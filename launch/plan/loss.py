@@ -19,7 +19,7 @@ _CACHED_TENSORS = 7
 
 def loss_bytes(shape: Shape, layout: Layout) -> float:
     """[bytes] Of logits and what is made of them, at their most."""
-    logits, width = float(shape.vocabulary * layout.tokens), layout.width
+    logits, width = float(shape.vocabulary * layout.label_tokens), layout.width
     if layout.task == "classify":
         return 0.0  # a number or two for a token, at most
     if layout.task == "dpo":
@@ -36,7 +36,7 @@ def _label_prediction(shape: Shape, layout: Layout) -> float:
     16 bits; the gradient of the head's weight where that is trained, in FP32 and, once summed, in the weight's dtype;
     that of the hidden states.
     """
-    tokens = layout.tokens
+    tokens = layout.label_tokens
     chunk = min(loss_chunk(layout.model, tokens=tokens, vocabulary=shape.vocabulary), tokens)
     if not chunk or not shape.plain_head:
         return 12.0 * shape.vocabulary * tokens

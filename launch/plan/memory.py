@@ -110,14 +110,14 @@ def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
 def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory:
     """What one rank needs at its peak. process: bytes of the process itself, for ranks on a CPU."""
     device, host = model_states(shape, layout)
-    trained, tokens = shape.trained_parameters, layout.tokens
+    trained = shape.trained_parameters
     kept, recomputed, loss = activations(shape, layout)
     live, arriving = _gathered(shape, layout)
     buffer, copy = _buckets(shape, layout)
     states = {**device, "teacher": teacher_bytes(shape, layout), "gathered parameters": live, "process": process}
     begun = layout.accumulation > 1 or layout.stage == 3 or layout.bf16_optimizer
     at_first = {**states, "gradients": states.get("gradients", 0.0) if begun else 0.0}
-    working = recomputed + tokens * layout.width * (2 * shape.intermediate + 2 * shape.hidden)
+    working = recomputed + layout.block_tokens * layout.width * (2 * shape.intermediate + 2 * shape.hidden)
     in_flight = layout.width * max(shape.trained_block, shape.largest_trained)
     before = 0.0 if layout.on_cpu else buffer  # where nothing is written into it yet, it takes no memory on a CPU
     # Gradients are reduced when they fill a bucket; by then the activations of the blocks they come from are freed.

@@ -94,6 +94,8 @@ class Shape:
     """Activations that were counted, in place of formulas."""
     teacher: Teacher | None = None
     """That answers in every micro-batch."""
+    counted_attention: float | None = None
+    """[FLOP] Of a token's products inside attention where no formula knows them: an encoder-decoder's."""
 
     @property
     def hidden_matrix_parameters(self) -> int:
@@ -105,9 +107,15 @@ class Shape:
         """Whether some of its parameters are frozen."""
         return self.trained_parameters < self.parameters
 
+    def attention_flops(self, sequence: int) -> float:
+        """[FLOP] Of one token inside the attention of all blocks, over the whole square, in the forward pass."""
+        if self.counted_attention is not None:
+            return self.counted_attention
+        return 4.0 * self.layers * self.heads * self.head_dim * sequence
+
     def forward_flops(self, sequence: int) -> float:
         """[FLOP] Of the forward pass of one token: 2 for each parameter in a matmul, and attention's."""
-        return 2.0 * self.matmul_parameters + 4.0 * self.layers * self.heads * self.head_dim * sequence
+        return 2.0 * self.matmul_parameters + self.attention_flops(sequence)
 
     def flops_per_token(self, sequence: int) -> float:
         """[FLOP] Forward and backward of one token, nothing recomputed.
@@ -116,8 +124,7 @@ class Shape:
         heads x head size x sequence for attention over the whole square, as in Chowdhery et al. 2022 (PaLM), appendix
         B; a causal kernel does half of the latter.
         """
-        attention = 12.0 * self.layers * self.heads * self.head_dim * sequence
-        return 4.0 * self.matmul_parameters + 2.0 * self.trained_matmul + attention
+        return 4.0 * self.matmul_parameters + 2.0 * self.trained_matmul + 3.0 * self.attention_flops(sequence)
 
 
 def read_shape(config: Config, layout: Layout) -> Shape:
@@ -126,9 +133,6 @@ def read_shape(config: Config, layout: Layout) -> Shape:
     Raises UserError: the architecture or a target module is unknown, its config is refused, the vocabulary cannot be
     determined, or the task's models are not counted.
     """
-    if config.task == "seq2seq":
-        fix = "try a step with the longest rows, or plan the model as two"
-        raise UserError(f"task = seq2seq: launch.plan does not count models of an encoder and a decoder yet; {fix}")
     trusted = config.model.trust_remote_code
     model = new_model(
         hugging_face_config(config),
@@ -140,10 +144,26 @@ def read_shape(config: Config, layout: Layout) -> Shape:
     shape = _measured(model, config.adapter, config.optimizer, model_class=model_class_of(config))
     if config.distill.teacher is not None and not config.distill.top_k:
         shape = replace(shape, teacher=_teacher(config, vocabulary=shape.vocabulary))
-    if shape.exact and not shape.has_adapter and not encoder:
+    if shape.exact and not shape.has_adapter and not encoder and not layout.targets:
         return shape
-    counted = count_activations(model, _blocks(model, shape.layers), layout, encoder=encoder)
+    counted = count_activations(model, _blocks(model), layout, encoder=encoder)
+    if layout.targets:
+        shape = _of_both_sides(shape, counted)
     return replace(shape, counted=counted, exact=shape.exact or counted is not None)
+
+
+def _of_both_sides(shape: Shape, counted: Counted | None) -> Shape:
+    """The sizes of an encoder-decoder, whose tokens of one side do not meet the weights of the other.
+
+    Raises UserError where its code cannot run without values.
+    """
+    if counted is None:
+        fix = "try a step with the longest rows"
+        raise UserError(f"task = seq2seq: launch.plan cannot count {shape.architecture} without its values; {fix}")
+    used = counted.weight_flops / 2
+    trained = used * shape.trained_matmul / shape.matmul_parameters
+    flops = counted.attention_flops
+    return replace(shape, matmul_parameters=round(used), trained_matmul=round(trained), counted_attention=flops)
 
 
 def shape_of(hugging_face: Any, optimizer: OptimizerSection | None = None) -> Shape:
@@ -155,8 +175,8 @@ def _measured(
     model: Any, adapter: AdapterSection, optimizer: OptimizerSection, *, model_class: str = CAUSAL_LM
 ) -> Shape:
     """The sizes of a model on the meta device, which gets its adapter. Raises UserError for one that does not fit."""
-    text = model.config.get_text_config()
-    block = _blocks(model, text.num_hidden_layers)[0]
+    text, blocks = model.config.get_text_config(), _blocks(model)
+    block = max(blocks, key=lambda one: sum(item.numel() for item in one.parameters()))
     names = {name.rpartition(".")[2] for name, _ in block.named_modules()}
     hidden, heads = text.hidden_size, text.num_attention_heads
     norms = {name.rpartition(".")[2]: type(module).__name__ for name, module in block.named_modules()}
@@ -185,9 +205,9 @@ def _measured(
         matmul_parameters=sum(size for _, size in matmuls),
         trained_matmul=sum(size for item, size in matmuls if item.requires_grad),
         groups=tuple(_groups(model, optimizer)),
-        layers=text.num_hidden_layers,
+        layers=len(blocks),
         hidden=hidden,
-        intermediate=getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden,
+        intermediate=next((size for name in _INTERMEDIATE if (size := getattr(text, name, None))), 4 * hidden),
         heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or hidden // heads,
@@ -238,8 +258,21 @@ def _groups(model: Any, section: OptimizerSection) -> list[Group]:
     return groups
 
 
-def _blocks(model: Any, layers: int) -> list[Any]:
-    """The transformer blocks."""
+_INTERMEDIATE = ("intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim")
+"""Names of the width inside the MLP."""
+
+
+def _blocks(model: Any) -> list[Any]:
+    """The transformer blocks, those of an encoder first."""
+    shape = model.config.get_text_config()
+    if not model.config.is_encoder_decoder:
+        return _list_of(model, shape.num_hidden_layers)
+    names = ("num_decoder_layers", "decoder_layers")
+    decoders = next((number for name in names if (number := getattr(shape, name, None))), shape.num_hidden_layers)
+    return _list_of(model.get_encoder(), shape.num_hidden_layers) + _list_of(model.get_decoder(), decoders)
+
+
+def _list_of(model: Any, layers: int) -> list[Any]:
     lists = [module for module in model.modules() if type(module).__name__ == "ModuleList" and len(module) == layers]
     if not lists:
         raise UserError(f"model.architecture = {model.config.model_type}: has no list of {layers} blocks to plan for")

@@ -42,7 +42,7 @@ def kept_bytes(shape: Shape, layout: Layout, block: float) -> tuple[float, float
     block: bytes of one block of which nothing is recomputed.
     """
     tokens = layout.tokens
-    edge = float(layout.width * shape.hidden * tokens)
+    edge = float(layout.width * shape.hidden * layout.block_tokens)
     if layout.checkpointing == "attention":
         again = attention_bytes(shape, layout) * tokens
         return shape.layers * (block - again), again
@@ -79,7 +79,7 @@ def recomputed_share(shape: Shape, layout: Layout, block: float) -> float:
     if layout.checkpointing not in ("attention", "ops"):
         return recomputed_blocks(shape, layout, block) / shape.layers
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    scores = 4.0 * queries * layout.sequence  # QK^T and PV
+    scores = shape.attention_flops(layout.sequence) / shape.layers  # QK^T and PV
     if layout.checkpointing == "ops":
         again = scores if layout.attention == "eager" else 0.0
     else:

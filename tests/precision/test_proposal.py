@@ -138,6 +138,20 @@ def test_sensitive_regions_go_to_fp32_while_the_floor_holds():
     assert {choice.compute for choice in nobody.choices.values()} == {"fp16"}
 
 
+def test_what_casts_by_itself_is_not_promised_another_dtype():
+    """And takes nothing from the floor: the cheap one is promoted although a third of the FLOPs are in FP32 anyway."""
+    flops = {"attention": 50, "half": 20, "cheap": 4, "rest": 76}
+    errors = {"attention": 9e-3, "half": 5e-4, "cheap": 3e-3, "rest": 5e-4}
+    units = [Unit((name,), flops[name], {"bf16": 8 * errors[name], "fp16": errors[name]}) for name in flops]
+    casts = {"attention": {"bf16": "fp32", "fp16": "fp32"}, "half": {"fp16": "bf16 and fp32"}}
+    found = decide(units, {name: region() for name in flops}, casts=casts)
+    assert [found.choices[name].compute for name in flops] == ["fp32", "bf16", "fp32", "fp16"]
+    assert found.choices["attention"].reason.startswith("given FP16 it computed in FP32: its module or kernel casts")
+    assert found.choices["half"].reason.startswith("given FP16 it computed in BF16 and FP32: its module or kernel")
+    assert found.low_precision_share == pytest.approx(96 / 150)
+    assert decide(units[:1], {"attention": region()}, casts=casts).low_precision_share == 0.0
+
+
 def test_a_large_region_with_its_share_of_the_error_is_not_promoted():
     units = [Unit(("head",), 60, {"bf16": 8e-3, "fp16": 1e-3}), Unit(("rest",), 40, {"bf16": 6e-3, "fp16": 8e-4})]
     found = decide(units, {"head": region(), "rest": region()}, limits=Limits(floor=0.0))

@@ -90,13 +90,21 @@ def _parity(options: argparse.Namespace, overrides: Sequence[str], proposal: dic
         *(f"evaluate.every_steps={steps}", "evaluate.batches=2", *overrides),
         "run.hypothesis=The precision manifest that was proposed trains this model as FP32 does.",
         *_on_the_manifest_path(folder / "manifest.json", folder / "deepspeed.json"),
-        *([f"precision.loss_scale.initial={proposal['loss_scale']:g}"] if proposal["loss_scale"] else []),
+        *initial_scale(proposal["loss_scale"], given.config.precision.loss_scale.largest_scale),
     ]
     try:
         found = gate(plan(str(options.config), arguments, folder=folder, steps=steps, processes=options.processes))
     except UserError as error:  # the measurements so far are kept
         found = {"verdict": "not judged", "failed": [str(error)]}
     return {"verdict": found["verdict"], "failed": found["failed"], "steps": steps, "report": str(folder)}
+
+
+def initial_scale(scale: float | None, largest: float) -> list[str]:
+    """The override that starts a run at a proposed loss scale, a power of two; nothing where there is none.
+
+    largest: that the run's policy allows.
+    """
+    return [f"precision.loss_scale.initial={min(scale, largest):.0f}"] if scale else []
 
 
 def rejection_reason(result: dict[str, Any]) -> str | None:
@@ -165,7 +173,7 @@ def verdict(result: dict[str, Any]) -> list[str]:
         f"{uniform:.3e} with everything between them in BF16 too",
         f"against uniform BF16: parity error {error:.3e} for {bf16:.3e}, a factor of {bf16 / (error or 1e-30):.1f}",
         f"against uniform FP32: {proposal['low_precision_share']:.1%} of the matmul FLOPs in 16 bits for 0%",
-        *([f"FP16 needs a loss scale: precision.loss_scale.initial={scale:g} fits"] if scale else []),
+        *([f"FP16 needs a loss scale: precision.loss_scale.initial={scale:.0f} fits"] if scale else []),
     ]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from data.loader import Batch
 from precision.manifest import find_regions
+from precision.observe import Observation
 from precision.proposal import Limits, Unit, largest_scale, pattern_of
 from precision.ranges import GradientMeter, OperandMeter, Ranges, Spread, merged
 from training.analyze.gradients import Fp32Gradients
@@ -30,6 +31,8 @@ class Point:
     """Of each unit, by dtype."""
     repeated: float
     """Error of a second FP32 pass against the first: the device's own nondeterminism."""
+    casts: dict[str, dict[str, str]]
+    """Region to dtype to what it computed in instead of it, of those whose module or kernel casts by itself."""
 
 
 def units_of(engine: Engine, most_regions: int) -> list[Unit]:
@@ -64,7 +67,25 @@ def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, l
             with _in_dtype(engine, unit, dtype):
                 by_dtype[dtype] = reference.error(scale=scale if dtype == "fp16" else 1.0).error
         errors.append(by_dtype)
-    return Point(step, spreads, world.from_main(dict(operands.region_flops)), scale, errors, repeated)
+    flops = world.from_main(dict(operands.region_flops))
+    return Point(step, spreads, flops, scale, errors, repeated, _casts(engine, reference, units))
+
+
+def _casts(engine: Engine, reference: Fp32Gradients, units: Sequence[Unit]) -> dict[str, dict[str, str]]:
+    """What `Point.casts` has, seen in the passes of a training step: kernels are others without gradients or dropout.
+
+    A collective.
+    """
+    every = Unit(tuple(name for unit in units for name in unit.names), 0, {})
+    found: dict[str, dict[str, str]] = {}
+    for dtype in ("bf16", "fp16"):
+        with _in_dtype(engine, every, dtype), Observation(engine.model, with_inner=False) as seen:
+            reference.error()
+        for by_rank in engine.world.gather_objects({name: seen.computed.get(name, set()) for name in every.names}):
+            for name, computed in by_rank.items():
+                if computed - {dtype}:
+                    found.setdefault(name, {})[dtype] = " and ".join(sorted(computed))
+    return found
 
 
 @contextmanager
@@ -89,6 +110,15 @@ def all_spreads(points: Sequence[Point]) -> dict[str, dict[str, Spread]]:
         found[name] = {
             kind: merged(point.spreads[name][kind] for point in points if kind in point.spreads[name]) for kind in kinds
         }
+    return found
+
+
+def all_casts(points: Sequence[Point]) -> dict[str, dict[str, str]]:
+    """By region and dtype, what it computed in instead at any of the points."""
+    found: dict[str, dict[str, str]] = {}
+    for point in points:
+        for name, by_dtype in point.casts.items():
+            found.setdefault(name, {}).update(by_dtype)
     return found
 
 

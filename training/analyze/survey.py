@@ -27,7 +27,7 @@ from precision.manifest import find_regions
 from precision.proposal import Limits, Proposal, Unit, largest_scale, propose
 from precision.ranges import Spread
 from training.analyze.gradients import validate
-from training.analyze.regions import all_spreads, measure, summary, units_of
+from training.analyze.regions import all_casts, all_spreads, measure, summary, units_of
 from training.engine import Engine
 from training.schedule import scheduled_rate
 from training.session import session
@@ -66,9 +66,10 @@ def survey(engine: Engine, batches: Batches, resolved: Resolved, plan: Plan) -> 
             _print(engine, f"measured {len(units)} regions in BF16 and FP16 after {step} steps")
         if step < plan.steps:
             losses.append(_train(engine, batch, resolved, step))
-    spreads = all_spreads(points)
+    spreads, casts = all_spreads(points), all_casts(points)
     measured, other_flops = summary(units, points)
-    proposal, tried = _decide(engine, batch.first_sequences(plan.sequences), measured, spreads, other_flops, plan)
+    given = {"other_flops": other_flops, "limits": plan.limits, "casts": casts}
+    proposal, tried = _decide(engine, batch.first_sequences(plan.sequences), measured, spreads, given)
     held_out = [batches.next_step() for _ in range(plan.held_out)]
     uniform = _uniform(largest_scale(spreads, plan.limits))
     checked = validate(engine, {"proposal": _runnable(proposal), **uniform}, held_out)
@@ -78,6 +79,7 @@ def survey(engine: Engine, batches: Batches, resolved: Resolved, plan: Plan) -> 
         "other_flops": other_flops,
         "kinds": find_regions(engine.model),
         "spreads": {name: {kind: asdict(spread) for kind, spread in found.items()} for name, found in spreads.items()},
+        "casts": casts,
         "tried": tried,
         "validation": checked,
         "regions_alone": {
@@ -103,21 +105,20 @@ def _decide(
     batch: Batch,
     units: Sequence[Unit],
     spreads: dict[str, dict[str, Spread]],
-    other_flops: int,
-    plan: Plan,
+    given: dict[str, Any],
 ) -> tuple[Proposal, dict[str, float]]:
     """The best of a few proposals, on a batch that was measured before; their errors and those of uniform dtypes.
 
     Promotions to FP32 cost FLOPs, so they stay only when they lower the error by five percent. An FP32 ambient dtype
-    costs memory, so it is chosen only when a 16-bit one is no better than uniform BF16.
+    costs memory, so it is chosen only when a 16-bit one is no better than uniform BF16. given: what `propose` also
+    takes.
     """
-    arguments: dict[str, Any] = {"other_flops": other_flops, "limits": plan.limits}
     named = {
-        "16 bits": propose(units, spreads, promote=False, **arguments),
-        "promoted": propose(units, spreads, **arguments),
-        "promoted, FP32 ambient": propose(units, spreads, ambient="fp32", **arguments),
+        "16 bits": propose(units, spreads, promote=False, **given),
+        "promoted": propose(units, spreads, **given),
+        "promoted, FP32 ambient": propose(units, spreads, ambient="fp32", **given),
     }
-    uniform = _uniform(largest_scale(spreads, plan.limits))
+    uniform = _uniform(largest_scale(spreads, given["limits"]))
     fp32_ambient = {
         f"{name}, FP32 ambient": (_everywhere(tree["default"]), scale) for name, (tree, scale) in uniform.items()
     }

@@ -8,6 +8,7 @@ So what is lost is measured: by layer, and on rows of the run's own data.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from config.errors import UserError, one_line
 from config.files import flush
 from config.schema import Config
-from config.task import CAUSAL_LM, model_class_of
+from config.task import CAUSAL_LM, SEQ2SEQ_LM, model_class_of
 from modeling.adapter import adapter_config, base_name, peft_name, whole_modules
 from precision.dtypes import DTYPES
 from training.checkpoint.partitions import SavedModel, SavedTensor
 from training.export_hf.gap import summary, token_gap
-from training.export_hf.rows import rows_of_run
+from training.export_hf.rows import pairs_of_run, rows_of_run
 from training.export_hf.tensors import TensorsDiffer, rounded
 
 WEIGHTS = "adapter_model.safetensors"
@@ -120,7 +121,9 @@ def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: 
         "weights that did not change": sum(kept for _, kept in lost.values()) / max(len(lost), 1),
     }
     if model_class == CAUSAL_LM:
-        facts |= _on_rows(model, dtype, rows_of_run(corpus, config))
+        facts |= _on_rows(model, dtype, [(row, None) for row in rows_of_run(corpus, config)])
+    elif model_class == SEQ2SEQ_LM:
+        facts |= _on_rows(model, dtype, pairs_of_run(corpus, config))
     tensors = {key: SavedTensor(value.shape, _read(value.detach())) for key, value in model.named_parameters()}
     for key, value in model.named_parameters(remove_duplicate=False):  # two names of one weight, two tensors in a file
         tensors.setdefault(key, SavedTensor(value.shape, value.detach().clone))
@@ -162,14 +165,16 @@ def _read(value: torch.Tensor) -> Any:
     return lambda: value
 
 
-def _on_rows(model: PreTrainedModel, dtype: torch.dtype, rows: list[torch.Tensor]) -> dict[str, Any]:
-    """What rounding does to the log-probabilities of the merged model, computed in FP32."""
+def _on_rows(
+    model: PreTrainedModel, dtype: torch.dtype, rows: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+) -> dict[str, Any]:
+    """What rounding does to the log-probabilities of the merged model, computed in FP32. rows: as of `token_gap`."""
     if not rows:
         return {}
     rounded = copy.deepcopy(model.eval())
     for parameter in rounded.parameters():
         parameter.copy_(parameter.to(dtype).float())
-    found = summary([token_gap(model, rounded, row) for row in rows])
+    found = summary([token_gap(model, rounded, row, target) for row, target in rows])
     return {
         "rows": found["rows"],
         "kl": found["kl"],

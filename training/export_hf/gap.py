@@ -62,25 +62,32 @@ class TokenGap:
     difference: torch.Tensor
     """(n,) [nats] The largest of any log-probability."""
     following: torch.Tensor
-    """(n - 1,) [nats] Of the log-probability of the token that follows."""
+    """(n - 1,) [nats] Of the log-probability of the token that follows; (n,) of a target, whose places all have one."""
 
 
 @torch.no_grad()
-def token_gap(exact: Any, found: Any, row: torch.Tensor) -> TokenGap:
-    """row: (1, n) int64. exact, found: causal language models over the same vocabulary, each in its own dtype."""
-    logits = [model(input_ids=row, use_cache=False).logits[0] for model in (exact, found)]
+def token_gap(exact: Any, found: Any, row: torch.Tensor, target: torch.Tensor | None = None) -> TokenGap:
+    """row: (1, n) int64. exact, found: causal language models over the same vocabulary, each in its own dtype.
+
+    target: (1, m) int64, what an encoder-decoder says of the source `row`; its tokens are those that are looked at.
+    """
+    given: dict[str, torch.Tensor] = {"input_ids": row}
+    if target is not None:
+        given["decoder_input_ids"] = exact.prepare_decoder_input_ids_from_labels(labels=target)
+    follows = row[0, 1:] if target is None else target[0]
+    logits = [model(**given, use_cache=False).logits[0] for model in (exact, found)]
     parts: list[torch.Tensor] = []
     for ours, theirs in zip(*(values.split(_CHUNK) for values in logits), strict=True):
         p, q = (torch.log_softmax(values.double(), dim=-1) for values in (ours, theirs))
         begin = sum(part.shape[0] for part in parts)
-        after = row[0, begin + 1 : begin + 1 + len(p)]
+        after = follows[begin : begin + len(p)]
         distance = (p - q).abs()
         following = torch.zeros(len(p), dtype=torch.float64)
         following[: len(after)] = distance[: len(after)].gather(1, after[:, None])[:, 0]
         kl = (p.exp() * (p - q)).sum(dim=-1).clamp(min=0.0)
         parts.append(torch.stack([kl, distance.amax(dim=-1), following], dim=1))
     kl, difference, following = torch.cat(parts).nan_to_num(nan=math.inf).unbind(dim=1)
-    return TokenGap(kl, difference, following[:-1])
+    return TokenGap(kl, difference, following[: len(follows)])
 
 
 def summary(gaps: Sequence[TokenGap]) -> dict[str, Any]:

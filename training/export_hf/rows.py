@@ -14,6 +14,7 @@ from config.load import load_config
 from config.schema import Config
 from data.corpus import Corpus, open_corpus
 from data.row_shards import RowShards
+from data.seq2seq_rows import sides
 from training.tasks.task import prepare
 
 ROWS = 8
@@ -33,6 +34,21 @@ def rows_of_run(folder: Path, config: Config, count: int = ROWS) -> list[torch.T
         return rows_of(open_corpus(folder, verify=False), count, longest=config.data.sequence_length)
     except UserError:
         return []
+
+
+def pairs_of_run(folder: Path, config: Config, count: int = ROWS) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The same for an encoder-decoder: sources and targets, (1, n) and (1, m) int64."""
+    try:
+        corpus = open_corpus(folder, verify=False)
+    except UserError:
+        return []
+    for split in (corpus.validation, corpus.train):
+        assert isinstance(split, RowShards)
+        both = [sides(*split.row(int(number))) for number in _spread(split.rows, count)]
+        if both:
+            longest = min(config.data.longest, _TOKENS)
+            return [(_as_row(source[:longest]), _as_row(target[:longest])) for source, target in both]
+    return []
 
 
 def rows_of_data(data: str, config: Config, tokenizer: Path, count: int = ROWS) -> list[torch.Tensor]:
@@ -73,8 +89,12 @@ def rows_of(corpus: Corpus, count: int, *, longest: int) -> list[torch.Tensor]:
             numbers = _spread(split.sequences(length) if length > 0 else 0, count)
             rows = [window[:length] for window in split.read(numbers, length)] if len(numbers) else []
         if rows:
-            return [torch.as_tensor(row.astype("int64"))[None] for row in rows]
+            return [_as_row(row) for row in rows]
     return []
+
+
+def _as_row(ids: np.ndarray) -> torch.Tensor:
+    return torch.as_tensor(ids.astype("int64"))[None]
 
 
 def _spread(available: int, count: int) -> Any:

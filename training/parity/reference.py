@@ -25,6 +25,7 @@ from modeling.objectives.objective import Forward
 from modeling.router_balance import router_balance
 from modeling.sequence_parallel import SequenceAttention
 from training.distributed import World
+from training.engine.rng import generators, restore_generators
 from training.tasks.task import objective_of
 
 
@@ -34,7 +35,8 @@ class Reference:
     def __init__(
         self, resolved: Resolved, shape: PretrainedConfig, world: World, teacher: Forward | None = None
     ) -> None:
-        """teacher: the engine's, which a student learns from."""
+        """teacher: the engine's, which a student learns from. The generators stay as they are: a run's go on."""
+        before = generators(world.device)
         section, seed = resolved.config.model, resolved.config.run.seed
         model_class = model_class_of(resolved.config)
         self.model: PreTrainedModel = build_model(
@@ -57,6 +59,7 @@ class Reference:
         self._world = world
         self._router = router_balance(self.model, section)
         self._forward = self.model if self._router is None else self._router.watching(self.model)
+        restore_generators(before, world.device)
 
     @torch.no_grad()
     def load(self, masters: Mapping[str, torch.Tensor]) -> None:

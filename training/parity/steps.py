@@ -38,7 +38,7 @@ from config.launcher import without_accelerate
 from config.resolved import Resolved
 from config.schema import ParitySection
 from data.loader import Batch, Batches
-from modeling.build import dropout_keys
+from modeling.build import dropouts
 from precision.dtypes import DTYPES
 from precision.parity import Walk, blamed, first_divergence, judge_steps
 from precision.statistics import compare_gradients, master_drift, to_plain
@@ -81,7 +81,7 @@ class StepParity:
 
     def __init__(self, engine: Engine, reference: Reference, resolved: Resolved) -> None:
         self._engine, self._reference, self._resolved = engine, reference, resolved
-        self.no_dropout = bool(dropout_keys(engine.model.config))
+        self.no_dropout = bool(dropouts(engine.model))
         """Compare without dropout: which values a kernel drops may depend on the dtype."""
 
     def step(self, batch: Batch, *, applied: int, lr: float | None = None, apply: bool = True) -> dict[str, Any]:

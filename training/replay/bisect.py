@@ -17,7 +17,7 @@ from config.errors import UserError
 from config.printable import line
 from config.resolved import Resolved
 from config.schema import ParitySection
-from modeling.build import dropout_keys
+from modeling.build import dropouts
 from precision.parity import IN_A_STEP, SAME_LOSS, Check, Walk, first_divergence, gradient_errors, judge_steps
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -109,7 +109,7 @@ class Walker:
     def __init__(self, opened: Session, run_dir: RunDir, steps: Mapping[int, Event], log: Log) -> None:
         """steps: the run's `step` events by step. Raises UserError for a model that drops values at random."""
         engine, self._folder, self._steps, self._log = opened.engine, run_dir.checkpoints, steps, log
-        dropout = dropout_keys(engine.model.config)
+        dropout = dropouts(engine.model)
         if dropout:
             problem = "is compared with FP32 without dropout, and so its steps cannot be made again meanwhile"
             raise UserError(f"--bisect: a model with {', '.join(dropout)} above 0 {problem}; see training.parity")

@@ -58,11 +58,12 @@ def resolve(overrides: Sequence[str], world: World) -> tuple[Resolved, World]:
 def engine_of(resolved: Resolved, vocabulary: int, world: World) -> Any:
     config = resolved.config
     names = {"id2label": dict(enumerate(config.classify.labels))} if config.task == "classify" else {}
-    tokens = {"pad_token_id": 0} if config.task in ENCODER_TASKS else {}
+    tokens = {"pad_token_id": 0} if config.task in (*ENCODER_TASKS, "seq2seq") else {}
+    tokens |= {"decoder_start_token_id": 0} if config.task == "seq2seq" else {}
     shape = model_config(
         config.model,
         vocab_size=vocabulary,
-        sequence_length=config.data.sequence_length,
+        sequence_length=config.data.longest,
         model_class=model_class_of(config),
         given=names | tokens,
     )
@@ -85,6 +86,10 @@ def batch_of(world: World, resolved: Resolved, vocabulary: int) -> Batch:
     if task == "classify":
         further["attention_mask"][..., -1] = 0
         labels = torch.zeros(*samples, 1, dtype=torch.int64)
+    if task == "seq2seq":
+        labels = torch.randint(vocabulary, (*samples, resolved.config.data.label_length), generator=generator)
+        further = {"attention_mask": torch.ones_like(inputs), "decoder_input_ids": labels.clone()}
+        further["attention_mask"][..., -1], count = 0, labels.numel()
     if resolved.config.keeps_documents_apart:
         positions = torch.arange(sequence).remainder(sequence // 2).expand(inputs.shape)
     batch = Batch(0, inputs, labels, np.arange(plan.global_size), count, position_ids=positions, further=further)

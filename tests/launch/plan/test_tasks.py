@@ -13,11 +13,13 @@ from weakref import WeakSet
 import pytest
 import torch
 import transformers
+import yaml
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
 )
 
@@ -118,7 +120,7 @@ def test_activations_under_an_adapter_are_what_autograd_keeps(adapter, family, c
     real = kept_by(add_adapter(model, section, seed=0), DTYPES[compute], input_ids=ids, **positions)
     copy = adapted(new_model(hugging_face(family, 2)), section)
     _, demo = planned(["data.sequence_length=64", "batch.micro_size=2"])
-    found = count_activations(copy, _blocks(copy, 2), replace(demo, compute=compute, masked=masked), encoder=False)
+    found = count_activations(copy, _blocks(copy), replace(demo, compute=compute, masked=masked), encoder=False)
     assert found is not None
     assert (2 * found.block + found.outside) * ids.numel() == pytest.approx(real, rel=0.003)
 
@@ -237,6 +239,57 @@ def test_the_peak_of_an_encoder_is_what_tensors_take(pair, tmp_path, task: str, 
     assert_peak(pair, [*overrides, *rounded(tmp_path, 2)], 4100, 0.1)
 
 
+T5 = "d_model: 128, d_kv: 32, d_ff: 320, num_heads: 4, num_layers: 3, num_decoder_layers: 2, feed_forward_proj: {}"
+BART = "d_model: 128, encoder_ffn_dim: 320, decoder_ffn_dim: 320, encoder_layers: 2, decoder_layers: 3"
+BOTH_SIDES = {
+    "t5": ["model.architecture=t5", "model.config={" + T5.format("relu") + "}", "data.target_length=96"],
+    "t5-v1.1, no dropout": [
+        "model.architecture=t5",
+        "model.config={" + T5.format("gated-gelu") + ", dropout_rate: 0.0}",
+        *("data.target_length=32", "model.loss=chunked", "model.loss_chunk_tokens=64"),
+    ],
+    "bart": ["model.architecture=bart", "model.config={" + BART + ", dropout: 0.1}", "data.target_length=64"],
+    "t5, recomputed": [
+        "model.architecture=t5",
+        "model.config={" + T5.format("relu") + "}",
+        *("data.target_length=96", "model.activation_checkpointing=full"),
+    ],
+}
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("what", BOTH_SIDES)
+def test_the_peak_of_an_encoder_decoder_is_what_tensors_take(pair, tmp_path, what: str) -> None:
+    """Whose two sides have other lengths and numbers of blocks."""
+    given = ["task=seq2seq", "data.tokenizer=bytes", "data.sequence_length=128", "batch.micro_size=8"]
+    given += ["batch.global_size=16", "model.activation_checkpointing=none"]
+    assert_peak(pair, [*given, *BOTH_SIDES[what], *rounded(tmp_path, 2)], 258, 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_peak_of_an_adapted_encoder_decoder_is_what_tensors_take(pair, tmp_path, stage: int) -> None:
+    given = yaml.safe_load("{" + T5.format("gated-gelu") + ", vocab_size: 512, decoder_start_token_id: 0}")
+    AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **given)).save_pretrained(tmp_path / "t5")
+    overrides = on_base(tmp_path / "t5", LORA, "task=seq2seq", "data.target_length=96", "batch.micro_size=8")
+    assert_peak(pair, [*overrides, "batch.global_size=16", *rounded(tmp_path, stage)], 512, 0.1)
+
+
+def test_the_matmuls_of_an_encoder_decoder_are_those_of_both_sides() -> None:
+    """By hand: each side's weights meet its own tokens, keys and values of cross-attention those of the source."""
+    sizes = "model.config={d_model: 32, d_kv: 8, d_ff: 48, num_heads: 4, num_layers: 3, num_decoder_layers: 2}"
+    given = ["task=seq2seq", "model.architecture=t5", sizes, "data.tokenizer=bytes", "data.sequence_length=40"]
+    shape, layout = planned([*given, "data.target_length=24", "batch.micro_size=2", "batch.global_size=4"])
+    assert (shape.vocabulary, shape.layers, layout.tokens, layout.label_tokens) == (258, 5, 128, 48)
+    projection, mlp = 32 * 32, 2 * 32 * 48
+    source = 3 * (4 * projection + mlp) + 2 * 2 * projection
+    target = 2 * (6 * projection + mlp) + 258 * 32
+    assert shape.matmul_parameters == pytest.approx((40 * source + 24 * target) / 64, abs=1)
+    scores = 4 * 32 * (3 * 40 * 40 + 2 * (24 * 24 + 24 * 40))
+    assert shape.attention_flops(40) == pytest.approx(scores / 64)
+    assert shape.flops_per_token(40) == pytest.approx(3 * shape.forward_flops(40))
+
+
 def rounded(folder: Path, stage: int) -> list[str]:
     """Overrides of a BF16 run without saves whose buckets hold a part of the gradients."""
     document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_bf16.json").read_text())
@@ -262,7 +315,9 @@ def test_a_divergence_takes_what_the_planner_says(kind: Any, top_k: int, compute
         teacher = None if top_k else SimpleNamespace(width=4)
         shape: Any = SimpleNamespace(vocabulary=vocabulary, teacher=teacher)
         section = DistillSection(loss=kind, top_k=top_k)
-        layout: Any = SimpleNamespace(tokens=tokens, width=dtype.itemsize, task="distill", distill=section)
+        layout: Any = SimpleNamespace(
+            tokens=tokens, label_tokens=tokens, width=dtype.itemsize, task="distill", distill=section
+        )
         assert loss_bytes(shape, layout) == pytest.approx(measured, rel=0.02)
 
 

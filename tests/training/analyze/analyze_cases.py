@@ -15,10 +15,12 @@ from precision.observe import Observation, verify
 from precision.proposal import Limits
 from precision.regions import Regions
 from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
+from tests.training.tasks import classify_cases, seq2seq_cases, sft_cases
 from training.analyze.gradients import Fp32Gradients, under_manifest
 from training.analyze.survey import Plan, survey
 from training.distributed import World
 from training.engine.rng import generators
+from training.session import session
 
 MICRO = 2
 FP32 = {"default": "fp32", "rules": []}
@@ -154,3 +156,28 @@ def _errors(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) 
     size = torch.stack([true.square().sum() for true in exact.values()])
     counts = torch.tensor([true.numel() for true in exact.values()])
     return float((off / size * counts).sum() / counts.sum()) ** 0.5, float(off.sum() / size.sum()) ** 0.5
+
+
+RESOLVE: dict[str, Any] = {
+    "classify": classify_cases.resolve,
+    "seq2seq": seq2seq_cases.resolve,
+    "sft": sft_cases.resolve,
+}
+
+
+def surveyed_task(world: World, *, folder: Path, task: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """A survey of a task's own data and model, and in what each region computes in a training step as it proposes."""
+    path = folder / f"manifest-{world.rank}.json"
+    path.write_text(json.dumps(FP32))
+    given = ("precision.path=manifest", f"precision.manifest={path}", "guard.spike_sigmas=0", *overrides)
+    resolved = RESOLVE[task](folder, overrides=given)
+    with session(resolved, world=world) as opened:
+        engine = opened.engine
+        result = survey(engine, opened.batches, resolved, plan(steps=0, sequences=1, most_regions=1))
+        with under_manifest(engine, result["proposal"]["manifest"]), Observation(engine.model) as seen:
+            outcome = engine.forward_backward(opened.batches.next_step(), step=2)
+            finite = engine.health(outcome).finite
+            engine.discard_gradients()
+            assert engine.regions is not None
+            verify(seen, engine.regions.dtypes, may_idle=engine.regions.may_idle)
+        return {"result": result, "share": seen.flop_share(), "finite": finite}

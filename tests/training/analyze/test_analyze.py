@@ -6,6 +6,8 @@ import math
 
 import pytest
 
+from config.command_line import read_command_line
+from config.launcher import as_launched
 from tests.training.analyze import analyze_cases
 from training.analyze import command as analyze
 from training.analyze.plot import extent
@@ -105,6 +107,18 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, word
     assert code == 2 and captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert words in captured.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("policy", ["deepspeed", "adaptive"])
+@pytest.mark.parametrize("scale", [None, 1.0, 2.0**21, 2.0**40])
+def test_a_proposed_loss_scale_starts_a_run(policy, scale):
+    """Also one of more digits than a printed number has, and one above what the policy allows."""
+    given = ["--config", "config/recipes/demo_fp16.yaml", f"precision.loss_scale.policy={policy}"]
+    section = read_command_line(given, as_launched(2)).config.precision.loss_scale
+    override = analyze.initial_scale(scale, section.largest_scale)
+    found = read_command_line([*given, *override], as_launched(2)).config.precision.loss_scale
+    expected = {None: section.initial_scale, 2.0**40: min(2.0**40, section.largest_scale)}
+    assert found.initial_scale == expected.get(scale, scale)
 
 
 def test_extents_hold_all_but_the_tails():

@@ -188,6 +188,16 @@ def parity_steps(world: World, *, folder: Path, **options: Any) -> list[dict[str
         return [parity.step(opened.batches.next_step(), applied=step) for step in range(2)]
 
 
+def generators_after_the_reference(world: World, *, folder: Path, **options: Any) -> bool:
+    """Whether a run's random numbers go on as if no FP32 reference had been built."""
+    from training.parity.reference import Reference
+
+    with session(resolve(folder, **options), world=world) as opened:
+        before = torch.get_rng_state()
+        Reference(opened.resolved, opened.model_config, world)
+        return torch.equal(before, torch.get_rng_state())
+
+
 def telemetry(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
     """What is measured on the first step, with the probe."""
     from training.telemetry import Telemetry

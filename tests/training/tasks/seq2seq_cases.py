@@ -13,7 +13,7 @@ from config.resolved import Resolved
 from config.schema import OptimizerSection
 from modeling.parameter_groups import parameter_groups
 from tests.support.seq2seq import SOURCE, TARGET
-from tests.training.tasks import sft_cases
+from tests.training.tasks import classify_cases, sft_cases
 from tests.training.tasks.sft_cases import CLIPPING, RATE, masters, taken
 from training.distributed import World
 from training.session import Session, session
@@ -41,15 +41,23 @@ def _step(opened: Session) -> dict[str, Any]:
     return {"loss": health.loss, "grad_norm": health.grad_norm, "rows": rows, "tokens": batch.tokens}
 
 
-def oracle(folder: Path, rows_of_steps: list[list[int]], *, family: str = "t5") -> dict[str, Any]:
-    """The same steps in plain torch: one row at a time, unpadded, shifted and judged by the model's own `labels`."""
+def oracle(
+    folder: Path, taken: dict[str, Any], *, family: str = "t5", adapter: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The same steps in plain torch: one row at a time, unpadded, shifted and judged by the model's own `labels`.
+
+    taken: what `steps` found. adapter: arguments of the `LoraConfig` of plain `peft`; None: all weights are trained.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder / family)
     model: Any = AutoModelForSeq2SeqLM.from_pretrained(folder / family, dtype=torch.float32).train()
+    if adapter is not None:
+        model = classify_cases.trained_from(model, taken["before"], adapter)
+    parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     groups = parameter_groups(model, OptimizerSection(weight_decay=0.1))
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
     found = []
-    for numbers in rows_of_steps:
+    for numbers in (step["rows"] for step in taken["steps"]):
         pairs = [
             [tokenizer(rows[number][field], return_tensors="pt").input_ids for field in ("prompt", "completion")]
             for number in numbers
@@ -60,15 +68,44 @@ def oracle(folder: Path, rows_of_steps: list[list[int]], *, family: str = "t5") 
             loss = model(input_ids=source, labels=target).loss * target.numel() / count
             loss.backward()
             total += float(loss.detach())
-        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING))
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), CLIPPING))
         optimizer.step()
         optimizer.zero_grad()
         tokens = sum(source.numel() + target.numel() for source, target in pairs)
         found.append({"loss": total, "grad_norm": norm, "tokens": tokens})
-    return {"steps": found, "after": {name: value.detach().clone() for name, value in model.named_parameters()}}
+    return {"steps": found, "after": {name: value.detach().clone() for name, value in parameters.items()}}
 
 
 def start(world: World, *, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
     """The masters of a run that has just started."""
     with session(resolve(folder, **options), world=world) as opened:
         return masters(opened)
+
+
+def measured(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
+    """A step compared with FP32 module by module, and what telemetry measures on the next one, with the probe."""
+    from training.parity.reference import Reference
+    from training.parity.steps import StepParity
+    from training.telemetry import Telemetry
+
+    with session(resolve(folder, **options), world=world) as opened:
+        engine, batches = opened.engine, opened.batches
+        parity = StepParity(engine, Reference(opened.resolved, opened.model_config, world), opened.resolved)
+        step = parity.step(batches.next_step(), applied=0)
+        meter, batch = Telemetry(engine, probe=True), batches.next_step()
+        with meter.watching(batch):
+            outcome = engine.forward_backward(batch, step=2)
+        engine.health(outcome)
+        meter.measure()
+        return {"step": step, "telemetry": meter.finish(applied=False)}
+
+
+def causes(world: World, *, folder: Path, **options: Any) -> list[tuple[int, Any]]:
+    """Who made the first step not finite."""
+    from training.attribution import attribute
+
+    with session(resolve(folder, **options), world=world) as opened:
+        batch = opened.batches.next_step()
+        outcome = opened.engine.forward_backward(batch, step=1)
+        assert not opened.engine.health(outcome).finite
+        return attribute(opened.engine, batch, outcome, step=1)

@@ -168,6 +168,11 @@ def test_single_steps_are_compared_with_fp32(pair: ProcessGroup, encoders: Path,
     assert max(half["drift"].values()) == 0
 
 
+def test_building_the_reference_draws_no_random_number_of_the_run(pair: ProcessGroup, encoders: Path) -> None:
+    """Else a run's first step, made again with its dropout, would drop others: a head that is new is drawn twice."""
+    assert all(pair.run(cases.generators_after_the_reference, folder=encoders, overrides=(DROPOUT,)))
+
+
 def test_telemetry_attribution_and_regions(pair: ProcessGroup, encoders: Path, tmp_path: Path) -> None:
     found = pair.run(cases.telemetry, folder=encoders, compute="bf16", overrides=(DROPOUT,))[0]
     assert found["drift"]["maximum"] == 0

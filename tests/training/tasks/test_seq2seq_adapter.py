@@ -1,0 +1,169 @@
+"""Adapters on encoder-decoders equal plain torch with plain `peft`, and what comes out loads there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForSeq2SeqLM, PeftModel
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from tests.support.process_group import ProcessGroup
+from tests.support.seq2seq import FAMILIES, write_model, write_rows
+from tests.training.checkpoint import resume_cases
+from tests.training.tasks import seq2seq_cases as cases
+from tests.training.tasks.test_seq2seq import JOB, asked, require_equal
+from training.checkpoint.partitions import open_saved_model
+from training.export_hf.export import export, find_source
+from training.generate import main as generate
+
+LORA = "adapter={kind: lora, r: 4, alpha: 8}"
+GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "SEQ_2_SEQ_LM"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of each family, and 60 rows."""
+    made = tmp_path_factory.mktemp("seq2seq_adapter")
+    for family in FAMILIES:
+        write_model(made / family, family)
+    write_rows(made / "rows.jsonl", 60)
+    return made
+
+
+CELLS: dict[str, tuple[str, int, str, dict[str, Any]]] = {
+    "t5-v1.1": ("t5-v1.1", 3, LORA, GIVEN),
+    "t5, one side's attention": (
+        *("t5", 2, "adapter={kind: dora, r: 4, alpha: 8, target_modules: [q, v]}"),
+        GIVEN | {"target_modules": ["q", "v"], "use_dora": True},
+    ),
+    "bart": ("bart", 0, LORA, GIVEN),
+    "a head of its own, trained whole": (
+        *("t5-v1.1", 2, LORA[:-1] + ", modules_to_save: [lm_head]}"),
+        GIVEN | {"modules_to_save": ["lm_head"]},
+    ),
+}
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("what", CELLS)
+def test_two_ranks_equal_plain_peft(pair: ProcessGroup, folder: Path, what: str) -> None:
+    family, stage, adapter, given = CELLS[what]
+    found, _ = pair.run(cases.steps, folder=folder, family=family, stage=stage, overrides=(adapter,))
+    assert all("lora_" in name or "modules_to_save" in name for name in found["after"])
+    require_equal(found, cases.oracle(folder, found, family=family, adapter=given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [LORA[:-1] + ", dropout: 0.5}", ""])
+def test_single_steps_telemetry_and_attribution(pair: ProcessGroup, folder: Path, adapter: str) -> None:
+    """Of an adapter, and of all weights."""
+    given, drops = (adapter,) if adapter else (), "model.config={dropout_rate: 0.1}"
+    found = pair.run(cases.measured, folder=folder, stage=1, overrides=(*given, drops))[0]
+    step, telemetry = found["step"], found["telemetry"]
+    assert step["loss"] == pytest.approx(step["reference_loss"], rel=1e-6)
+    assert step["grad_norm"] == pytest.approx(step["reference_grad_norm"], rel=1e-5)
+    assert max(step["update_error"].values()) < 1e-3
+    assert all(".lora_" in name for name in step["parameters"]) == bool(adapter)
+    found = pair.run(cases.measured, folder=folder, stage=2, compute="bf16", overrides=(*given, drops))[0]
+    step, telemetry = found["step"], found["telemetry"]
+    assert step["loss"] == pytest.approx(step["reference_loss"], rel=0.01)
+    assert max(step["drift"].values()) == telemetry["drift"]["maximum"] == 0
+    assert all(".lora_" in name for name in telemetry["probe"]) == bool(adapter)
+    module = "decoder.block.1.layer.1.EncDecAttention.q" + (".lora_B.default" if adapter else "")
+    fault = f"faults=[{{kind: nan_activation, step: 1, rank: 1, module: {module}}}]"
+    [(rank, finding), *_], _ = pair.run(cases.causes, folder=folder, stage=2, compute="bf16", overrides=(*given, fault))
+    assert (rank, finding.module) == (1, module)
+
+
+JOBS = {
+    "t5-v1.1, LoRA, BF16, ZeRO-3": (
+        *("precision.compute=bf16", "deepspeed.stage=3", "model.config={dropout_rate: 0.1}"),
+        LORA[:-1] + ", dropout: 0.1}",
+    ),
+    "bart, LoRA, FP16, ZeRO-2, an overflow": (
+        *("precision.compute=fp16", "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}"),
+        *("faults=[{kind: inf_gradient, step: 3, rank: 1}]", "deepspeed.stage=2", "model.config={dropout: 0.1}", LORA),
+    ),
+    "t5, DoRA, BF16, ZeRO-2": (
+        *("precision.compute=bf16", "deepspeed.stage=2", "model.config={}"),
+        "adapter={kind: dora, r: 4, alpha: 8, modules_to_save: [lm_head]}",
+    ),
+}
+
+
+def job(folder: Path, what: str) -> tuple[list[str], str]:
+    """Overrides of `resume_cases.resolve`, and a name."""
+    family = what.partition(",")[0]
+    overrides = [item.replace("{folder}", str(folder)).replace("{family}", family) for item in (*JOB, *JOBS[what])]
+    return overrides, what.replace(" ", "-").replace(",", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", JOBS)
+def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
+    overrides, name = job(folder, what)
+    whole = pair.run(resume_cases.job, folder=str(folder), name=name, overrides=overrides, passes=None)
+    broken = pair.run(resume_cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=14)
+    assert broken[0]["exit_code"] is None
+    broken = pair.run(resume_cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=None)
+    assert resume_cases.sessions_resumed(str(folder), f"{name}-broken") == 1
+    assert [result["exit_code"] for result in whole] == [0, 0]
+    assert broken == whole
+    record = resume_cases.last_by_step(str(folder), name)
+    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
+    assert resume_cases.last_by_step(str(folder), f"{name}-broken") == record
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("what", JOBS)
+def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(
+    pair: ProcessGroup, folder: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the masters: equal logits in plain `peft` and in plain transformers, and the same answers."""
+    (overrides, name), family = job(folder, what), what.partition(",")[0]
+    overrides += ["run.steps=2", "optimizer.learning_rate=0.05", "guard.spike_sigmas=0", "faults=[]"]
+    pair.run(resume_cases.job, folder=str(folder), name=f"{name}-export", overrides=overrides, passes=None)
+    checkpoint = folder / "runs" / f"{name}-export" / "checkpoints" / "step-2"
+    source = find_source(checkpoint, run=None, tokenizer=None, parity=None)
+    given: dict[str, Any] = {"dtype": "fp32", "shard_size": "5GB", "force": False}
+    said: list[str] = []
+    facts = export(source, tmp_path / "adapter", log=lambda text: None, **given)
+    export(source, tmp_path / "merged", merged=True, log=said.append, **given)
+
+    computed = torch.float16 if "FP16" in what else torch.bfloat16
+    base: Any = AutoModelForSeq2SeqLM.from_pretrained(folder / family, dtype=computed).float()
+    model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    saved = open_saved_model(checkpoint / "deepspeed")
+    loaded = dict(model.get_base_model().named_parameters())
+    assert any("lora_B" in key and bool(saved.tensors[key].read().any()) for key in saved.tensors)
+    assert ("lm_head.modules_to_save.default.weight" in saved.tensors) == ("DoRA" in what)
+    for key in saved.tensors:
+        assert torch.equal(loaded[key], saved.tensors[key].read()), key
+    merged: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged").eval()
+    inputs = asked(folder, family)
+    with torch.no_grad():
+        mine, theirs = (net(**inputs).logits for net in (merged, model))
+        with model.disable_adapter():
+            before = model(**inputs).logits
+    assert torch.allclose(mine, theirs, atol=2e-5)
+    assert not torch.allclose(mine, before, atol=1e-3)
+    assert any("against base and adapter in FP32: KL" in line for line in said)
+    assert facts["model"]["auto_class"] == "AutoModelForSeq2SeqLM"
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert "AutoModelForSeq2SeqLM.from_pretrained(" in card and "PeftModel.from_pretrained(base, FOLDER)" in card
+    answered(tmp_path / "adapter", capsys)
+
+
+def answered(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`training.generate` says of the adapter's folder what `generate` of plain `peft` says to the same source."""
+    assert generate([str(adapter), "--prompt", "a model loss", "--tokens", "8"]) == 0
+    said = capsys.readouterr().out
+    model: Any = AutoPeftModelForSeq2SeqLM.from_pretrained(str(adapter))
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    inputs = tokenizer("a model loss", return_tensors="pt")
+    cache = "t5" not in str(model.config.model_type)
+    found = model.generate(**inputs, max_new_tokens=8, do_sample=False, use_cache=cache)
+    assert said == tokenizer.decode(found[0], skip_special_tokens=True) + "\n"
