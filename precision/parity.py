@@ -106,8 +106,8 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     attempted = [step for walk in walks for step in walk.steps]
     taken = [step for step in attempted if step["applied"]]
     checks = [
-        _over(attempted, "module_error", bounds.module_error, module_errors),
-        _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_scale_note(taken)),
+        _over(attempted, "module_error", bounds.module_error, module_errors, note=_own_note(attempted)),
+        _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_gradient_note(taken)),
         _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine"), at_least=True),
         _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement"), at_least=True),
         _over(taken, "update_error", bounds.update_error, lambda step: _by_module(step["update_error"]).items()),
@@ -221,6 +221,21 @@ def _own_error(step: Mapping[str, Any], name: str) -> float:
 def _beyond(value: float, planned: float) -> float:
     """An error without FP8_MARGIN times that of FP8's rounding alone."""
     return value if math.isnan(value) else max(0.0, value - FP8_MARGIN * planned) if planned else value
+
+
+def _own_note(steps: Sequence[Mapping[str, Any]]) -> str:
+    return _fp8_note([float(error) for step in steps for error in step.get("planned_error", {}).values()])
+
+
+def _gradient_note(steps: Sequence[Mapping[str, Any]]) -> str:
+    planned = [found for step in steps for found in step.get("planned", {}).values()]
+    notes = _scale_note(steps), _fp8_note([float(found["relative_error"]) for found in planned])
+    return "; ".join(filter(None, notes))
+
+
+def _fp8_note(planned: Sequence[float]) -> str:
+    """What was taken off before values were judged, the largest."""
+    return f"beyond {FP8_MARGIN:g} times what FP8's rounding alone makes, up to {max(planned):.2e}" if planned else ""
 
 
 def _fp8_products(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:

@@ -28,6 +28,8 @@ def test_a_sound_run_is_parity(pair, stage, overrides):
         assert not failed(checks)
         assert max(step["own_error"][LINEAR] for step in steps) > 0.02
         assert checks["fp8_products"].measured < 0.6
+        assert "what FP8's rounding alone makes, up to" in checks["module_error"].note
+        assert checks["module_error"].measured < 0.02 and "alone makes" in checks["gradient_error"].note
         for step in steps:
             parts = [row["part"] for row in step["fp8_products"] if row["module"] == LINEAR]
             assert sorted(parts) == ["input gradient", "output", "weight gradient"]
