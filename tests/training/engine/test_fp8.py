@@ -50,6 +50,29 @@ def test_a_step_does_not_depend_on_the_layout(pair, solo, manifest, expected, st
             assert difference(result["after"], expected["after"]) < 1e-5
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("stage", "variant", "overrides"),
+    [
+        (2, "_offload", ()),
+        (3, "_offload", ()),
+        (1, "", ("model.activation_checkpointing=full",)),
+        (3, "", ("model.activation_checkpointing=full", "model.checkpointing_reentrant=true")),
+        (0, "", ("model.activation_checkpointing=selective",)),
+        (2, "", ("precision.fp8.kernel=scaled_mm",)),
+    ],
+)
+def test_a_step_does_not_depend_on_offload_recomputation_and_kernel(
+    pair, manifest, expected, stage, variant, overrides
+):
+    given = ["precision.path=manifest", f"precision.manifest={manifest}", *overrides]
+    options = {"compute": "fp32", "micro": 2, "mask": "uneven", "variant": variant, "overrides": given}
+    for result in pair.run(engine_cases.one_step, stage=stage, **options):
+        assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert difference(result["after"], expected["after"]) < 1e-5
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_computes_in_it_is_observed_and_can_change(pair, tmp_path, stage):
     manifest = {"default": "bf16", "rules": RULES}
