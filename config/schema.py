@@ -490,8 +490,9 @@ class Fp8Section:
     """[choice] In what the gradient of the weight is computed: the dtype around the module, or fp8, with scales
     over the tokens of a micro-batch."""
     kernel: Literal["auto", "emulate", "scaled_mm"] = "auto"
-    """[choice] scaled_mm: FP8 matmuls of GPUs of compute capability 9.0 and higher. emulate: rounding to FP8 and back,
-    anywhere. auto: scaled_mm where a module can have it."""
+    """[choice] scaled_mm: FP8 matmuls of GPUs of compute capability 9.0 and higher, and of CPUs. emulate: rounding to
+    FP8 and back, anywhere. auto: on such a GPU scaled_mm where a module can have it and a comparison with FP8's
+    definition at the start holds."""
 
 
 @dataclass(frozen=True)
@@ -794,6 +795,9 @@ class ParitySection:
     unexplained: int = limit(0, at_least=0)
     """[modules] Modules whose error may be other than rounding in the planned dtype explains: a wrong constant, a term
     that is missing, a sum in a lower dtype, whatever its size."""
+    fp8_products: float = limit(1.0, above=0.0)
+    """[factor] Largest distance of the output, the input gradient and the weight gradient of an FP8 layer from those by
+    FP8's definition on what the layer got, in units of what the sums and the dtype around it round."""
     restored_share: float = limit(1.0, at_least=0.0, at_most=1.0)
     """[fraction] Share of the compared points that must restore from their checkpoint and repeat the recorded loss."""
     module_error: float = limit(0.02, above=0.0)

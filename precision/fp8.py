@@ -19,7 +19,8 @@ An operand with a value that is not finite becomes nan throughout its row: the c
 hide it. That also is why there is no delayed scaling, whose scales are of earlier steps.
 
 Anywhere, operands are rounded to FP8 and back, and multiplied in BF16 (FP32 where the surroundings are not BF16), which
-holds them exactly, with sums in FP32. On GPUs of compute capability 9.0 and higher `torch._scaled_mm` multiplies them.
+holds them exactly, with sums in FP32. On GPUs of compute capability 9.0 and higher `torch._scaled_mm` multiplies them,
+and on CPUs if it is asked for; `kernel_problem` compares it with `precision.fp8_reference` first.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from config.errors import one_line
 from config.schema import Fp8Section
+from precision.fp8_reference import Product, off_by, operands
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BLOCK = 32
 """Values that share a scale with `block32`, as in OCP's Microscaling Formats 1.0."""
 _EXPONENTS = (-126, 127)  # of normal FP32 numbers
 _ALIGNED = 16  # what the FP8 matmuls of GPUs want the dimensions of weights to be multiples of
+_TRIED_TOKENS, _TRIED_FEATURES = 64, 4096  # a kernel is tried with at most so many of a layer's features
 
 Count = Callable[[str, torch.Tensor, torch.Tensor], None]
 """Called with an operand's name (input, weight, gradient), its values, and the same rounded to FP8."""
@@ -109,11 +113,52 @@ class FlushMeter:
         return {name: dict(zip(OPERANDS, row, strict=True)) for name, row in zip(self.modules, found, strict=True)}
 
 
-def can_multiply(weight_shape: torch.Size, device: torch.device, ambient: torch.dtype, scaling: str) -> bool:
-    """Whether the device has a kernel for FP8 operands with these scales, and BF16 results."""
+def no_kernel(weight_shape: Sequence[int], device: torch.device, ambient: torch.dtype, section: Fp8Section) -> str:
+    """Why a layer's products are not made by torch._scaled_mm; empty where they are."""
+    if section.kernel == "emulate":
+        return "precision.fp8.kernel = emulate"
+    if section.scaling == "block32":
+        return "it has no scales by block"
+    if device.type == "cpu":
+        wanted = section.kernel == "scaled_mm" and ambient in (torch.bfloat16, torch.float32)
+        return "" if wanted else "on a CPU it is for BF16 or FP32 around the layer, and not faster"
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    return scaling != "block32" and ambient == torch.bfloat16 and not any(size % _ALIGNED for size in weight_shape)
+        return f"it needs a GPU of compute capability 9.0, and this is {device}"
+    if ambient != torch.bfloat16:
+        return f"it needs BF16 around the layer, and there is {str(ambient).removeprefix('torch.')}"
+    if any(size % _ALIGNED for size in weight_shape):
+        return f"{_ALIGNED} does not divide its weight's sizes {tuple(weight_shape)}"
+    return ""
+
+
+def kernel_problem(
+    weight_shape: Sequence[int], device: torch.device, ambient: torch.dtype, section: Fp8Section
+) -> str | None:
+    """What is wrong with torch._scaled_mm for such a layer: it raises, or one of the three products is further from
+    FP8's definition than sums and the dtype around the layer round. None: it computes what it should."""
+    generator = torch.Generator().manual_seed(0)
+    out, width = (min(size, _TRIED_FEATURES) for size in weight_shape)
+    given = [
+        torch.randn(shape, generator=generator).to(device)
+        for shape in ((_TRIED_TOKENS, width), (out, width), (_TRIED_TOKENS, out))
+    ]
+    inputs, weight, gradient = given[0].to(ambient).requires_grad_(), given[1].requires_grad_(), given[2].to(ambient)
+    try:
+        output = _Linear.apply(inputs, weight, section, True, None)
+        output.backward(gradient)
+        found: dict[Product, Any] = {
+            "output": output.detach(),
+            "input gradient": inputs.grad,
+            "weight gradient": weight.grad,
+        }
+        for product, values in found.items():
+            left, right = operands(product, inputs.detach(), weight.detach(), gradient, section)
+            off, allowed = off_by(values, left, right, ambient)
+            if not off <= allowed:
+                return f"its {product} is {off / allowed:.3g} times as far from FP8's definition as rounding explains"
+    except Exception as problem:  # whatever torch and the device's libraries may raise
+        return f"it fails: {one_line(problem, 200)}"
+    return None
 
 
 def linear_fp8(
@@ -129,7 +174,7 @@ def linear_fp8(
 
     count: sees every operand and what rounding made of it.
     """
-    kernel = section.kernel != "emulate" and can_multiply(weight.shape, inputs.device, ambient, section.scaling)
+    kernel = not no_kernel(weight.shape, inputs.device, ambient, section)
     output = _Linear.apply(inputs.to(ambient), weight, section, kernel, count)
     return output if bias is None else output + bias.to(ambient)
 
@@ -173,8 +218,8 @@ def _product(
 ) -> torch.Tensor:
     """left right^T in `ambient`, of (rows, summed) and (columns, summed), each rounded over its last dimension."""
     global _multiplying
-    if kernel and count is None and left[1].shape[-1] % _ALIGNED == 0:
-        return _scaled_product(left, right, ambient, section.scaling)
+    if kernel and (left[1].device.type == "cpu" or left[1].shape[-1] % _ALIGNED == 0):
+        return _scaled_product(left, right, ambient, section.scaling, count)
     narrow = []
     for name, values, dtype in (left, right):
         narrow.append(rounded(values, -1, dtype, section.scaling))
@@ -188,12 +233,17 @@ def _product(
         _multiplying = False
 
 
-def _scaled_product(left: _Operand, right: _Operand, ambient: torch.dtype, scaling: str) -> torch.Tensor:
+def _scaled_product(
+    left: _Operand, right: _Operand, ambient: torch.dtype, scaling: str, count: Count | None
+) -> torch.Tensor:
     """The same by the GPU's FP8 units, which want both operands contiguous in the dimension that is summed."""
     dim = None if scaling == "tensor" else -1
     (rows, row_scales), (columns, column_scales) = (
         quantise(values.contiguous(), dim, dtype) for _, values, dtype in (left, right)
     )
+    if count is not None:
+        for (name, values, _), narrow in zip((left, right), (rows, columns), strict=True):
+            count(name, values, narrow.float())
     return torch._scaled_mm(
         rows,
         columns.t(),

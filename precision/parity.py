@@ -23,8 +23,12 @@ SAME_LOSS = 1e-5
 """Relative difference up to which a loss counts as repeated after a restore; 0 on a CPU."""
 
 
+FP8_MARGIN = 1.5
+"""[factor] How much larger an error may be than plain torch's with nothing but FP8's rounding. The run's other
+roundings tip some values to another FP8 number, so that its errors are of the same size and not the same."""
+
 IN_A_STEP = (
-    *("weight_drift", "module_error", "gradient_error", "gradient_cosine", "sign_agreement"),
+    *("weight_drift", "fp8_products", "module_error", "gradient_error", "gradient_cosine", "sign_agreement"),
     *("grad_norm_error", "update_error"),
 )
 """The checks of single steps, in the order in which a step computes what they judge."""
@@ -102,8 +106,8 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     attempted = [step for walk in walks for step in walk.steps]
     taken = [step for step in attempted if step["applied"]]
     checks = [
-        _over(attempted, "module_error", bounds.module_error, module_errors),
-        _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_scale_note(taken)),
+        _over(attempted, "module_error", bounds.module_error, module_errors, note=_own_note(attempted)),
+        _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_gradient_note(taken)),
         _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine"), at_least=True),
         _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement"), at_least=True),
         _over(taken, "update_error", bounds.update_error, lambda step: _by_module(step["update_error"]).items()),
@@ -111,6 +115,8 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
         _over(attempted, "weight_drift", bounds.weight_drift, _drift, floor=0.0),
         judge_signatures(taken, bounds),
     ]
+    if any(step.get("fp8_products") for step in taken):
+        checks.insert(0, _over(taken, "fp8_products", bounds.fp8_products, _fp8_products))
     stuck = [str(walk.point) for walk in walks if walk.restored and not any(step["applied"] for step in walk.steps)]
     if stuck:
         note = f"no step was applied after step {', '.join(stuck)}"
@@ -171,7 +177,7 @@ def first_divergence(walks: Sequence[Walk], bounds: ParitySection) -> dict[str, 
     for walk in walks:
         for step in walk.steps:
             for name in step["order"]:
-                if not step["own_error"][name] <= bounds.module_error:
+                if not _own_error(step, name) <= bounds.module_error:
                     return {"step": step["step"], "module": name, "own_error": step["own_error"][name]}
     return None
 
@@ -204,8 +210,43 @@ def _over(
 
 
 def module_errors(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """Each module's own error in a step."""
-    return [(name, float(value)) for name, value in step["own_error"].items()]
+    """Each module's own error in a step, beyond what FP8's rounding makes where that is in the plan."""
+    return [(name, _own_error(step, name)) for name in step["own_error"]]
+
+
+def _own_error(step: Mapping[str, Any], name: str) -> float:
+    return _beyond(float(step["own_error"][name]), float(step.get("planned_error", {}).get(name, 0.0)))
+
+
+def _beyond(value: float, planned: float) -> float:
+    """An error without FP8_MARGIN times that of FP8's rounding alone."""
+    return value if math.isnan(value) else max(0.0, value - FP8_MARGIN * planned) if planned else value
+
+
+def _own_note(steps: Sequence[Mapping[str, Any]]) -> str:
+    return _fp8_note([float(error) for step in steps for error in step.get("planned_error", {}).values()])
+
+
+def _gradient_note(steps: Sequence[Mapping[str, Any]]) -> str:
+    planned = [found for step in steps for found in step.get("planned", {}).values()]
+    notes = _scale_note(steps), _fp8_note([float(found["relative_error"]) for found in planned])
+    return "; ".join(filter(None, notes))
+
+
+def _fp8_note(planned: Sequence[float]) -> str:
+    """What was taken off before values were judged, the largest."""
+    return f"beyond {FP8_MARGIN:g} times what FP8's rounding alone makes, up to {max(planned):.2e}" if planned else ""
+
+
+def _fp8_products(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """By layer, how far its three products are from FP8's definition, in units of what rounding explains; the worst."""
+    found: dict[str, float] = {}
+    for row in step["fp8_products"]:
+        off, allowed = float(row["off"]), float(row["allowed"])
+        value = off / allowed if allowed else (0.0 if off == 0 else math.inf)
+        worst = found.get(row["module"], 0.0)
+        found[row["module"]] = math.nan if math.isnan(value) or math.isnan(worst) else max(worst, value)
+    return found.items()
 
 
 def gradient_errors(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
@@ -230,10 +271,27 @@ def _gradients(what: str) -> Callable[[Mapping[str, Any]], Iterable[tuple[str, f
     def values(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
         norms = {name: float(norm) for name, norm in step["reference_norms"].items()}
         floor = NEGLIGIBLE * max(norms.values(), default=0.0)
-        agreement = {name: float(found[what]) for name, found in step["parameters"].items() if norms[name] > floor}
+        planned = step.get("planned", {})
+        agreement = {
+            name: _agreement(what, found, planned.get(name))
+            for name, found in step["parameters"].items()
+            if norms[name] > floor
+        }
         return _by_module(agreement, worst=max if what == "relative_error" else min).items()
 
     return values
+
+
+def _agreement(what: str, found: Mapping[str, Any], planned: Mapping[str, Any] | None) -> float:
+    """A parameter's agreement with FP32, beyond what FP8's rounding alone costs. 1 less a cosine, and so its margin,
+    goes by the square of an error."""
+    value = float(found[what])
+    if planned is None:
+        return value
+    if what == "relative_error":
+        return _beyond(value, float(planned[what]))
+    margin = FP8_MARGIN**2 if what == "cosine" else FP8_MARGIN
+    return min(1.0, value + margin * (1.0 - float(planned[what])))
 
 
 def _by_module(values: Mapping[str, float], worst: Callable[..., float] = max) -> dict[str, float]:

@@ -10,6 +10,10 @@ FP16 has 11 bits of significand and ends at 65504; BF16 has 8 and FP32's range. 
 - *what it computes in anyway* where its module or kernel casts by itself: torch's attention without a fused kernel
   computes in FP32 whatever is asked of it, and a manifest that promised 16 bits would not hold.
 
+With a limit on the gradient error (`Limits.fp8`), linear layers go to FP8 instead, those first that cost the least
+squared error per FLOP, until the limit is reached; the others stay in BF16 and nothing computes in FP16, since the FP8
+matmuls of GPUs want BF16 around them (`propose_fp8`).
+
 The loss scale is one for all regions: the power of two at which regions with the most FLOPs fit, the largest of those,
 because a dynamic scale grows until it reaches the end of the range.
 
@@ -21,7 +25,7 @@ FP16 only where no range of any region passes its end.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -31,6 +35,8 @@ from precision.ranges import NOTHING, Spread
 
 FP16_LARGEST = 65504.0
 SCALED = ("gradients", "weight_gradients")
+_USUAL: tuple[Compute, ...] = ("fp8", "fp16", "bf16", "fp32")
+"""Dtypes that a rule may give, that first which a pattern's rule gets when as many of its regions have another."""
 _LOST_BELOW = -25
 """FP16 rounds magnitudes up to 2^-25 to zero; a histogram bin lies below it or not."""
 _SCALES = range(41)
@@ -52,6 +58,8 @@ class Limits:
     """[fraction] Share of the error below which no region is promoted."""
     floor: float = 0.9
     """[fraction] Share of the matmul FLOPs that stays in 16 bits, of those that can be there."""
+    fp8: float = 0.0
+    """[fraction] Gradient error up to which regions compute in FP8; 0: none does."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,8 @@ class Unit:
     flops: int
     """Of one forward pass, all its regions together."""
     errors: Mapping[str, float]
-    """bf16 and fp16 to the relative error of the whole gradient when only this unit computes in it; inf: not finite."""
+    """bf16 and fp16, and fp8 where it was measured, to the relative error of the whole gradient when only this unit
+    computes in it; inf: not finite."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +96,11 @@ class Proposal:
     loss_scale: float | None
     """A power of two that the ranges allow; None without FP16."""
     low_precision_share: float
-    """[fraction] Of the matmul FLOPs of a forward pass, those in 16 bits."""
+    """[fraction] Of the matmul FLOPs of a forward pass, those in 16 bits or fewer."""
     predicted_error: float
     """[fraction] Root of the sum of the units' squared errors."""
+    fp8_share: float = 0.0
+    """[fraction] Of the matmul FLOPs of a forward pass, those in FP8."""
 
 
 def pattern_of(name: str) -> str:
@@ -190,6 +201,60 @@ def propose(
     )
 
 
+def propose_fp8(
+    units: Sequence[Unit],
+    *,
+    other_flops: int,
+    largest_error: float,
+    casts: Mapping[str, Mapping[str, str]] | None = None,
+) -> Proposal:
+    """A manifest with regions in FP8, the others and what is between them in BF16.
+
+    Of the units that were measured in FP8 those with the least squared error per FLOP, as long as the errors of all
+    add up to at most largest_error [fraction of the gradient]. inf: every unit whose error is finite. casts: as
+    `propose` takes them.
+    """
+    shares, errors = sensitivities(units), {unit.names: unit.errors["bf16"] for unit in units}
+    total = max(sum(unit.flops for unit in units) + other_flops, 1)
+    bearing = [unit for unit in units if math.isfinite(unit.errors.get("fp8", math.inf))]
+    everywhere = sum(unit.errors["fp8"] ** 2 for unit in bearing) or 1.0
+    choices: dict[str, Choice] = {}
+    for unit in sorted(bearing, key=lambda unit: unit.errors["fp8"] ** 2 / max(unit.flops, 1)):
+        with_it = errors | {unit.names: unit.errors["fp8"]}
+        of_flops, of_error = unit.flops / total, unit.errors["fp8"] ** 2 / everywhere
+        measured = f"{of_error:.1%} of FP8's squared gradient error at {of_flops:.1%} of the FLOPs: {_fp8_errors(unit)}"
+        bears = _root_of_squares(with_it.values()) <= largest_error
+        for name in unit.names:
+            if bears:
+                choices[name] = Choice("fp8", f"bears FP8: {measured}", shares[name], unit.errors["fp8"])
+            else:
+                choices[name] = Choice("bf16", f"too sensitive for FP8: {measured}", shares[name], unit.errors["bf16"])
+        errors = with_it if bears else errors
+    for unit in units:
+        why = f"not finite in FP8: {_fp8_errors(unit)}" if "fp8" in unit.errors else "FP8 is for other linear layers"
+        for name in unit.names:
+            compute, reason = _held("bf16", why, (casts or {}).get(name, {}))
+            choices.setdefault(name, Choice(compute, reason, shares[name], unit.errors.get(compute, 0.0)))
+    choices = {name: choices[name] for unit in units for name in unit.names}
+    in_fp8 = sum(unit.flops for unit in units if choices[unit.names[0]].compute == "fp8")
+    return Proposal(
+        manifest={"default": "bf16", "rules": rules_for(choices)},
+        choices=choices,
+        loss_scale=None,
+        low_precision_share=sum(unit.flops * _low_share(unit, choices) for unit in units) / total,
+        predicted_error=_root_of_squares(errors.values()),
+        fp8_share=in_fp8 / total,
+    )
+
+
+def _fp8_errors(unit: Unit) -> str:
+    return f"gradient error {unit.errors['fp8']:.2g} alone in FP8, {unit.errors['bf16']:.2g} in BF16"
+
+
+def _root_of_squares(errors: Iterable[float]) -> float:
+    return math.sqrt(sum(error**2 for error in errors))
+
+
 def rules_for(choices: Mapping[str, Choice]) -> list[dict[str, str]]:
     """Manifest rules that give every region its choice: one a pattern, its exceptions below, none without effect.
 
@@ -200,7 +265,7 @@ def rules_for(choices: Mapping[str, Choice]) -> list[dict[str, str]]:
         grouped.setdefault(pattern_of(name), []).append(name)
     general, exceptions = [], []
     for pattern, names in grouped.items():
-        counts = {compute: sum(choices[n].compute == compute for n in names) for compute in ("fp16", "bf16", "fp32")}
+        counts = {compute: sum(choices[n].compute == compute for n in names) for compute in _USUAL}
         usual = max(counts, key=lambda compute: counts[compute])
         alike = [name for name in names if choices[name].compute == usual]
         match = _escaped(pattern) if len(names) > 1 else _escaped(names[0], stars=True)
@@ -229,7 +294,11 @@ def _possible(
     unit: Unit, spreads: Mapping[str, Spread], scale: float, limits: Limits, casts: Mapping[str, str]
 ) -> tuple[Compute, str]:
     """The 16-bit dtype that the measurements suggest where the region computes in it, else one that it computes in."""
-    compute, reason = _sixteen_bits(unit, spreads, scale, limits)
+    return _held(*_sixteen_bits(unit, spreads, scale, limits), casts)
+
+
+def _held(compute: Compute, reason: str, casts: Mapping[str, str]) -> tuple[Compute, str]:
+    """The dtype where the region computes in it, else one that it computes in."""
     if compute not in casts:
         return compute, reason
     seen = " and ".join(name.upper() for name in casts[compute].split(" and "))

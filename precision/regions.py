@@ -46,7 +46,7 @@ from config.errors import UserError
 from config.schema import Fp8Section
 from precision.dtypes import DTYPES
 from precision.findings import tensors_of
-from precision.fp8 import Count, can_multiply, linear_fp8
+from precision.fp8 import Count, linear_fp8
 from precision.manifest import (
     COMPUTES,
     FP8_FOR,
@@ -80,7 +80,7 @@ class Regions:
         """fp8: how modules in FP8 compute.
 
         Raises UserError when a rule of the manifest matches nothing, or sets what cannot be FP8 to it (see
-        `precision.manifest.assign`), and when fp8.kernel cannot be had.
+        `precision.manifest.assign`).
         """
         self.manifest = manifest
         self.fp8 = fp8 or Fp8Section()
@@ -95,7 +95,6 @@ class Regions:
         head = find_head() if callable(find_head) else None
         self._patched: list[tuple[torch.nn.Module, Any]] = []
         modules = dict(model.named_modules())
-        self._require_kernel()
         for name, kind in self._kinds.items():
             module = modules[name]
             self._patched.append((module, module.__dict__.get("forward")))
@@ -118,6 +117,10 @@ class Regions:
     def uses(self, compute: str) -> bool:
         """Whether the ambient dtype or any region is `compute`. True for fp16 means that the loss needs a scale."""
         return compute == self.manifest.default or compute in self._compute.values()
+
+    def names_in(self, compute: str) -> tuple[str, ...]:
+        """Regions that compute in this dtype now."""
+        return tuple(name for name, now in self._compute.items() if now == compute)
 
     def set(self, name: str, compute: str, reason: str) -> Change | None:
         """Let a region compute in another dtype from the next forward pass on; None when it already does.
@@ -175,21 +178,10 @@ class Regions:
         if compute == "fp8" and not can_be_fp8(self._model, name):
             raise UserError(f"{name}: {FP8_FOR}")
 
-    def _require_kernel(self) -> None:
-        """Raises UserError where fp8.kernel asks for a kernel that a module cannot have here."""
-        if self.fp8.kernel != "scaled_mm":
-            return
-        for name, compute in self._compute.items():
-            if compute != "fp8":
-                continue
-            weight: Any = self._model.get_submodule(name).weight
-            shape = getattr(weight, "ds_shape", weight.shape)  # that of a partitioned parameter
-            if not can_multiply(shape, weight.device, DTYPES[self.ambient_of(name)], self.fp8.scaling):
-                wanted = (
-                    "a GPU of compute capability 9.0, BF16 around it, sizes that 16 divides, and no scales by block"
-                )
-                fix = "set it to auto or emulate"
-                raise UserError(f"precision.fp8.kernel = scaled_mm: {name} cannot, it takes {wanted}; {fix}")
+    def fp8_layer(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape of a linear layer's weight, (out, in), also where ZeRO-3 partitions it, and the dtype around it."""
+        weight: Any = self._model.get_submodule(name).weight
+        return tuple(getattr(weight, "ds_shape", weight.shape)), DTYPES[self.ambient_of(name)]
 
     def ambient_of(self, name: str) -> str:
         """The dtype around a region: that of the region which consumes its output."""

@@ -59,7 +59,8 @@ def show_config(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
 
 
 def test_there_are_recipes_for_cpu_and_for_1_8_and_64_gpus() -> None:
-    assert {"demo", "demo_fp16", "llama_1b_1gpu", "llama_8b_8gpu", "llama_8b_64gpu"} <= {path.stem for path in RECIPES}
+    names = {"demo", "demo_fp16", "demo_fp8", "llama_1b_1gpu", "llama_1b_fp8_1gpu", "llama_8b_8gpu", "llama_8b_64gpu"}
+    assert names <= {path.stem for path in RECIPES}
 
 
 @recipes
@@ -88,6 +89,21 @@ def test_it_loads_through_the_real_command_line(path: Path) -> None:
     assert deepspeed["train_batch_size"] == slices
     micro, accumulation = deepspeed["train_micro_batch_size_per_gpu"], deepspeed["gradient_accumulation_steps"]
     assert micro * accumulation * world_size == slices
+
+
+@pytest.mark.parametrize(("name", "like"), [("demo_fp8", "demo"), ("llama_1b_fp8_1gpu", "llama_1b_1gpu")])
+def test_the_fp8_recipes_are_their_namesakes_in_another_precision(name: str, like: str) -> None:
+    ours, theirs = (
+        yaml.safe_load((REPOSITORY / f"config/recipes/{each}.yaml").read_text(encoding="utf-8"))
+        for each in (name, like)
+    )
+    assert (ours.pop("precision"), theirs.pop("precision")) == (
+        {"manifest": "config/manifests/fp8.json"},
+        {"compute": "bf16"},
+    )
+    for tree in (ours, theirs):
+        tree["run"] = {key: value for key, value in tree["run"].items() if key not in ("name", "hypothesis")}
+    assert ours == theirs
 
 
 def parameter_count(shape: dict[str, Any], vocabulary: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 from config.batch import slice_length
+from config.cli import REPOSITORY
 from config.deepspeed.document import offload, zero_stage
 from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.resolved import Resolved
@@ -43,6 +45,8 @@ class Layout:
     """fp32, bf16 or fp16: dtype of parameters and activations on the cast path."""
     manifest: bool
     """FP32 parameters whose matmuls run in 16 bits under autocast."""
+    fp8: bool
+    """The manifest has FP8 for linear layers, which keep no 16-bit copy of their weights."""
     reduced: int
     """[bytes] Of one gradient value on the network."""
     checkpointing: str
@@ -127,6 +131,7 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         rows=2 if config.task == "dpo" else 1,
         compute=resolved.compute,
         manifest=config.precision.path == "manifest",
+        fp8=config.precision.path == "manifest" and _names_fp8(config.precision.manifest),
         reduced=4 if config.precision.reduce == "fp32" or resolved.compute == "fp32" else 2,
         checkpointing=config.model.activation_checkpointing,
         attention=config.model.attention,
@@ -145,3 +150,12 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         or (config.checkpoint.background == "auto" and kept_on_host == "none"),
         saves_between=config.checkpoint.every_steps > 0,
     )
+
+
+def _names_fp8(manifest: str | None) -> bool:
+    """Whether a rule of the manifest has FP8. What is wrong with the file the run itself says."""
+    try:
+        rules = json.loads((REPOSITORY / str(manifest)).read_text(encoding="utf-8"))["rules"]
+        return any(rule["compute"] == "fp8" for rule in rules)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -8,7 +8,7 @@ over the vocabulary in FP32, of all tokens or of a chunk (modeling/linear_cross_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launch.plan.layout import BUFFERED_ALLREDUCE, ZERO_DEFAULTS, Layout
 from launch.plan.loss import loss_bytes, teacher_bytes
@@ -75,15 +75,22 @@ def block_bytes(shape: Shape, layout: Layout) -> float:
     By the operations of transformers' blocks: an RMSNorm keeps its FP32 input, the normalised state and its output; a
     projection its input; fused attention queries, keys, values, output and a log-sum-exp; a gated MLP both halves, the
     activation and the product. A dropout mask is one byte a value.
+
+    Under a manifest modules return 16 bits, norms work in FP32 throughout, and each projection that reads what a norm
+    returned keeps a 16-bit copy of its own, also one in FP8, which rounds again in the backward pass.
     """
     if shape.counted is not None:
         return shape.counted.block + _autocast_bytes(shape, layout)
+    if layout.manifest:
+        copies = (3 + (2 if shape.gated else 1)) * shape.hidden
+        if shape.head_norms:  # their normalised state, in FP32 as well
+            copies += (shape.heads + shape.kv_heads) * shape.head_dim
+        return block_bytes(shape, replace(layout, manifest=False, compute="bf16")) + 2.0 * copies
     width, hidden, mlp = layout.width, shape.hidden, shape.intermediate
     norm = (4 + 2 * width) * hidden + 4 if shape.rms_norm else 2 * width * hidden + 2 * width
     attention = attention_bytes(shape, layout)
     tensors = 4 if shape.gated else 5 if shape.activation == "gelu_new" else 2
-    total = shape.norms * norm + attention + tensors * width * mlp + (2 * hidden if shape.dropout else 0)
-    return total + _autocast_bytes(shape, layout)
+    return shape.norms * norm + attention + tensors * width * mlp + (2 * hidden if shape.dropout else 0)
 
 
 def _autocast_bytes(shape: Shape, layout: Layout) -> float:
@@ -101,7 +108,7 @@ def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
     """
     tokens = layout.tokens
     block = block_bytes(shape, layout) * tokens
-    if layout.manifest:  # autocast, its cache off, keeps a 16-bit copy of the weights as well
+    if layout.manifest and not layout.fp8:  # autocast, its cache off, keeps a 16-bit copy of the weights as well
         block += 2 * shape.block_parameters
     kept, again = kept_bytes(shape, layout, block)
     return kept + outside_bytes(shape, layout) * tokens, again, loss_bytes(shape, layout)

@@ -12,7 +12,18 @@ import torch
 
 from config.errors import UserError
 from config.schema import Fp8Section
-from precision.fp8 import BLOCK, FORMATS, FlushMeter, linear_fp8, quantise, rounded, scale_of
+from precision import fp8_reference
+from precision.fp8 import (
+    BLOCK,
+    FORMATS,
+    FlushMeter,
+    kernel_problem,
+    linear_fp8,
+    no_kernel,
+    quantise,
+    rounded,
+    scale_of,
+)
 from precision.manifest import Manifest, Rule, load_manifest
 from precision.observe import Observation, verify
 from precision.regions import Regions
@@ -62,6 +73,42 @@ def test_values_are_rounded_as_the_format_says(kind: str) -> None:
     ties = torch.arange(-448, 448, 2.0**-4).split(400)
     for row in [*rows, *ties, torch.zeros(3), torch.tensor([448.0, 449.0, -17.0, 0.0])]:
         assert rounded(row, -1, dtype, "row").double().tolist() == in_fractions(row, kind)
+        assert fp8_reference.rounded(row, kind, "row").tolist() == in_fractions(row, kind)
+
+
+@pytest.mark.parametrize("kind", MODEL)
+@pytest.mark.parametrize("scaling", ["row", "block32", "tensor"])
+def test_the_reference_rounds_the_same_numbers(kind: Any, scaling: str) -> None:
+    """Written out in FP64 without an FP8 dtype: what the parity gate compares runs with."""
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(64, 100, generator=generator) * torch.logspace(-40, 30, 64).unsqueeze(1)
+    values = torch.cat([values, torch.zeros(1, 100), values * torch.logspace(-9, 0, 100)])
+    values[7, 3], values[8, 40] = math.inf, math.nan
+    if scaling == "tensor":
+        values = values[10:40].clone()
+    expected = rounded(values, -1, FORMATS[kind], scaling).double()
+    found = fp8_reference.rounded(values, kind, scaling)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("ambient", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_gradient", ["ambient", "fp8"])
+def test_the_reference_multiplies_the_same_operands(ambient: torch.dtype, weight_gradient: Any) -> None:
+    """Forward and backward pass within what sums and the ambient dtype round, far below a roundoff of FP8."""
+    generator = torch.Generator().manual_seed(6)
+    section = Fp8Section(weight_gradient=weight_gradient, gradient="e5m2")
+    given = [torch.randn(shape, generator=generator) for shape in ((3, 9, 48), (20, 48), (20,), (3, 9, 20))]
+    results = []
+    for function in (linear_fp8, fp8_reference.linear):
+        leaves = [value.clone().requires_grad_() for value in given[:3]]
+        output = function(*leaves, ambient=ambient, section=section)
+        output.backward(given[3].to(ambient))
+        results.append([output, *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        error = float((ours - theirs).double().norm() / theirs.double().norm())
+        assert error < (1e-6 if ambient == torch.float32 else 2.0**-8)
 
 
 def test_no_value_is_clipped_and_none_could_be_scaled_less() -> None:
@@ -220,11 +267,65 @@ def test_a_module_that_cannot_be_fp8_is_not_set_to_it() -> None:
         regions.set("lm_head", "fp8", "no")
 
 
-def test_a_kernel_that_is_not_here_is_refused() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("here is a GPU, which may have it")
-    with pytest.raises(UserError, match=r"precision\.fp8\.kernel = scaled_mm"):
-        Regions(build("llama"), manifest(), Fp8Section(kernel="scaled_mm"))
+CPU = torch.device("cpu")
+
+
+def test_each_reason_against_the_kernel_is_said() -> None:
+    asked, auto = Fp8Section(kernel="scaled_mm"), Fp8Section()
+    assert no_kernel((33, 40), CPU, torch.bfloat16, asked) == ""
+    assert "not faster" in no_kernel((32, 32), CPU, torch.bfloat16, auto)
+    assert "BF16 or FP32" in no_kernel((32, 32), CPU, torch.float16, asked)
+    assert "by block" in no_kernel((32, 32), CPU, torch.bfloat16, Fp8Section(kernel="scaled_mm", scaling="block32"))
+    assert "emulate" in no_kernel((32, 32), CPU, torch.bfloat16, Fp8Section(kernel="emulate"))
+    assert "9.0" in no_kernel((32, 32), torch.device("meta"), torch.bfloat16, auto)
+
+
+def can_scaled_mm() -> None:
+    problem = kernel_problem((48, 32), CPU, torch.bfloat16, Fp8Section(kernel="scaled_mm"))
+    if problem is not None:
+        pytest.skip(f"torch {torch.__version__} on this CPU: {problem}")
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+@pytest.mark.parametrize("weight_gradient", ["ambient", "fp8"])
+@pytest.mark.parametrize("default", ["bf16", "fp32"])
+def test_the_kernel_computes_what_the_emulation_does(scaling: Any, weight_gradient: Any, default: Any) -> None:
+    """A whole model forward and backward by torch's own scaled matmul, which on a GPU is the FP8 units', observed."""
+    can_scaled_mm()
+    results = []
+    for kernel in ("scaled_mm", "emulate"):
+        model = build("llama")
+        section = Fp8Section(kernel=kernel, scaling=scaling, weight_gradient=weight_gradient, gradient="e5m2")
+        regions, meter = Regions(model, manifest(default), section), FlushMeter(["a"], CPU)
+        regions.fp8_count = lambda name, meter=meter: meter.of("a")
+        with Observation(model) as seen:
+            loss, found = gradients(model)
+        verify(seen, regions.dtypes, may_idle=regions.may_idle)
+        regions.close()
+        results.append((loss, found, meter.counts, seen.flop_share()))
+    (loss, found, counts, share), (other_loss, other, other_counts, other_share) = results
+    assert float(loss) == pytest.approx(float(other_loss), rel=1e-3) and share == other_share
+    torch.testing.assert_close(counts, other_counts, rtol=0.01, atol=2.0)
+    assert distance(found, other) < 0.01  # of which FP8's own error is ten times
+
+
+WRONG_KERNELS: dict[str, Any] = {
+    "rounds its sums to bf16": lambda own, a, b, **given: own(a, b, **given).bfloat16().to(given["out_dtype"]),
+    "forgets a scale": lambda own, a, b, **given: own(a, b, **given | {"scale_a": torch.ones_like(given["scale_a"])}),
+    "leaves out a term": lambda own, a, b, **given: own(a[:, :-16].contiguous(), b[:-16], **given),
+    "raises": lambda own, a, b, **given: own(a, b, **given | {"out_dtype": torch.int8}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_KERNELS)
+def test_a_kernel_that_computes_something_else_is_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    can_scaled_mm()
+    section, ambient = Fp8Section(kernel="scaled_mm", weight_gradient="fp8"), torch.float32
+    assert kernel_problem((48, 32), CPU, ambient, section) is None
+    own, kernel = torch._scaled_mm, WRONG_KERNELS[wrong]
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **given: kernel(own, a, b, **given))
+    problem = kernel_problem((48, 32), CPU, ambient, section)
+    assert problem is not None and ("fails" in problem) == (wrong == "raises")
 
 
 def test_a_weight_rounded_twice_would_be_another_one() -> None:

@@ -20,6 +20,7 @@ from precision.proposal import (
     largest_scale,
     pattern_of,
     propose,
+    propose_fp8,
     rules_for,
     sensitivities,
 )
@@ -162,6 +163,43 @@ def test_flops_outside_of_all_regions_are_not_in_16_bits():
     assert decide([Unit(("a",), 75, GOOD)], {"a": region()}, other_flops=25).low_precision_share == 0.75
 
 
+def fp8_unit(*names: str, flops: int = 10, fp8: float = 0.03) -> Unit:
+    return Unit(names, flops, {"bf16": fp8 / 16, "fp16": fp8 / 128, "fp8": fp8})
+
+
+def test_fp8_goes_where_it_costs_least_error_per_flop_until_the_limit():
+    units = [
+        fp8_unit("layers.0.up", "layers.1.up", flops=40, fp8=0.03),
+        fp8_unit("layers.0.v", flops=10, fp8=0.05),
+        fp8_unit("layers.1.v", flops=10, fp8=0.01),
+        Unit(("layers.1.o",), 10, {"bf16": 1e-3, "fp16": 1e-4, "fp8": math.inf}),
+        Unit(("head",), 30, {"bf16": 2e-3, "fp16": 2e-4}),
+    ]
+    found = propose_fp8(units, other_flops=0, largest_error=0.04)
+    chosen = {name: choice.compute for name, choice in found.choices.items()}
+    assert chosen == {
+        **dict.fromkeys(("layers.0.up", "layers.1.up", "layers.1.v"), "fp8"),
+        **dict.fromkeys(("layers.0.v", "layers.1.o", "head"), "bf16"),
+    }
+    assert found.fp8_share == 0.5 and found.low_precision_share == 1.0 and found.loss_scale is None
+    in_bf16 = (0.05 / 16) ** 2 + 1e-3**2 + 2e-3**2
+    assert (
+        found.predicted_error == pytest.approx(math.sqrt(0.03**2 + 0.01**2 + in_bf16)) and found.predicted_error < 0.04
+    )
+    words = {name: choice.reason for name, choice in found.choices.items()}
+    assert words["layers.1.v"].startswith("bears FP8: 2.9% of FP8's squared gradient error at 10.0% of the FLOPs")
+    assert words["layers.0.v"].startswith("too sensitive for FP8: 71.4%")
+    assert words["layers.1.o"].startswith("not finite in FP8") and words["head"] == "FP8 is for other linear layers"
+    assert found.manifest["default"] == "bf16"
+
+
+def test_no_limit_takes_all_and_a_small_one_none():
+    units = [fp8_unit("a"), fp8_unit("b"), Unit(("head",), 5, {"bf16": 2e-3, "fp16": 2e-4})]
+    assert propose_fp8(units, other_flops=5, largest_error=math.inf).fp8_share == pytest.approx(20 / 30)
+    nothing = propose_fp8(units, other_flops=5, largest_error=0.01)
+    assert nothing.fp8_share == 0 and {choice.compute for choice in nothing.choices.values()} == {"bf16"}
+
+
 def test_sensitivities_are_shares_of_the_squares():
     units = [Unit(("a",), 1, {"bf16": 3.0}), Unit(("b", "c"), 1, {"bf16": 4.0})]
     assert sensitivities(units) == pytest.approx({"a": 9 / 25, "b": 16 / 25, "c": 16 / 25})
@@ -201,7 +239,7 @@ def test_the_manifest_means_what_was_chosen(seed, tmp_path):
         for part in ("attn", "attn.proj", "proj", "experts.0.proj", "experts.1.proj", "odd[x]", "odd*")
         if draw.random() < 0.8
     ] + ["head", "proj", "12"]
-    dtypes = draw.choice([("fp16", "bf16", "fp32"), ("fp16", "bf16"), ("fp16",)])
+    dtypes = draw.choice([("fp16", "bf16", "fp32"), ("fp16", "bf16"), ("fp16",), ("fp8", "bf16")])
     choices = {name: Choice(draw.choice(dtypes), name, 0.0, 0.0) for name in names}
     tree = {"default": draw.choice(("fp16", "bf16", "fp32")), "rules": rules_for(choices)}
     model = model_of(names)

@@ -1,14 +1,15 @@
 """Measure a model in FP32 for a few steps and propose a precision manifest from the measurements.
 
-    python -m training.analyze --config FILE --out manifest.json [--steps 30] [--processes N] [key.sub=value ...]
+    python -m training.analyze --config FILE --out manifest.json [--steps 30] [--fp8 ERROR] [key.sub=value ...]
 
 A job of its own trains the config's first steps in FP32 on the config's own data and measures each region: the range of
 its activations, gradients and weights, and how far the gradient moves when it alone computes in BF16 or FP16. The
 manifest that follows is compared with FP32, uniform BF16 and uniform FP16 on held-out batches. It has to be closer to
 FP32 than uniform BF16, with at least one matmul in 16 bits; then it has to pass `training.parity` over a few steps of
-the real job. Only then is it written. NAME.analysis.json has every number, NAME.png every region's range, NAME.parity/
-the parity report. Exit code 0: written; 3: rejected (see NAME.rejected.json), or FP32 itself is not finite; 2: the
-command line or the config is wrong.
+the real job. Only then is it written. With --fp8 the linear layers that bear it compute in FP8: the most that keep the
+gradient error within ERROR, which takes the place of the comparison with uniform BF16. NAME.analysis.json has every
+number, NAME.png every region's range, NAME.parity/ the parity report. Exit code 0: written; 3: rejected (see
+NAME.rejected.json), or FP32 itself is not finite; 2: the command line or the config is wrong.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     out: Path = options.out
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}; make it, or name another")
-    limits = Limits(floor=options.floor, headroom=options.headroom)
+    limits = Limits(floor=options.floor, headroom=options.headroom, fp8=options.fp8)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         arguments = _fp32_arguments(options, overrides, work)
@@ -109,12 +110,18 @@ def initial_scale(scale: float | None, largest: float) -> list[str]:
 
 def rejection_reason(result: dict[str, Any]) -> str | None:
     """Why the proposal is rejected; None when its gradients are finite and closer to FP32 than uniform BF16's, it is
-    cheaper than uniform FP32, and it passes parity where that ran."""
+    cheaper than uniform FP32, and it passes parity where that ran. With FP8 its error is within the limit instead, and
+    some of it computes in FP8."""
     checked, in_16_bits = result["validation"], result["proposal"]["low_precision_share"]
     error, bf16 = checked["proposal"]["error"], checked["uniform bf16"]["error"]
     if not math.isfinite(error):
         return "its gradients are not finite on held-out batches"
-    if not error < bf16:
+    allowed = result["limits"]["fp8"]
+    if allowed and not result["proposal"]["fp8_share"] > 0:
+        return f"no module bears FP8 within a gradient error of {allowed:g}; give --fp8 a larger one"
+    if allowed and not error <= allowed:
+        return f"its gradient error {error:.3g} on held-out batches is beyond --fp8 {allowed:g}"
+    if not allowed and not error < bf16:
         return f"its gradient error {error:.3g} is no smaller than uniform BF16's {bf16:.3g}"
     if not in_16_bits > 0:
         return "no matmul of it is in 16 bits"
@@ -167,12 +174,19 @@ def verdict(result: dict[str, Any]) -> list[str]:
     error, bf16, scale = checked["proposal"]["error"], checked["uniform bf16"]["error"], proposal["loss_scale"]
     tried, one_by_one = result["tried"], result["regions_alone"]["bf16"]
     together, uniform = tried["uniform bf16, FP32 ambient"], tried["uniform bf16"]
+    allowed = result["limits"]["fp8"]
+    bits = " or fewer" if allowed else ""
+    factor = f"a factor of {bf16 / (error or 1e-30):.1f}"
+    compared = f"against uniform BF16: parity error {error:.3e} for {bf16:.3e}, {factor}"
+    if allowed:
+        in_fp8 = f"{proposal['fp8_share']:.1%} of the matmul FLOPs in FP8"
+        compared = f"{in_fp8} at a gradient error of {error:.3e}, of {allowed:g} that are allowed"
     return [
         *lines,
         f"BF16's regions one by one add up to {one_by_one:.3e}, together they have {together:.3e}, and "
         f"{uniform:.3e} with everything between them in BF16 too",
-        f"against uniform BF16: parity error {error:.3e} for {bf16:.3e}, a factor of {bf16 / (error or 1e-30):.1f}",
-        f"against uniform FP32: {proposal['low_precision_share']:.1%} of the matmul FLOPs in 16 bits for 0%",
+        compared,
+        f"against uniform FP32: {proposal['low_precision_share']:.1%} of the matmul FLOPs in 16 bits{bits} for 0%",
         *([f"FP16 needs a loss scale: precision.loss_scale.initial={scale:.0f} fits"] if scale else []),
     ]
 
@@ -238,6 +252,13 @@ def _options() -> Arguments:
         "--most-regions", type=positive_int, default=64, help="above it, patterns are measured instead of regions"
     )
     parser.add_argument("--floor", type=share, default=defaults.floor, help="smallest share of the FLOPs in 16 bits")
+    parser.add_argument(
+        "--fp8",
+        type=share,
+        default=defaults.fp8,
+        metavar="ERROR",
+        help="let linear layers compute in FP8, as many as keep the gradient error within this share, such as 0.1",
+    )
     parser.add_argument("--headroom", type=float, default=defaults.headroom, help="margin below FP16's largest value")
     return parser
 

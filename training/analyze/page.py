@@ -38,7 +38,8 @@ def write_page(
         table(regions[0], [(code(region), *map(text, rest)) for region, *rest in regions[1:]]),
         "## How it was measured\n",
         "The gradient error is the relative distance of the gradients from FP32's on held-out batches. A region's "
-        "share of BF16's squared error is measured with that region alone in BF16. docs/analyze.md has the method.\n",
+        "share of BF16's squared error is measured with that region alone in BF16. docs/analyze.md has the method"
+        + (", and docs/fp8.md says what FP8 is.\n" if result["limits"]["fp8"] else ".\n"),
         f"Config {code(result['config'])}, overrides {code(' '.join(result['overrides']) or 'none')}, "
         f"{result['steps']} FP32 steps before the measurement.\n",
     ]

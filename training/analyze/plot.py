@@ -22,7 +22,7 @@ _PANELS = (
     ("weights", "Weights", False),
     ("weight_gradients", "Weight gradients x loss scale", True),
 )
-_COLOURS = {"fp16": "#1f4e79", "bf16": "#d1660f", "fp32": "#6b6b6b"}
+_COLOURS = {"fp8": "#2e7d32", "fp16": "#1f4e79", "bf16": "#d1660f", "fp32": "#6b6b6b"}
 _BAND = "#dbe9f6"
 _TAIL = 0.001
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from data.loader import Batch
-from precision.manifest import find_regions
+from precision.manifest import can_be_fp8, find_regions
 from precision.observe import Observation
 from precision.proposal import Limits, Unit, largest_scale, pattern_of
 from precision.ranges import GradientMeter, OperandMeter, Ranges, Spread, merged
@@ -28,7 +28,7 @@ class Point:
     scale: float
     """Loss scale of the FP16 measurements."""
     errors: list[dict[str, float]]
-    """Of each unit, by dtype."""
+    """Of each unit, by dtype; fp8 only of linear layers, and where it is asked for."""
     repeated: float
     """Error of a second FP32 pass against the first: the device's own nondeterminism."""
     casts: dict[str, dict[str, str]]
@@ -63,7 +63,8 @@ def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, l
     errors = []
     for unit in units:
         by_dtype = {}
-        for dtype in ("bf16", "fp16"):
+        bears = limits.fp8 > 0 and all(can_be_fp8(model, name) for name in unit.names)
+        for dtype in ("bf16", "fp16", "fp8") if bears else ("bf16", "fp16"):
             with _in_dtype(engine, unit, dtype):
                 by_dtype[dtype] = reference.error(scale=scale if dtype == "fp16" else 1.0).error
         errors.append(by_dtype)
@@ -129,7 +130,7 @@ def summary(units: Sequence[Unit], points: Sequence[Point]) -> tuple[list[Unit],
     for index, unit in enumerate(units):
         errors = {
             dtype: (sum(point.errors[index][dtype] ** 2 for point in points) / len(points)) ** 0.5
-            for dtype in ("bf16", "fp16")
+            for dtype in points[0].errors[index]
         }
         measured.append(Unit(unit.names, sum(flops.get(name, 0) for name in unit.names), errors))
     return measured, sum(flops.values()) - sum(unit.flops for unit in measured)

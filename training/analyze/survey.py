@@ -1,17 +1,18 @@
 """The job of `training.analyze`: train in FP32, and measure every region before, in the middle and after.
 
 Measured at each point, on one batch and the current masters: the range of every region (precision/ranges.py), and the
-error of the whole gradient against FP32's when only one region computes in BF16 or in FP16. From that follows a
-proposal (precision/proposal.py), which is then compared with FP32, uniform BF16 and uniform FP16 on held-out batches.
+error of the whole gradient against FP32's when only one region computes in BF16, in FP16, or in FP8. From that follows
+a proposal (precision/proposal.py), which is then compared with FP32, uniform BF16 and uniform FP16 on held-out batches.
 Everything uses DeepSpeed's own backward pass and reduction, so it works at every ZeRO stage.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from config.resolved import Resolved
 from data.loader import Batch, Batches
 from modeling.build import count_parameters
 from precision.manifest import find_regions
-from precision.proposal import Limits, Proposal, Unit, largest_scale, propose
+from precision.proposal import Limits, Proposal, Unit, largest_scale, propose, propose_fp8
 from precision.ranges import Spread
 from training.analyze.gradients import validate
 from training.analyze.regions import all_casts, all_spreads, measure, summary, units_of
@@ -34,6 +35,11 @@ from training.session import session
 
 WORTHWHILE = 0.95
 """Factor on the error below which a costlier manifest is chosen."""
+FP8_ATTEMPTS = (1.5, 1.2, 1.0, 0.8, 0.6, 0.4)
+"""Factors on the allowed gradient error that proposals with FP8 are made for: the errors of regions together are not
+just those of each alone, so the first proposal that holds when it is measured is taken."""
+FP8_HELD_OUT = 0.9
+"""Share of the allowed gradient error that a proposal may have where it is made; all of it on held-out batches."""
 
 
 class NotFinite(Exception):
@@ -58,22 +64,30 @@ class Plan:
 def survey(engine: Engine, batches: Batches, resolved: Resolved, plan: Plan) -> dict[str, Any]:
     """Train, measure, propose and validate; plain types for the analysis file. A collective."""
     units = units_of(engine, plan.most_regions)
+    assert engine.regions is not None
+    engine.regions.fp8 = replace(engine.regions.fp8, kernel="emulate")  # no kernel has been compared with it yet
     points, losses = [], []
     for step in range(plan.steps + 1):
         batch = batches.next_step()
         if step in (0, plan.steps // 2, plan.steps):
             points.append(measure(engine, batch.first_sequences(plan.sequences), units, step=step, limits=plan.limits))
-            _print(engine, f"measured {len(units)} regions in BF16 and FP16 after {step} steps")
+            dtypes = "BF16, FP16 and FP8" if plan.limits.fp8 else "BF16 and FP16"
+            _print(engine, f"measured {len(units)} regions in {dtypes} after {step} steps")
         if step < plan.steps:
             losses.append(_train(engine, batch, resolved, step))
     spreads, casts = all_spreads(points), all_casts(points)
     measured, other_flops = summary(units, points)
     given = {"other_flops": other_flops, "limits": plan.limits, "casts": casts}
-    proposal, tried = _decide(engine, batch.first_sequences(plan.sequences), measured, spreads, given)
+    decide = _decide_fp8 if plan.limits.fp8 else _decide
+    proposal, tried = decide(engine, batch.first_sequences(plan.sequences), measured, spreads, given)
     held_out = [batches.next_step() for _ in range(plan.held_out)]
     uniform = _uniform(largest_scale(spreads, plan.limits))
+    if plan.limits.fp8:
+        every = propose_fp8(measured, other_flops=other_flops, largest_error=math.inf, casts=casts)
+        uniform["all in fp8"] = _runnable(every)
     checked = validate(engine, {"proposal": _runnable(proposal), **uniform}, held_out)
     return {
+        "limits": asdict(plan.limits),
         "proposal": asdict(proposal),
         "units": [asdict(unit) for unit in measured],
         "other_flops": other_flops,
@@ -83,7 +97,8 @@ def survey(engine: Engine, batches: Batches, resolved: Resolved, plan: Plan) -> 
         "tried": tried,
         "validation": checked,
         "regions_alone": {
-            dtype: sum(errors[dtype] ** 2 for errors in points[-1].errors) ** 0.5 for dtype in ("bf16", "fp16")
+            dtype: sum(errors.get(dtype, 0.0) ** 2 for errors in points[-1].errors) ** 0.5
+            for dtype in ("bf16", "fp16", *(["fp8"] if plan.limits.fp8 else []))
         },
         "fp16_scales": [point.scale for point in points],
         "fp32_repeated": max(point.repeated for point in points),
@@ -128,6 +143,32 @@ def _decide(
     if errors[best] >= WORTHWHILE * errors["uniform bf16"]:
         best = min(best, "promoted, FP32 ambient", key=lambda name: errors[name])
     return named[best], errors
+
+
+def _decide_fp8(
+    engine: Engine,
+    batch: Batch,
+    units: Sequence[Unit],
+    spreads: dict[str, dict[str, Spread]],
+    given: dict[str, Any],
+) -> tuple[Proposal, dict[str, float]]:
+    """The proposal with the most FP8 whose measured error is allowed, on a batch that was measured before; the last one
+    where none is. All errors that were measured. given: as `_decide` has it."""
+    limits, also = given["limits"], {key: given[key] for key in ("other_flops", "casts")}
+    uniform = _uniform(largest_scale(spreads, limits))
+    candidates = uniform | {
+        **{f"{name}, FP32 ambient": (_everywhere(tree["default"]), scale) for name, (tree, scale) in uniform.items()},
+        "all in fp8": _runnable(propose_fp8(units, largest_error=math.inf, **also)),
+    }
+    errors = {name: float(one["error"]) for name, one in validate(engine, candidates, [batch]).items()}
+    for share in FP8_ATTEMPTS:
+        limit = share * limits.fp8
+        proposal = propose_fp8(units, largest_error=limit, **also)
+        name = f"fp8 for an error of {limit:.3g}"
+        errors[name] = float(validate(engine, {name: _runnable(proposal)}, [batch])[name]["error"])
+        if errors[name] <= FP8_HELD_OUT * limits.fp8:
+            break
+    return proposal, errors
 
 
 def _everywhere(dtype: str) -> dict[str, Any]:

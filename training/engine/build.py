@@ -31,7 +31,7 @@ from modeling.sequence_parallel import (
 from precision.routers import compute_routers_in_fp32
 from training.distributed import SequenceGroup, World
 from training.engine.engine import Engine
-from training.engine.kernels import choose_kernels
+from training.engine.kernels import choose_fp8_kernel, choose_kernels
 from training.engine.pieces import tell_pieces
 from training.engine.plant import tell_faults
 from training.engine.teacher import Teacher
@@ -71,7 +71,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     engine = Engine(model, resolved, world, teacher, attention)
     tell_pieces(engine)
     tell_faults(engine)
-    engine.notes += notes
+    engine.notes += notes + choose_fp8_kernel(engine.regions, world)
     if config.model.name_or_path is not None:
         start_from_weights(engine, config.model.name_or_path, adapter=config.adapter, seed=config.run.seed)
     if config.keeps_documents_apart:

@@ -1,7 +1,10 @@
-"""Which kernels a run computes with: `model.kernels`, the same on every rank."""
+"""Which kernels a run computes with: `model.kernels` and `precision.fp8.kernel`, the same on every rank."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from transformers import PreTrainedModel
 
 from config.errors import UserError
@@ -9,6 +12,8 @@ from config.resolved import Resolved
 from config.rules import liger_conflicts
 from modeling.kernels import Plan, cannot_run_on, plan_liger, use_liger
 from precision.dtypes import DTYPES
+from precision.fp8 import kernel_problem, no_kernel
+from precision.regions import Regions
 from training.distributed import World
 
 
@@ -38,3 +43,35 @@ def choose_kernels(model: PreTrainedModel, resolved: Resolved, world: World) -> 
     if plan is not None and first is None:
         return [plan.apply()]
     return [f"model.kernels = auto: torch's on every rank, because of rank {where}: {first}"]
+
+
+def choose_fp8_kernel(regions: Regions | None, world: World) -> list[str]:
+    """Try torch._scaled_mm on the shapes of the FP8 layers that can have it, before anything is computed with it.
+
+    Where it does not compute what FP8's definition says on any rank, `auto` becomes `emulate` on all. Returns the
+    decision, for the record; nothing where there is no choice, as with `auto` on a CPU. A collective. Raises UserError
+    where `scaled_mm` is asked for and a layer cannot have it.
+    """
+    if regions is None:
+        return []
+    device, asked = world.device, regions.fp8.kernel == "scaled_mm"
+    tried: set[tuple[tuple[int, ...], torch.dtype]] = set()
+    problem: str | None = None
+    for name in regions.names_in("fp8"):
+        shape, ambient = regions.fp8_layer(name)
+        wrong = no_kernel(shape, device, ambient, regions.fp8)
+        if not wrong and (shape, ambient) not in tried:
+            tried.add((shape, ambient))
+            wrong = kernel_problem(shape, device, ambient, regions.fp8) or ""
+        elif wrong and not asked:  # this layer is emulated, the others need not be
+            wrong = ""
+        problem = problem or (f"torch._scaled_mm for {name} on {device}: {wrong}" if wrong else None)
+    problems = world.gather_objects(problem)
+    where, first = next(((rank, each) for rank, each in enumerate(problems) if each), (0, None))
+    if first is None:
+        shapes = f"it computes what FP8's definition says on {len(tried)} shapes of weights"
+        return [f"precision.fp8.kernel: torch._scaled_mm; {shapes}"] if tried else []
+    if asked:
+        raise UserError(f"precision.fp8.kernel = scaled_mm: rank {where}: {first}; set it to auto or emulate")
+    regions.fp8 = replace(regions.fp8, kernel="emulate")
+    return [f"precision.fp8.kernel = auto: emulated on every rank, because of rank {where}: {first}"]

@@ -108,11 +108,11 @@ def _cells(stage: int) -> Item:
     return Item(f"matrix-zero{stage}", what, 50, lambda bench: measure.matrix(bench, text))
 
 
+IN_FP8 = (*LLAMA_160M, "precision.compute=auto", "precision.manifest=config/manifests/fp8.json")
+
+
 def _fp8(kernel: str, what: str, *, against: str | None = None) -> Item:
-    overrides = (
-        *LLAMA_160M,
-        *("precision.compute=auto", "precision.manifest=config/manifests/fp8.json", f"precision.fp8.kernel={kernel}"),
-    )
+    overrides = (*IN_FP8, f"precision.fp8.kernel={kernel}")
     return Item(
         f"fp8-{kernel}", what, 30, lambda bench: measure.steps(bench, *overrides, recipe="benchmark_1b"), against
     )
@@ -132,6 +132,10 @@ NUMERICS = (
     _cells(2),
     _cells(3),
     Item("analyze-160m", "a 160M Llama's regions, measured", 120, lambda bench: measure.analyzed(bench, *LLAMA_160M)),
+    Item(
+        *("parity-fp8", "that Llama in FP8 as `auto` has it, its FP32 twin, single steps", 180),
+        lambda bench: measure.parity(bench, *IN_FP8),
+    ),
     _cells(1),
     _cells(0),
 )

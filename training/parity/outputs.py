@@ -3,6 +3,9 @@
 Measured on the first micro-batch of a step, in its forward pass. For the *own error* the FP32 module is called on the
 candidate's inputs, converted to FP32, and both outputs are compared at once, so nothing is stored. The *output error*
 needs FP32's outputs from its own pass; of each at most SAMPLE values, evenly spread, are kept.
+
+Of modules that compute in FP8, or have some that do inside, the *planned error* is that of the FP32 module with nothing
+but FP8's rounding in it (`precision.fp8_reference`), on the same inputs: what a sound one has.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 from precision.findings import tensors_of
+from precision.fp8_reference import in_fp8
 from precision.manifest import find_regions
+from precision.regions import Regions
 from training.distributed import World
 
 SAMPLE = 65536
@@ -26,18 +31,29 @@ SAMPLE = 65536
 class OutputErrors:
     """One step's outputs of the modules that two models share: a reference in FP32 and a candidate."""
 
-    def __init__(self, reference: torch.nn.Module, candidate: torch.nn.Module, *, world: World | None = None) -> None:
-        """world: whose ranks each have a part of the step; None where this process has all of it."""
-        regions = find_regions(reference)
+    def __init__(
+        self,
+        reference: torch.nn.Module,
+        candidate: torch.nn.Module,
+        *,
+        regions: Regions | None = None,
+        world: World | None = None,
+    ) -> None:
+        """regions: the candidate's, of the manifest path. world: whose ranks each have a part of the step; None where
+        this process has all of it."""
+        kinds = find_regions(reference)
         self._reference = dict(reference.named_modules())
         self._candidate = {
             name: module
             for name, module in candidate.named_modules()
-            if name in regions or (name and next(module.children(), None) is None)
+            if name in kinds or (name and next(module.children(), None) is None)
         }
+        self._regions = regions
+        self._eight_bit = regions.names_in("fp8") if regions else ()
         self._world = world
         self._outputs: dict[str, torch.Tensor] = {}
         self._own: dict[str, torch.Tensor] = {}
+        self._planned: dict[str, torch.Tensor] = {}
         self._accumulated: dict[str, torch.Tensor] = {}
         self._not_measured: dict[str, str] = {}
 
@@ -54,17 +70,21 @@ class OutputErrors:
             yield
 
     def measured(self) -> dict[str, Any]:
-        """{"order", "own_error", "output_error", "not_measured"}; relative L2 errors over all ranks. A collective.
+        """{"order", "own_error", "planned_error", "output_error", "not_measured"}; relative L2 errors over all ranks. A
+        collective.
 
         order: modules in the order of execution. inf where a value is not finite or only the reference is zero.
         """
         order = [name for name in self._own if name in self._accumulated]
-        squares = torch.stack([torch.cat([self._own[name], self._accumulated[name]]) for name in order])
+        squares = torch.stack(
+            [torch.cat([self._own[name], self._accumulated[name], self._planned[name]]) for name in order]
+        )
         rows = (squares if self._world is None else self._world.sum(squares)).tolist()
         return {
             "order": order,
             "own_error": {name: _ratio(*row[:2]) for name, row in zip(order, rows, strict=True)},
-            "output_error": {name: _ratio(*row[2:]) for name, row in zip(order, rows, strict=True)},
+            "planned_error": {name: _ratio(*row[4:]) for name, row in zip(order, rows, strict=True) if row[4]},
+            "output_error": {name: _ratio(*row[2:4]) for name, row in zip(order, rows, strict=True)},
             "not_measured": self._not_measured,
         }
 
@@ -93,6 +113,7 @@ class OutputErrors:
         try:
             with torch.autocast(output.device.type, enabled=False):
                 exact = _first(module(*_in_fp32(args), **_in_fp32(kwargs)))
+                planned = self._in_fp8(name, module, args, kwargs)
         except Exception as error:  # a module whose inputs cannot be converted is left out, by name
             self._not_measured[name] = " ".join(str(error).split())[:200]
             return
@@ -101,6 +122,19 @@ class OutputErrors:
             return
         self._own[name] = _squares(output, exact)
         self._accumulated[name] = _squares(_sampled(output), self._outputs[name])
+        self._planned[name] = _squares(exact if planned is None else planned, exact)
+
+    def _in_fp8(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """The reference's output with FP8's rounding in it; None where the plan has none in this module."""
+        inside = [
+            known.removeprefix(f"{name}.") if known != name else ""
+            for known in self._eight_bit
+            if f"{known}.".startswith(f"{name}.")
+        ]
+        if self._regions is None or not inside:
+            return None
+        with in_fp8(module, inside, self._regions.fp8):
+            return _first(module(*_in_fp32(args), **_in_fp32(kwargs)))
 
 
 def _squares(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ _WORDS = {
     "grad_norm_ratio": "gradient norm over FP32's, median",
     "skipped_share": "skipped steps, once the loss scale has settled",
     "nonfinite_events": "non-finite values not answered by the loss scale",
+    "fp8_products": "products of an FP8 layer against FP8's definition, in roundings",
     "module_error": "a module's own error, on the inputs it got",
     "gradient_error": "weight gradients, relative error",
     "gradient_cosine": "weight gradients, cosine",

@@ -29,9 +29,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from modeling.adapter import is_off
+from precision import fp8_reference
 from precision.dtypes import DTYPES
 from precision.findings import tensors_of
-from precision.fp8 import linear_fp8
 from precision.manifest import RegionKind, find_regions
 from precision.regions import Regions
 from precision.signature import FIELDS, ROUNDOFF_FP8, Kind, sums_of
@@ -281,7 +281,7 @@ class _Plan:
         return torch.float32 if compute == "fp8" else DTYPES[compute]
 
     def call(self, name: str, module: Any, own: Any, args: tuple, kwargs: dict[str, Any], device: str) -> Any:
-        """A module in plain torch and the plan's dtypes, as `precision.regions` describes them."""
+        """A module in plain torch and the plan's dtypes, as `precision.regions` has them; FP8 by its definition."""
         regions = self._regions
         if regions is None:
             with torch.autocast(device, enabled=False):
@@ -292,7 +292,8 @@ class _Plan:
                 return functional_call(module, own, args, kwargs)
         ambient = DTYPES[regions.ambient_of(name)]
         if compute == "fp8":
-            return linear_fp8(args[0], own["weight"], own.get("bias"), ambient=ambient, section=regions.fp8)
+            given = args[0] if args else kwargs["input"]
+            return fp8_reference.linear(given, own["weight"], own.get("bias"), ambient=ambient, section=regions.fp8)
         dtype, kind = DTYPES[compute], self._kinds[name]
         given = next((item.dtype for item in tensors_of((args, kwargs)) if item.is_floating_point()), dtype)
         if kind in ("norm", "functional") or compute == "fp32":

@@ -9,6 +9,8 @@ takes a few real steps. For every one of them it measures, module by module,
 - its gradients against FP32's: relative error, cosine, share of equal signs;
 - the *update error*: the change of its masters against the optimizer in FP64 on the gradient that the engine reduced;
 - the *drift*: the distance of the weights it computes with from its rounded masters;
+- with FP8 in the plan, what its rounding alone does to outputs and gradients, and the three products of each FP8 layer
+  (`training.parity.fp8_products`);
 - its *signature*: the parts of `training.parity.signature`, from which is judged whether rounding explains its error.
 
 With --judge, as `launch.canary` starts it, FILE gets the verdict by the bounds of `parity:` beside what was measured.
@@ -40,6 +42,7 @@ from config.schema import ParitySection
 from data.loader import Batch, Batches
 from modeling.build import dropouts
 from precision.dtypes import DTYPES
+from precision.fp8_reference import in_fp8
 from precision.parity import Walk, blamed, first_divergence, judge_steps
 from precision.statistics import compare_gradients, master_drift, to_plain
 from tracking.record import Record
@@ -56,6 +59,7 @@ from training.engine.tensors import (
     whole_state,
     whole_weight,
 )
+from training.parity.fp8_products import Fp8Products
 from training.parity.outputs import OutputErrors
 from training.parity.reference import Reference, clip_coefficient
 from training.parity.signature import Signatures
@@ -96,12 +100,14 @@ class StepParity:
         drift = self._drift(before)
         for model in (engine.model, reference.model):
             model.train(not self.no_dropout)
-        errors = OutputErrors(reference.model, engine.model, world=engine.world)
+        compute, regions, world = DTYPES[engine.compute], engine.regions, engine.world
+        errors = OutputErrors(reference.model, engine.model, regions=regions, world=world)
         with errors.of_reference():
             loss, gradients = reference.loss_and_gradients(batch)
-        compute, regions = DTYPES[engine.compute], engine.regions
-        signatures = Signatures(reference.model, engine.model, compute=compute, regions=regions, world=engine.world)
-        with errors.of_candidate(), signatures.of_candidate():
+        planned = self._planned_agreement(batch, gradients)
+        signatures = Signatures(reference.model, engine.model, compute=compute, regions=regions, world=world)
+        products = Fp8Products(reference.model, engine.model, regions, world=world)
+        with errors.of_candidate(), signatures.of_candidate(), products.of_candidate():
             outcome = engine.forward_backward(batch, step=batch.position + 1)
         health = engine.health(outcome)
         own = {name: whole_gradient(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
@@ -118,6 +124,8 @@ class StepParity:
             "applied": update.applied,
             "loss_scale": update.loss_scale,
             "parameters": agreement,
+            "planned": planned,
+            "fp8_products": products.measured(),
             "reference_norms": to_plain({name: gradients[name].double().norm() for name in found}),
             "drift": drift,
             "update_error": {},
@@ -135,6 +143,16 @@ class StepParity:
         loss = engine.health(engine.forward_backward(batch, step=batch.position + 1)).loss
         engine.discard_gradients()
         return loss
+
+    def _planned_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """By parameter how FP32's gradients agree with those of the same model with FP8's rounding and no other."""
+        regions, model = self._engine.regions, self._reference.model
+        names = regions.names_in("fp8") if regions else ()
+        if regions is None or not names:
+            return {}
+        with in_fp8(model, names, regions.fp8):
+            _, rounded = self._reference.loss_and_gradients(batch)
+        return to_plain(compare_gradients(rounded.items(), gradients.items()))
 
     def _before(self) -> Before:
         engine = self._engine

@@ -8,6 +8,7 @@ import pytest
 
 from config.command_line import read_command_line
 from config.launcher import as_launched
+from precision.proposal import Limits
 from tests.training.analyze import analyze_cases
 from training.analyze import command as analyze
 from training.analyze.plot import extent
@@ -64,6 +65,41 @@ def test_a_survey_measures_every_region_and_leaves_no_trace(pair, tmp_path, stag
             measured = result["tried"][f"uniform {dtype}, FP32 ambient"]
             assert predicted == pytest.approx(measured, rel=0.35), dtype
             assert result["tried"][f"uniform {dtype}"] > measured
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("stage", "allowed"), [(2, 0.04), (3, 0.3)])
+def test_layers_that_bear_fp8_get_it_within_the_error_that_is_allowed(pair, tmp_path, stage, allowed):
+    """Some of them or all; the manifest computes what it says, and the head is never in it."""
+    changes = {"limits": Limits(fp8=allowed), "steps": 1, "most_regions": 10}
+    results = pair.run(analyze_cases.surveyed, stage=stage, folder=str(tmp_path), changes=changes)
+    result = results[0]["result"]
+    assert results[1]["result"] == result
+    errors = {unit["names"][0]: unit["errors"] for unit in result["units"]}
+    measured = {name for name, found in errors.items() if "fp8" in found}
+    assert measured == {name for name in errors if name.endswith("_proj")}
+    assert all(errors[name]["fp8"] > 4 * errors[name]["bf16"] for name in measured)
+    assert analyze.rejection_reason(result) is None
+    checked, share = result["validation"], result["proposal"]["fp8_share"]
+    assert checked["uniform bf16"]["error"] < checked["proposal"]["error"] <= allowed
+    assert any("at a gradient error of" in text for text in analyze.verdict(result))
+    tree = result["proposal"]["manifest"]
+    computed = pair.run(analyze_cases.computes_as_promised, folder=str(tmp_path), tree=tree)[0]
+    assert computed["fp8"] == pytest.approx(share, abs=0.01)
+    eight_bit = {name for name, choice in result["proposal"]["choices"].items() if choice["compute"] == "fp8"}
+    assert eight_bit and (allowed < 0.1 or len(eight_bit) == 2 * 7)
+    assert allowed > 0.1 or checked["proposal"]["error"] < checked["all in fp8"]["error"]
+
+
+def test_what_bears_no_fp8_is_rejected():
+    checked = {"proposal": {"error": 0.03}, "uniform bf16": {"error": 0.01}}
+    tree = {"limits": {"fp8": 0.05}, "validation": checked, "proposal": {"low_precision_share": 1.0, "fp8_share": 0.5}}
+    assert analyze.rejection_reason(tree) is None
+    assert "no module bears FP8" in analyze.rejection_reason(
+        tree | {"proposal": {"low_precision_share": 1, "fp8_share": 0}}
+    )
+    assert "beyond --fp8 0.02" in analyze.rejection_reason(tree | {"limits": {"fp8": 0.02}})
+    assert "no smaller than uniform BF16" in analyze.rejection_reason(tree | {"limits": {"fp8": 0.0}})
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from precision.manifest import load_manifest
 from precision.regions import Regions
 from tests.support.small_models import small_model
 from tests.training import reaction_cases
-from tests.training.engine import engine_cases
+from tests.training.engine import engine_cases, fp8_cases
 from tests.training.engine.test_engine import difference
 from training.promotions import Promotions, promotable, promote
 
@@ -50,6 +50,29 @@ def test_a_step_does_not_depend_on_the_layout(pair, solo, manifest, expected, st
             assert difference(result["after"], expected["after"]) < 1e-5
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("stage", "variant", "overrides"),
+    [
+        (2, "_offload", ()),
+        (3, "_offload", ()),
+        (1, "", ("model.activation_checkpointing=full",)),
+        (3, "", ("model.activation_checkpointing=full", "model.checkpointing_reentrant=true")),
+        (0, "", ("model.activation_checkpointing=selective",)),
+        (2, "", ("precision.fp8.kernel=scaled_mm",)),
+    ],
+)
+def test_a_step_does_not_depend_on_offload_recomputation_and_kernel(
+    pair, manifest, expected, stage, variant, overrides
+):
+    given = ["precision.path=manifest", f"precision.manifest={manifest}", *overrides]
+    options = {"compute": "fp32", "micro": 2, "mask": "uneven", "variant": variant, "overrides": given}
+    for result in pair.run(engine_cases.one_step, stage=stage, **options):
+        assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert difference(result["after"], expected["after"]) < 1e-5
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_computes_in_it_is_observed_and_can_change(pair, tmp_path, stage):
     manifest = {"default": "bf16", "rules": RULES}
@@ -59,6 +82,27 @@ def test_what_computes_in_it_is_observed_and_can_change(pair, tmp_path, stage):
         assert result["share"]["fp8"] > 0.3
         assert result["computed"] == ({"fp8"}, {"fp32"})
         assert result["masters"] == {"torch.float32"}
+
+
+def test_a_kernel_is_tried_before_it_is_used(pair, tmp_path):
+    """What is wrong with it on one rank is an error of all where it was asked for, and emulated with `auto`."""
+    results = pair.run(fp8_cases.chosen_kernels, folder=str(tmp_path), manifest={"default": "bf16", "rules": RULES})
+    assert results[0] == results[1]
+    found = results[0]
+    if "it fails" in found["asked"]:
+        pytest.skip(f"torch has no such kernel for this CPU: {found['asked']}")
+    assert found["asked"].startswith(
+        "precision.fp8.kernel: torch._scaled_mm; it computes what FP8's definition says on 3"
+    )
+    refused, layer = (
+        "precision.fp8.kernel = scaled_mm: rank {}: torch._scaled_mm for ",
+        "model.layers.0.self_attn.q_proj",
+    )
+    assert found["by block"].startswith(refused.format(0) + layer) and "no scales by block" in found["by block"]
+    assert found["asked, wrong"].startswith(refused.format(1) + layer)
+    assert "times as far from FP8's definition as rounding explains" in found["asked, wrong"]
+    assert found["auto, wrong"].startswith("precision.fp8.kernel = auto: emulated on every rank, because of rank 1")
+    assert found["then"] == "emulate"
 
 
 def test_a_module_is_promoted_to_bf16_and_only_then_further(manifest):

@@ -19,7 +19,6 @@ LACKING = ("deepspeed", "hjson", "py-cpuinfo", "orjson", "dill", "multiprocess",
 NEEDS_A_GPU = {
     "kernels-liger": "liger-kernel is not installed",
     "nan-liger": "liger-kernel is not installed",
-    "fp8-scaled_mm": "precision.fp8.kernel = scaled_mm",
     "attention-flash": "flash_attention_2",
     "attention-flex": "FlexAttention does not support backward on CPU",
 }

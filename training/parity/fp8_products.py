@@ -1,0 +1,132 @@
+"""The three products of every FP8 layer of a run, held against FP8 by its definition on what the run's layer got.
+
+Of a step's first micro-batch: the output from the input, and in the backward pass the gradients of input and weight
+from the gradient that arrived. Rounding has to be the same bit for bit (`precision.fp8_reference`), so only the sums
+and what the dtype around the layer rounds are left. What a layer does wrong shows in it alone, in either pass, however
+small it is beside FP8's own error. The inputs of all FP8 layers of a micro-batch are held until its backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from precision.dtypes import DTYPES
+from precision.fp8_reference import Product, off_by, operands
+from precision.regions import Regions
+from training.distributed import World
+
+
+@dataclass
+class _Layer:
+    """What is known of one layer's first call that has gradients."""
+
+    inputs: torch.Tensor
+    """(tokens, in), in the dtype around the layer."""
+    gradient: torch.Tensor | None = None
+    """(tokens, out)"""
+
+
+class Fp8Products:
+    """One step's products of all FP8 layers that a reference and a run's model share."""
+
+    def __init__(
+        self,
+        reference: torch.nn.Module,
+        candidate: torch.nn.Module,
+        regions: Regions | None,
+        *,
+        world: World | None = None,
+    ) -> None:
+        """reference: in FP32, its weights the masters. regions: the candidate's; None: nothing computes in FP8.
+
+        world: whose ranks each have a part of the step; None where this process has all of it.
+        """
+        names = regions.names_in("fp8") if regions else ()
+        self._modules: dict[str, Any] = {name: candidate.get_submodule(name) for name in names}
+        self._references: dict[str, Any] = {name: reference.get_submodule(name) for name in names}
+        self._regions, self._world = regions, world
+        self._layers: dict[str, _Layer] = {}
+        self._found: dict[tuple[str, Product], tuple[float, float]] = {}
+
+    @contextmanager
+    def of_candidate(self) -> Iterator[None]:
+        """Around the candidate's pass."""
+        with ExitStack() as stack:
+            for name, module in self._modules.items():
+                before = functools.partial(self._entering, name)
+                after = functools.partial(self._leaving, name)
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+                if module.weight.requires_grad:
+                    of_weight = functools.partial(self._weight_gradient, name)
+                    stack.callback(module.weight.register_hook(of_weight).remove)
+            yield
+        self._layers.clear()
+
+    def measured(self) -> list[dict[str, Any]]:
+        """Rows {"module", "part", "off", "allowed"}: the norm of the difference, and what rounding may make it, over
+        all ranks. A collective."""
+        ranks = [self._found] if self._world is None else self._world.gather_objects(self._found)
+        squares: dict[tuple[str, Product], list[float]] = {}
+        for found in ranks:
+            for key, values in found.items():
+                known = squares.setdefault(key, [0.0, 0.0])
+                squares[key] = [total + value**2 for total, value in zip(known, values, strict=True)]
+        return [
+            {"module": name, "part": part, "off": off**0.5, "allowed": allowed**0.5}
+            for (name, part), (off, allowed) in squares.items()
+        ]
+
+    def _entering(self, name: str, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Gives the layer a view of its input, which others read as well: the gradient of the view is this layer's."""
+        given = args[0] if args else kwargs["input"]
+        if not (torch.is_grad_enabled() and given.requires_grad) or name in self._layers:
+            return None
+        own = given.view_as(given)
+        own.register_hook(functools.partial(self._input_gradient, name))
+        return ((own, *args[1:]), kwargs) if args else (args, {**kwargs, "input": own})
+
+    @torch.no_grad()
+    def _leaving(self, name: str, module: Any, args: tuple, kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        given = (args[0] if args else kwargs["input"]).detach()
+        if name not in self._layers:
+            inputs = given.flatten(0, -2).to(self._ambient(name))
+            if (name, "output") not in self._found:
+                self._compare(name, "output", inputs, output.detach().flatten(0, -2), None)
+            if output.requires_grad:
+                self._layers[name] = _Layer(inputs)
+                output.register_hook(functools.partial(self._output_gradient, name))
+
+    def _output_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        self._layers[name].gradient = gradient.detach().flatten(0, -2)
+
+    def _input_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        self._backward(name, "input gradient", gradient.detach().flatten(0, -2))
+
+    def _weight_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        self._backward(name, "weight gradient", gradient.detach())
+
+    @torch.no_grad()
+    def _backward(self, name: str, part: Product, found: torch.Tensor) -> None:
+        layer = self._layers.get(name)
+        if layer is not None and layer.gradient is not None and (name, part) not in self._found:
+            self._compare(name, part, layer.inputs, found, layer.gradient)
+
+    def _compare(
+        self, name: str, part: Product, inputs: torch.Tensor, found: torch.Tensor, gradient: torch.Tensor | None
+    ) -> None:
+        assert self._regions is not None
+        layer = self._references[name]
+        left, right = operands(part, inputs, layer.weight, gradient, self._regions.fp8)
+        bias = layer.bias if part == "output" else None
+        self._found[(name, part)] = off_by(found, left, right, self._ambient(name), bias)
+
+    def _ambient(self, name: str) -> torch.dtype:
+        assert self._regions is not None
+        return DTYPES[self._regions.ambient_of(name)]
