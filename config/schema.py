@@ -726,11 +726,19 @@ class Fault:
     """One injected fault, for tests and drills."""
 
     kind: Literal[
-        "inf_gradient", "nan_gradient", "nan_activation", "nan_loss", "loss_spike", "gradient_spike", "flipped_bit"
+        "inf_gradient",
+        "nan_gradient",
+        "nan_activation",
+        "nan_loss",
+        "loss_spike",
+        "gradient_spike",
+        "flipped_bit",
+        "lost_update",
     ]
     """[choice] inf_gradient, nan_gradient: one gradient value is overwritten on the last micro-batch. nan_activation:
     one value of the module's output. nan_loss: the loss. loss_spike, gradient_spike: multiplied by `factor`.
-    flipped_bit: silent corruption, one bit of one value of `place`; in docs/corruption.md what finds it."""
+    flipped_bit: silent corruption, one bit of one value of `place`; in docs/corruption.md what finds it.
+    lost_update: a sound step is not applied, on all ranks, as one that overflows in FP16 is not."""
     step: int = limit(at_least=1)
     """[step] Step at which it strikes, from 1 in the order of the data; a rollback may leave it out."""
     rank: int = limit(0, at_least=0)
