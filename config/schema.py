@@ -645,6 +645,9 @@ class WarningsSection:
     everything else. null: any."""
     kurtosis_growth: float | None = limit(2.0, above=1.0)
     """[factor] Largest healthy growth of the kurtosis of a block's channels over its median of late; null: any."""
+    update_growth: float | None = limit(2.0, above=1.0)
+    """[factor] Largest healthy growth of the updates' norm over that of the weights, over its median of late, which a
+    learning rate that rises after the warm-up shows; null: any."""
     overflow_steps: int | None = limit(200, at_least=1)
     """[steps] Warn when an activation in FP16 grows so that it overflows within so many steps; null: never."""
     router_entropy: float | None = limit(0.5, above=0.0, below=1.0)
@@ -696,6 +699,7 @@ class GuardSection:
             "signal_share",
             "embedding_share",
             "kurtosis_growth",
+            "update_growth",
             "overflow_steps",
             "router_entropy",
             "router_z",
