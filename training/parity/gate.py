@@ -32,7 +32,13 @@ from config.errors import UserError
 from config.redact import redact, redact_arguments
 from precision.parity import Check, first_divergence, judge_dtypes, judge_steps
 from precision.power import MOST_PAIRS, POWER, pairs_needed
-from precision.trajectories import Trajectory, confidence, first_departure, judge_trajectories
+from precision.trajectories import (
+    Trajectory,
+    confidence,
+    confidence_line,
+    first_departure,
+    judge_trajectories,
+)
 from tracking.jsonl import encode
 from tracking.summary import read_inputs
 from training.jobs import add_processes_option
@@ -237,5 +243,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     found = gate(chosen, keep=options.keep_checkpoints)
     print("\n".join(verdict_lines(found)))
+    print(confidence_line(found["confidence"]))
     print(f"report   {folder / 'parity.md'}")
     return NO_PARITY if found["failed"] else PARITY

@@ -101,8 +101,9 @@ class StepParity:
             loss, gradients = reference.loss_and_gradients(batch)
         compute, regions = DTYPES[engine.compute], engine.regions
         signatures = Signatures(reference.model, engine.model, compute=compute, regions=regions, world=engine.world)
+        watch = signatures.watch_loss(reference.objective, *next(batch.micro_batches(engine.world.device)))
         with errors.of_candidate(), signatures.of_candidate():
-            outcome = engine.forward_backward(batch, step=batch.position + 1)
+            outcome = engine.forward_backward(batch, step=batch.position + 1, on_loss=watch)
         health = engine.health(outcome)
         own = {name: whole_gradient(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
         found = {name: gradient for name, gradient in own.items() if gradient is not None}

@@ -204,10 +204,10 @@ class _Oracle:
         compared["loss"].add(_relative(event["loss"], loss), where)
         for number, name in enumerate(self._names):
             count, total = by_source.get(number, (0.0, 0.0))
-            compared["labels by source"].add(_relative(event["labels_by_source"][name], count), where)
+            compared["labels by source"].add(_relative(event["labels_by_source"].get(name, 0), count), where)
             if count:
                 compared["loss by source"].add(
-                    _relative(event["loss_by_source"][name], total / count), f"{name}, {where}"
+                    _relative(event["loss_by_source"].get(name, math.nan), total / count), f"{name}, {where}"
                 )
         if event["applied"]:
             compared["norm"].add(_relative(event["grad_norm"], norm), where)
