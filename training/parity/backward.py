@@ -174,8 +174,10 @@ class Backward:
         run, computed = {_OUTPUT: self._made_loss, **self._of_run(call)}, []
         for dtype in (None, torch.float32, torch.float64):
             leaves = Leaves()
-            with torch.enable_grad(), as_fp64() if dtype is torch.float64 else nullcontext():
+            with torch.enable_grad():
                 output = again(self._plan, call, dtype, leaves)["output"]
+            # not around the call: its weights are rounded as the plan says
+            with torch.enable_grad(), as_fp64() if dtype is torch.float64 else nullcontext():
                 loss = objective.score(partial(_given, output), inputs, labels).loss
             found = self._gradients(call, leaves, [(loss, self._of_loss)])
             computed.append({_OUTPUT: loss.detach(), **found})

@@ -21,7 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from config.schema import AdapterSection, ParitySection
+from modeling import linear_cross_entropy
 from modeling.adapter import adapter_off, add_adapter
+from modeling.chunked_head import ChunkedHead
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Scored
 from precision.dtypes import DTYPES
@@ -336,7 +338,11 @@ class InLogits(LabelPrediction):
     ("plant", "module"),
     [
         # of values that are BF16's already, 0.1% more rounds to the same
-        *((plant(1.004 if kind == "embedding" else 1.001, _scaled), at) for kind, (plant, at) in SCALED.items()),
+        *(
+            pytest.param(plant(1.004 if kind == "embedding" else 1.001, _scaled), at, marks=marks)
+            for kind, (plant, at) in SCALED.items()
+            for marks in ([] if kind in ("attention", "linear") else [pytest.mark.slow],)
+        ),
         (norm_of_a_constant, NORM),
         (summed_in_pieces, f"{MLP}.up_proj"),
     ],
@@ -351,6 +357,36 @@ def test_a_backward_pass_that_rounding_does_not_explain_is_named_alone(plant: Pl
 def test_a_loss_that_rounding_does_not_explain_is_named(objective: LabelPrediction) -> None:
     assert named(measured(objective=InLogits())) == ()
     assert named(measured(objective=objective)) == ("(loss)",)
+
+
+class Chunked(LabelPrediction):
+    """Of 16 tokens at a time, as the engine computes it."""
+
+    def score(self, forward: Any, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
+        """As the parent does."""
+        head = ChunkedHead(forward, chunk_tokens=16)
+        with head.loss_of(labels, SCALE / labels.numel()):
+            loss = forward(**inputs, use_cache=False).logits.sum()
+        head.close()
+        return Scored(loss)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_loss_in_chunks_is_measured_with_its_head(narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if narrow:
+        right = linear_cross_entropy._softmax_loss
+
+        def in_bf16(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+            half = logits.bfloat16()
+            losses = right(half, *rest)
+            logits.copy_(half)  # what it leaves there is the gradient
+            return losses.float()
+
+        monkeypatch.setattr(linear_cross_entropy, "_softmax_loss", in_bf16)
+    steps = measured(objective=Chunked())
+    parts = {row["part"] for row in steps[0]["parts"] if row["module"] == "(loss)"}
+    assert parts == {"output", "gradient of what model returned", "gradient of lm_head.weight"}
+    assert named(steps) == (("(loss)",) if narrow else ())
 
 
 def test_a_defect_under_a_manifest_is_named() -> None:
@@ -429,7 +465,7 @@ def test_a_wrong_constant_in_the_engines_model_is_named(pair: Any, stage: int, c
         assert (check.passed, check.modules) == (False, (ATTENTION,))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("compute", "loss", "recompute"),
