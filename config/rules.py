@@ -624,6 +624,10 @@ def _faults(config: Config) -> Iterator[Problem]:
                 f"{key}.module",
                 f"= '{fault.module}' is not read by kind: {fault.kind}, which hits the loss; remove it",
             )
+        if fault.kind == "lost_update":
+            for name in ("module", "rank"):
+                if getattr(fault, name) != getattr(Fault, name):
+                    yield f"{key}.{name}", "is not read by kind: lost_update, which hits the whole step; remove it"
         if fault.kind != "flipped_bit":
             for name in ("place", "bit", "persists"):
                 if getattr(fault, name) != getattr(Fault, name):

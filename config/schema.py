@@ -663,6 +663,9 @@ class WarningsSection:
     everything else. null: any."""
     kurtosis_growth: float | None = limit(2.0, above=1.0)
     """[factor] Largest healthy growth of the kurtosis of a block's channels over its median of late; null: any."""
+    update_growth: float | None = limit(2.0, above=1.0)
+    """[factor] Largest healthy growth of the updates' norm over that of the weights, over its median of late, which a
+    learning rate that rises after the warm-up shows; null: any."""
     overflow_steps: int | None = limit(200, at_least=1)
     """[steps] Warn when an activation in FP16 grows so that it overflows within so many steps; null: never."""
     router_entropy: float | None = limit(0.5, above=0.0, below=1.0)
@@ -714,6 +717,7 @@ class GuardSection:
             "signal_share",
             "embedding_share",
             "kurtosis_growth",
+            "update_growth",
             "overflow_steps",
             "router_entropy",
             "router_z",
@@ -744,11 +748,19 @@ class Fault:
     """One injected fault, for tests and drills."""
 
     kind: Literal[
-        "inf_gradient", "nan_gradient", "nan_activation", "nan_loss", "loss_spike", "gradient_spike", "flipped_bit"
+        "inf_gradient",
+        "nan_gradient",
+        "nan_activation",
+        "nan_loss",
+        "loss_spike",
+        "gradient_spike",
+        "flipped_bit",
+        "lost_update",
     ]
     """[choice] inf_gradient, nan_gradient: one gradient value is overwritten on the last micro-batch. nan_activation:
     one value of the module's output. nan_loss: the loss. loss_spike, gradient_spike: multiplied by `factor`.
-    flipped_bit: silent corruption, one bit of one value of `place`; in docs/corruption.md what finds it."""
+    flipped_bit: silent corruption, one bit of one value of `place`; in docs/corruption.md what finds it.
+    lost_update: a sound step is not applied, on all ranks, as one that overflows in FP16 is not."""
     step: int = limit(at_least=1)
     """[step] Step at which it strikes, from 1 in the order of the data; a rollback may leave it out."""
     rank: int = limit(0, at_least=0)

@@ -125,7 +125,10 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
 
 
 def judge_signatures(steps: Sequence[Mapping[str, Any]], bounds: ParitySection) -> Check:
-    """Modules whose errors rounding does not explain (`precision.signature`), over all applied steps together."""
+    """Modules whose errors rounding does not explain (`precision.signature`), over all applied steps together.
+
+    Their own, those of the gradients that they make, and the loss's.
+    """
     measured = [step["signature"] for step in steps]
     found: dict[str, list[str]] = {}
     parts = pooled(measured)
@@ -135,16 +138,21 @@ def judge_signatures(steps: Sequence[Mapping[str, Any]], bounds: ParitySection) 
     notes = [found[name][0] for name in named]
     if len(found) > MOST_NAMED:
         notes.append(f"and {len(found) - MOST_NAMED} more")
-    finest = resolutions(parts)
-    if not found and finest:
-        listed = ", ".join(f"{kind} {value:.1e}" for kind, value in finest.items())
+    if not found and resolutions(parts):
+        listed = _listed(resolutions(parts))
+        backward = _listed(resolutions(parts, backward=True))
         notes.append(f"a constant wrong by more than this would be named: {listed}")
+        notes += [f"in the backward pass: {backward}"] if backward else []
     blind = {name: why for step in measured for name, why in step["not_measured"].items()}
     notes += [f"not measured: {name}: {why}" for name, why in list(blind.items())[:MOST_NAMED]]
     seen = any(step["parts"] for step in measured)
     count = len(found) if seen else math.nan
     passed = seen and len(found) <= bounds.unexplained
     return Check("unexplained", count, bounds.unexplained, passed, modules=named, note="; ".join(notes))
+
+
+def _listed(resolved: Mapping[str, float]) -> str:
+    return ", ".join(f"{kind} {value:.1e}" for kind, value in resolved.items())
 
 
 def judge_dtypes(seen: Sequence[Mapping[str, Any]], bounds: ParitySection) -> Check:

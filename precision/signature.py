@@ -22,6 +22,9 @@ Verdicts are without a size below which an error is forgiven:
    condition, k the roundings to the plan's dtype that the module's kind has (`ROUNDINGS`). This is what finds a cast
    inside the architecture's own code, which all of them share.
 
+The backward pass is judged alike: of each module the gradients that it makes of those that came to it in the run. So is
+the loss, with the gradient of its logits.
+
 Sums are additive, over ranks and over steps, so that a verdict is on all that was measured.
 """
 
@@ -37,7 +40,7 @@ import torch
 from precision.tolerance import CONFIDENCE, unit_roundoff
 
 Who = Literal["run", "plan", "fp32"]
-Kind = Literal["linear", "norm", "attention", "embedding", "rotary", "activation", "functional", "composite"]
+Kind = Literal["linear", "norm", "attention", "embedding", "rotary", "activation", "functional", "composite", "loss"]
 
 ROUNDINGS: dict[str, int] = {
     "linear": 2,  # the product and the sum with the bias; the sums within are FP32
@@ -48,12 +51,15 @@ ROUNDINGS: dict[str, int] = {
     "activation": 10,  # GPT-2's tanh approximation written out
     "functional": 10,  # fused experts: two products, an activation, a gate and the weighted sum
     "composite": 10,  # what stands between the modules inside: residuals, gates
+    "loss": 2,  # its gradient at the logits; chunked, they and the product with the head, too
 }
 """Roundings to the plan's dtype on the longest path through a module of that kind, in the code of transformers 5."""
 ROUNDOFF_FP8 = 2.0**-4
 """u of E4M3, which has three bits after the point."""
 SURE = 6.0
 """Standard errors beyond which chance is no explanation: 2 exp(-6^2 / 2) is 3e-8 for one module (as in `tolerance`)."""
+FEWEST_ROWS = 30
+"""Rows from whose scatter chance can be known; a bias of fewer is not judged."""
 OTHER_KERNEL = 0.15
 """[fraction] How much larger E and coherence of a kernel with the same roundings in another order may be."""
 ROUNDED_SCORES = 1.25
@@ -61,6 +67,8 @@ ROUNDED_SCORES = 1.25
 eager attention does: measured against sdpa's, 1.06 times beyond chance at most."""
 ONE_ROUNDING = 3**-0.5
 """Largest root mean square of the error of one rounding to nearest, in u: that of values just above a power of two."""
+GRADIENT = "gradient of "
+"""What the parts of the backward pass begin with."""
 FIELDS = (
     *("rows", "values", "xx", "x4"),
     *(f"{who}_{what}" for who in ("run", "plan", "fp32") for what in ("rr", "rx2", "rx", "rx_rx", "rx_xx")),
@@ -99,11 +107,11 @@ def sums_of(
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor that a module makes: an output, or what it hands to a module inside it."""
+    """One tensor that a module makes: an output, what it hands to a module inside it, or a gradient."""
 
     module: str
     part: str
-    """`output`, or the module inside that gets it."""
+    """`output`, the module inside that gets it, or what it is the GRADIENT of."""
     kind: str
     roundoff: float
     """u of the dtype that the plan says."""
@@ -166,13 +174,21 @@ def resolution(part: Part) -> float:
     return abs(figures(part, "plan").bias) + SURE * _standard_error(part, "plan")
 
 
-def resolutions(parts: Sequence[Part]) -> dict[str, float]:
-    """By kind the coarsest `resolution` of its modules; of each module that of the part which resolves least."""
-    found: dict[str, float] = {}
+def resolutions(parts: Sequence[Part], *, backward: bool = False) -> dict[str, float]:
+    """By kind the coarsest `resolution` of its modules.
+
+    Of each module that of the part which resolves least; backward: of its gradients the one that resolves best, since a
+    wrong constant there is in all of them.
+    """
+    modules: dict[tuple[str, str], float] = {}
     for part in parts:
-        if figures(part, "plan").size:
-            found[part.kind] = max(found.get(part.kind, 0.0), resolution(part))
-    return found
+        if part.part.startswith(GRADIENT) == backward and figures(part, "plan").size:
+            key, found = (part.kind, part.module), resolution(part)
+            modules[key] = (min if backward else max)(found, modules.get(key, found))
+    kinds: dict[str, float] = {}
+    for (kind, _), found in modules.items():
+        kinds[kind] = max(found, kinds.get(kind, found))
+    return kinds
 
 
 def _unexplained(part: Part) -> list[Finding]:
@@ -210,7 +226,7 @@ def _unexplained(part: Part) -> list[Finding]:
 
 def _beyond_chance(part: Part, run: Figures, plan: Figures) -> float:
     """The bias in units of what is explained: by none, by the plan's dtype's, or by chance around either."""
-    if min(0.0, plan.bias) <= run.bias <= max(0.0, plan.bias):
+    if part.sums["rows"] < FEWEST_ROWS or min(0.0, plan.bias) <= run.bias <= max(0.0, plan.bias):
         return 0.0
     from_none = abs(run.bias) / (SURE * _standard_error(part, "run"))
     sums = part.sums

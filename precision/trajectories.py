@@ -5,7 +5,8 @@ those of FP32 runs among themselves: from seed to seed, or from *controls*, FP32
 about BF16's rounding error.
 
 A loss scale that starts high comes down by skipping steps, each of which lowers it. That is how it is found, not a
-defect: these steps are counted apart from those skipped later.
+defect: these steps are counted apart from those skipped later, and the run is compared with a twin that did not apply
+them either, so that both have made the same updates on the same batches.
 """
 
 from __future__ import annotations
@@ -89,17 +90,24 @@ def judge_trajectories(
     twin: Sequence[Trajectory],
     bounds: ParitySection,
     controls: Sequence[Trajectory] = (),
+    *,
+    whole: Trajectory | None = None,
 ) -> list[Check]:
-    """The checks of whole runs; candidate and FP32 twin by seed, controls of the first seed."""
+    """The checks of whole runs; candidate and FP32 twin by seed, controls of the first seed.
+
+    twin: without the updates that the candidate's loss scale lost while it settled. whole: the first seed's with all of
+    them, which the controls are compared with; None where that is `twin[0]`.
+    """
+    whole = whole or twin[0]
     pairs = list(zip(candidate, twin, strict=True))
     gap, where = max((_loss_gap(mine, other) for mine, other in pairs), key=lambda found: found[0])
     ratio = median(_norm_ratio(mine, other) for mine, other in pairs)
     nonfinite = sum(run.nonfinite for run in candidate)
     larger = max(ratio, 1 / ratio) if ratio > 0 else math.inf
-    apart = [_loss_gap(control, twin[0])[0] for control in controls]
+    apart = [_loss_gap(control, whole)[0] for control in controls]
     allowed = max(bounds.loss_gap, _twice_rms(apart))
     return [
-        _validation(pairs, bounds, controls),
+        _validation(pairs, bounds, controls, whole),
         Check("loss_gap", gap, allowed, gap <= allowed, where=where, note=_controls_note(apart)),
         Check("grad_norm_ratio", ratio, bounds.grad_norm_ratio, larger <= bounds.grad_norm_ratio),
         _skipped(candidate, bounds),
@@ -112,6 +120,8 @@ def confidence(
     twin: Sequence[Trajectory],
     bounds: ParitySection,
     controls: Sequence[Trajectory] = (),
+    *,
+    whole: Trajectory | None = None,
 ) -> dict[str, Any]:
     """How sure the mean validation delta is, and what shift so many runs would find.
 
@@ -119,13 +129,14 @@ def confidence(
     and the controls' distances from their twin around zero. {"pairs", "controls", "delta", "scatter", "degrees",
     "interval" (1 - 2 ALPHA), "detectable" (at POWER), "shown", "pairs_needed" (to find the bound)}, relative to FP32;
     None where there is nothing to estimate it from: one pair without controls, or no validation loss.
+    twin, whole: as `judge_trajectories` takes them.
     shown: whether the interval lies within the bound, so that equivalence is shown and not only not contradicted.
     """
     both = [(mine.validation, other.validation) for mine, other in zip(candidate, twin, strict=True)]
     deltas = [(mine - other) / other for mine, other in both if mine is not None and other is not None]
     found: dict[str, Any] = {"pairs": len(deltas), "controls": 0, "delta": fmean(deltas) if deltas else None}
     found |= dict.fromkeys(("scatter", "interval", "detectable", "shown", "pairs_needed"))
-    start = twin[0].validation
+    start = (whole or twin[0]).validation
     apart = [(run.validation - start) / start for run in controls if run.validation is not None and start]
     degrees = len(deltas) - 1 + len(apart)
     found |= {"controls": len(apart), "degrees": max(0, degrees), "bound": bounds.validation_delta}
@@ -193,7 +204,10 @@ def _skipped(runs: Sequence[Trajectory], bounds: ParitySection) -> Check:
 
 
 def _validation(
-    pairs: list[tuple[Trajectory, Trajectory]], bounds: ParitySection, controls: Sequence[Trajectory]
+    pairs: list[tuple[Trajectory, Trajectory]],
+    bounds: ParitySection,
+    controls: Sequence[Trajectory],
+    whole: Trajectory,
 ) -> Check:
     """The mean delta, compared with the bound or with the differences among FP32 runs, whichever is larger."""
     both = [(mine.validation, other.validation) for mine, other in pairs]
@@ -208,9 +222,15 @@ def _validation(
         allowed = max(allowed, 2 * spread * math.sqrt(2 / len(reference)))
         each = ", ".join(f"{delta:+.3%}" for delta in deltas)
         note = f"FP32 from seed to seed: standard deviation {spread:.3%}; deltas {each}"
-    nudged = [(run.validation - reference[0]) / reference[0] for run in controls if run.validation is not None]
+    start = whole.validation
+    nudged = [(run.validation - start) / start for run in controls if run.validation is not None and start]
     allowed = max(allowed, _twice_rms(nudged))
-    note = "; ".join(filter(None, [note, _controls_note(nudged)]))
+    settled = ""
+    if pairs[0][1] is not whole and start:
+        settled = (
+            f"with the updates that the scale's settling lost, FP32 ends {(reference[0] - start) / start:+.2%} apart"
+        )
+    note = "; ".join(filter(None, [note, _controls_note(nudged), settled]))
     delta = fmean(deltas)
     return Check("validation_delta", delta, allowed, abs(delta) <= allowed, note=note)
 
@@ -224,19 +244,10 @@ def _controls_note(distances: Sequence[float]) -> str:
 
 
 def _gaps(mine: Trajectory, other: Trajectory) -> list[tuple[int, float]]:
-    """(step, relative distance of the running medians of the loss) after equally many updates."""
-    late = _late(mine)
-    shared = len(other.steps) - late
-    theirs = dict(zip(other.steps[:shared], running_median(other.losses[:shared]), strict=True))
-    began = list(mine.steps).index(mine.settling.steps[-1]) + 1 if mine.settling is not None else 0
-    own = zip(mine.steps[began:], running_median(mine.losses[began:]), strict=True)
-    pairs = [(step, loss, theirs[step - late]) for step, loss in own if step - late in theirs]
-    return [(step, abs(loss - exact) / exact) for step, loss, exact in pairs]
-
-
-def _late(run: Trajectory) -> int:
-    """[steps] How many fewer updates than its twin the run has made at the same step, because its scale settled."""
-    return len(run.settling.steps) if run.settling is not None else 0
+    """(step, relative distance of the running medians of the loss), by step."""
+    theirs = dict(zip(other.steps, running_median(other.losses), strict=True))
+    pairs = zip(mine.steps, running_median(mine.losses), strict=True)
+    return [(step, abs(loss - theirs[step]) / theirs[step]) for step, loss in pairs if step in theirs]
 
 
 def _loss_gap(mine: Trajectory, other: Trajectory) -> tuple[float, str]:
@@ -249,10 +260,9 @@ def _loss_gap(mine: Trajectory, other: Trajectory) -> tuple[float, str]:
 
 def _norm_ratio(mine: Trajectory, other: Trajectory) -> float:
     theirs = dict(zip(other.steps, other.grad_norms, strict=True))
-    late = _late(mine)
     ratios = [
-        norm / theirs[step - late]
+        norm / theirs[step]
         for step, norm in zip(mine.steps, mine.grad_norms, strict=True)
-        if math.isfinite(norm) and theirs.get(step - late, 0.0) > 0
+        if math.isfinite(norm) and theirs.get(step, 0.0) > 0
     ]
     return median(ratios) if ratios else math.inf

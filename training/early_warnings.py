@@ -23,6 +23,7 @@ from precision.step_health import Health
 from tracking.heatmap.trend import trend
 
 _KURTOSIS_WINDOW = 16  # measured steps
+_UPDATES_WINDOW = 64  # the same: long enough to remember what was usual before a slow rise
 REARM = 8
 """Looks at which a bound has to hold before it speaks again: a figure at its bound would speak at every other one."""
 _POINTS = 60  # of an activation's history
@@ -58,6 +59,10 @@ _WORDS: dict[str, tuple[str, str]] = {
     "kurtosis_growth": (
         "growth of the channels' kurtosis",
         "single channels take over: 16-bit and FP8 formats lose the others; look at the heat map of activations",
+    ),
+    "update_growth": (
+        "growth of the updates over the weights",
+        "the learning rate is higher than this run is used to: cut it, or set guard.max_update_ratio",
     ),
     "overflow_steps": (
         "steps until an activation overflows FP16",
@@ -144,6 +149,7 @@ class EarlyWarnings:
         self._in_fp16 = in_fp16
         self._active: dict[str, int] = {}  # signals that have spoken, and at how many looks in a row they held since
         self._kurtosis: dict[str, RobustWindow] = {}
+        self._updates = RobustWindow(_UPDATES_WINDOW)
         self._growing: dict[str, list[tuple[int, float]]] = {}
 
     def before_step(self, health: Health) -> list[EarlyWarning]:
@@ -188,6 +194,11 @@ class EarlyWarnings:
                 by_signal["kurtosis_growth"][module] = figures["kurtosis"] / window.median
             if math.isfinite(figures["kurtosis"]):
                 window.push(figures["kurtosis"])
+        update = fields["update_ratio"]
+        if warm and update is not None and math.isfinite(update):
+            if self._updates.median:
+                by_signal["update_growth"][""] = update / self._updates.median
+            self._updates.push(update)
         by_signal["overflow_steps"] = dict(self._overflows(step, fields["activation_max"]))
         return [warning for signal, values in by_signal.items() for warning in self._judge(signal, values)]
 
@@ -237,12 +248,14 @@ class EarlyWarnings:
             "memory": self._memory.state_dict() if self._memory is not None else None,
             "active": dict(self._active),
             "kurtosis": {module: window.state_dict() for module, window in self._kurtosis.items()},
+            "updates": self._updates.state_dict(),
             "growing": {module: [list(point) for point in points] for module, points in self._growing.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """The inverse of `state_dict`; None, of an older checkpoint, starts anew."""
         self._active, self._kurtosis, self._growing = {}, {}, {}
+        self._updates = RobustWindow(_UPDATES_WINDOW)
         if state is None:
             return
         if self._memory is not None and state["memory"] is not None:
@@ -251,6 +264,8 @@ class EarlyWarnings:
         for module, window in state["kurtosis"].items():
             self._kurtosis[module] = RobustWindow(_KURTOSIS_WINDOW)
             self._kurtosis[module].load_state_dict(window)
+        if "updates" in state:  # not in an older checkpoint
+            self._updates.load_state_dict(state["updates"])
         self._growing = {
             module: [(int(at), float(value)) for at, value in points] for module, points in state["growing"].items()
         }

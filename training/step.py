@@ -70,7 +70,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     modules, _ = promotable(engine.regions, causes, to=config.guard.promote_to)
     judgement = guard.judge(health, can_promote=bool(modules), can_roll_back=parts.checkpoints.any_saved)
     rate = scheduled_rate(config, progress.applied) * guard.lr_factor
-    apply = judgement.verdict is Verdict.STEP
+    apply = judgement.verdict is Verdict.STEP and not engine.faults.loses_update(batch.position + 1)
     if checks and apply:
         checks.before_update()
     update = engine.step(health, rate, apply=apply)

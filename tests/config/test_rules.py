@@ -145,6 +145,7 @@ REFUSED = [
     (["faults=[{kind: inf_gradient, step: 101}]"], "faults[0].step = 101 is after the last step"),
     (["faults=[{kind: nan_loss, step: 1, module: a}]"], "faults[0].module = 'a' is not read by kind: nan_loss"),
     (["faults=[{kind: loss_spike, step: 1, module: a}]"], "faults[0].module = 'a' is not read by kind: loss_spike"),
+    (["faults=[{kind: lost_update, step: 1, rank: 1}]"], "faults[0].rank is not read by kind: lost_update"),
     (["faults=[{kind: nan_loss, step: 1, factor: 3}]"], "faults[0].factor = 3 is only read by kind: loss_spike"),
     (["guard.reactions=[skip, cut_lr, skip]"], "guard.reactions names skip twice; name it once and set guard.skip_bud"),
     (["guard.reactions=[abort, skip]"], "guard.reactions never gets to skip after abort; move abort to the end"),

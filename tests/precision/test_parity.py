@@ -151,17 +151,29 @@ def test_the_settling_of_a_scale_that_starts_high_is_no_skipping(
     assert check.note.endswith(settled) and bool(check.note) is bool(settled) is (mine.settling is not None)
 
 
-def test_a_run_that_settled_first_is_compared_from_where_it_began_to_train() -> None:
-    """In its first steps a loss falls by far more than the bound, so three steps of delay would be a gap."""
+def test_a_run_that_settled_is_compared_with_the_updates_that_it_made() -> None:
+    """In its first steps a loss falls by far more than the bound: so do 40 steps less three."""
     falling = [7.0 * 0.9**step for step in range(40)]
     norms = [2.0 * 0.9**step for step in range(40)]
-    twin = run(steps=range(1, 41), losses=falling, grad_norms=norms)
-    delayed = {"losses": [7.0] * 3 + falling[:-3], "grad_norms": [math.inf] * 3 + norms[:-3], "skipped": 3}
-    mine = replace(twin, **delayed, settling=Settling([1, 2, 3], 65536.0, 8192.0))
-    assert not failed(trajectories(mine, twin))
-    assert failed(trajectories(replace(mine, settling=None), twin)) == {"loss_gap", "grad_norm_ratio", "skipped_share"}
+    whole = run(steps=range(1, 41), losses=falling, grad_norms=norms, validation=0.1)
+    delayed = {"losses": [7.0] * 3 + falling[:-3], "grad_norms": [2.0] * 3 + norms[:-3], "skipped": 3}
+    twin = replace(whole, **delayed, validation=0.137)
+    mine = replace(twin, grad_norms=[math.inf] * 3 + norms[:-3], settling=Settling([1, 2, 3], 65536.0, 8192.0))
+
+    def against(twin: Trajectory, mine: Trajectory = mine) -> dict[str, Check]:
+        controls = [replace(whole, validation=0.1002)]
+        return {check.name: check for check in judge_trajectories([mine], [twin], BOUNDS, controls, whole=whole)}
+
+    checks = against(twin)
+    assert not failed(checks)
+    assert checks["validation_delta"].note.endswith(
+        "+0.20%; with the updates that the scale's settling lost, FP32 ends +37.00% apart"
+    )
+    assert failed(against(whole)) == {"validation_delta", "loss_gap", "grad_norm_ratio"}
+    skipping = replace(mine, settling=None)
+    assert failed(against(whole, skipping)) == {"validation_delta", "loss_gap", "grad_norm_ratio", "skipped_share"}
     later = replace(mine, losses=[*mine.losses[:20], *(loss * 1.03 for loss in mine.losses[20:])])
-    assert failed(trajectories(later, twin)) == {"loss_gap"}
+    assert failed(against(twin, later)) == {"loss_gap"}
 
 
 def test_a_loss_that_becomes_nan_is_no_parity() -> None:

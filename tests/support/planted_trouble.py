@@ -115,7 +115,7 @@ CASES = {
     "queries and keys growing 6% a step": Case("attention_logit", _growing_logits),
     "embedding's gradient growing 30% a step": Case("embedding_share", gradients=_growing_embedding_gradient),
     "one channel growing 10% a step": Case("kurtosis_growth", _one_channel, begin=100, steps=180),
-    "learning rate growing 5% a step": Case("adam_rms", _hot_rate, begin=100, steps=180),
+    "learning rate growing 5% a step": Case("update_growth", _hot_rate, begin=100, steps=180),
     "one gradient 100 times as large, beta2 = 0.999": Case("gradient_jump", overrides=_UNCLIPPED, gradients=_one_jump),
     "router logits growing 30% a step": Case("router_z", _growing_router, _EXPERTS),
 }
@@ -199,6 +199,7 @@ def _traced(figures: dict[str, Any]) -> str:
         "share": figures["embedding_share"],
         "kurtosis": max(row["kurtosis"] for row in figures["channels"].values()),
         "norm": figures["norm"],
+        "update": figures["update_ratio"],
         **{name: figures[name] for name in ("router/entropy", "router/z_loss") if name in figures},
     }
     return "  ".join(f"{name} {value:.3g}" for name, value in most.items())

@@ -11,9 +11,13 @@ import torch
 import train
 from data import loader
 from data.loader import Batch
+from data.mixture import Mixture
+from modeling import parameter_groups
 from training import step
+from training.engine import build
 from training.engine.defects import Defects
 from training.engine.engine import Engine
+from training.engine.pieces import Pieces, ShardedPieces
 
 
 def late_rate() -> None:
@@ -42,8 +46,42 @@ def swapped_batches() -> None:
     loader.sample_ids = lambda position, **options: right(position ^ 1, **options)
 
 
+def ratio_of_pieces() -> None:
+    """Norms and means that an optimizer takes of a parameter are of this rank's piece of it."""
+    ShardedPieces.sums = Pieces.sums  # type: ignore[method-assign]
+
+
+def head_as_matrix() -> None:
+    """Muon's rule for hidden matrices moves the output embedding, too."""
+    parameter_groups.head_weights = lambda model: set()
+
+
+def wrong_factor() -> None:
+    """LoRA's product counts 1% too much."""
+    right = build.add_adapter
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        model = right(*args, **options)
+        for module in model.modules():
+            if hasattr(module, "lora_A"):
+                module.scaling["default"] *= 1.01
+        return model
+
+    build.add_adapter = wrong  # type: ignore[assignment]
+
+
+def shares_swapped() -> None:
+    """Each source of a mixture has another one's share."""
+    right = Mixture._shares
+    Mixture._shares = lambda self: right(self)[::-1]  # type: ignore[method-assign]
+
+
 MISTAKES: dict[str, Callable[[], None]] = {
-    mistake.__name__: mistake for mistake in (late_rate, mean_of_means, swapped_batches)
+    mistake.__name__: mistake
+    for mistake in (
+        *(late_rate, mean_of_means, swapped_batches),
+        *(ratio_of_pieces, head_as_matrix, wrong_factor, shares_swapped),
+    )
 }
 
 if __name__ == "__main__":

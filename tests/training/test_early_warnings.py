@@ -42,7 +42,15 @@ def _judge(beta2: float | None = 0.9, clipping: float = 0.0, **section: Any) -> 
 
 
 def _event(**fields: Any) -> dict[str, Any]:
-    return {"attentions": {}, "adam": {}, "channels": {}, "embedding_share": None, "activation_max": {}, **fields}
+    return {
+        "attentions": {},
+        "adam": {},
+        "channels": {},
+        "embedding_share": None,
+        "activation_max": {},
+        "update_ratio": None,
+        **fields,
+    }
 
 
 def test_a_gradient_jumps_against_an_average_that_remembers_the_squares_and_knows_their_age():
@@ -110,6 +118,22 @@ def test_kurtosis_is_compared_with_its_own_past_and_an_activation_in_fp16_with_t
     overflow = math.log(65504 / 400) / math.log(1.01)
     assert overflow - 200 <= step <= overflow - 190
     assert warning.module == "half" and warning.value == pytest.approx(overflow - step, rel=0.01)
+
+
+def test_updates_are_compared_with_what_they_were_before_a_slow_rise():
+    judge, said = _judge(), []
+    for step in range(120):
+        ratio = None if step == 70 else 0.01 * 1.05 ** max(0, step - 80)
+        said += [(step, warning) for warning in judge.after_telemetry(step, _event(update_ratio=ratio), warm=step > 20)]
+        state = json.loads(json.dumps(judge.state_dict()))
+        judge = _judge()
+        judge.load_state_dict(state)
+    ((step, warning),) = said
+    assert (step, warning.signal, warning.module) == (95, "update_growth", "")  # 1.05^15 is the first power above 2
+    assert "learning rate" in warning.reason
+    del state["updates"]  # of an older checkpoint
+    judge.load_state_dict(state)
+    assert judge.after_telemetry(0, _event(update_ratio=9.0), warm=True) == []
 
 
 def test_the_guard_answers_the_warnings_that_it_is_told_to():

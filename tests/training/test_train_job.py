@@ -147,16 +147,17 @@ def test_a_run_that_only_skips_stops_with_a_diagnosis_and_a_checkpoint(folder):
 
 
 def test_a_rollback_leaves_the_offending_batch_out_and_the_run_ends_well(folder):
-    overrides = ["faults=[{kind: nan_loss, step: 4}]", "guard.reactions=[rollback, abort]"]
-    finish(command("python", folder, "rolled", *overrides))
+    overrides = ["faults=[{kind: nan_loss, step: 4}, {kind: lost_update, step: 6}]"]
+    finish(command("python", folder, "rolled", *overrides, "guard.reactions=[rollback, abort]"))
     steps = events(folder, "rolled", "step")
     assert [event["step"] for event in steps] == [1, 2, 3, 4, 3, 4, 5, 6]
-    assert [event["applied"] for event in steps] == [True, True, True, False, True, True, True, True]
+    # An update that is lost on purpose is no incident.
+    assert [event["applied"] for event in steps] == [True, True, True, False, True, False, True, True]
     # Back to the checkpoint of step 2, whose next batches were 2 and 3; number 3 broke the run.
     assert [event["position"] for event in steps] == [0, 1, 2, 3, 4, 5, 6, 7]
-    incident = events(folder, "rolled", "incident")[0]
+    (incident,) = events(folder, "rolled", "incident")
     assert incident["verdict"] == "ROLLBACK" and incident["rolled_back_to"].endswith("step-2")
-    assert [event["kind"] for event in events(folder, "rolled", "fault")] == ["nan_loss"]
+    assert [event["kind"] for event in events(folder, "rolled", "fault")] == ["nan_loss", "lost_update"]
     named = events(folder, "rolled", "nonfinite")[0]
     assert (named["rank"], named["module"], named["tensor"], named["kind"]) == (0, "loss", "loss", "nan")
     assert steps[4]["lr"] == steps[2]["lr"]

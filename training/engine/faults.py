@@ -41,6 +41,10 @@ class Faults:
         """The faults of this step, on any rank."""
         return [fault for fault, _, _ in self._targets if fault.step == step]
 
+    def loses_update(self, step: int) -> bool:
+        """Whether a step is not to be applied; the same on all ranks."""
+        return any(fault.kind == "lost_update" for fault in self.due(step))
+
     @contextmanager
     def injected(self, step: int) -> Iterator[None]:
         """Inject faults into activations and gradients of the passes inside, if this is their step and rank."""

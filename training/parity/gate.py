@@ -32,7 +32,13 @@ from config.errors import UserError
 from config.redact import redact, redact_arguments
 from precision.parity import Check, first_divergence, judge_dtypes, judge_steps
 from precision.power import MOST_PAIRS, POWER, pairs_needed
-from precision.trajectories import Trajectory, confidence, first_departure, judge_trajectories
+from precision.trajectories import (
+    Trajectory,
+    confidence,
+    confidence_line,
+    first_departure,
+    judge_trajectories,
+)
 from tracking.jsonl import encode
 from tracking.summary import read_inputs
 from training.jobs import add_processes_option
@@ -46,6 +52,7 @@ from training.parity.jobs import (
     seeds,
     train_candidate,
     train_references,
+    train_twin,
     trajectory,
     walk_steps,
 )
@@ -68,11 +75,15 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
     log(f"single steps after steps {', '.join(map(str, chosen.points))}")
     walks = walk_steps(chosen, candidates[0], keep=keep)
     half, fp32 = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]
+    nudged, whole = [trajectory(run) for run in controls], fp32[0]
+    for index, (seed, run) in enumerate(zip(seeds(chosen), half, strict=True)):
+        if run.settling is not None:
+            fp32[index] = trajectory(train_twin(chosen, seed, log, settling=run.settling))
     unfinished = [f"{run.folder.name}: {run.error_line}" for run in candidates if not run.finished]
     share = 1 - len(unfinished) / len(candidates)
     checks = [
         Check("finished_runs", share, 1.0, not unfinished, at_least=True, note="; ".join(unfinished)),
-        *judge_trajectories(half, fp32, bounds, [trajectory(run) for run in controls]),
+        *judge_trajectories(half, fp32, bounds, nudged, whole=whole),
         *judge_steps(walks, bounds),
         judge_dtypes([report for run in candidates for report in inner_dtypes(run)], bounds),
     ]
@@ -81,7 +92,7 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         "verdict": "no parity" if failed else "parity",
         "failed": failed,
         "checks": [dataclasses.asdict(check) for check in checks],
-        "confidence": confidence(half, fp32, bounds, [trajectory(run) for run in controls]),
+        "confidence": confidence(half, fp32, bounds, nudged, whole=whole),
         "first_parting": first_divergence(walks, bounds),
         "first_departure": first_departure(half[0], fp32[0], bounds.loss_gap),
         "bought": _resources(candidates[0], twins[0], price=bounds.price_per_device_hour, devices=chosen.processes),
@@ -232,5 +243,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     found = gate(chosen, keep=options.keep_checkpoints)
     print("\n".join(verdict_lines(found)))
+    print(confidence_line(found["confidence"]))
     print(f"report   {folder / 'parity.md'}")
     return NO_PARITY if found["failed"] else PARITY

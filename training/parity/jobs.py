@@ -17,7 +17,7 @@ from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
 from precision.parity import Walk
-from precision.trajectories import Trajectory, control_factor, settling_of
+from precision.trajectories import Settling, Trajectory, control_factor, settling_of
 from tracking.jsonl import read_events, surviving
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, summarise
@@ -113,8 +113,12 @@ def train_references(chosen: Plan, log: Log) -> References:
     return References(twins, tuple(train_twin(chosen, first, log, control=index) for index in range(count)))
 
 
-def train_twin(chosen: Plan, seed: int, log: Log, *, control: int | None = None) -> Run:
+def train_twin(
+    chosen: Plan, seed: int, log: Log, *, control: int | None = None, settling: Settling | None = None
+) -> Run:
     """The same job in FP32; with a slightly larger learning rate as the control of that index.
+
+    settling: whose steps it does not apply either.
 
     Raises UserError when it fails: then there is nothing to compare with.
     """
@@ -129,6 +133,9 @@ def train_twin(chosen: Plan, seed: int, log: Log, *, control: int | None = None)
     if control is not None:
         rate = chosen.resolved.config.optimizer.learning_rate * control_factor(control)
         name, overrides = f"fp32-control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
+    if settling is not None:
+        lost = ", ".join(f"{{kind: lost_update, step: {step}}}" for step in settling.steps)
+        name, overrides = f"fp32-settling-seed-{seed}", [*overrides, f"faults=[{lost}]"]
     run = _train(chosen, name, seed, overrides, log)
     if not run.finished:
         raise UserError(f"the FP32 twin failed: {run.error_line}; see {_log(chosen, run.folder.name)}")

@@ -48,7 +48,7 @@ class Reference:
         if world.sequence is not None:
             apart = resolved.config.keeps_documents_apart
             self._attention = SequenceAttention(self.model, world.sequence, apart=apart)
-        self._objective = objective_of(resolved.config, self.model, teacher)
+        self.objective = objective_of(resolved.config, self.model, teacher)
         apply_activation_checkpointing(
             self.model,
             section.activation_checkpointing,
@@ -75,7 +75,7 @@ class Reference:
         totals = torch.tensor([0.0, float(batch.label_tokens)], dtype=torch.float64, device=device)
         tokens = self._world.sum(totals.clone())[1].clamp_(min=1.0)
         for inputs, labels in batch.micro_batches(device):
-            loss = self._objective.score(self._forward, inputs, labels).loss
+            loss = self.objective.score(self._forward, inputs, labels).loss
             mean = loss / tokens.to(loss.dtype)
             if self._router is not None and experts is not None:
                 mean = mean + self._router.loss(experts)[0]
@@ -97,7 +97,7 @@ class Reference:
         assert self._router is not None
         found: Any = 0
         for inputs, labels in batch.micro_batches(self._world.device):
-            self._objective.score(self._forward, inputs, labels)
+            self.objective.score(self._forward, inputs, labels)
             found = found + self._router.counts()
         return self._world.sum(found)
 

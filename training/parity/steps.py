@@ -106,9 +106,10 @@ class StepParity:
             loss, gradients = reference.loss_and_gradients(batch)
         planned = self._planned_agreement(batch, gradients)
         signatures = Signatures(reference.model, engine.model, compute=compute, regions=regions, world=world)
+        watch = signatures.watch_loss(reference.objective, *next(batch.micro_batches(world.device)))
         products = Fp8Products(reference.model, engine.model, regions, world=world)
         with errors.of_candidate(), signatures.of_candidate(), products.of_candidate():
-            outcome = engine.forward_backward(batch, step=batch.position + 1)
+            outcome = engine.forward_backward(batch, step=batch.position + 1, on_loss=watch)
         health = engine.health(outcome)
         own = {name: whole_gradient(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
         found = {name: gradient for name, gradient in own.items() if gradient is not None}

@@ -63,6 +63,24 @@ def signature_with(world: World, *, stage: int, compute: str, module: str, overr
         return judge_signatures(rows, ParitySection())
 
 
+def gradients_with(
+    world: World, *, stage: int, compute: str, module: str | None, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The judgement on two steps of an engine in which one module's gradients are 1% too large; what was measured."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    with engine_of(world, resolved) as engine:
+        steps = StepParity(engine, Reference(resolved, shape, world), resolved)
+        if module is not None:  # a hook on what it returns multiplies all that it makes of the gradient
+            engine.model.get_submodule(module).register_forward_hook(
+                lambda _, args, output: (1.01 * output[0] - 0.01 * output[0].detach(), *output[1:])
+            )
+        rows = [steps.step(batch_of(world, 2, seed=step), applied=step) for step in range(2)]
+        check = judge_signatures(rows, ParitySection())
+        parts = [(row["module"], row["part"]) for row in rows[0]["signature"]["parts"]]
+        return {"check": check, "parts": parts, "not_measured": rows[0]["signature"]["not_measured"]}
+
+
 def with_dropout(world: World, *, stage: int, compute: str, overrides: Sequence[str]) -> dict[str, Any]:
     """A step as a run takes it; then, from the same generators, its loss repeated and the same step measured."""
     resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)

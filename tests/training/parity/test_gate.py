@@ -96,6 +96,28 @@ def test_a_sabotaged_norm_fails_by_name(folder, judged):
     assert NORM in (folder / "bad/parity.md").read_text().split("## Checks")[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "failed"), [(1000, set()), (2, {"skipped_share"})])
+def test_a_scale_that_settles_is_told_from_one_that_keeps_skipping(tmp_path, window, failed):
+    """From 2^24, in 24 steps: the first skips some at the start, the second every third from there on, too."""
+    scale = f"precision.loss_scale={{initial: 16777216, window: {window}, hysteresis: 1}}"
+    given = [*SMALL, f"data.cache_dir={tmp_path}/cache", "precision.compute=fp16", "parity.points=1", scale]
+    with forked_launcher(2) as launcher:
+        chosen = parity.plan(DEMO, given, folder=tmp_path / "fp16", steps=24, processes=2, launcher=launcher)
+        found = parity.gate(chosen)
+    assert set(found["failed"]) >= failed and bool(found["failed"]) is bool(failed), found["failed"]
+    checks = {check["name"]: check for check in found["checks"]}
+    assert checks["skipped_share"]["passed"] is not bool(failed)
+    settled = (tmp_path / "fp16/runs/fp32-settling-seed-0").exists()
+    assert settled is not bool(failed)
+    if settled:
+        lost = [event["step"] for event in launches.events(tmp_path / "fp16", "fp32-settling-seed-0", "fault")]
+        steps = launches.events(tmp_path / "fp16", "candidate-seed-0", "step")
+        assert lost and lost == [event["step"] for event in steps if not event["applied"]]
+        assert abs(checks["validation_delta"]["measured"]) < 2e-3
+        assert "with the updates that the scale's settling lost" in checks["validation_delta"]["note"]
+
+
 def test_the_skips_of_a_settling_loss_scale_are_read_from_the_events(tmp_path):
     changes = [(65536, 65536, "hysteresis"), (65536, 32768, "overflow")]
     record = Record([JsonlSink(tmp_path / "events.jsonl")])

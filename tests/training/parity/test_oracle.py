@@ -11,17 +11,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from config.cli import REPOSITORY
-from config.schema import ScheduleSection
+from config.optimizers import OPTIMIZERS, settings_of
+from config.schema import OptimizerSection, ScheduleSection, SourceSection
+from data.mixture import Mixture
 from data.sampler import permute
+from modeling.parameter_groups import group_of_each
 from tests.support.chats import LENGTH, write_base, write_chats
 from tests.support.launches import command, finish
+from tests.support.small_models import small_model
+from training.engine.optimizer import implementation
+from training.engine.optimizers.rule import UpdateInputs
 from training.parity.gate import main
 from training.parity.oracle.judge import Judged, judge
-from training.parity.oracle.rules import permuted, schedule
+from training.parity.oracle.optimizers import optimizer_of
+from training.parity.oracle.rules import Mixed, permuted, schedule
 from training.schedule import learning_rate
 
 SLOW = pytest.mark.slow
@@ -33,6 +41,8 @@ APART = ("data.document_masking=true", "batch.micro_size=1", "run.steps=4", "dat
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made, draw = tmp_path_factory.mktemp("oracle"), random.Random(5)
     texts = ["".join(draw.choices("abcd ", k=draw.randint(1, 40))) for _ in range(600)]
+    write_base(made / "base")
+    write_chats(made / "rows.jsonl", 80)
     (made / "short.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return made
 
@@ -41,6 +51,7 @@ def judged(folder: Path, name: str, *overrides: str, mistake: str = "") -> Judge
     """A small job of two ranks and what the oracle says of it."""
     if "data.source=jsonl" in overrides:
         overrides = (*overrides, f"data.path={folder}/short.jsonl")
+    overrides = tuple(override.replace("FOLDER", str(folder)) for override in overrides)
     line = command("python", folder, name, "evaluate.every_steps=0", "generate.tokens=0", *overrides)
     if mistake:
         line[1:2] = [str(REPOSITORY / "tests/support/wrong_train.py"), mistake]
@@ -77,6 +88,117 @@ def test_a_run_in_fp32_is_what_it_computes(finished: Path) -> None:
 def test_so_are_runs_of_other_configs(folder: Path, overrides: tuple[str, ...]) -> None:
     found = judged(folder, f"right-{abs(hash(overrides))}", "deepspeed.config=null", *overrides)
     assert found.holds, found.lines()
+
+
+MORE = ("run.steps=4", "checkpoint.every_steps=4", "evaluate.batches=1", "deepspeed.config=null")
+LORA = (
+    *("model.architecture=null", "model.config={}", "model.name_or_path=FOLDER/base", "task=sft", "deepspeed.stage=3"),
+    f"data={{source: auto, path: FOLDER/rows.jsonl, tokenizer: model, sequence_length: {LENGTH}}}",
+    *("adapter={kind: lora, r: 4, alpha: 8}", "optimizer.learning_rate=1e-2", "optimizer.eps=1e-5"),
+)
+MIXED = (
+    "data.path=null",
+    f"data={{sequence_length: 32, tokenizer: bytes, validation_fraction: 0.2, sources: "
+    f"[{{path: {REPOSITORY}/data, source: text, weight: 2, name: code}}, "
+    "{path: FOLDER/short.jsonl, source: jsonl, weight: 1, name: short}]}",
+    "deepspeed.stage=1",
+)
+OTHERS: dict[str, tuple[str, ...]] = {
+    "muon": ("optimizer.name=muon", "deepspeed.stage=1", "optimizer.weight_decay=0.3"),
+    "lamb": ("optimizer.name=lamb", "deepspeed.stage=2", "optimizer.eps=1e-4"),
+    "lion": ("optimizer.name=lion", "deepspeed.stage=3"),
+    "stable_adamw": ("optimizer.name=stable_adamw", "deepspeed.stage=3", "optimizer.eps=1e-4"),
+    "lora": LORA,
+    "mixture": MIXED,
+}
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=() if what in ("lora", "mixture") else SLOW) for what in OTHERS]
+)
+def test_so_are_runs_with_other_optimizers_adapters_and_sources(folder: Path, what: str) -> None:
+    found = judged(folder, f"other-{what}", *MORE, *OTHERS[what])
+    assert found.holds and found.steps == 4, found.lines()
+    print("\n".join(found.lines()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("what", OTHERS)
+def test_so_are_they_in_16_bits(folder: Path, what: str, compute: str) -> None:
+    found = judged(folder, f"{compute}-{what}", *MORE, *OTHERS[what], f"precision.compute={compute}")
+    assert found.holds and found.steps == 4, found.lines()
+    print("\n".join(found.lines()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("what", "mistake", "named"),
+    [
+        ("muon", "head_as_matrix", {"distance moved"}),
+        ("lamb", "ratio_of_pieces", {"distance moved"}),
+        ("stable_adamw", "late_rate", {"learning rate", "distance moved"}),
+        ("lion", "late_rate", {"learning rate", "distance moved"}),
+        ("lora", "wrong_factor", {"norm"}),
+        ("mixture", "shares_swapped", {"samples", "labels by source"}),
+    ],
+)
+def test_a_mistake_in_them_is_named(folder: Path, what: str, mistake: str, named: set[str], stage: int) -> None:
+    overrides = [override for override in OTHERS[what] if not override.startswith("deepspeed.stage")]
+    found = judged(folder, f"{mistake}-{what}-{stage}", *MORE, *overrides, f"deepspeed.stage={stage}", mistake=mistake)
+    assert failed(found) >= named, found.lines()
+    print("\n".join(found.lines()))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_both_rules_of_an_optimizer_are_one(name: Any) -> None:
+    """On random gradients, of a matrix, of the head, of an embedding and of a norm."""
+    torch.manual_seed(0)
+    model: Any = small_model("llama").double()
+    settings = {"betas": (0.8, 0.9)} if "betas" in OPTIMIZERS[name].settings else {}
+    section = OptimizerSection(name=name, weight_decay=0.3, **settings)
+    optimizer, rule = optimizer_of(model, section), implementation(name).update
+    groups = group_of_each(model, section)
+    states = {
+        name: [torch.zeros_like(p) for _ in OPTIMIZERS[section.name].states_of(matrix=groups[id(p)]["matrix"])]
+        for name, p in model.named_parameters()
+    }
+    for step in range(1, 4):
+        expected = {}
+        for key, parameter in model.named_parameters():
+            parameter.grad, group = torch.randn_like(parameter) * 3.0 ** (step % 2), groups[id(parameter)]
+            decay, matrix = group["weight_decay"], group["matrix"]
+            given = UpdateInputs(
+                parameter.detach().clone(),
+                parameter.grad,
+                states[key],
+                section=section,
+                weight_decay=decay,
+                lr=0.1 * step,
+                step=step,
+                matrix=matrix,
+            )
+            expected[key] = given.master + rule(given)
+            states[key] = advanced(section, given)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * step * group["factor"]
+        optimizer.step()
+        for key, parameter in model.named_parameters():
+            assert torch.allclose(parameter, expected[key], rtol=1e-9, atol=1e-12), (key, step)
+
+
+def advanced(section: OptimizerSection, given: UpdateInputs) -> list[torch.Tensor]:
+    """The states after an update, as config/optimizers.py lists them."""
+    gradient, settings = given.gradient, settings_of(section)
+    if section.name == "sgd":
+        return [settings["momentum"] * given.states[0] + gradient + given.weight_decay * given.master]
+    if section.name == "lion":
+        keeps: tuple[float, ...] = (section.betas[1],)
+    else:
+        keeps = (settings["momentum"],) if given.matrix else section.betas
+    powers = (gradient, gradient.square())
+    return [keep * state + (1 - keep) * power for keep, state, power in zip(keeps, given.states, powers, strict=False)]
 
 
 @pytest.mark.parametrize(("packing", "loss"), [("best_fit", "row"), pytest.param("none", "token", marks=SLOW)])
@@ -153,6 +275,17 @@ def test_both_orders_are_one(samples: int, seed: int, epoch: int, data: st.DataO
     assert permuted(index, samples=samples, seed=seed, epoch=epoch) == expected[0]
 
 
+@pytest.mark.parametrize("weights", [(3.0, None, None), (None, None, None), (0.1, 0.7, 0.2)])
+def test_both_mixtures_are_one(weights: tuple[float | None, ...]) -> None:
+    """Over three blocks, in which the small sources come to their next epochs."""
+    sizes = (700, 90, 13)
+    sources = [SourceSection(weight=weight, epochs=1.5 if weight is None else None) for weight in weights]
+    shares = tuple(size * 1.5 if weight is None else weight for size, weight in zip(sizes, weights, strict=True))
+    expected = Mixture(("a", "b", "c"), sizes, shares).sample_ids(0, seed=7, global_size=2500).tolist()
+    mixed = Mixed(sources, sizes, seed=7)
+    assert [mixed.sample(index) for index in range(2500)] == expected
+
+
 def test_the_command_line(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(finished / "runs/it")
     assert main(["--oracle", run, "--steps", "2"]) == 0
@@ -167,19 +300,23 @@ def test_the_command_line(finished: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "problem"),
+    ("changes", "problem"),
     [
-        ("task", "mlm", "task = mlm: the oracle does not compute it"),
-        ("optimizer.name", "lion", "optimizer.name = lion: the oracle knows torch's own, adamw and sgd"),
+        ({"task: pretrain": "task: mlm"}, "task = mlm: the oracle does not compute it"),
+        (
+            {"name: adamw": "name: muon", "orthogonalization: fp32": "orthogonalization: bf16"},
+            "optimizer.orthogonalization = bf16: the oracle does not compute it",
+        ),
     ],
 )
 def test_what_it_does_not_compute_is_one_line(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: str, problem: str
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], problem: str
 ) -> None:
     run = shutil.copytree(finished / "runs/it", tmp_path / "it", ignore=shutil.ignore_patterns("checkpoints"))
     text = (run / "config.yaml").read_text(encoding="utf-8")
-    old = {"task": "task: pretrain\n", "optimizer.name": "  name: adamw\n"}[key]
-    assert old in text
-    (run / "config.yaml").write_text(text.replace(old, old.split(":")[0] + f": {value}\n"), encoding="utf-8")
+    for old, new in changes.items():
+        assert f"{old}\n" in text
+        text = text.replace(f"{old}\n", f"{new}\n")
+    (run / "config.yaml").write_text(text, encoding="utf-8")
     assert main(["--oracle", str(run)]) == 2
     assert problem in capsys.readouterr().err

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from config.schema import AdapterSection, ParitySection
+from modeling import linear_cross_entropy
 from modeling.adapter import adapter_off, add_adapter
+from modeling.chunked_head import ChunkedHead
+from modeling.objectives.label_prediction import LabelPrediction
+from modeling.objectives.objective import Scored
 from precision.dtypes import DTYPES
 from precision.manifest import Manifest, Rule
 from precision.parity import judge_signatures
@@ -32,8 +38,12 @@ from tests.training.parity import step_cases
 from training.parity.signature import Signatures
 
 Plant = Callable[[Any], None]
+Times = Callable[[torch.Tensor, float], torch.Tensor]
+"""How a factor is planted: into the values, or into their gradients alone."""
 BOUNDS = ParitySection()
 VOCABULARY = 250
+SCALE = 4096.0
+"""Of the loss, as FP16 needs it."""
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256, "vocab_size": 256}
 FP8 = Manifest("bf16", (Rule("*_proj", "Linear", "fp8", "x"), Rule("*head*", "Linear", "bf16", "x")), Path("m.json"))
 BF16 = Manifest("bf16", (), Path("m.json"))
@@ -64,6 +74,7 @@ def measured(
     seed: int = 1,
     tokens: int = 64,
     steps: int = 1,
+    objective: LabelPrediction | None = None,
 ) -> list[dict[str, Any]]:
     """What is measured of some forward passes on random tokens, as steps have it."""
     reference, run = (trained(family, attention, seed) for _ in range(2))
@@ -73,11 +84,15 @@ def measured(
             parameter.data = parameter.data.to(DTYPES[compute])
     if plant is not None:
         plant(run)
-    generator, found = torch.Generator().manual_seed(seed), []
+    generator, found, objective = torch.Generator().manual_seed(seed), [], objective or LabelPrediction()
     for _ in range(steps):
         signatures = Signatures(reference, run, compute=DTYPES[compute], regions=regions)
+        given, labels = (torch.randint(VOCABULARY, (4, tokens), generator=generator) for _ in range(2))
+        watch = signatures.watch_loss(LabelPrediction(), {"input_ids": given}, labels)
         with signatures.of_candidate():
-            run(torch.randint(VOCABULARY, (4, tokens), generator=generator), use_cache=False)
+            loss = objective.score(run, {"input_ids": given}, labels).loss
+            watch(loss)
+            (loss * SCALE / labels.numel()).backward()
         found.append(signatures.measured())
     return found
 
@@ -108,47 +123,49 @@ def named(steps: list[dict[str, Any]]) -> tuple[str, ...]:
     return check.modules
 
 
-def linear(name: str, factor: float) -> Plant:
+def linear(name: str, factor: float, times: Times = mul) -> Plant:
     def plant(run: Any) -> None:
         module = run.get_submodule(name)
 
         def forward(given: torch.Tensor) -> torch.Tensor:
-            return (functional.linear(given.float(), module.weight.float()) * factor).to(given.dtype)
+            return times(functional.linear(given.float(), module.weight.float()), factor).to(given.dtype)
 
         module.forward = forward
 
     return plant
 
 
-def norm(factor: float = 1.0, variance: torch.dtype = torch.float32) -> Plant:
+def norm(factor: float = 1.0, times: Times = mul, *, variance: torch.dtype = torch.float32) -> Plant:
     def plant(run: Any) -> None:
         module = run.get_submodule(NORM)
 
         def forward(given: torch.Tensor) -> torch.Tensor:
             wide = given.float()
             mean = wide.pow(2).mean(-1, keepdim=True).to(variance).float()
-            return module.weight * (wide * (mean + module.variance_epsilon).rsqrt() * factor).to(given.dtype)
+            return module.weight * times(wide * (mean + module.variance_epsilon).rsqrt(), factor).to(given.dtype)
 
         module.forward = forward
 
     return plant
 
 
-def embedding(factor: float) -> Plant:
+def embedding(factor: float, times: Times = mul) -> Plant:
     def plant(run: Any) -> None:
         module = run.get_submodule(EMBEDDING)
-        module.forward = lambda ids: (functional.embedding(ids, module.weight.float()) * factor).to(module.weight.dtype)
+        module.forward = lambda ids: times(functional.embedding(ids, module.weight.float()), factor).to(
+            module.weight.dtype
+        )
 
     return plant
 
 
-def mlp(factor: float) -> Plant:
+def mlp(factor: float, times: Times = mul) -> Plant:
     def plant(run: Any) -> None:
         module = run.get_submodule(MLP)
 
         def forward(given: torch.Tensor) -> torch.Tensor:
             gate, up = module.gate_proj(given), module.up_proj(given)
-            return module.down_proj((module.act_fn(gate).float() * up.float() * factor).to(given.dtype))
+            return module.down_proj(times(module.act_fn(gate).float() * up.float(), factor).to(given.dtype))
 
         module.forward = forward
 
@@ -167,8 +184,8 @@ def softmax(function: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
     return plant
 
 
-def scaled_attention(factor: float) -> Plant:
-    return softmax(lambda scores: scores.float().softmax(-1) * factor)
+def scaled_attention(factor: float, times: Times = mul) -> Plant:
+    return softmax(lambda scores: times(scores.float().softmax(-1), factor))
 
 
 def attention_output(factor: float) -> Plant:
@@ -198,13 +215,13 @@ def rotary_in_bf16(run: Any) -> None:
     module.forward = forward
 
 
-SCALED: dict[str, tuple[Callable[[float], Plant], str]] = {
+SCALED: dict[str, tuple[Callable[..., Plant], str]] = {
     "attention": (scaled_attention, ATTENTION),
     "mlp": (mlp, MLP),
-    "linear": (lambda factor: linear(f"{MLP}.up_proj", factor), f"{MLP}.up_proj"),
+    "linear": (partial(linear, f"{MLP}.up_proj"), f"{MLP}.up_proj"),
     "norm": (norm, NORM),
     "embedding": (embedding, EMBEDDING),
-    "head": (lambda factor: linear(HEAD, factor), HEAD),
+    "head": (partial(linear, HEAD), HEAD),
 }
 """By kind: a factor within the module, before its result is rounded."""
 
@@ -222,9 +239,12 @@ SCALED: dict[str, tuple[Callable[[float], Plant], str]] = {
 def test_rounding_explains_a_sound_model(family: str, compute: str, manifest: Manifest | None) -> None:
     steps = measured(family, compute, manifest=manifest, tokens=16)
     assert named(steps) == ()
-    assert steps[0]["not_measured"] == {}
-    kinds = {row["kind"] for row in steps[0]["parts"]}
-    assert {"linear", "norm", "attention", "embedding", "composite"} <= kinds
+    assert all("chooses experts" in why for why in steps[0]["not_measured"].values())
+    parts = steps[0]["parts"]
+    kinds = {row["kind"] for row in parts}
+    assert {"linear", "norm", "attention", "embedding", "composite", "loss"} <= kinds
+    backward = {row["kind"] for row in parts if row["part"].startswith("gradient of")}
+    assert kinds - backward <= {"rotary", "embedding"}, "a table learns nothing, a tied one is left out"
     assert ("functional" in kinds) == (family == "mixtral")
 
 
@@ -245,6 +265,128 @@ def test_rounding_explains_a_sound_model(family: str, compute: str, manifest: Ma
 def test_an_error_that_is_not_rounding_is_named_alone(plant: Plant, compute: str, module: str) -> None:
     """At 64 tokens and in one step, where the run's loss shows nothing."""
     assert named(measured(compute=compute, plant=plant)) == (module,)
+
+
+class _Scaled(torch.autograd.Function):
+    """The same values, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+        return (gradients[0].double() * ctx.factor).to(gradients[0].dtype), None
+
+
+def _scaled(given: torch.Tensor, factor: float) -> torch.Tensor:
+    found: torch.Tensor = _Scaled.apply(given, factor)
+    return found
+
+
+def norm_of_a_constant(run: Any) -> None:
+    """A norm whose statistic is a constant in its backward pass: a term of its gradient is missing."""
+    module = run.get_submodule(NORM)
+
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        wide = given.float()
+        root = (wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt().detach()
+        return module.weight * (wide * root).to(given.dtype)
+
+    module.forward = forward
+
+
+class _InHalves(torch.autograd.Function):
+    """A linear layer whose weight's gradient is summed over tokens, rounded each time."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(given, weight)
+        return functional.linear(given, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+        given, weight = ctx.saved_tensors
+        (gradient,), total = gradients, torch.zeros_like(weight)
+        for rows, columns in zip(gradient.flatten(0, 1).split(16), given.flatten(0, 1).split(16), strict=True):
+            total += rows.t() @ columns
+        return gradient @ weight, total
+
+
+def summed_in_pieces(run: Any) -> None:
+    module = run.get_submodule(f"{MLP}.up_proj")
+    module.forward = lambda given: _InHalves.apply(given, module.weight)
+
+
+class InLogits(LabelPrediction):
+    """The cross-entropy of one more step: `change` of the logits, in `dtype`, and the softmax written out in it."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, factor: float = 1.0) -> None:
+        super().__init__()
+        self._dtype, self._factor = dtype, factor
+
+    def score(self, forward: Any, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
+        """As the parent does."""
+        logits = _scaled(forward(**inputs, use_cache=False).logits.to(self._dtype), self._factor).flatten(0, 1)
+        logits = logits - logits.amax(-1, keepdim=True).detach()
+        targets = logits.gather(1, labels.flatten()[:, None]).squeeze(1)
+        return Scored((logits.exp().sum(-1).log() - targets).float().sum())
+
+
+@pytest.mark.parametrize(
+    ("plant", "module"),
+    [
+        # of values that are BF16's already, 0.1% more rounds to the same
+        *(
+            pytest.param(plant(1.004 if kind == "embedding" else 1.001, _scaled), at, marks=marks)
+            for kind, (plant, at) in SCALED.items()
+            for marks in ([] if kind in ("attention", "linear") else [pytest.mark.slow],)
+        ),
+        (norm_of_a_constant, NORM),
+        (summed_in_pieces, f"{MLP}.up_proj"),
+    ],
+)
+def test_a_backward_pass_that_rounding_does_not_explain_is_named_alone(plant: Plant, module: str) -> None:
+    steps = measured(plant=plant)
+    assert named(steps) == (module,)
+    assert {item.part.partition(" of ")[0] for item in findings(pooled(steps))} == {"gradient"}
+
+
+@pytest.mark.parametrize("objective", [InLogits(torch.bfloat16), InLogits(factor=1.004)])
+def test_a_loss_that_rounding_does_not_explain_is_named(objective: LabelPrediction) -> None:
+    assert named(measured(objective=InLogits())) == ()
+    assert named(measured(objective=objective)) == ("(loss)",)
+
+
+class Chunked(LabelPrediction):
+    """Of 16 tokens at a time, as the engine computes it."""
+
+    def score(self, forward: Any, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
+        """As the parent does."""
+        head = ChunkedHead(forward, chunk_tokens=16)
+        with head.loss_of(labels, SCALE / labels.numel()):
+            loss = forward(**inputs, use_cache=False).logits.sum()
+        head.close()
+        return Scored(loss)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_loss_in_chunks_is_measured_with_its_head(narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if narrow:
+        right = linear_cross_entropy._softmax_loss
+
+        def in_bf16(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+            half = logits.bfloat16()
+            losses = right(half, *rest)
+            logits.copy_(half)  # what it leaves there is the gradient
+            return losses.float()
+
+        monkeypatch.setattr(linear_cross_entropy, "_softmax_loss", in_bf16)
+    steps = measured(objective=Chunked())
+    parts = {row["part"] for row in steps[0]["parts"] if row["module"] == "(loss)"}
+    assert parts == {"output", "gradient of what model returned", "gradient of lm_head.weight"}
+    assert named(steps) == (("(loss)",) if narrow else ())
 
 
 def test_a_defect_under_a_manifest_is_named() -> None:
@@ -323,6 +465,31 @@ def test_a_wrong_constant_in_the_engines_model_is_named(pair: Any, stage: int, c
         assert (check.passed, check.modules) == (False, (ATTENTION,))
 
 
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("compute", "loss", "recompute"),
+    [("bf16", "chunked", "none"), ("fp16", "full", "full"), ("fp32", "chunked", "full"), ("bf16", "full", "none")],
+)
+def test_gradients_are_measured_in_the_engine(pair: Any, stage: int, compute: str, loss: str, recompute: str) -> None:
+    if stage == 0 and compute != "fp32":
+        pytest.skip("masters begin with ZeRO-1")
+    plan = [f"model.loss={loss}", "precision.loss_scale.initial=1024", f"model.activation_checkpointing={recompute}"]
+    plan += ["model.loss_chunk_tokens=16"] if loss == "chunked" else []
+    how = {"stage": stage, "compute": compute, "overrides": plan}
+    for found in pair.run(step_cases.gradients_with, module=None, **how):
+        assert found["check"].passed, found["check"].note
+        parts = found["parts"]
+        assert {(f"{MLP}.up_proj", "gradient of weight"), (NORM, "gradient of its input"), ("(loss)", "output")} <= set(
+            parts
+        )
+        end = "gradient of what model returned" if loss == "chunked" else "gradient of what lm_head returned"
+        assert ("(loss)", end) in parts
+        assert list(found["not_measured"]) == ([HEAD] if loss == "chunked" else [])
+    for found in pair.run(step_cases.gradients_with, module=ATTENTION, **how):
+        assert found["check"].modules == (ATTENTION,)
+
+
 @pytest.mark.slow
 def test_no_alarm_over_many_sound_models(capsys: pytest.CaptureFixture[str]) -> None:
     """Architectures, dtypes, paths, kernels of attention and seeds; the page of the docs has the count."""
@@ -341,6 +508,25 @@ def test_no_alarm_over_many_sound_models(capsys: pytest.CaptureFixture[str]) -> 
     with capsys.disabled():
         print(f"\n{sets} sound models, {len(alarms)} alarms")
     assert alarms == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_the_smallest_constant_that_is_found_in_the_backward_pass(
+    compute: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind, (plant, module) in {**SCALED, "loss": (None, "(loss)")}.items():
+        found = 2.0**-6
+        while found > 2.0**-20:
+            wrong = 1 + found / 2
+            planted = None if plant is None else plant(wrong, _scaled)
+            objective = InLogits(factor=wrong) if plant is None else None
+            if module not in named(measured(compute=compute, plant=planted, objective=objective, steps=2)):
+                break
+            found /= 2
+        with capsys.disabled():
+            print(f"\n{compute} {kind}: {found:.1e} found")
+        assert found <= 2 * unit_roundoff(DTYPES[compute])
 
 
 @pytest.mark.slow

@@ -33,13 +33,16 @@ from tracking.jsonl import read_run_events, surviving
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
 from training.checkpoint.partitions import open_saved_model
-from training.parity.oracle.rules import IGNORED, Order, optimizer_of, schedule
+from training.parity.oracle.low_rank import add_low_rank
+from training.parity.oracle.optimizers import optimizer_of
+from training.parity.oracle.rules import IGNORED, Order, schedule
 from training.tasks.shape import shape_of_model
 from training.tasks.task import prepare
 
 STEPS = 10
 """Recomputed unless told otherwise."""
 TASKS = ("pretrain", "sft")
+UNKNOWN = "the oracle does not compute it"
 Log = Callable[[str], Any]
 
 
@@ -103,9 +106,14 @@ def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
     drops = dropout_keys(shape)
     if drops:
         raise UserError(f"{run}: the model has {drops[0]} = {getattr(shape, drops[0])}; the oracle knows no dropout")
-    model = build_model(config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True)).double()
-    oracle = _Oracle(config, corpus, model.train())
-    compared = _comparisons(next(event for event in events if event["event"] == "run_start"))
+    model = build_model(config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True))
+    if config.adapter.kind == "lora":
+        drawn: Sequence[str] = getattr(model, "drawn", ())
+        if drawn:
+            raise UserError(f"{run}: the base's files lack {drawn[0]}, which is trained whole; {UNKNOWN}")
+        add_low_rank(model, config.adapter, seed=config.run.seed)
+    oracle = _Oracle(config, corpus, model.double().train())
+    compared = _comparisons(config, next(event for event in events if event["event"] == "run_start"))
     for event in recorded:
         oracle.step(event, compared, log)
         checkpoint = run_dir.checkpoints / f"step-{event['step']}" / "deepspeed"
@@ -119,17 +127,19 @@ def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
 
 def _require_known(config: Config) -> None:
     """Raises UserError, naming the key, for what the oracle does not compute."""
-    model = config.model
+    model, adapter, optimizer = config.model, config.adapter, config.optimizer
     for key, value, known in (
         ("task", config.task, config.task in TASKS),
-        ("adapter.kind", config.adapter.kind, config.adapter.kind == "none"),
-        ("data.sources", "given", not config.data.sources),
+        ("adapter.kind", adapter.kind, adapter.kind != "dora"),
+        ("adapter.dropout", adapter.dropout, not adapter.dropout),
+        ("adapter.modules_to_save", ", ".join(adapter.modules_to_save), not adapter.modules_to_save),
+        ("optimizer.orthogonalization", optimizer.orthogonalization, optimizer.orthogonalization == "fp32"),
         ("model.balance_loss", model.balance_loss, not model.balance_loss),
         ("model.router_z_loss", model.router_z_loss, not model.router_z_loss),
         ("sft.neftune_alpha", config.sft.neftune_alpha, not config.sft.neftune_alpha),
     ):
         if not known:
-            raise UserError(f"{key} = {value}: the oracle does not compute it")
+            raise UserError(f"{key} = {value}: {UNKNOWN}")
 
 
 def _first_steps(run: Path, events: Sequence[Mapping[str, Any]], count: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -147,7 +157,7 @@ def _first_steps(run: Path, events: Sequence[Mapping[str, Any]], count: int) -> 
     return found, notes
 
 
-def _comparisons(start: Mapping[str, Any]) -> dict[str, Comparison]:
+def _comparisons(config: Config, start: Mapping[str, Any]) -> dict[str, Comparison]:
     """What is compared, within bounds several times what was measured (docs/parity.md). start: the `run_start` event.
 
     Those of 16 bits are multiples of the unit roundoff. Single masters are not compared there: Adam's first steps go by
@@ -159,6 +169,11 @@ def _comparisons(start: Mapping[str, Any]) -> dict[str, Comparison]:
     else:
         roundoff = torch.finfo(DTYPES.get(start["compute"], torch.bfloat16)).eps / 2
         bounds |= {"loss": roundoff / 8, "norm": 4 * roundoff, "distance moved": roundoff}
+    if config.optimizer.name == "lion":  # it goes by the sign of a sum, also where that is rounding
+        bounds.pop("masters", None)
+        bounds["distance moved"] *= 8
+    if config.data.sources:
+        bounds |= {"labels by source": 0.0, "loss by source": 8 * bounds["loss"]}
     return {what: Comparison(what, bound) for what, bound in bounds.items()}
 
 
@@ -167,23 +182,33 @@ class _Oracle:
 
     def __init__(self, config: Config, corpus: Corpus, model: PreTrainedModel) -> None:
         self._config, self._model = config, model
-        self._order = Order(config, corpus.train, end_of_document=corpus.end_of_document)
+        by_source = corpus.mixture.samples if corpus.mixture is not None else ()
+        self._names = corpus.mixture.names if corpus.mixture is not None else ()
+        self._order = Order(config, corpus.train, end_of_document=corpus.end_of_document, by_source=by_source)
         self._optimizer = optimizer_of(model, config.optimizer)
         peak, total = config.optimizer.learning_rate, config.scheduled_steps
         self._rate = schedule(config.schedule, peak=peak, total=total)
-        self._start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self._trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
+        self._start = {name: parameter.detach().clone() for name, parameter in self._trained.items()}
         self._applied = self._tokens = 0
 
     def step(self, event: Mapping[str, Any], compared: Mapping[str, Comparison], log: Log) -> None:
         """One step, compared with its event. A step that the run did not apply is not applied here."""
         ids, where = self._order.batch(event["position"]), f"step {event['step']}"
-        rate, loss = self._rate(self._applied), self._gradients(ids)
+        rate, (loss, by_source) = self._rate(self._applied), self._gradients(ids)
         self._tokens += self._order.places(ids)
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in self._model.parameters() if p.grad is not None))
         compared["samples"].add(float(event["sample_ids_sha256"] != _sha256(ids)), where)
         compared["tokens"].add(float(event["tokens"] != self._tokens), where)
         compared["learning rate"].add(_relative(event["lr"], rate), where)
         compared["loss"].add(_relative(event["loss"], loss), where)
+        for number, name in enumerate(self._names):
+            count, total = by_source.get(number, (0.0, 0.0))
+            compared["labels by source"].add(_relative(event["labels_by_source"].get(name, 0), count), where)
+            if count:
+                compared["loss by source"].add(
+                    _relative(event["loss_by_source"].get(name, math.nan), total / count), f"{name}, {where}"
+                )
         if event["applied"]:
             compared["norm"].add(_relative(event["grad_norm"], norm), where)
             if self._config.optimizer.gradient_clipping:
@@ -195,22 +220,30 @@ class _Oracle:
         self._optimizer.zero_grad()
         log(f"{where}: loss {loss:.8g}, recorded {event['loss']:.8g}; norm {norm:.6g}, {event['grad_norm']:.6g}")
 
-    def _gradients(self, ids: Sequence[int]) -> float:
+    def _gradients(self, ids: Sequence[int]) -> tuple[float, dict[int, tuple[float, float]]]:
         """The loss of a global batch [nats], whose gradient is left in the parameters: the mean over all its labels.
 
-        With sft.loss = row it is the mean over its rows of each row's mean.
+        With sft.loss = row it is the mean over its rows of each row's mean. And of a mixture by source what counts, and
+        the sum of its losses.
         """
-        counts = [int((labels != IGNORED).sum()) for _, labels in self._order.sequences(ids)]
-        by_row, rows, loss = self._config.sft.loss == "row", sum(count > 0 for count in counts), 0.0
-        for count, (inputs, labels) in zip(counts, self._order.sequences(ids), strict=True):
+        counts = [int((labels != IGNORED).sum()) for _, _, labels in self._order.sequences(ids)]
+        by_row, loss = self._config.sft.loss == "row", 0.0
+        everything = sum(count > 0 for count in counts) if by_row else sum(counts)
+        by_source: dict[int, tuple[float, float]] = {}
+        for count, (sample, inputs, labels) in zip(counts, self._order.sequences(ids), strict=True):
             if not count:
                 continue
             logits = self._model(input_ids=inputs[None], use_cache=False).logits[0].double()
             part = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-            part = part / (rows * count if by_row else sum(counts))
-            part.backward()
-            loss += float(part.detach())
-        return loss
+            part = part / count if by_row else part
+            (part / everything).backward()
+            value = float(part.detach())
+            loss += value / everything
+            if self._names:
+                number = self._order.source(sample)
+                known, total = by_source.get(number, (0.0, 0.0))
+                by_source[number] = known + (1 if by_row else count), total + value
+        return loss, by_source
 
     @torch.no_grad()
     def compare_masters(self, folder: Path, compared: Mapping[str, Comparison], where: str) -> None:
@@ -220,7 +253,7 @@ class _Oracle:
         """
         saved = open_saved_model(folder).tensors
         along = squares = 0.0
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._trained.items():
             start, master = self._start[name], saved[name].read().double()
             moved, found = parameter - start, master - start
             along, squares = along + float((moved * found).sum()), squares + float(moved.square().sum())

@@ -1,8 +1,8 @@
-"""Data order, learning rate and optimizer of a config, written down a second time.
+"""Data order and learning rate of a config, written down a second time.
 
-Nothing here is taken from data/sampler.py, training/schedule.py, modeling/parameter_groups.py or the engine, on
-purpose: what both sides share is never found wrong. The order is that of docs/data.md in plain Python integers, the
-schedules are transformers', the optimizers torch's.
+Nothing here is taken from data/sampler.py, data/mixture.py, training/schedule.py or the engine, on purpose: what both
+sides share is never found wrong. The order is that of docs/data.md in plain Python integers, the schedules are
+transformers'.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatchcase
-from itertools import pairwise
+from fractions import Fraction
+from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,11 @@ import torch
 import transformers
 from torch import nn
 
-from config.errors import UserError
-from config.schema import Config, OptimizerSection, ScheduleSection
+from config.schema import Config, ScheduleSection, SourceSection
 from data.row_shards import RowShards
 from data.shards import TokenShards
 
-_STRETCH, _ROUNDS, _WORD = 16, 8, (1 << 64) - 1
+_STRETCH, _BLOCK, _ROUNDS, _WORD = 16, 1024, 8, (1 << 64) - 1
 IGNORED = -100
 """Label of a token that is not predicted."""
 
@@ -32,7 +32,15 @@ IGNORED = -100
 class Order:
     """Which samples make the global batch at a position, and their sequences."""
 
-    def __init__(self, config: Config, shards: TokenShards | RowShards, *, end_of_document: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        shards: TokenShards | RowShards,
+        *,
+        end_of_document: int,
+        by_source: Sequence[int] = (),
+    ) -> None:
+        """by_source: samples of each of data.sources; none where there is one source."""
         self._shards, self._length = shards, config.data.sequence_length
         self._seed, self._size = config.run.seed, config.batch.global_size
         self._apart, self._end = config.keeps_documents_apart, end_of_document
@@ -41,6 +49,12 @@ class Order:
         if isinstance(shards, TokenShards):
             self._arrays = [shard.array for shard in shards.shards]
             self._samples = sum(self._windows(array) for array in self._arrays)
+        self._ends = list(accumulate(by_source))
+        self._mixed = Mixed(config.data.sources, by_source, seed=self._seed) if by_source else None
+
+    def source(self, sample: int) -> int:
+        """Which of data.sources a sample is of."""
+        return next(number for number, end in enumerate(self._ends) if sample < end)
 
     def batch(self, position: int) -> list[int]:
         """The samples of a global batch, in order. position: global batches before it."""
@@ -56,24 +70,24 @@ class Order:
         """[tokens] Inputs of these samples, padding aside."""
         return sum(map(self._places, ids))
 
-    def sequences(self, ids: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Inputs and labels, (n,) int64 each, of everything in these samples that is attended to as a whole."""
+    def sequences(self, ids: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """A sample, inputs and labels, (n,) int64 each, of everything in these that is attended to as a whole."""
         for sample in ids:
             if isinstance(self._shards, RowShards):
                 for tokens, trained in self._shards.sequence(sample):
                     labels = np.where(trained[1:].astype(bool), tokens[1:].astype(np.int64), IGNORED)
-                    yield _pair(tokens[:-1], labels)
+                    yield sample, *_pair(tokens[:-1], labels)
                 continue
             window = self._window(sample).astype(np.int64)
             inputs, labels = window[:-1], window[1:].copy()
             if not self._apart:
-                yield _pair(inputs, labels)
+                yield sample, *_pair(inputs, labels)
                 continue
             labels[inputs == self._end] = IGNORED  # nothing follows from the end of a document
             borders = [0, *(np.flatnonzero(inputs == self._end) + 1).tolist(), len(inputs)]
             for start, end in pairwise(borders):
                 if start < end:
-                    yield _pair(inputs[start:end], labels[start:end])
+                    yield sample, *_pair(inputs[start:end], labels[start:end])
 
     def _places(self, sample: int) -> int:
         if isinstance(self._shards, TokenShards):
@@ -92,11 +106,49 @@ class Order:
         raise IndexError(sample)
 
     def _shuffled(self, position: int) -> list[int]:
-        found = []
-        for index in range(position * self._size, (position + 1) * self._size):
+        numbers, found = range(position * self._size, (position + 1) * self._size), []
+        if self._mixed is not None:
+            return [self._mixed.sample(index) for index in numbers]
+        for index in numbers:
             epoch, within = divmod(index, self._samples)
             found.append(permuted(within, samples=self._samples, seed=self._seed, epoch=epoch))
         return found
+
+
+class Mixed:
+    """The order of several sources' samples, numbered one source after another (docs/data.md, "Mixtures")."""
+
+    def __init__(self, sources: Sequence[SourceSection], sizes: Sequence[int], *, seed: int) -> None:
+        weights = [
+            Fraction(size * (source.epochs or 1.0) if source.weight is None else source.weight)
+            for source, size in zip(sources, sizes, strict=True)
+        ]
+        self._shares, self._sizes, self._seed = [weight / sum(weights) for weight in weights], sizes, seed * 1_000_003
+        self._block = cache(self._drawn)
+
+    def sample(self, index: int) -> int:
+        """The sample at a place of the order."""
+        block, within = divmod(index, _BLOCK)
+        return self._block(block)[within]
+
+    def _drawn(self, block: int) -> list[int]:
+        """The samples of a block: each source's own next ones, at places that are shuffled."""
+        drawn, until = self._given(block * _BLOCK), self._given((block + 1) * _BLOCK)
+        owners = [number for number in range(len(drawn)) for _ in range(until[number] - drawn[number])]
+        found = []
+        for place in range(_BLOCK):
+            owner = owners[permuted(place, samples=_BLOCK, seed=self._seed + 1, epoch=block)]
+            epoch, within = divmod(drawn[owner], self._sizes[owner])
+            drawn[owner] += 1
+            own = permuted(within, samples=self._sizes[owner], seed=self._seed + owner + 2, epoch=epoch)
+            found.append(sum(self._sizes[:owner]) + own)
+        return found
+
+    def _given(self, samples: int) -> list[int]:
+        """How many of the first so many samples each source gives: its share, rounded down; the largest the rest."""
+        given = [int(samples * share) for share in self._shares]
+        given[self._shares.index(max(self._shares))] += samples - sum(given)
+        return given
 
 
 def _pair(inputs: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,28 +205,3 @@ def _factor(make: Callable[..., Any], warmup: int, **options: Any) -> Callable[[
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     found: Callable[[int], float] = make(optimizer, num_warmup_steps=warmup, **options).lr_lambdas[0]
     return found
-
-
-def optimizer_of(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
-    """torch's optimizer on a model's parameters; each group has the factor of the scheduled rate as `factor`.
-
-    Matrices decay; norms, biases and embeddings do not. Raises UserError for an optimizer that torch does not have.
-    """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        decay = section.weight_decay if parameter.dim() >= 2 and id(parameter) not in embeddings else 0.0
-        factor = 1.0
-        for group in section.groups:
-            if fnmatchcase(name, group.match):  # the last one that matches
-                own = section.weight_decay if parameter.dim() >= 2 and id(parameter) not in embeddings else 0.0
-                decay = own if group.weight_decay is None else group.weight_decay
-                factor = 1.0 if group.learning_rate is None else group.learning_rate / section.learning_rate
-        groups.setdefault((decay, factor), []).append(parameter)
-    listed = [{"params": found, "weight_decay": key[0], "factor": key[1]} for key, found in groups.items()]
-    if section.name == "adamw":
-        return torch.optim.AdamW(listed, lr=0.0, betas=section.betas, eps=section.eps, foreach=False)
-    if section.name == "sgd":
-        momentum = 0.9 if section.momentum is None else section.momentum
-        return torch.optim.SGD(listed, lr=0.0, momentum=momentum, foreach=False)
-    raise UserError(f"optimizer.name = {section.name}: the oracle knows torch's own, adamw and sgd")

@@ -1,0 +1,133 @@
+"""Update rules written down a second time, in FP64, and what each is given.
+
+AdamW and SGD are torch's. The others are from their papers, nothing of them from training/engine/optimizers, and where
+a rule has two forms in the other one: averages that start at zero with corrected betas, not corrected averages, and
+Muon's iteration on singular values, not on matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from config.schema import OptimizerSection
+
+Direction = Callable[[nn.Parameter, dict[str, Any], dict[str, Any]], torch.Tensor]
+"""Of a parameter with its gradient, its state and its group: what the learning rate multiplies, decay included."""
+
+
+def optimizer_of(model: Any, section: OptimizerSection) -> torch.optim.Optimizer:
+    """The optimizer of what a model trains; each group has the factor of the scheduled rate as `factor`.
+
+    Matrices decay; norms, biases and embeddings do not. Hidden matrices, which Muon has a rule for, are the 2-D
+    parameters that decay, but for the output embedding.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    head = model.get_output_embeddings()
+    outside = embeddings | ({id(head.weight)} if head is not None else set())
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        usual = section.weight_decay if parameter.dim() >= 2 and id(parameter) not in embeddings else 0.0
+        decay, factor = usual, 1.0
+        for group in section.groups:
+            if fnmatchcase(name, group.match):  # the last one that matches
+                decay = usual if group.weight_decay is None else group.weight_decay
+                factor = 1.0 if group.learning_rate is None else group.learning_rate / section.learning_rate
+        matrix = parameter.dim() == 2 and id(parameter) not in outside
+        groups.setdefault((decay, factor, matrix), []).append(parameter)
+    listed = [
+        {"params": found, "weight_decay": decay, "factor": factor, "matrix": matrix}
+        for (decay, factor, matrix), found in groups.items()
+    ]
+    if section.name == "adamw":
+        return torch.optim.AdamW(listed, lr=0.0, betas=section.betas, eps=section.eps, foreach=False)
+    if section.name == "sgd":
+        momentum = 0.9 if section.momentum is None else section.momentum
+        return torch.optim.SGD(listed, lr=0.0, momentum=momentum, foreach=False)
+    rule: Direction = {"lion": _lion, "lamb": _lamb, "stable_adamw": _stable_adamw, "muon": _muon}[section.name]
+    momentum = 0.95 if section.momentum is None else section.momentum
+    return _Written(listed, rule, {"betas": section.betas, "eps": section.eps, "momentum": momentum})
+
+
+class _Written(torch.optim.Optimizer):
+    """w <- w - lr direction(w)."""
+
+    def __init__(self, groups: list[dict[str, Any]], direction: Direction, settings: dict[str, Any]) -> None:
+        super().__init__(groups, {"lr": 0.0, **settings})
+        self._direction = direction
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["t"] = state.get("t", 0) + 1
+                    parameter -= group["lr"] * self._direction(parameter, state, group)
+
+
+def _average(state: dict[str, Any], name: str, value: torch.Tensor, share: float) -> torch.Tensor:
+    """The average `name` with `share` of `value` in it from here on; it starts at zero."""
+    state[name] = (1 - share) * state.get(name, torch.zeros_like(value)) + share * value
+    found: torch.Tensor = state[name]
+    return found
+
+
+def _adam(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both averages. With (1 - b) / (1 - b^t) of the newest they need no correction (Wortsman et al. 2023, alg. 2)."""
+    gradient, t = parameter.grad, state["t"]
+    assert gradient is not None
+    first, second = ((1 - beta) / (1 - beta**t) for beta in group["betas"])
+    return _average(state, "first", gradient, first), _average(state, "second", gradient**2, second)
+
+
+def _lion(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+    """Chen et al. 2023, Algorithm 2."""
+    (mix, keep), gradient = group["betas"], parameter.grad
+    assert gradient is not None
+    before = state.get("average", torch.zeros_like(gradient))
+    _average(state, "average", gradient, 1 - keep)
+    return torch.sign(mix * before + (1 - mix) * gradient) + group["weight_decay"] * parameter
+
+
+def _lamb(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+    """You et al. 2020, Algorithm 2, phi the identity; a norm of zero leaves the direction as long as it is."""
+    first, second = _adam(parameter, state, group)
+    direction = first / (second.sqrt() + group["eps"]) + group["weight_decay"] * parameter
+    length, own = float(direction.norm()), float(parameter.norm())
+    return direction * (own / length) if own and length else direction
+
+
+def _stable_adamw(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+    """Wortsman et al. 2023, Algorithm 2, AdamW with update clipping; decay and direction at the same clipped rate."""
+    first, second = _adam(parameter, state, group)
+    assert parameter.grad is not None
+    surprise = float((parameter.grad**2 / torch.clamp(second, min=group["eps"] ** 2)).mean()) ** 0.5
+    return (first / (second.sqrt() + group["eps"]) + group["weight_decay"] * parameter) / max(1.0, surprise)
+
+
+def _muon(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+    """Liu et al. 2025, equation 4, with Nesterov's momentum, for a hidden matrix; AdamW for the rest.
+
+    The quintic iteration of Jordan et al. 2024 keeps singular vectors: of each singular value s, divided by the root
+    sum of squares of all, it makes 3.4445 s - 4.775 s^3 + 2.0315 s^5, five times.
+    """
+    decay = group["weight_decay"] * parameter
+    if not group["matrix"]:
+        first, second = _adam(parameter, state, group)
+        return first / (second.sqrt() + group["eps"]) + decay
+    gradient, momentum = parameter.grad, group["momentum"]
+    assert gradient is not None
+    average = _average(state, "average", gradient, 1 - momentum)
+    left, values, right = torch.linalg.svd(momentum * average + (1 - momentum) * gradient, full_matrices=False)
+    values = values / (values.norm() + 1e-7)
+    for _ in range(5):
+        values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+    return 0.2 * max(parameter.shape) ** 0.5 * (left * values) @ right + decay
