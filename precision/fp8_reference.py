@@ -117,7 +117,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_inputs = _product(operands("input gradient", *given), inputs.dtype).view_as(inputs)
         if ctx.needs_input_grad[1]:
-            of_weight = _product(operands("weight gradient", *given), weight.dtype)
+            of_weight = _product(operands("weight gradient", *given), inputs.dtype).to(weight.dtype)
         return of_inputs, of_weight, None
 
 
