@@ -286,6 +286,7 @@ def can_scaled_mm() -> None:
         pytest.skip(f"torch {torch.__version__} on this CPU: {problem}")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("weight_gradient", ["ambient", "fp8"])
 @pytest.mark.parametrize("default", ["bf16", "fp32"])
