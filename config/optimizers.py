@@ -23,6 +23,10 @@ from config.schema import OptimizerSection
 EXCHANGED_VALUES = 1 << 26
 """[values] Of the whole matrices that ranks send each other at once, for each rank: 256 MiB. Who sends how many of them
 is up to ZeRO."""
+SPLIT_PIECE, SPLIT_PIECE_ON_A_GPU = 1 << 16, 1 << 23
+"""[values] Of split masters, joined at once: on a CPU they stay in a core's cache, on a GPU few kernels are started."""
+SPLIT_BYTES = 2.125
+"""[bytes] Beside the weight, of one value of a split master (precision/split_masters.py)."""
 COUNT = "step"
 """torch's key for the number of updates in a parameter's state, in every optimizer that counts them."""
 AVERAGES = ("exp_avg", "exp_avg_sq")

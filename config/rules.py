@@ -531,6 +531,41 @@ def _precision(config: Config) -> Iterator[Problem]:
             yield "precision.compute", f"{problem}; remove it, or set precision.manifest=null"
     elif precision.manifest is not None:
         yield "precision.manifest", "is only read by precision.path = manifest; remove it, or precision.path = cast"
+    if precision.masters == "split":
+        yield from _split_masters(config)
+
+
+def _split_masters(config: Config) -> Iterator[Problem]:
+    """What the DeepSpeed JSON decides is checked in config/deepspeed/resolve.py."""
+    key, keep = "precision.masters", "or remove precision.masters"
+    if config.precision.path == "manifest":
+        problem = "= split needs 16-bit parameters; on the manifest path the parameters are the FP32 masters"
+        yield key, f"{problem}; use the cast path, {keep}"
+    if config.precision.compute in ("fp32", "fp16"):
+        yield key, f"= split {needs_bf16(config.precision.compute)}; set precision.compute to bf16, {keep}"
+    if config.optimizer.name != "adamw":
+        name = config.optimizer.name
+        problem = f"= split updates masters piece by piece, which is shown to be exact for adamw and not for {name}"
+        yield key, f"{problem}; set optimizer.name to adamw, {keep}"
+    for index, fault in enumerate(config.faults):
+        if fault.kind == "flipped_bit" and fault.place == "master":
+            problem = "= master strikes an FP32 master, and with precision.masters = split there is none in memory"
+            yield f"faults[{index}].place", f"{problem}; use weight, which is its upper half, {keep}"
+    for index, defect in enumerate(config.defects):
+        if defect.kind == "stale_weight":
+            problem = (
+                "= stale_weight leaves a weight behind its master, and with precision.masters = split it is a part"
+            )
+            yield f"defects[{index}].kind", f"{problem} of it; use silent_skip, {keep}"
+
+
+def needs_bf16(compute: str) -> str:
+    """Why precision.masters = split is refused in another dtype."""
+    why = {
+        "fp32": "and in FP32 there is none: weights are as wide as masters",
+        "fp16": "and FP16 has a narrower exponent than FP32, so that 16 bits do not hold the rest",
+    }
+    return f"holds an FP32 master as its 16-bit weight and a remainder, {why[compute]}"
 
 
 def _loss_scale(config: Config) -> Iterator[Problem]:

@@ -517,6 +517,10 @@ class PrecisionSection:
     """[section] Loss scaling of FP16."""
     fp8: Fp8Section = field(default_factory=Fp8Section)
     """[section] FP8 of a manifest's modules."""
+    masters: Literal["fp32", "split"] = "fp32"
+    """[choice] split: an FP32 master is held as its BF16 weight and the bits that rounding took from it, 1.9 bytes less
+    for each value of a rank's part, and trains bit for bit as fp32 does. BF16 on the cast path, AdamW, ZeRO-1, 2 and 3
+    without offload."""
     accumulate: Literal["fp32"] = "fp32"
     """[choice] Dtype in which gradients of micro-batches are summed."""
     reduce: Literal["fp32", "compute"] = "fp32"

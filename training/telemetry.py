@@ -146,7 +146,7 @@ class Telemetry:
             shard = self._own_shard(parameter)
             if shard is None or not shard.length:
                 continue
-            self._masters[row] = (shard, sampled(shard.of(shard.flat)))
+            self._masters[row] = (shard, sampled(shard.master()))
             gradient = local_gradient(parameter, shard, engine.stage)
             if gradient is not None:
                 gradients[row] = gradient
@@ -176,12 +176,12 @@ class Telemetry:
         apart = []
         for row, (shard, _) in self._masters.items():
             weight = local_weight(parameters[row], shard, stage)
-            apart.append(largest_of(weight - shard.of(shard.flat).to(weight.device, weight.dtype)))
+            apart.append(largest_of(weight - shard.master().to(weight.device, weight.dtype)))
         far = torch.stack(apart).tolist() if apart else []
         for row in [row for row, distance in zip(self._masters, far, strict=True) if distance != 0]:  # so is nan
             shard = self._masters[row][0]
             weight = local_weight(parameters[row], shard, stage)
-            self._numbers[row, 2:4] = distances(shard.of(shard.flat).to(weight.device), weight)
+            self._numbers[row, 2:4] = distances(shard.master().to(weight.device), weight)
 
     def _measure_update(self) -> None:
         """What the step did to the masters, estimated from samples of them.
@@ -191,7 +191,7 @@ class Telemetry:
         """
         names = list(self._parameters)
         for row, (shard, before) in self._masters.items():
-            after, module = sampled(shard.of(shard.flat)), names[row].rpartition(".")[0]
+            after, module = sampled(shard.master()), names[row].rpartition(".")[0]
             updated = after != before
             lost = updated & (self._rounded(after, module) == self._rounded(before, module))
             found = ((after - before).double().square(), before.double().square(), updated, lost)

@@ -16,6 +16,7 @@ from config.deepspeed.combinations import Combination, refuse_combination, refus
 from config.deepspeed.document import check_document, leaves, offload, zero_stage
 from config.errors import UserError
 from config.load import show
+from config.rules import needs_bf16
 from config.schema import Config
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -55,8 +56,21 @@ def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_
     if config.precision.path == "cast":  # the dtypes of a manifest are known once the model is built
         refuse_combination(str(path), Combination("cast", compute, stage, offload(document)))
     refuse_settings(str(path), dict(leaves(document)), stage)
+    if config.precision.masters == "split":
+        _check_split_masters(path, compute, offload(document))
     _check_secondary_partition(path, document, world_size)
     return resolve_unverified(config, path, document, world_size=world_size)
+
+
+def _check_split_masters(path: Path, compute: Dtype, kept: str) -> None:
+    """What the run config alone decides is checked in config/rules.py."""
+    key = "precision.masters = split in the run config"
+    if compute != "bf16":
+        problem = f"computes in {compute}, but {key} {needs_bf16(compute)}"
+        raise UserError(f"{path}: {problem}; set precision.compute to bf16, or remove precision.masters")
+    if kept != "none":
+        problem = f"keeps {kept} in host memory, but {key} holds masters and weights together on the device"
+        raise UserError(f"{path}: {problem}; set deepspeed.offload to none, or remove precision.masters")
 
 
 def _check_secondary_partition(path: Path, document: dict[str, Any], world_size: int) -> None:

@@ -14,7 +14,10 @@ from config.resolved import Resolved
 
 def in_fp32(resolved: Resolved, folder: Path) -> list[str]:
     """All modules in FP32. Writes the run's DeepSpeed JSON without its 16-bit sections into `folder`."""
-    return [*_json(resolved, folder), "precision.path=cast", "precision.manifest=null", "precision.compute=fp32"]
+    return [
+        *_json(resolved, folder),
+        *("precision.path=cast", "precision.manifest=null", "precision.compute=fp32", "precision.masters=fp32"),
+    ]
 
 
 def promoted(resolved: Resolved, modules: Sequence[str], folder: Path) -> list[str]:
@@ -31,6 +34,7 @@ def promoted(resolved: Resolved, modules: Sequence[str], folder: Path) -> list[s
     return [
         *_json(resolved, folder),
         *("precision.path=manifest", f"precision.manifest={path.resolve()}", "precision.compute=auto"),
+        "precision.masters=fp32",
     ]
 
 

@@ -65,6 +65,8 @@ class Layout:
     """Says what is kept beside the masters."""
     bf16_matrices: bool
     """Whole matrices are orthogonalized in BF16."""
+    split_masters: bool
+    """FP32 masters are held as 16-bit weights and remainders."""
     offload: str
     """none, optimizer, param or optimizer+param."""
     overlap: bool
@@ -142,6 +144,7 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         model=config.model,
         optimizer=OPTIMIZERS[config.optimizer.name],
         bf16_matrices=config.optimizer.orthogonalization == "bf16",
+        split_masters=config.precision.masters == "split",
         offload=kept_on_host,
         overlap=bool(zero.get("overlap_comm", False)),
         zero=zero,

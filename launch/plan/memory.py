@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from config.optimizers import SPLIT_BYTES
 from launch.plan.layout import BUFFERED_ALLREDUCE, ZERO_DEFAULTS, Layout
 from launch.plan.loss import loss_bytes, teacher_bytes
 from launch.plan.model import Shape
@@ -40,8 +41,8 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
     """(on the device, on the host) item to bytes that stay from step to step: ZeRO's table, section 5 and 6.
 
     Stage 0 updates its FP32 parameters in place. From stage 1 on masters and optimizer state are divided by the ranks,
-    from stage 2 on gradients, at stage 3 parameters; also an FP32 run keeps masters beside its parameters then. Frozen
-    parameters have none of these.
+    from stage 2 on gradients, at stage 3 parameters; also an FP32 run keeps masters beside its parameters then. Split
+    masters are kept in the parameters and what is given here. Frozen parameters have none of these.
     """
     whole, part = float(shape.parameters), shape.trained_parameters / layout.world
     gradients = 4 * (float(shape.trained_parameters) if layout.stage < 2 else part)
@@ -51,7 +52,7 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
     else:
         items = {
             "parameters": layout.width * (whole / layout.world if layout.stage == 3 else whole),
-            "masters": 4 * part,
+            "masters": (SPLIT_BYTES if layout.split_masters else 4) * part,
             "moments": kept / layout.world,
             "gradients": gradients,
         }
@@ -192,7 +193,7 @@ def _gathered(shape: Shape, layout: Layout) -> tuple[float, float]:
 def _start(shape: Shape, layout: Layout, device: dict[str, float], process: float) -> dict[str, float]:
     """The model is built in FP32, in host memory, and then rounded."""
     whole = float(shape.parameters)
-    masters = device.get("masters", 0.0)
+    masters = 4 * shape.trained_parameters / layout.world if "masters" in device else 0.0  # whole until then
     return {"parameters": layout.width * whole, "masters": masters, "loading": 4 * whole, "process": process}
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from config.optimizers import EXCHANGED_VALUES
+from config.optimizers import EXCHANGED_VALUES, SPLIT_PIECE, SPLIT_PIECE_ON_A_GPU
 from launch.plan.layout import ZERO_DEFAULTS, Layout
 from launch.plan.model import Group, Shape
+
+_OF_A_PIECE = 13
+"""[bytes] Of one value of a split master while it is joined: its bits twice, and those of a tie as a byte and apart."""
 
 
 def step_bytes(shape: Shape, layout: Layout) -> float:
@@ -15,6 +18,9 @@ def step_bytes(shape: Shape, layout: Layout) -> float:
     one stays until the update is done.
     """
     rule = max((_rule_bytes(group, layout) for group in shape.groups), default=0.0)
+    if layout.split_masters:
+        piece = SPLIT_PIECE if layout.on_cpu else SPLIT_PIECE_ON_A_GPU
+        rule += _OF_A_PIECE * min(piece, shape.trained_parameters / layout.world)
     return _copied_gradients(shape, layout) + rule
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _ITEM_NOTES = {
     "parameters": "what the model computes with",
     "loading": "the model in FP32, before it is rounded",
-    "masters": "FP32 copies that the optimizer updates",
+    "masters": "FP32 copies that the optimizer updates; split ones without their upper halves",
     "gradients": "summed over micro-batches in FP32",
     "gradients in flight": "of the block whose backward pass runs, before they are reduced",
     "gathered parameters": "ZeRO-3: at most stage3_max_live_parameters at a time",

@@ -174,6 +174,27 @@ REFUSED = [
         "parallel.sequence = 2: routers would count the padding of data.sequence_length = 33; make it a multiple of 2",
     ),
     (["guard={spike_sigmas: 6, spike_window: 200}"], "guard.spike_window = 200 leaves nothing to judge in run.steps"),
+    (
+        ["precision={masters: split, compute: fp32}"],
+        "precision.masters = split holds an FP32 master as its 16-bit weight and a remainder, and in FP32 there is",
+    ),
+    (["precision={masters: split, compute: fp16}"], "precision.masters = split holds an FP32 master as its 16-bit wei"),
+    (
+        ["precision={masters: split, path: manifest, manifest: m.json}"],
+        "precision.masters = split needs 16-bit parameters; on the manifest path the parameters are the FP32 masters",
+    ),
+    (
+        ["precision.masters=split", "optimizer.name=lion"],
+        "precision.masters = split updates masters piece by piece, which is shown to be exact for adamw and not for",
+    ),
+    (
+        ["precision.masters=split", "faults=[{kind: flipped_bit, step: 1, module: a, place: master}]"],
+        "faults[0].place = master strikes an FP32 master, and with precision.masters = split there is none in memory",
+    ),
+    (
+        ["precision.masters=split", "defects=[{kind: stale_weight, module: a}]"],
+        "defects[0].kind = stale_weight leaves a weight behind its master, and with precision.masters = split it is a",
+    ),
 ]
 
 

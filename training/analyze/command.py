@@ -226,7 +226,7 @@ def _fp32_arguments(options: argparse.Namespace, overrides: Sequence[str], work:
 def _on_the_manifest_path(manifest: Path, deepspeed: Path) -> list[str]:
     return [
         *("precision.path=manifest", "precision.compute=fp32", f"precision.manifest={manifest}"),
-        *(f"deepspeed.config={deepspeed}", "model.kernels=torch", "faults=[]"),
+        *("precision.masters=fp32", f"deepspeed.config={deepspeed}", "model.kernels=torch", "faults=[]"),
     ]
 
 

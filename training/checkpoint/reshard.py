@@ -96,12 +96,13 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
     if problem is None:
         problem = _mismatch(engine, saved, folder)
     engine.world.raise_first(problem, UserError)
-    with partitioned(engine):
-        for name, parameter in engine.model.named_parameters():
-            if parameter.requires_grad or not engine.has_frozen_base:
-                _restore(engine, parameter, saved.tensors[name])
     updates = max((tensor.state.updates for tensor in saved.tensors.values() if tensor.state), default=0)
-    _restore_padding(engine, updates)
+    with engine.whole_masters():
+        with partitioned(engine):
+            for name, parameter in engine.model.named_parameters():
+                if parameter.requires_grad or not engine.has_frozen_base:
+                    _restore(engine, parameter, saved.tensors[name])
+        _restore_padding(engine, updates)
     buffers = _restore_buffers(engine, saved)
     recorded = recorded or _checksums_of_files(engine, saved)
     require_same_checksums(engine, folder, recorded)

@@ -4,6 +4,7 @@ Replicas are the weights (at ZeRO-3 those that stay whole), frozen weights, buff
 state. Each is cut into chunks, and each step sums the bits of some of them, so that all are summed once in
 `guard.replica_checks` steps. The sums travel in the gather that a step makes anyway: no device sync, no collective of
 its own. From ZeRO-1 on each rank also sums its part of the weights, and of its masters rounded to the weights' dtype.
+Split masters are made of the weights, and say nothing about them.
 
 Only where sums differ are the ranks asked which chunk, which value and which bit. The right value is that of most
 ranks; where there is no majority, of a trained weight the owner's master, rounded, and of a frozen weight or a buffer
@@ -102,7 +103,7 @@ class Copies:
         ]
         self._first = torch.stack([self._sum([chunk]) for chunk in self._chunks] or [self._zero()])
         self._own = []
-        for name, parameter in self._parameters.items() if engine.stage > 0 else ():
+        for name, parameter in self._parameters.items() if engine.stage > 0 and engine.split_masters is None else ():
             shard = shard_of(engine, parameter)
             if shard is not None and shard.flat.device == engine.world.device:
                 self._own += [(name, at, min(size, shard.length - at)) for at in range(0, shard.length, size)]
@@ -126,8 +127,7 @@ class Copies:
     def _states(self, name: str) -> dict[str, torch.Tensor]:
         """The optimizer's state of a parameter by kind, at ZeRO-0; empty before the first update."""
         shard = shard_of(self._engine, self._parameters[name])
-        tensors = shard.tensors(self._engine) if shard is not None else {}
-        return {kind: values for kind, values in tensors.items() if kind != "master"}
+        return shard.states(self._engine) if shard is not None else {}
 
     def _values(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's values; empty where ZeRO-3 has not made the weight whole."""
@@ -165,7 +165,7 @@ class Copies:
         per = 8 // weight.element_size()
         room = weight.storage_offset() % per
         rounded = weight.new_empty(length + room)[room:]
-        rounded.copy_(shard.of(shard.flat)[at : at + length])
+        rounded.copy_(shard.master(at, length))
         return weight, rounded
 
     def _examine_chunk(self, chunk: Chunk, unchanged: Sequence[bool]) -> Flip:
@@ -178,7 +178,7 @@ class Copies:
         right = majority(values)
         if right is None and chunk.constant:
             right = next((value for value, same in zip(values, unchanged, strict=True) if same), None)
-        elif right is None and chunk.kind == "weight" and engine.stage > 0:
+        elif right is None and chunk.kind == "weight" and engine.stage > 0 and engine.split_masters is None:
             right = self._of_master(chunk, index)
         odd = odd_ranks(values, right)
         other = next((value for value in values if value != values[0]), values[0])
@@ -210,7 +210,7 @@ class Copies:
         shard: Shard | None = shard_of(self._engine, parameter)
         at, mine = chunk.start + index, None
         if shard is not None and shard.start <= at < shard.start + shard.length:
-            value = shard.of(shard.flat)[at - shard.start].to(self._values(chunk).dtype)
+            value = shard.master(at - shard.start, 1)[0].to(self._values(chunk).dtype)
             mine = int(as_integers(value[None])[0]) % _WHOLE
         return next((bits for bits in self._engine.world.gather_objects(mine) if bits is not None), None)
 

@@ -147,9 +147,8 @@ class UpdateCheck:
 
     def _held(self, own: Slice) -> list[torch.Tensor]:
         """Copies of the slice's master and state; of state that is not there yet zeros, as it starts."""
-        tensors = own.shard.tensors(self._engine)
-        master = tensors["master"][own.at : own.at + own.length].clone()
-        found = [master]
+        master = own.shard.master(own.at, own.length).clone()
+        found, tensors = [master], own.shard.states(self._engine)
         for kind in states_of(self._engine, self._parameters[own.name]):
             state = tensors.get(kind)
             found.append(torch.zeros_like(master) if state is None else state[own.at : own.at + own.length].clone())

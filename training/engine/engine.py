@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,10 @@ from training.engine.faults import Faults
 from training.engine.gradients import ReducedGradients
 from training.engine.health import Evaluation, Outcome, RanksDisagree, Update, difference, require_equal
 from training.engine.loss import LossPath, label_tokens_of_all
-from training.engine.masters import UpdateMeter, local_states, sum_of_squares
+from training.engine.masters import UpdateMeter, local_masters, local_states, sum_of_squares
 from training.engine.optimizer import build_optimizer, import_muon_uncompiled
 from training.engine.rng import generators, restore_generators
+from training.engine.split_masters import SplitMasters
 from training.engine.teacher import Teacher
 from training.engine.work_time import WorkTime, by_rank, peak_memory_bytes
 from training.loss_scaler import LossScaler
@@ -94,10 +95,18 @@ class Engine:
         self.deepspeed, *_ = deepspeed.initialize(
             model=model,
             optimizer=build_optimizer(
-                model, optimizer_section, offload=resolved.offload != "none", device=world.device
+                model,
+                optimizer_section,
+                masters=resolved.config.precision.masters,
+                offload=resolved.offload != "none",
+                device=world.device,
             ),
             config=resolved.deepspeed,
         )
+        self.split_masters: SplitMasters | None = None
+        """How the masters are held that are no FP32 tensors; None where they are."""
+        if resolved.config.precision.masters == "split":
+            self.split_masters = SplitMasters(self.deepspeed, stage=self.stage, world=world)
         self.gradients = ReducedGradients(self.deepspeed, stage=self.stage)
         self._work = WorkTime(world.device)
         self.objective = objective_of(resolved.config, self.model, teacher)
@@ -116,7 +125,7 @@ class Engine:
         """Precision regions of the manifest path; None on the cast path."""
         guard = resolved.config.guard
         self._measures_updates = guard.min_update_ratio is not None or guard.max_update_ratio is not None
-        self._meter = UpdateMeter(self.deepspeed.optimizer, stage=self.stage, world=world)
+        self._meter = UpdateMeter(self.masters, stage=self.stage, world=world)
         self._scale_section = resolved.config.precision.loss_scale
         self._scaler: LossScaler | None = None
         self.install_scaler(None)
@@ -141,6 +150,20 @@ class Engine:
     def scale_at_minimum(self) -> bool:
         """Whether an overflow of this step could not lower the loss scale."""
         return self.scales_dynamically and self.loss_scale <= self._scale_section.minimum
+
+    def masters(self) -> list[torch.Tensor]:
+        """This rank's partition of the masters, FP32; of split masters copies. Not a collective."""
+        flats = local_masters(self.deepspeed.optimizer)
+        if self.split_masters is None:
+            return flats
+        return [self.split_masters.of[flat].values(0, len(flat)) for flat in flats]
+
+    def whole_masters(self) -> AbstractContextManager[None]:
+        """Inside, the masters are FP32 tensors that may be written; split masters take more memory there.
+
+        A collective. Raises UserError at the end where weights are not their masters, rounded.
+        """
+        return nullcontext() if self.split_masters is None else self.split_masters.made_whole()
 
     def forward_backward(
         self, batch: Batch, *, step: int, on_loss: Callable[[torch.Tensor], Any] | None = None
@@ -337,6 +360,8 @@ class Engine:
             self.gradients.stop_clipping()
         self._defects.before_step()
         self.gradients.apply()
+        if self.split_masters is not None:
+            self.split_masters.hide()
         self._defects.after_step()
         if self.stage > 0 and not self.deepspeed.was_step_applied():
             raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
@@ -380,7 +405,7 @@ class Engine:
     def save(self, folder: Path, tag: str, writer: CheckpointEngine | None = None) -> None:
         """DeepSpeed's sharded checkpoint into folder/tag, written by `writer`; without `latest` and recovery script."""
         self.deepspeed._copy_recovery_script = lambda save_path: None
-        with self._checkpoints_through(writer or self.deepspeed.checkpoint_engine):
+        with self.whole_masters(), self._checkpoints_through(writer or self.deepspeed.checkpoint_engine):
             self.deepspeed.save_checkpoint(
                 str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=self.has_frozen_base
             )
@@ -394,7 +419,7 @@ class Engine:
         groups = self.deepspeed.optimizer.param_groups
         keys = (*self.optimizer_spec.settings, "weight_decay", "lr_factor", "matrix")
         settings = [{key: group[key] for key in keys} for group in groups]
-        with self._checkpoints_through(reader):
+        with self.whole_masters(), self._checkpoints_through(reader):
             path, _ = self.deepspeed.load_checkpoint(
                 str(folder), tag=tag, load_lr_scheduler_states=False, load_module_strict=not self.has_frozen_base
             )

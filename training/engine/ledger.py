@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from config.errors import UserError
 from precision.dtypes import DTYPES
 from training.engine.engine import Engine
 from training.engine.masters import local_masters, local_states
+from training.engine.split_masters import SplitMasters
 from training.engine.tensors import shape_of
 
 
@@ -59,7 +60,7 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     return [
         _entry("parameters", parameters),
         *([_entry("of these frozen", frozen)] if frozen else []),
-        _entry("masters", masters),
+        _entry("masters", masters) if engine.split_masters is None else _split_entry(engine.split_masters),
         _entry("moments", moments, absent="float32, from the first step on" if states else "none"),
         Entry("gradients of a micro-batch", _name(compute), 0),
         Entry("gradients accumulated", _name(accumulation), 0),
@@ -101,6 +102,11 @@ def _require(what: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> None
 def _entry(what: str, tensors: list[torch.Tensor], absent: str = "none") -> Entry:
     names = sorted({_name(tensor.dtype) for tensor in tensors})
     return Entry(what, ", ".join(names) or absent, sum(t.numel() * t.element_size() for t in tensors))
+
+
+def _split_entry(masters: SplitMasters) -> Entry:
+    held = [tensor for split in masters.of.values() for tensor in split.tensors]
+    return replace(_entry("masters", held), dtype="float32, less their weights")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,10 @@ from training.distributed import World
 
 
 def local_masters(optimizer: Any) -> list[torch.Tensor]:
-    """This rank's partition of the masters; at ZeRO-0 all of them, which are the parameters."""
+    """This rank's partition of the masters; at ZeRO-0 all of them, which are the parameters.
+
+    Split masters (split_masters.py) have no values here: `Engine.masters` has them.
+    """
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(optimizer, name):
             return list(getattr(optimizer, name))
@@ -37,17 +40,18 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> tor
 class UpdateMeter:
     """Measures how large an update was against the weights it changed. Copies the masters."""
 
-    def __init__(self, optimizer: Any, *, stage: int, world: World) -> None:
-        self._optimizer, self._stage, self._world = optimizer, stage, world
+    def __init__(self, masters: Callable[[], list[torch.Tensor]], *, stage: int, world: World) -> None:
+        """masters: this rank's partition of them, FP32."""
+        self._masters, self._stage, self._world = masters, stage, world
         self._before: list[torch.Tensor] = []
 
     def start(self) -> None:
         """Call right before the optimizer step."""
-        self._before = [master.detach().clone() for master in local_masters(self._optimizer)]
+        self._before = [master.detach().clone() for master in self._masters()]
 
     def ratio(self) -> float:
         """||after - before|| / ||before|| over all ranks, to be called after the step. A collective."""
-        after, device = local_masters(self._optimizer), self._world.device
+        after, device = self._masters(), self._world.device
         changes = (new.detach() - old for old, new in zip(self._before, after, strict=True))
         squares = torch.stack([sum_of_squares(changes, device), sum_of_squares(self._before, device)])
         self._before = []

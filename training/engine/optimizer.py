@@ -13,6 +13,7 @@ from config.optimizers import settings_of
 from config.schema import OptimizerSection
 from modeling.parameter_groups import parameter_groups
 from training.engine.optimizers.rule import UpdateInputs
+from training.engine.split_masters import SplitAdamW
 
 
 class Implementation(Protocol):
@@ -37,11 +38,13 @@ def implementation(name: str) -> Implementation:
 
 
 def build_optimizer(
-    model: PreTrainedModel, section: OptimizerSection, *, offload: bool, device: torch.device
+    model: PreTrainedModel, section: OptimizerSection, *, offload: bool, device: torch.device, masters: str = "fp32"
 ) -> torch.optim.Optimizer:
-    """The optimizer that the config names."""
+    """The optimizer that the config names. masters: precision.masters, which is split for AdamW alone."""
     options = {"lr": section.learning_rate, **settings_of(section)}
     groups = parameter_groups(model, section)
+    if masters == "split":
+        return SplitAdamW(groups, options)
     return implementation(section.name).build(groups, options, offload_to_host=offload and device.type == "cuda")
 
 

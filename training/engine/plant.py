@@ -35,7 +35,7 @@ def flip_held(engine: Engine, fault: Fault, parameter: Any, stuck_at: bool | Non
     elif fault.place == "master":
         found = shard.of(shard.flat)
     else:
-        found = next((tensor for kind, tensor in shard.tensors(engine).items() if kind != "master"), None)
+        found = next(iter(shard.states(engine).values()), None)
     if found is None:
         return None
     return flip_bit(found, len(found) // 2, fault.bit, stuck_at=stuck_at)

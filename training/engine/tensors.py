@@ -24,6 +24,7 @@ from config.optimizers import COUNT
 from training.engine.engine import Engine
 from training.engine.gradients import reduced_gradient
 from training.engine.masters import local_masters
+from training.engine.split_masters import SplitMaster
 
 
 def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
@@ -65,8 +66,19 @@ def local_weight(parameter: Any, shard: Shard, stage: int) -> torch.Tensor:
 
 def whole_master(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
     """A copy of the FP32 master in the parameter's shape."""
+    if engine.split_masters is not None and parameter.requires_grad:
+        return _whole_split_master(engine, parameter)
     master = parameter.data if engine.stage == 0 else safe_get_full_fp32_param(parameter)
     return master.detach().float().clone().view(shape_of(parameter))
+
+
+def _whole_split_master(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Added up as integers, which keeps every bit."""
+    shape, shard = shape_of(parameter), shard_of(engine, parameter)
+    whole = torch.zeros(shape.numel(), dtype=torch.int32, device=engine.world.device)
+    if shard is not None:
+        whole[shard.start : shard.start + shard.length] = shard.master().view(torch.int32)
+    return engine.world.sum(whole).view(torch.float32).view(shape)
 
 
 def whole_state(engine: Engine, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
@@ -77,7 +89,7 @@ def whole_state(engine: Engine, parameter: torch.nn.Parameter, name: str) -> tor
     shape = shape_of(parameter)
     whole = torch.zeros(shape.numel(), dtype=torch.float32, device=engine.world.device)
     shard = shard_of(engine, parameter)
-    held = shard.tensors(engine) if shard is not None else {}
+    held = shard.states(engine) if shard is not None else {}
     if shard is not None and name in held:
         whole[shard.start : shard.start + shard.length] = held[name]
     return (whole if engine.stage == 0 else engine.world.sum(whole)).view(shape)
@@ -107,15 +119,31 @@ class Shard:
     at: int
     start: int
     length: int
+    split: SplitMaster | None = None
+    """How the master is held where `flat` has no values."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(length,) view of the part's values in `flat` or in a state tensor of the same size."""
+        """(length,) view of the part's values in a state tensor of the size of `flat`.
+
+        Also in `flat` itself, to write a master: inside `Engine.whole_masters`.
+        """
         return tensor.detach().view(-1)[self.at : self.at + self.length]
 
+    def master(self, start: int = 0, length: int | None = None) -> torch.Tensor:
+        """(length,) FP32, to read: the part's master from its value `start` on. A view, of a split master a copy."""
+        length = self.length - start if length is None else length
+        if self.split is not None:
+            return self.split.values(self.at + start, length)
+        return self.of(self.flat)[start : start + length]
+
+    def states(self, engine: Engine) -> dict[str, torch.Tensor]:
+        """(length,) views of the part's state tensors by torch's keys; empty before the first update."""
+        held = engine.deepspeed.basic_optimizer.state.get(self.flat, {})
+        return {name: self.of(held[name]) for name in engine.optimizer_spec.states if torch.is_tensor(held.get(name))}
+
     def tensors(self, engine: Engine) -> dict[str, torch.Tensor]:
-        """(length,) views of the part's tensors by kind (`tensor_kinds`); state tensors from the first update on."""
-        flats = {"master": self.flat, **engine.deepspeed.basic_optimizer.state.get(self.flat, {})}
-        return {kind: self.of(flats[kind]) for kind in tensor_kinds(engine) if torch.is_tensor(flats.get(kind))}
+        """(length,) the part's tensors by kind (`tensor_kinds`), to read; state tensors from the first update on."""
+        return {"master": self.master(), **self.states(engine)}
 
 
 def shard_of(engine: Engine, parameter: Any) -> Shard | None:
@@ -128,12 +156,17 @@ def shard_of(engine: Engine, parameter: Any) -> Shard | None:
         group, at, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = min(engine.world.rank * padded, numel)
         length = min(padded, numel - start)
-        return Shard(local_masters(optimizer)[group], at, start, length) if length else None
+        return _shard(engine, local_masters(optimizer)[group], at, start, length) if length else None
     mapping = parameter._hp_mapping
     if mapping is None:
         return None
     here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-    return Shard(local_masters(optimizer)[mapping.param_group_index], there.start, here.start, here.numel)
+    flat = local_masters(optimizer)[mapping.param_group_index]
+    return _shard(engine, flat, there.start, here.start, here.numel)
+
+
+def _shard(engine: Engine, flat: torch.Tensor, at: int, start: int, length: int) -> Shard:
+    return Shard(flat, at, start, length, engine.split_masters.of[flat] if engine.split_masters is not None else None)
 
 
 def states_of(engine: Engine, parameter: torch.nn.Parameter) -> tuple[str, ...]:
@@ -209,7 +242,10 @@ def as_text(sums: Any) -> str:
 
 
 def flat_masters(engine: Engine) -> list[torch.Tensor]:
-    """This rank's partition of the masters, one flat FP32 tensor a group; at ZeRO-0 the parameters."""
+    """This rank's partition of the masters, one flat FP32 tensor a group; at ZeRO-0 the parameters.
+
+    To be read only inside `Engine.whole_masters`.
+    """
     return local_masters(engine.deepspeed.optimizer)
 
 
@@ -235,7 +271,7 @@ def state_after(engine: Engine, flat: torch.Tensor, names: Iterable[str], update
         if state.get(name) is None:
             state[name] = torch.zeros_like(flat)
     if engine.optimizer_spec.counts_updates:  # torch counts in a tensor, DeepSpeed's kernels in a plain integer
-        of_torch = type(optimizer).__module__.startswith("torch.")
+        of_torch = isinstance(optimizer, torch.optim.AdamW)
         state[COUNT] = torch.tensor(float(updates), dtype=torch.float32, device=flat.device) if of_torch else updates
     return state
 

@@ -35,10 +35,11 @@ def start_from_weights(
     `seed`; its masters become the values before rounding. A collective. Raises StaleMaster.
     """
     folder = Path(name_or_path).expanduser()
-    refreshed = refresh_masters(engine, folder) if engine.world.from_main(folder.is_dir()) else 0
-    if adapter is not None:
-        _refresh_adapter(engine, adapter, seed=seed)
-    require_fresh_masters(engine)
+    with engine.whole_masters():
+        refreshed = refresh_masters(engine, folder) if engine.world.from_main(folder.is_dir()) else 0
+        if adapter is not None:
+            _refresh_adapter(engine, adapter, seed=seed)
+        require_fresh_masters(engine)
     return refreshed
 
 

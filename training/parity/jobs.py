@@ -126,7 +126,7 @@ def train_twin(
     write_in_fp32(chosen.resolved.deepspeed_path, twin)
     overrides = [
         *(f"deepspeed.config={twin.resolve()}", "model.kernels=torch"),
-        *("precision.path=cast", "precision.manifest=null", "precision.compute=fp32"),
+        *("precision.path=cast", "precision.manifest=null", "precision.compute=fp32", "precision.masters=fp32"),
         *("checkpoint.every_steps=0", "faults=[]", "defects=[]"),
     ]
     name = f"fp32-seed-{seed}"

@@ -230,6 +230,19 @@ def test_a_second_partition_comes_out_even(make: Any) -> None:
         resolve_json(make(), HERE, document(**zero(3, zero_hpz_partition_size=size)), world_size=4)
 
 
+def test_split_masters_need_bf16_weights_beside_them(make: Any) -> None:
+    split = make("precision.masters=split")
+    key = "precision.masters = split in the run config"
+    assert error_of(split, zero()).startswith(f"computes in fp32, but {key} holds an FP32 master as its 16-bit weight")
+    fp16 = zero() | {"fp16": {"enabled": True}}
+    assert error_of(split, fp16).endswith("set precision.compute to bf16, or remove precision.masters")
+    kept = document(**zero(offload_optimizer={"device": "cpu"}))
+    assert error_of(split, kept).startswith(f"keeps optimizer in host memory, but {key} holds masters and weights")
+    assert error_of(split, document(**zero(0))).startswith("BF16 with ZeRO-0 is refused")
+    for stage in (1, 2, 3):
+        resolve_json(split, HERE, document(**zero(stage)), world_size=2)
+
+
 def test_the_dtype_of_both_places_must_agree(make: Any) -> None:
     message = error_of(make("precision.compute=fp16"), document())
     assert message == (

@@ -88,7 +88,9 @@ def test_a_fallback_is_a_run_that_resolves(tmp_path):
     plan_of(tmp_path, *promoted(mixed, [MODULE], tmp_path))
     rules = json.loads((tmp_path / "promoted.json").read_text(encoding="utf-8"))["rules"]
     assert [(rule["match"], rule["compute"]) for rule in rules][1:] == [("lm_head", "fp32"), (MODULE, "fp32")]
-    for resolved in (cast, mixed, there):
+    split = plan_of(tmp_path, "precision.masters=split").resolved
+    plan_of(tmp_path, *promoted(split, [MODULE], tmp_path))
+    for resolved in (cast, mixed, there, split):
         plain = plan_of(tmp_path, *in_fp32(resolved, tmp_path)).resolved
         assert (plain.compute, plain.config.precision.manifest, plain.zero_stage) == ("fp32", None, 2)
 

@@ -128,6 +128,24 @@ def test_the_peak_is_what_tensors_take(pair, tmp_path, stage: int, checkpointing
     assert peak_memory(*layout(*overrides)).total == pytest.approx(measured, rel=0.2)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_split_masters_free_what_the_planner_says(pair, tmp_path, stage: int) -> None:
+    """Of two ranks, with hardly any activations, so that the peak has masters in it and little else that varies."""
+    document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_bf16.json").read_text())
+    document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
+    (tmp_path / "ds.json").write_text(json.dumps(document))
+    overrides = [MODEL, "model.activation_checkpointing=none", "data.sequence_length=32", "batch.micro_size=1"]
+    overrides += ["batch.global_size=4", f"deepspeed.config={tmp_path}/ds.json", "precision.compute=bf16"]
+    measured, planned = [], []
+    for masters in ("fp32", "split"):
+        given = [*overrides, f"precision.masters={masters}"]
+        measured.append(max(rank["peak"] for rank in pair.run(plan_cases.peak_of, overrides=given, vocabulary=512)))
+        planned.append(model_states(*layout(*given))[0]["masters"])
+    shape, demo = layout(*overrides)
+    assert planned[0] - planned[1] == 1.875 * shape.parameters / demo.world
+    assert measured[0] - measured[1] == pytest.approx(planned[0] - planned[1], rel=0.02)
+
+
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (4, 8)])
 def test_states_agree_with_deepspeeds_estimators(nodes: int, gpus: int) -> None:
     """Theirs count 16-bit gradients of a rank's part as well, two bytes that Mantissa sums in FP32 from the start."""

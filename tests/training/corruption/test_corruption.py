@@ -141,6 +141,15 @@ def test_a_flip_in_sharded_state_ends_the_run_with_its_rank_tensor_and_bit(pair:
     assert found["verdicts"] == ["STEP"] * 3 + ["ABORT"] and "drain" in found["reason"]
 
 
+def test_a_split_master_is_no_witness_of_the_weight_that_it_is_made_of(pair: ProcessGroup) -> None:
+    """Of two ranks the owner would always be right, also when its own weight has flipped: nothing is overwritten."""
+    planted = (*ON, "precision.masters=split", f"faults=[{fault('weight', 14, step=3, rank=0)}]")
+    found = pair.run(cases.trained, stage=2, compute="bf16", overrides=planted)[0]
+    (event,) = (event for event in found["corruption"] if event["found_by"] == "copies")
+    assert (event["module"], event["tensor"], event["repaired"]) == (f"{cases.HIT}.weight", "weight", False)
+    assert found["verdicts"] == ["STEP"] * 2 + ["ABORT"]
+
+
 def test_a_numeric_event_is_left_to_the_guard_and_a_broken_rank_ends_the_run(pair: ProcessGroup) -> None:
     """The same activation again and again is broken; a loss that is nan on any rank that computes it is the data's."""
     planted = f"faults=[{fault('activation', 14, step=3, persists=True, module='model.layers.0.mlp.down_proj')}]"

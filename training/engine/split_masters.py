@@ -1,0 +1,210 @@
+"""`precision.masters: split`: an FP32 master is kept as its BF16 weight and a remainder (precision/split_masters.py).
+
+DeepSpeed's flat FP32 masters stay the keys of the optimizer's state and the owners of gradients, but hold no memory:
+they are one NaN, expanded to their size, which whoever reads them past this module gets and nobody can write to. The
+optimizer joins, updates and splits them piece by piece. DeepSpeed then copies each master to its weight; for that
+moment the master *is* the weight. To save, to load and to set masters they are made whole, which takes the memory of a
+run with FP32 masters and holds none of its activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from config.errors import UserError
+from config.optimizers import SPLIT_PIECE, SPLIT_PIECE_ON_A_GPU
+from precision.split_masters import joined, remainder_of
+from training.distributed import World
+from training.engine.masters import local_masters
+
+
+class SplitMaster:
+    """One flat FP32 master of this rank, split or whole."""
+
+    def __init__(self, flat: torch.Tensor, weight: torch.Tensor) -> None:
+        """flat: (n,) FP32, DeepSpeed's. weight: (n,) BF16, its view of the same values that modules compute with."""
+        self._flat, self._weight = flat, weight
+        self._remainder: torch.Tensor | None = None
+        self._uppers: torch.Tensor | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the master is whole at the moment."""
+        return self._remainder is None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is held beside the weight."""
+        return [held for held in (self._remainder, self._uppers) if held is not None]
+
+    def values(self, start: int, length: int) -> torch.Tensor:
+        """(length,) FP32: a view of a whole master, a copy of a split one."""
+        if self._remainder is None or self._uppers is None:
+            return self._flat.detach()[start : start + length]
+        first = start // 8 * 8
+        end = start + length
+        found = joined(self._weight[first:end], self._remainder[first:end], self._uppers[first // 8 : -(-end // 8)])
+        return found[start - first :]
+
+    def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The master piece by piece: where, and (k,) FP32 values, which are taken back when they were changed.
+
+        Split masters only.
+        """
+        for where in self._slices():
+            piece = self.values(where.start, where.stop - where.start)
+            yield where, piece
+            self._take(where, piece)
+
+    def split(self) -> int:
+        """Give the FP32 memory back; how many weights were not their masters, rounded, so that nothing was split."""
+        flat, weight = self._flat.detach(), self._weight
+        if count := sum(_odd(weight[where], flat[where]) for where in self._slices()):
+            return count
+        self._remainder = torch.empty(len(weight), dtype=torch.int16, device=weight.device)
+        self._uppers = torch.empty(-(-len(weight) // 8), dtype=torch.uint8, device=weight.device)
+        for where in self._slices():
+            self._take(where, flat[where])
+        self.hide()
+        return 0
+
+    def make_whole(self) -> None:
+        """Give DeepSpeed's master its memory and its values; nothing is held beside it then."""
+        if not self.whole:
+            self._flat.data = self.values(0, len(self._weight))
+            self._remainder = self._uppers = None
+
+    def show_weight(self) -> None:
+        """Let the master be the weight, for DeepSpeed's copy from the one to the other."""
+        self._flat.data = self._weight
+
+    def hide(self) -> None:
+        """Let the master be one NaN of its size."""
+        self._flat.data = torch.full((1,), torch.nan, device=self._weight.device).expand(len(self._weight))
+
+    def _slices(self) -> Iterator[slice]:
+        size = SPLIT_PIECE if self._weight.device.type == "cpu" else SPLIT_PIECE_ON_A_GPU
+        for start in range(0, len(self._weight), size):
+            yield slice(start, min(start + size, len(self._weight)))
+
+    def _take(self, where: slice, master: torch.Tensor) -> None:
+        assert self._remainder is not None and self._uppers is not None
+        weight = self._weight[where].copy_(master)
+        remainder, uppers = remainder_of(master, weight)
+        self._remainder[where] = remainder
+        self._uppers[where.start // 8 : -(-where.stop // 8)] = uppers
+
+
+def _odd(weight: torch.Tensor, master: torch.Tensor) -> int:
+    """How many weights are not their masters, rounded."""
+    return int(((weight != master.to(weight.dtype)) & ~(weight.isnan() & master.isnan())).sum())
+
+
+class SplitAdamW(torch.optim.AdamW):
+    """torch's fused AdamW, on masters that are split: joined, updated and split piece by piece, bit for bit the same.
+
+    A piece begins at a multiple of 64 bytes, so that no value comes to the end of a vector that was not there before.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> None:
+        super().__init__(groups, fused=True, **options)
+        self.splits: dict[torch.Tensor, SplitMaster] = {}
+        """Flat master to how it is held; of whole masters everything is torch's."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every flat master that has a gradient."""
+        given = [(group, flat) for group in self.param_groups for flat in group["params"] if flat.grad is not None]
+        if not self.splits or any(self.splits[flat].whole for _, flat in given):
+            super().step()
+            return
+        for group, flat in given:
+            self._update(flat, self.splits[flat], group)
+
+    def _update(self, flat: torch.Tensor, split: SplitMaster, group: dict[str, Any]) -> None:
+        gradient, state = flat.grad, self.state[flat]
+        assert gradient is not None
+        if not state:  # as torch's own first step makes it
+            state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(gradient) for _ in range(2))
+        beta1, beta2 = group["betas"]
+        for where, piece in split.pieces():
+            adamw(
+                [piece],
+                [gradient[where]],
+                [state["exp_avg"][where]],
+                [state["exp_avg_sq"][where]],
+                [],
+                [state["step"].clone()],
+                foreach=False,
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+        state["step"] += 1
+        split.show_weight()
+
+
+class SplitMasters:
+    """All split masters of one engine. Making them whole and splitting them are collectives."""
+
+    def __init__(self, engine: Any, *, stage: int, world: World) -> None:
+        """engine: DeepSpeed's, with SplitAdamW, from ZeRO-1 on. Splits the masters."""
+        self._parameters = list(engine.module.parameters())
+        self._world, self._depth = world, 0
+        flats = local_masters(engine.optimizer)
+        pairs = zip(flats, _weights(engine.optimizer, stage, world.rank), strict=True)
+        self.of = engine.basic_optimizer.splits = {flat: SplitMaster(flat, weight) for flat, weight in pairs}
+        self._split()
+
+    @contextmanager
+    def made_whole(self) -> Iterator[None]:
+        """The masters are DeepSpeed's FP32 tensors inside, and may be written. After an error they stay so."""
+        if not self._depth:
+            for split in self.of.values():
+                split.make_whole()
+            self._link()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            self._split()
+
+    def hide(self) -> None:
+        """After a step, in which they were shown as weights."""
+        for split in self.of.values():
+            if not split.whole:
+                split.hide()
+
+    def _split(self) -> None:
+        odd = sum(split.split() for split in self.of.values())
+        problem = f"precision.masters = split: {odd:,} weights are not their FP32 masters, rounded"
+        self._world.raise_first(problem if odd else None, UserError)
+        self._link()
+
+    def _link(self) -> None:
+        """Let DeepSpeed's views of parts of the masters be views of what these are now; ZeRO-1 and 2 have such."""
+        flats = list(self.of)
+        for mapping in filter(None, (getattr(p, "_hp_mapping", None) for p in self._parameters)):
+            address = mapping.hp_fragment_address
+            mapping.hp_fragment = flats[mapping.param_group_index].detach().narrow(0, address.start, address.numel)
+
+
+def _weights(optimizer: Any, stage: int, rank: int) -> list[torch.Tensor]:
+    """DeepSpeed's BF16 weights of this rank's masters, in their order: at ZeRO-1 and 2 every rank has all weights."""
+    if stage == 3:
+        return list(optimizer.fp16_partitioned_groups_flat)
+    name = "bf16_partitioned_groups" if stage == 1 else "parallel_partitioned_bit16_groups"
+    return [partitions[rank] for partitions in getattr(optimizer, name)]
