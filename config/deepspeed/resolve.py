@@ -7,6 +7,7 @@ both must be equal. Combinations and settings that config/deepspeed/combinations
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -56,6 +57,7 @@ def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_
         refuse_combination(str(path), Combination("cast", compute, stage, offload(document)))
     refuse_settings(str(path), dict(leaves(document)), stage)
     _check_secondary_partition(path, document, world_size)
+    _check_tensor(config, path, document)
     return resolve_unverified(config, path, document, world_size=world_size)
 
 
@@ -69,12 +71,28 @@ def _check_secondary_partition(path: Path, document: dict[str, Any], world_size:
         )
 
 
+def _check_tensor(config: Config, path: Path, document: dict[str, Any]) -> None:
+    """What is not verified where ranks share matrices."""
+    zero, given = document.get("zero_optimization", {}), f"parallel.tensor = {config.parallel.tensor}"
+    if config.parallel.tensor == 1:
+        return
+    if offload(document) != "none":
+        raise UserError(
+            f"{path}: offloads {offload(document)}, which is not verified with {given}; set one to its default"
+        )
+    for key in ("zero_hpz_partition_size", "overlap_comm"):
+        if zero.get(key, "auto") not in ("auto", 1, False):
+            raise UserError(
+                f"{path}: zero_optimization.{key} = {show(zero[key])} is not verified with {given}; remove it"
+            )
+
+
 def resolve_unverified(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:
     """`resolve_json` without refusing combinations, which the precision matrix measures too."""
     resolved = copy.deepcopy(document)
     compute, stage = compute_dtype(config, path, document), zero_stage(document)
-    sizes, sequence = config.batch, config.parallel.sequence
-    batch = plan_batch(sizes.global_size, sizes.micro_size, world_size, where=str(path), sequence=sequence)
+    sizes, parallel = config.batch, dataclasses.asdict(config.parallel)
+    batch = plan_batch(sizes.global_size, sizes.micro_size, world_size, where=str(path), **parallel)
     for section in ("bf16", "fp16"):
         if section in resolved and section != compute:
             del resolved[section]
@@ -84,6 +102,9 @@ def resolve_unverified(config: Config, path: Path, document: dict[str, Any], *, 
         _set_owned(resolved, key, owned, path)
     for key, default in _defaults(resolved, stage).items():
         _fill(resolved, key, default)
+    if batch.tensor > 1:
+        # the loss is computed from whole logits, so the head's slices are gathered
+        resolved["tensor_parallel"] = {"autotp_size": batch.tensor, "vocab_parallel_lm_head": False}
     left = [key for key, value in leaves(resolved) if value == "auto"]
     if left:
         raise UserError(f'{path}: {left[0]} = "auto" is not decided by the run config; write a value or remove the key')
@@ -132,7 +153,7 @@ def _owned_values(config: Config, compute: str, batch: BatchPlan) -> dict[str, _
     """Dotted key of the JSON to the value that the run config gives it."""
     reduce = "fp32" if config.precision.reduce == "fp32" else compute
     shared = batch.sequence > 1
-    ranks = f"{batch.data_ranks} {'groups of ' * shared}processes"
+    ranks = f"{batch.data_ranks} {'groups of ' * (batch.sharing > 1)}processes"
     values = {
         # To DeepSpeed a rank with a slice of a sequence is one with a sequence.
         "train_batch_size": _Owned(

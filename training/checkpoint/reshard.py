@@ -66,6 +66,11 @@ def restore(
     recorded: its checksums. change: how the layout differs; None: it does not, and DeepSpeed loads its own files, bit
     for bit. Returns a line about the change, for the log. A collective. Raises UserError as `load_resharded` does.
     """
+    if change is not None and (engine.world.tensor is not None or "parallel.tensor" in change):
+        raise UserError(
+            f"{path}: {change}: a run whose ranks share matrices (parallel.tensor) is resumed on its own layout; use "
+            "that, or start a new run from what python -m training.export_hf makes of it"
+        )
     kept = {kind: texts for kind, texts in (recorded or {}).items() if kind != "master"}
     differences = (
         _optimizer_difference(engine, parameter, path, [kind for kind, texts in kept.items() if name in texts])

@@ -20,7 +20,8 @@ from training.distributed import World
 def label_tokens_of_all(batch: Batch, world: World) -> torch.Tensor:
     """() float64: what the step's mean is taken over, 1 at least. A collective where `batch` knows only its own."""
     if batch.label_tokens_of_all is None:
-        return world.sum(world.numbers([batch.label_tokens])).clamp_(min=1.0)[0]
+        found = world.sum(world.numbers([batch.label_tokens]))[0] * world.zero_ranks / world.world_size
+        return found.clamp_(min=1.0)
     return torch.full((), float(max(batch.label_tokens_of_all, 1)), dtype=torch.float64, device=world.device)
 
 
