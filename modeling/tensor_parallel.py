@@ -22,6 +22,8 @@ MEASURED = frozenset(
 )
 """Kinds of models whose masters, losses and norms were compared with those of one rank (docs/parallel.md)."""
 
+_HEAD_NORMS = ("use_qk_norm", "qk_layernorm")
+"""Keys of norms of each head that are in no `tp_plan`: a rank would train them on its own heads alone."""
 _INNER_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "activation_dropout")
 """Keys of dropout within what is cut, where a rank draws for its own heads or values."""
 
@@ -43,6 +45,9 @@ def unshared_reason(shape: PretrainedConfig, ranks: int) -> str | None:
         if getattr(text, key, None):
             value = getattr(text, key)
             return f"{key} = {value:g} would drop the same of each rank's heads (set model.config.{key}=0)"
+    for key in _HEAD_NORMS:
+        if getattr(text, key, None):
+            return f"DeepSpeed does not sum the gradients of the norms of {key} = true, which each rank has whole"
     return None
 
 
@@ -98,6 +103,12 @@ class Cut:
         return whole.narrow(self.dimension, sum(self.sizes[:rank]), self.sizes[rank])
 
 
+def cut(parameter: Any) -> Cut | None:
+    """How a parameter is cut, as noted on it; None of one that is whole here."""
+    found: Cut | None = getattr(parameter, CUT, None)
+    return found
+
+
 def cut_of(parameter: Any) -> Cut | None:
     """How AutoTP cut a parameter; None of a replica.
 
@@ -114,4 +125,6 @@ def cut_of(parameter: Any) -> Cut | None:
     return Cut(int(dimension), tuple(map(int, sizes)))
 
 
+CUT = "mantissa_cut"
+"""Attribute of a parameter that says how it is cut."""
 _DESCRIBED = "ds_autotp_universal_checkpoint_meta"

@@ -64,6 +64,11 @@ class TensorGroup:
         dist.all_reduce(values, group=self.group)
         return values
 
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """In-place largest value of the group."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values
+
 
 @dataclass(frozen=True)
 class World:

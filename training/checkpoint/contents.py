@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.holdout import TAIL
+from modeling.tensor_parallel import cut
 from training.checkpoint.manifest import FORMAT, STATE
 from training.engine.rng import generators
 from training.engine.tensors import checksums_of, whole_shape_of
@@ -39,6 +40,10 @@ def save_state(files: Files, folder: Path, engine: Engine, state: dict[str, Any]
     files.save(generators(world.device), folder / f"rng-rank-{world.rank}.pt")
     if world.is_main:
         state = {**state, "parameters": parameter_shapes(engine.model), "checksums": checksums}
+        if world.tensor is not None:
+            parameters = engine.model.named_parameters(remove_duplicate=False)
+            found = {name: cut(parameter) for name, parameter in parameters}
+            state["tensor_slices"] = {name: (how.dimension, how.sizes) for name, how in found.items() if how}
         files.save_text(json.dumps(state, indent=1) + "\n", folder / STATE)
 
 

@@ -90,8 +90,8 @@ class Engine:
         """Whether the weights that are not trained are those of a base: they are in no checkpoint."""
         self.clipping = optimizer_section.gradient_clipping
         allow_fp16_on_cpu()
-        self.faults = Faults(resolved.config.faults, rank=world.rank, model=model)
-        self._defects = Defects(resolved.config.defects, rank=world.rank, model=model)
+        if world.tensor is None:
+            self._plant(resolved, model)
         import_muon_uncompiled()
         self.deepspeed, *_ = deepspeed.initialize(
             model=model,
@@ -100,6 +100,8 @@ class Engine:
             ),
             config=_config_for(resolved),
         )
+        if world.tensor is not None:  # modules that a fault may name were replaced
+            self._plant(resolved, model)
         tell_slices(self.model, world.tensor)
         self.gradients = ReducedGradients(self.deepspeed, stage=self.stage, tensor=world.tensor)
         self.counted_states: Callable[[str], list[torch.Tensor]] = lambda name: local_states(
@@ -114,7 +116,7 @@ class Engine:
         """What a student learns from while it trains; None without one."""
         self._attention = attention
         self._router = router_balance(model, resolved.config.model)
-        self.loss_path = LossPath(self.deepspeed, self.objective, resolved, world.device, self._router)
+        self.loss_path = LossPath(self.deepspeed, self.objective, resolved, world.device, self._router, world.tensor)
         """Whether the loss is chunked, and how it is computed."""
         problem = self.loss_path.unchunked_reason
         self.notes = [f"the loss makes all logits at once: {problem}"] if problem is not None else []
@@ -129,6 +131,11 @@ class Engine:
         self._scaler: LossScaler | None = None
         self.install_scaler(None)
         self.deepspeed.train()  # transformers loads a model for inference
+
+    def _plant(self, resolved: Resolved, model: PreTrainedModel) -> None:
+        """Prepare the faults and defects that the config asks for."""
+        self.faults = Faults(resolved.config.faults, rank=self.world.rank, model=model)
+        self._defects = Defects(resolved.config.defects, rank=self.world.rank, model=model)
 
     @property
     def model(self) -> PreTrainedModel:

@@ -14,7 +14,8 @@ from modeling.chunked_head import ChunkedHead
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Objective, Scored
 from modeling.router_balance import RouterBalance
-from training.distributed import World
+from training.distributed import TensorGroup, World
+from training.engine.tensor_slices import shared_vocabulary
 
 
 def label_tokens_of_all(batch: Batch, world: World) -> torch.Tensor:
@@ -35,8 +36,10 @@ class LossPath:
         resolved: Resolved,
         device: torch.device,
         router: RouterBalance | None = None,
+        tensor: TensorGroup | None = None,
     ) -> None:
         """A collective where the loss is chunked: it runs two tokens through the model. router: watches its routers.
+        tensor: the ranks that this one shares matrices with.
 
         Raises UserError where the config asks for a chunked loss and the model does not support one.
         """
@@ -55,7 +58,7 @@ class LossPath:
         if not chunk:
             return
         try:
-            self._head = ChunkedHead(model, chunk_tokens=chunk)
+            self._head = ChunkedHead(model, chunk_tokens=chunk, shared=shared_vocabulary(model, tensor))
             self._head.detect_logit_transform(self._forward_two_tokens)
         except ValueError as problem:
             self.close()

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from modeling.tensor_parallel import Cut, cut_of
+from modeling.tensor_parallel import CUT, cut, cut_of
 from training.distributed import TensorGroup, World
 from training.engine.flips import bit_sum
 from training.engine.health import RanksDisagree
 
-_CUT = "mantissa_cut"
 _STEPS = 16
 """[steps] In which every value of a replica is looked at once."""
 _HALF = 1 << 32
@@ -32,22 +32,43 @@ def tell_slices(model: nn.Module, group: TensorGroup | None) -> None:
         return
     for name, parameter in model.named_parameters():
         try:
-            setattr(parameter, _CUT, cut_of(parameter))
+            setattr(parameter, CUT, cut_of(parameter))
         except ValueError as problem:
             raise ValueError(f"{name}: {problem}") from problem
     if not any(cut(parameter) for parameter in model.parameters()):
         raise ValueError("no parameter is cut")
 
 
-def cut(parameter: Any) -> Cut | None:
-    """How a parameter is cut; None of one that is whole here."""
-    found: Cut | None = getattr(parameter, _CUT, None)
-    return found
-
-
 def counts_here(parameter: Any, group: TensorGroup | None) -> bool:
     """Whether this rank's part of a parameter is to be counted in a sum over all ranks: replicas are counted once."""
     return group is None or group.rank == 0 or cut(parameter) is not None
+
+
+@dataclass(frozen=True)
+class SharedVocabulary:
+    """The rows of a head that is cut, as `modeling.linear_cross_entropy` asks for them."""
+
+    first: int
+    """[token] Of this rank's rows."""
+    size: int
+    """[tokens] Of all ranks."""
+    group: TensorGroup
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """In-place sum over the ranks."""
+        return self.group.sum(values)
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """In-place largest value of the ranks."""
+        return self.group.maximum(values)
+
+
+def shared_vocabulary(model: Any, group: TensorGroup | None) -> SharedVocabulary | None:
+    """With whom the rows of the output embedding are shared; None where each rank has all of them."""
+    how = cut(getattr(model.get_output_embeddings(), "weight", None))
+    if group is None or how is None or how.dimension:
+        return None
+    return SharedVocabulary(sum(how.sizes[: group.rank]), sum(how.sizes), group)
 
 
 def replicas(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -61,7 +82,14 @@ def joined(values: torch.Tensor, parameter: Any, group: TensorGroup | None) -> t
     A collective of the group.
     """
     how = cut(parameter)
-    return values if group is None or how is None else torch.cat(group.gather(values), how.dimension)
+    if group is None or how is None:
+        return values
+    largest = list(values.shape)
+    largest[how.dimension] = max(how.sizes)  # slices of a vocabulary may differ by a row
+    padded = values.new_zeros(largest)
+    padded.narrow(how.dimension, 0, how.sizes[group.rank]).copy_(values)
+    slices = zip(group.gather(padded), how.sizes, strict=True)
+    return torch.cat([found.narrow(how.dimension, 0, size) for found, size in slices], how.dimension)
 
 
 class Replicas:

@@ -21,11 +21,11 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_grad
 
 from config.optimizers import COUNT
-from modeling.tensor_parallel import Place
+from modeling.tensor_parallel import Place, cut
 from training.engine.engine import Engine
 from training.engine.gradients import reduced_gradient
 from training.engine.masters import local_masters
-from training.engine.tensor_slices import counts_here, cut, joined
+from training.engine.tensor_slices import counts_here, joined
 
 
 def shape_of(parameter: torch.nn.Parameter) -> torch.Size:

@@ -15,6 +15,7 @@ from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from precision.dtypes import DTYPES
 from tests.support.small_run import VOCABULARY, batch_of, engine_of, masters_of, plain_model, resolve
+from training.attribution import attribute
 from training.distributed import World
 from training.engine import Engine
 from training.engine.flips import bit_sum
@@ -131,6 +132,33 @@ def with_dropout(world: World, *, stage: int, by_rank: bool) -> dict[str, str]:
             found = str(error)
         bits = {name: str(bit_sum(parameter.detach().view(-1))) for name, parameter in replicas(engine.model)}
     return {"found": found, **bits}
+
+
+SPOILED = (
+    (1, "nan_activation", "model.layers.0.mlp"),
+    (0, "nan_activation", "model.layers.1.self_attn.q_proj"),
+    (1, "nan_activation", "model.layers.1.mlp.up_proj"),
+    (1, "nan_loss", None),
+)
+"""Rank, kind and module of the fault of each step; the first three reach the other rank where sums are made."""
+
+
+def blamed(world: World) -> list[list[tuple[int, str]]]:
+    """Ranks and modules that are blamed for each of the steps of SPOILED."""
+    world = world.sharing_tensors(2, timeout_minutes=2)
+    faults = ", ".join(
+        f"{{kind: {kind}, step: {step}, rank: {rank}{f', module: {module}' if module else ''}}}"
+        for step, (rank, kind, module) in enumerate(SPOILED, 1)
+    )
+    given, found = [*OVERRIDES, f"faults=[{faults}]"], []
+    with engine_of(world, resolve(world, stage=2, compute="fp32", micro=8, overrides=given)) as engine:
+        for step in range(1, len(SPOILED) + 1):
+            batch = batch_of(World(0, 1, 0, world.device), 8, seed=step)
+            outcome = engine.forward_backward(batch, step=step)
+            assert not engine.health(outcome).finite
+            found.append([(rank, finding.module) for rank, finding in attribute(engine, batch, outcome, step=step)])
+            engine.discard_gradients()
+    return found
 
 
 def with_a_changed_replica(world: World, *, stage: int) -> str:

@@ -19,6 +19,21 @@ CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
         (1, {"compute": "bf16"}),
         (2, {"tied": True, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
         (3, {"overrides": ["model.activation_checkpointing=full", "optimizer.gradient_clipping=0.1"]}),
+        (2, {"overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
+        *(
+            pytest.param(
+                stage,
+                {"compute": compute, "kind": kind, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]},
+                marks=pytest.mark.slow,
+            )
+            for stage, compute, kind in (
+                (3, "fp32", None),
+                (3, "bf16", None),
+                (1, "fp16", None),
+                (2, "fp32", "phi"),
+                (2, "fp32", "gpt_neox"),
+            )
+        ),
         *(pytest.param(stage, {}, marks=pytest.mark.slow) for stage in (0, 1, 2)),
         *(pytest.param(stage, {"compute": "bf16"}, marks=pytest.mark.slow) for stage in (2, 3)),
         *(pytest.param(stage, {"compute": "fp16"}, marks=pytest.mark.slow) for stage in (1, 2, 3)),
@@ -84,3 +99,8 @@ def test_dropout_is_drawn_alike_and_a_step_finds_where_it_is_not(pair: ProcessGr
 def test_a_replica_that_parts_is_named_though_loss_and_norm_are_equal(pair: ProcessGroup, stage: int) -> None:
     for found in pair.run(tensor_cases.with_a_changed_replica, stage=stage):
         assert "model.embed_tokens.weight is another on rank 1" in found
+
+
+def test_a_value_that_is_not_finite_is_blamed_on_the_rank_where_it_began(pair: ProcessGroup) -> None:
+    for found in pair.run(tensor_cases.blamed):
+        assert found == [[(rank, module or "loss")] for rank, _, module in tensor_cases.SPOILED]
