@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from config.batch import BatchPlan, plan_batch
-from config.deepspeed.combinations import Combination, refuse_combination, refuse_settings
+from config.deepspeed.combinations import SETTINGS, Combination, refuse_combination, refuse_settings
 from config.deepspeed.document import check_document, leaves, offload, zero_stage
 from config.errors import UserError
 from config.load import show
@@ -72,19 +72,16 @@ def _check_secondary_partition(path: Path, document: dict[str, Any], world_size:
 
 
 def _check_tensor(config: Config, path: Path, document: dict[str, Any]) -> None:
-    """What is not verified where ranks share matrices."""
-    zero, given = document.get("zero_optimization", {}), f"parallel.tensor = {config.parallel.tensor}"
+    """What is not verified where ranks share matrices: offload, and every setting that touches the numbers."""
+    values, given = dict(leaves(document)), f"parallel.tensor = {config.parallel.tensor}"
     if config.parallel.tensor == 1:
         return
     if offload(document) != "none":
-        raise UserError(
-            f"{path}: offloads {offload(document)}, which is not verified with {given}; set one to its default"
-        )
-    for key in ("zero_hpz_partition_size", "overlap_comm"):
-        if zero.get(key, "auto") not in ("auto", 1, False):
-            raise UserError(
-                f"{path}: zero_optimization.{key} = {show(zero[key])} is not verified with {given}; remove it"
-            )
+        raise UserError(f"{path}: offloads {offload(document)}, which is not verified with {given}; remove one of them")
+    for row in SETTINGS:
+        if row.in_json and values.get(row.key, row.base) not in (row.base, "auto"):
+            setting = f"{row.key} = {show(values[row.key])}"
+            raise UserError(f"{path}: {setting} is not verified with {given}; remove one of them")
 
 
 def resolve_unverified(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:

@@ -73,6 +73,8 @@ def test_ranks_that_share_matrices_are_told_to_deepspeed(make: Any) -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     said = error_of(make("parallel.tensor=2"), document(zero_optimization=zero), world_size=4)
     assert said.startswith("offloads optimizer, which is not verified with parallel.tensor = 2")
+    said = error_of(make("parallel.tensor=2"), document(zero_optimization={"stage": 2, "overlap_comm": True}))
+    assert said.startswith("zero_optimization.overlap_comm = true is not verified with parallel.tensor = 2; remove one")
 
 
 def test_there_is_a_file_for_every_stage_and_dtype() -> None:

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from precision.dtypes import DTYPES
+from tests.support.small_models import distance
 from tests.support.small_run import VOCABULARY, batch_of, engine_of, masters_of, plain_model, resolve
 from training.attribution import attribute
 from training.distributed import World
@@ -184,3 +185,27 @@ def _steps(engine: Engine, count: int, *, tokens: int = VOCABULARY) -> None:
         batch.input_ids.clamp_(max=tokens - 1)
         health = engine.health(engine.forward_backward(batch, step=step), progress)
         progress = progress.after(tokens=0, applied=engine.step(health, LR).applied)
+
+
+def against_data_ranks(world: World, *, overrides: Sequence[str]) -> dict[str, float]:
+    """Errors of losses, norms and masters against two ranks that share nothing, from the same weights."""
+    runs = []
+    for ranks in (1, 2):
+        there = world.sharing_tensors(ranks, timeout_minutes=2)
+        alone = World(there.zero_rank, there.zero_ranks, 0, world.device)
+        given = ["telemetry.every_steps=0", *overrides, f"parallel.tensor={ranks}"]
+        numbers: list[float] = []
+        with engine_of(there, resolve(there, stage=2, compute="fp32", overrides=given)) as engine:
+            start = masters_of(engine)
+            for step in range(1, STEPS + 1):
+                batch = batch_of(alone, 4, seed=step)
+                health = engine.health(engine.forward_backward(batch, step=step))
+                numbers += [health.loss, health.grad_norm, engine.momentum_norm() or 0.0]
+                engine.step(health, LR / step)
+            moved = {name: master - start[name] for name, master in masters_of(engine).items()}
+        runs.append((numbers, moved))
+    (one, expected), (two, found) = runs
+    return {
+        "numbers": max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(two, one, strict=True)),
+        "masters": distance(found, expected),
+    }

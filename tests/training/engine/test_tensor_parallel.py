@@ -17,7 +17,9 @@ CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
     ("stage", "given"),
     [
         (1, {"compute": "bf16"}),
-        (2, {"tied": True, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
+        pytest.param(
+            2, {"tied": True, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}, marks=pytest.mark.slow
+        ),
         (3, {"overrides": ["model.activation_checkpointing=full", "optimizer.gradient_clipping=0.1"]}),
         (2, {"overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
         *(
@@ -61,7 +63,18 @@ def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[
         assert found["norm"] > 0.2, "clipping would do nothing"
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [["optimizer={name: sgd, momentum: 0.9}"], ["optimizer.name=lion"], ["data.document_masking=true"]],
+)
+def test_what_works_value_by_value_works_on_slices(pair: ProcessGroup, overrides: list[str]) -> None:
+    for found in pair.run(tensor_cases.against_data_ranks, overrides=overrides):
+        assert found["numbers"] < CLOSE["fp32"]
+        assert found["masters"] < (1e-2 if "lion" in overrides[0] else CLOSE["fp32"]), "lion takes signs"
+
+
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", sorted(tensor_cases.MEASURED))
 def test_it_trains_every_kind_of_model_that_it_lets_share(pair: ProcessGroup, kind: str, stage: int) -> None:
@@ -74,16 +87,20 @@ def test_the_kinds_are_those_that_the_config_allows() -> None:
     assert tensor_cases.MEASURED.keys() == MEASURED
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_four_ranks_share_by_two_and_have_two_halves_of_the_batch(stage: int, compute: str) -> None:
-    if (stage, compute) == (0, "bf16"):
-        pytest.skip("refused: config/deepspeed/combinations.py")
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [(2, "fp32")],
+        pytest.param([(0, "fp32"), (1, "fp32"), (3, "fp32")], marks=pytest.mark.slow),
+        pytest.param([(1, "bf16"), (2, "bf16"), (3, "bf16"), (2, "fp16")], marks=pytest.mark.slow),
+    ],
+)
+def test_four_ranks_share_by_two_and_have_two_halves_of_the_batch(cells: list[tuple[int, str]]) -> None:
     with ProcessGroup(world_size=4) as four:
-        for found in four.run(tensor_cases.against_one_rank, stage=stage, compute=compute):
-            assert found["start"] == 0
-            assert max(found["numbers"], found["masters"]) < CLOSE[compute]
+        for stage, compute in cells:
+            for found in four.run(tensor_cases.against_one_rank, stage=stage, compute=compute):
+                assert found["start"] == 0
+                assert max(found["numbers"], found["masters"]) < CLOSE[compute]
 
 
 def test_dropout_is_drawn_alike_and_a_step_finds_where_it_is_not(pair: ProcessGroup) -> None:
