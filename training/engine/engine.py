@@ -455,7 +455,14 @@ class Engine:
         self.deepspeed.destroy()
         if self.world.tensor is not None:
             # DeepSpeed would take them for the next engine's. They are not destroyed: one may be the group of all.
-            for name in ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP"):
+            sizes = ("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", "_MPU_TENSOR_MODEL_PARALLEL_RANK")
+            for name in (
+                "_TENSOR_MODEL_PARALLEL_GROUP",
+                "_MODEL_PARALLEL_GROUP",
+                "_DATA_PARALLEL_GROUP",
+                "mpu",
+                *sizes,
+            ):
                 setattr(groups, name, None)
         if group := groups._get_zero_param_intra_parallel_group():
             # DeepSpeed leaves the group of zero_hpz_partition_size behind and refuses to make the next engine's.

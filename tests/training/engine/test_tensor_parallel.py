@@ -63,10 +63,13 @@ def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[
         assert found["norm"] > 0.2, "clipping would do nothing"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
-    [["optimizer={name: sgd, momentum: 0.9}"], ["optimizer.name=lion"], ["data.document_masking=true"]],
+    [
+        ["optimizer={name: sgd, momentum: 0.9}"],
+        pytest.param(["optimizer.name=lion"], marks=pytest.mark.slow),
+        pytest.param(["data.document_masking=true"], marks=pytest.mark.slow),
+    ],
 )
 def test_what_works_value_by_value_works_on_slices(pair: ProcessGroup, overrides: list[str]) -> None:
     for found in pair.run(tensor_cases.against_data_ranks, overrides=overrides):
