@@ -36,6 +36,8 @@ def test_two_ranks_with_half_of_each_matrix_train_as_one(folder: Path) -> None:
     assert_close(numbers(folder, "two"), numbers(folder, "one"))
     exact = ("tokens", "sample_ids_sha256", "position", "lr", "applied")
     assert numbers(folder, "two", exact)[:-1] == numbers(folder, "one", exact)[:-1]
+    saved = folder / "runs" / "two" / "checkpoints" / "step-6"
+    assert (saved / "rng-rank-0.pt").read_bytes() == (saved / "rng-rank-1.pt").read_bytes(), "they drop out alike"
     for one, two in zip(events(folder, "one", "telemetry"), events(folder, "two", "telemetry"), strict=True):
         assert two["gradients"].keys() == one["gradients"].keys()
         for module, figures in one["gradients"].items():
