@@ -38,6 +38,10 @@ CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
         ),
         *(pytest.param(stage, {}, marks=pytest.mark.slow) for stage in (0, 1, 2)),
         *(pytest.param(stage, {"compute": "bf16"}, marks=pytest.mark.slow) for stage in (2, 3)),
+        pytest.param(2, {"compute": "bf16", "overrides": ["precision.reduce=compute"]}, marks=pytest.mark.slow),
+        pytest.param(
+            2, {"compute": "fp16", "overrides": ["precision.loss_scale.policy=adaptive"]}, marks=pytest.mark.slow
+        ),
         *(pytest.param(stage, {"compute": "fp16"}, marks=pytest.mark.slow) for stage in (1, 2, 3)),
         *(
             pytest.param(2, {"overrides": [f"model.activation_checkpointing={kind}"]}, marks=pytest.mark.slow)
@@ -121,6 +125,12 @@ def test_a_replica_that_parts_is_named_though_loss_and_norm_are_equal(pair: Proc
         assert "model.embed_tokens.weight is another on rank 1" in found
 
 
-def test_a_value_that_is_not_finite_is_blamed_on_the_rank_where_it_began(pair: ProcessGroup) -> None:
-    for found in pair.run(tensor_cases.blamed):
+@pytest.mark.parametrize(
+    ("stage", "compute"),
+    [(2, "fp32"), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((0, "fp32"), (1, "bf16"), (3, "bf16")))],
+)
+def test_a_value_that_is_not_finite_is_blamed_on_the_rank_where_it_began(
+    pair: ProcessGroup, stage: int, compute: str
+) -> None:
+    for found in pair.run(tensor_cases.blamed, stage=stage, compute=compute):
         assert found == [[(rank, module or "loss")] for rank, _, module in tensor_cases.SPOILED]
