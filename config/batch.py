@@ -22,44 +22,55 @@ class BatchPlan:
     """[processes]"""
     sequence: int = 1
     """[processes] That share each sequence."""
+    tensor: int = 1
+    """[processes] That share each matrix, and have the same sequences."""
+
+    @property
+    def sharing(self) -> int:
+        """[processes] That work on the same sequences together."""
+        return self.sequence * self.tensor
 
     @property
     def data_ranks(self) -> int:
         """[groups of processes] With sequences of their own."""
-        return self.world_size // self.sequence
+        return self.world_size // self.sharing
 
 
-def plan_batch(global_size: int, micro_size: int, world_size: int, *, where: str, sequence: int = 1) -> BatchPlan:
-    """Divide the batch among `world_size` ranks, of which `sequence` share each sequence.
+def plan_batch(
+    global_size: int, micro_size: int, world_size: int, *, where: str, sequence: int = 1, tensor: int = 1
+) -> BatchPlan:
+    """Divide the batch among `world_size` ranks, of which `sequence` share each sequence, or `tensor` each matrix.
 
     where: the file that errors name.
 
     Raises:
-        UserError: `sequence` does not divide world_size, or micro_size x data ranks does not divide global_size; says
-            which numbers would.
+        UserError: `sequence` or `tensor` does not divide world_size, or micro_size x data ranks does not divide
+            global_size; says which numbers would.
     """
-    if world_size % sequence:
+    sharing = sequence * tensor
+    key = "parallel.sequence" if tensor == 1 else "parallel.tensor"
+    if world_size % sharing:
         numbers = _listed(divisors(world_size))
         raise UserError(
-            f"{where}: parallel.sequence = {sequence} does not divide {world_size} "
+            f"{where}: {key} = {sharing} does not divide {world_size} "
             f"process{'es' if world_size > 1 else ''}; set it to one of {numbers}, or run on a multiple of it"
         )
-    data_ranks = world_size // sequence
+    data_ranks = world_size // sharing
     accumulation, left_over = divmod(global_size, micro_size * data_ranks)
     if not left_over:
-        return BatchPlan(global_size, micro_size, accumulation, world_size, sequence)
+        return BatchPlan(global_size, micro_size, accumulation, world_size, sequence, tensor)
     problem = (
         f"{where}: batch.global_size = {global_size} cannot be cut into micro-batches of "
         f"batch.micro_size = {micro_size} on {world_size} process{'es' if world_size > 1 else ''}"
     )
-    if sequence > 1:
-        problem += f", {sequence} to a sequence (parallel.sequence)"
+    if sharing > 1:
+        problem += f", {sharing} to a {key.partition('.')[2]} ({key})"
     ways = []
     if global_size % data_ranks == 0:
         sizes = divisors(global_size // data_ranks)
         ways.append(f"set batch.micro_size to one of {_listed(sizes)}")
     if global_size % micro_size == 0:
-        worlds = [sequence * number for number in divisors(global_size // micro_size)]
+        worlds = [sharing * number for number in divisors(global_size // micro_size)]
         ways.append(f"run on one of {_listed(worlds)} processes")
     unit = micro_size * data_ranks
     below, above = global_size // unit * unit, (global_size // unit + 1) * unit

@@ -83,6 +83,7 @@ def render_config(resolved: Resolved) -> str:
     """The resolved run config and DeepSpeed JSON as two YAML documents (JSON is YAML), without secrets."""
     plan = resolved.batch
     shared = f" / {plan.sequence} to a sequence" if plan.sequence > 1 else ""
+    shared += f" / {plan.tensor} to a tensor" if plan.tensor > 1 else ""
     return (
         f"# Run config, resolved from {resolved.config_path}\n"
         f"# {plan.global_size} sequences a step = micro-batches of {plan.micro_size} x {plan.accumulation} accumulated"

@@ -78,8 +78,8 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     json_path = find_deepspeed_json(config.deepspeed.config, path, first=given is not None, origin=origin)
     document = read_document(json_path)
     where = _where(path, options.overrides, "batch", "parallel")
-    section, sequence = config.batch, config.parallel.sequence
-    batch = plan_batch(section.global_size, section.micro_size, env.world_size, where=where, sequence=sequence)
+    section, parallel = config.batch, dataclasses.asdict(config.parallel)
+    batch = plan_batch(section.global_size, section.micro_size, env.world_size, where=where, **parallel)
     resolved_json = resolve_json(config, json_path, document, world_size=env.world_size)
     _check_fault_ranks(config, _where(path, options.overrides, "faults"), env.world_size)
     compute = compute_dtype(config, json_path, document)

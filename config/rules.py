@@ -70,8 +70,8 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
     """
     for rule in (
         *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _sft, _preference, _distill),
-        *(_parallel, _encoder, _seq2seq, _adapter, _mixture, _validation, _data, _documents, _optimizer, _schedule),
-        *(_precision, _loss_scale, _evaluate, _tracking, _guard, _faults, _canary),
+        *(_parallel, _tensor, _encoder, _seq2seq, _adapter, _mixture, _validation, _data, _documents, _optimizer),
+        *(_schedule, _precision, _loss_scale, _evaluate, _tracking, _guard, _faults, _canary),
     ):
         for key, text in rule(config):
             raise UserError(f"{origin(key)}: {key} {text}")
@@ -310,6 +310,53 @@ def _parallel(config: Config) -> Iterator[Problem]:
     if (model.balance_loss or model.router_z_loss) and length % ranks:
         fix = f"make it a multiple of {ranks}"
         yield key, f"{given}: routers would count the padding of data.sequence_length = {length}; {fix}"
+
+
+def _tensor(config: Config) -> Iterator[Problem]:
+    ranks, model, guard, key = config.parallel.tensor, config.model, config.guard, "parallel.tensor"
+    if ranks == 1:
+        return
+    given = f"= {ranks}"
+    if config.parallel.sequence > 1:
+        yield key, f"{given} is not verified with parallel.sequence = {config.parallel.sequence}; set one of them to 1"
+    if config.task != "pretrain":
+        yield key, f"{given} is verified with task = pretrain, not {config.task}; set it to 1"
+    if config.adapter.kind != "none":
+        yield key, f"{given} is not verified with adapter.kind = {config.adapter.kind}; set one of them to its default"
+    if config.precision.path == "manifest":
+        yield key, f"{given}: precision.path = manifest finds no attention in what DeepSpeed cuts; use the cast path"
+    if config.precision.masters == "split":
+        yield key, f"{given} is not verified with precision.masters = split; remove one of them"
+    if config.optimizer.name not in _BY_VALUE:
+        fix = f"use one of {', '.join(_BY_VALUE)}"
+        yield key, f"{given}: optimizer.name = {config.optimizer.name} looks at whole matrices, of slices here; {fix}"
+    if model.attention not in ("auto", "sdpa", "eager"):
+        fix = f"set that to sdpa, or {key}=1"
+        yield key, f"{given} is verified with model.attention = sdpa and eager, not {model.attention}; {fix}"
+    if model.compile:
+        yield key, f"{given} is not verified with model.compile = true; remove one of them"
+    if model.kernels == "liger":
+        yield key, f"{given} is not verified with model.kernels = liger; remove one of them"
+    if model.activation_checkpointing in ("budget", "ops"):
+        kind = model.activation_checkpointing
+        reason = "counts whole matrices" if kind == "budget" else "keeps matmul results, which are summed in place"
+        fix = "set that to full, selective or attention"
+        yield key, f"{given}: model.activation_checkpointing = {kind} {reason}; {fix}"
+    for name, unread in (
+        ("guard.replica_checks", guard.replica_checks),
+        ("guard.update_checks", guard.update_checks),
+        ("guard.reexecute", guard.reexecute != "never"),
+        ("guard.min_update_ratio", guard.min_update_ratio is not None),
+        ("guard.max_update_ratio", guard.max_update_ratio is not None),
+        ("telemetry.probe", config.telemetry.probe),
+        ("defects", config.defects),
+    ):
+        if unread:
+            yield key, f"{given}: {name} would compare slices with whole matrices; remove one of them"
+
+
+_BY_VALUE = ("adamw", "lion", "sgd")
+"""Optimizers that update each value by its own gradient alone."""
 
 
 def _encoder(config: Config) -> Iterator[Problem]:

@@ -370,6 +370,9 @@ class ParallelSection:
     sequence: int = limit(1, at_least=1)
     """[ranks] That share each sequence, a slice of its tokens each, so that a rank keeps the activations of its slice
     only. It divides the number of processes; data.sequence_length need not be a multiple of it. 1: none share any."""
+    tensor: int = limit(1, at_least=1)
+    """[ranks] That share each matrix of a block, a part of its heads or of its MLP each, and compute the same sequences
+    with it. It divides the number of processes and the attention heads. 1: every rank computes with whole matrices."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Run:
     global_size: int
     micro_size: int
     sequence: int = 1
-    """[processes] That share a sequence."""
+    """[processes] That share a sequence, or matrices."""
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Run:
@@ -93,8 +93,9 @@ class Run:
         overrides = [word for word in rest if "=" in word and not word.startswith("-")]
         config = load_config(Path(options.config), overrides, options.deepspeed_config)
         run, batch = config.run, config.batch
+        sharing = config.parallel.sequence * config.parallel.tensor
         events = Path(run.dir).expanduser() / run.name / "events.jsonl"
-        return cls(events, run.max_minutes, batch.global_size, batch.micro_size, config.parallel.sequence)
+        return cls(events, run.max_minutes, batch.global_size, batch.micro_size, sharing)
 
     def fits(self, processes: int) -> bool:
         """Whether the global batch divides among so many processes."""

@@ -30,6 +30,7 @@ from config.errors import UserError, one_line
 from config.rules import QUANTISED_BASES
 from config.schema import ModelSection
 from config.task import CAUSAL_LM, KINDS, SEQ2SEQ_LM
+from modeling.tensor_parallel import cut
 
 Gather = Callable[[Sequence[torch.nn.Parameter]], AbstractContextManager[bool]]
 """Makes the full values of parameters writable inside the context; yields whether this rank has to write them."""
@@ -233,8 +234,12 @@ def attention_of(model: PreTrainedModel) -> str:
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Number of parameters, shared ones once, whole ones also under ZeRO-3."""
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+    """Number of parameters, shared ones once, whole ones also under ZeRO-3 and where ranks share them."""
+    found = 0
+    for parameter in model.parameters():
+        shape, how = torch.Size(getattr(parameter, "ds_shape", parameter.shape)), cut(parameter)
+        found += (how.whole(shape) if how else shape).numel()
+    return found
 
 
 def _bottom_up(

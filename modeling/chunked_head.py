@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from modeling.linear_cross_entropy import Head, linear_cross_entropy
+from modeling.linear_cross_entropy import Head, Vocabulary, linear_cross_entropy
 
 _PROBE_LIMIT = 60.0
 """Probe logits reach from minus this to this: past every soft cap in use."""
@@ -44,11 +44,15 @@ class ChunkedHead:
     Create it after DeepSpeed has registered its hooks: this one's hook has to see the loss that theirs return.
     """
 
-    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int) -> None:
-        """Raises ValueError, with the reason, where the head is not a plain linear layer."""
+    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int, shared: Vocabulary | None = None) -> None:
+        """shared: with whom the head's rows are shared, where DeepSpeed cut it.
+
+        Raises ValueError, with the reason, where the head is not a plain linear layer.
+        """
         head: Any = model.get_output_embeddings()
-        kind = type(head)
-        if kind is not nn.Linear or "forward" in head.__dict__:
+        kind, self._shared = type(head), shared
+        plain = kind is nn.Linear if shared is None else getattr(head, "gather_output", False)
+        if not plain or "forward" in head.__dict__:
             raise ValueError(f"its output embedding is {kind.__name__}, not a plain linear layer")
         self._model: Any = model
         self._head, self._chunk = head, chunk_tokens
@@ -124,11 +128,12 @@ class ChunkedHead:
             return self._head_forward(hidden)
         now.calls += 1
         if now.labels is None:
-            shape = (*hidden.shape[:-1], len(weight))
-            steps = hidden.shape[:-1].numel() * len(weight)
+            vocabulary = len(weight) if self._shared is None else self._shared.size
+            shape = (*hidden.shape[:-1], vocabulary)
+            steps = hidden.shape[:-1].numel() * vocabulary
             now.probe = torch.linspace(-_PROBE_LIMIT, _PROBE_LIMIT, steps, device=hidden.device).reshape(shape)
             return now.probe.clone()
-        head = Head(weight, self._head.bias, self._scale, self._cap)
+        head = Head(weight, self._head.bias, self._scale, self._cap, self._shared)
         loss, self.label_losses = linear_cross_entropy(
             hidden,
             head,

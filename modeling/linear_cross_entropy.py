@@ -12,22 +12,43 @@ differ, for 16 bits.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
+
+
+class Vocabulary(Protocol):
+    """The ranks that share the head's rows, and which of them are this rank's."""
+
+    @property
+    def first(self) -> int:
+        """[token] Of this rank's rows."""
+
+    @property
+    def size(self) -> int:
+        """[tokens] Of all ranks."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """In-place sum over these ranks."""
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """In-place largest value of these ranks."""
 
 
 class Head(NamedTuple):
     """Computes logits from hidden states: cap(scale x (hidden weight^T + bias))."""
 
     weight: torch.Tensor
-    """(vocabulary, hidden size)"""
+    """(vocabulary, hidden size); of this rank's part of the vocabulary, where ranks share it"""
     bias: torch.Tensor | None
     """(vocabulary,)"""
     scale: float = 1.0
     cap: float | None = None
     """Logits x become cap tanh(x / cap), as in Gemma 2."""
+    shared: Vocabulary | None = None
+    """With whom the vocabulary is shared; hidden states and labels are the same on these ranks. The softmax's three
+    sums of each token are made over them, and the gradient of the hidden states (Shoeybi et al. 2019, section 3)."""
 
 
 def linear_cross_entropy(
@@ -57,7 +78,7 @@ def linear_cross_entropy(
     scale = torch.as_tensor(gradient_scale, device=hidden.device)
     scale = torch.where(scale == 0, 1.0, scale)  # a zero gradient must not make 0 / 0
     flat = hidden.reshape(-1, hidden.shape[-1])
-    options = (None if weights is None else weights.reshape(-1), head.scale, head.cap, chunk_tokens, compute)
+    options = (None if weights is None else weights.reshape(-1), head, chunk_tokens, compute)
     total, losses = _ChunkedLoss.apply(
         flat, head.weight, head.bias, labels.reshape(-1), scale, *options, torch.is_grad_enabled()
     )
@@ -79,8 +100,7 @@ class _ChunkedLoss(torch.autograd.Function):
         labels: torch.Tensor,
         gradient_scale: torch.Tensor,
         weights: torch.Tensor | None,
-        scale: float,
-        cap: float | None,
+        head: Head,
         chunk_tokens: int,
         compute: torch.dtype,
         with_gradients: bool,
@@ -98,7 +118,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 rows = slice(start, start + chunk_tokens)
                 states = hidden[rows].to(compute)
                 logits = _logits(states, narrow, offset).to(wide)
-                losses[rows] = _softmax_loss(logits, labels[rows], scale, cap, any(needs))
+                losses[rows] = _softmax_loss(logits, labels[rows], head, any(needs))
                 weighted = losses[rows] if weights is None else losses[rows] * weights[rows]
                 total += weighted.sum()
                 if any(needs):
@@ -106,6 +126,8 @@ class _ChunkedLoss(torch.autograd.Function):
                     sums.add(rows, logits.mul_(factors), states, narrow)
                 del logits  # before the next chunk's
         ctx.made, ctx.scale = sums.made(), gradient_scale
+        if head.shared is not None and ctx.made[0] is not None:
+            head.shared.sum(ctx.made[0])
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         ctx.mark_non_differentiable(losses)
         return total, losses
@@ -118,22 +140,26 @@ class _ChunkedLoss(torch.autograd.Function):
         ratio = upstream[0] / ctx.scale  # 1 where the caller gave the right scale; nan or inf where the loss was
         pairs = zip(made, ctx.dtypes, strict=True)
         gradients = [None if item is None else item.mul_(ratio).to(dtype) for item, dtype in pairs]
-        return (*gradients, *[None] * 8)
+        return (*gradients, *[None] * 7)
 
 
 def _logits(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return states @ weight.t() if bias is None else torch.addmm(bias, states, weight.t())
 
 
-def _softmax_loss(
-    logits: torch.Tensor, labels: torch.Tensor, scale: float, cap: float | None, with_gradient: bool
-) -> torch.Tensor:
+def _softmax_loss(logits: torch.Tensor, labels: torch.Tensor, head: Head, with_gradient: bool) -> torch.Tensor:
     """(tokens,) losses of a chunk. Overwrites `logits`, with_gradient with the loss's gradient.
 
     logits: (tokens, vocabulary), FP32 or wider, before scale and cap.
     """
+    scale, cap, shared = head.scale, head.cap, head.shared
     counts = (labels != IGNORED).unsqueeze(1)
     targets = labels.clamp(min=0).unsqueeze(1)
+    here = None
+    if shared is not None:
+        targets = targets - shared.first
+        here = (targets >= 0) & (targets < logits.shape[1])
+        targets = targets.clamp(0, logits.shape[1] - 1)
     if scale != 1.0:
         logits.mul_(scale)
     slope = None
@@ -141,14 +167,19 @@ def _softmax_loss(
         logits.div_(cap).tanh_()
         slope = 1 - logits.square() if with_gradient else None
         logits.mul_(cap)
-    logits.sub_(logits.amax(dim=1, keepdim=True))
+    largest = logits.amax(dim=1, keepdim=True)
+    logits.sub_(largest if shared is None else shared.maximum(largest))
     of_target = logits.gather(1, targets)
     sums = logits.exp_().sum(dim=1, keepdim=True)
+    if shared is not None and here is not None:
+        of_target = torch.where(here, of_target, 0.0)
+        sums, of_target = shared.sum(torch.stack([sums, of_target])).unbind()
     loss = torch.where(counts, sums.log() - of_target, 0.0).squeeze(1)
     if not with_gradient:
         return loss
     logits.div_(sums)
-    logits.scatter_add_(1, targets, torch.full_like(of_target, -1.0))
+    minus_one = torch.full_like(of_target, -1.0)
+    logits.scatter_add_(1, targets, minus_one if here is None else minus_one * here)
     logits.mul_(counts)
     if scale != 1.0:
         logits.mul_(scale)

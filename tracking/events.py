@@ -67,7 +67,7 @@ _NUMBERS = frozenset(
         *("tokens", "loss", "grad_norm", "clip_coefficient", "lr", "loss_scale", "skipped_total", "step_seconds"),
         *("tokens_per_second", "memory_bytes", "data_seconds", "from", "to", "consecutive_overflows", "perplexity"),
         *("seconds", "stall_seconds", "bytes", "world_size", "parameters", "zero_stage", "exit_code", "count"),
-        *("slice", "slices"),
+        *("slice", "slices", "tensor_slice", "tensor_slices"),
     }
 )
 _LARGEST = 1 << 53  # of a step; of a time, a few hundred million years
@@ -138,6 +138,8 @@ def _describe(event: Event) -> str:
         case "nonfinite":
             module = "" if event["tensor"] == "loss" else f" of {event['module']}"
             share = f" (slice {event['slice']} of {event['slices']} of its sequences)" if event.get("slices") else ""
+            if event.get("tensor_slices"):
+                share = f" (slice {event['tensor_slice']} of {event['tensor_slices']} of its matrices)"
             return f"{event['count']} {event['kind']} in the {event['tensor']}{module} on rank {event['rank']}{share}"
         case "corruption":
             hosts = f" ({', '.join(event['hosts'])})" if event["hosts"] else ""

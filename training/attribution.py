@@ -3,7 +3,8 @@
 The reduced gradients name every parameter with non-finite values, but they are the same on every rank. So the step is
 run again, on the same samples with the same random numbers, and each rank inspects its own modules: the first one, in
 forward order, with a non-finite output from finite inputs, or else the first, in backward order, with such a gradient.
-Ranks that share sequences get each other's values in attention: of these the one counts in which it began.
+Ranks that share sequences get each other's values in attention, and those that share matrices in their sums: of these
+the one counts in which it began.
 Costs about two steps, and nothing while steps are finite.
 """
 
@@ -46,8 +47,9 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
     found = [
         (rank, finding) for rank, findings in enumerate(engine.world.gather_objects(local)) for finding in findings
     ]
-    if found and engine.world.sequence is not None:
-        found = _without_consequences(found, engine.model, ranks=engine.world.sequence.size)
+    shared = engine.world.sequence or engine.world.tensor
+    if found and shared is not None:
+        found = _without_consequences(found, engine.model, ranks=shared.size)
     if found:
         return sorted(found, key=lambda item: item[1].order)
     bad = [(name, *described) for name, described in reduced if described is not None]
@@ -60,9 +62,9 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
 def _without_consequences(
     found: list[tuple[int, Finding]], model: nn.Module, *, ranks: int
 ) -> list[tuple[int, Finding]]:
-    """Leave out what reached a rank through attention from another one that has a slice of the same sequences.
+    """Leave out what reached a rank from another one that has a slice of the same sequences, or matrices.
 
-    So many `ranks` share sequences. Of each group and micro-batch the rank is kept whose finding was made first:
+    So many `ranks` share them. Of each group and micro-batch the rank is kept whose finding was made first:
     forward passes end in one order of modules on all ranks, backward passes in the reverse of that in which they begin.
     """
     ended, begun = {name: at for at, name in enumerate(_ends(model, ""))}, dict(model.named_modules())

@@ -45,6 +45,32 @@ class SequenceGroup:
 
 
 @dataclass(frozen=True)
+class TensorGroup:
+    """The ranks that share matrices: consecutive ones. They compute the same sequences."""
+
+    rank: int
+    """Which slice of each matrix is this rank's, from 0."""
+    size: int
+    group: dist.ProcessGroup
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Each rank's `values`, in the order of their slices; of one shape on all. A collective of the group."""
+        rows = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(rows, values.contiguous(), group=self.group)
+        return rows
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """In-place sum over the group."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """In-place largest value of the group."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values
+
+
+@dataclass(frozen=True)
 class World:
     """One process of the run."""
 
@@ -56,6 +82,18 @@ class World:
     """Process group of the collectives; None is training's."""
     sequence: SequenceGroup | None = None
     """The ranks that this one shares sequences with; None where none are shared."""
+    tensor: TensorGroup | None = None
+    """The ranks that this one shares matrices with; None where each has whole ones."""
+
+    @property
+    def zero_rank(self) -> int:
+        """Which of ZeRO's partitions is this rank's: ranks that share matrices have the same one, of other slices."""
+        return self.rank // self.tensor.size if self.tensor else self.rank
+
+    @property
+    def zero_ranks(self) -> int:
+        """Over how many ranks ZeRO partitions, and averages gradients."""
+        return self.world_size // self.tensor.size if self.tensor else self.world_size
 
     @property
     def is_main(self) -> bool:
@@ -123,6 +161,17 @@ class World:
             if first <= self.rank < first + ranks:
                 mine = SequenceGroup(self.rank - first, ranks, group)
         return replace(self, sequence=mine)
+
+    def sharing_tensors(self, ranks: int, *, timeout_minutes: float) -> World:
+        """The same ranks, so many of which share each matrix. A collective."""
+        if ranks == 1:
+            return self
+        timeout, mine = timedelta(minutes=timeout_minutes), None
+        for first in range(0, self.world_size, ranks):
+            group = dist.new_group(list(range(first, first + ranks)), timeout=timeout)
+            if first <= self.rank < first + ranks:
+                mine = TensorGroup(self.rank - first, ranks, group)
+        return replace(self, tensor=mine)
 
     def on_own_group(self) -> World:
         """The same ranks on a new gloo group, whose collectives may run in a thread at the same time as training's.

@@ -91,10 +91,12 @@ def record_warnings(record: Record, progress: Progress, warnings: Sequence[Early
         record.event("warning", step=progress.step, tokens=progress.tokens, **fields)
 
 
-def record_causes(record: Record, progress: Progress, causes: Causes, *, sequence: int = 1) -> None:
-    """One `nonfinite` event for each cause, first causes first. sequence: ranks that share a sequence."""
+def record_causes(record: Record, progress: Progress, causes: Causes, *, sequence: int = 1, tensor: int = 1) -> None:
+    """One `nonfinite` event for each cause, first causes first. sequence, tensor: ranks that share one."""
     for rank, finding in causes:
         further = {"slice": rank % sequence + 1, "slices": sequence} if sequence > 1 else {}
+        if tensor > 1:
+            further |= {"tensor_slice": rank % tensor + 1, "tensor_slices": tensor}
         record.event(
             "nonfinite",
             step=progress.step,

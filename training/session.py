@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from config.errors import UserError
 from config.resolved import Resolved
 from config.schema import Config
 from config.task import ENCODER_TASKS
@@ -91,6 +92,7 @@ class Session:
             "the teacher": self.teacher,
             "world size": self.resolved.world_size,
             "parallel.sequence": self.resolved.batch.sequence,
+            "parallel.tensor": self.resolved.batch.tensor,
             "ZeRO stage": self.resolved.zero_stage,
             "precision.compute": self.resolved.compute,
             "offload": self.resolved.offload,
@@ -116,12 +118,19 @@ def session(
     Raises UserError for what only shows now, such as weights that cannot be loaded or a folder that cannot be written.
     """
     config = resolved.config
+    if config.parallel.tensor > 1 and not trains:
+        raise UserError(
+            f"parallel.tensor = {config.parallel.tensor}: this command is verified with whole matrices on each rank; "
+            "set it to 1"
+        )
     with ExitStack() as ends:
         joined = world is None
         if world is None:
             world = distributed.join(resolved)
             ends.callback(distributed.stop)
-        world = world.sharing_sequences(config.parallel.sequence, timeout_minutes=config.run.timeout_minutes)
+        parallel, minutes = config.parallel, config.run.timeout_minutes
+        world = world.sharing_sequences(parallel.sequence, timeout_minutes=minutes)
+        world = world.sharing_tensors(parallel.tensor, timeout_minutes=minutes)
         if trains:
             crash, owned = Crash(run_dir_of(resolved).events, world.rank), list[bool]()
 
@@ -146,7 +155,8 @@ def session(
         resolved = _with_attention(resolved, attention_of(engine.model))
         if not joined:
             ends.callback(engine.close)
-        seed_everything(config.run.seed + world.rank)
+        # ranks that share matrices drop out alike: what each of them has whole would else part
+        seed_everything(config.run.seed + world.zero_rank)
         needed = config.model.name_or_path is not None and (config.adapter.kind != "none" or config.task == "dpo")
         base = None
         if needed:
@@ -186,7 +196,7 @@ def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:
         "sequence_length": config.data.sequence_length,
         "global_size": plan.global_size,
         "micro_size": plan.micro_size,
-        "rank": resolved.rank // plan.sequence,
+        "rank": resolved.rank // plan.sharing,
         "world_size": plan.data_ranks,
     }
 

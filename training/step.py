@@ -82,7 +82,8 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
 
     # Record it, and react to what was wrong with it.
     record_step(record, engine, progress, batch, health, update, seconds=time.perf_counter() - started, waited=waited)
-    record_causes(record, progress, causes, sequence=parts.resolved.batch.sequence)
+    plan = parts.resolved.batch
+    record_causes(record, progress, causes, sequence=plan.sequence, tensor=plan.tensor)
     for event, fields in found.events:
         record.event(event, step=progress.step, tokens=progress.tokens, **fields)
     warnings += parts.warnings.after_step(health, applied=update.applied, warm=warm)

@@ -43,6 +43,7 @@ from training.engine import Engine
 from training.engine.adam_signals import COLUMNS as ADAM_COLUMNS
 from training.engine.adam_signals import adam_figures, adam_sums
 from training.engine.rng import generators, restore_generators
+from training.engine.tensor_slices import counts_here
 from training.engine.tensors import (
     Shard,
     local_gradient,
@@ -52,6 +53,7 @@ from training.engine.tensors import (
     trainable_parameters,
     whole_gradient,
     whole_master,
+    whole_shape_of,
     whole_weight,
 )
 
@@ -97,7 +99,8 @@ class Telemetry:
             self._reference = self._fp32_gradients(batch)
         model = self._engine.model
         compiled = any(isinstance(block.__dict__.get("forward"), CompiledBlock) for block in self._blocks.values())
-        self._attention = AttentionMeter(model, active=not compiled)
+        whole = self._engine.world.tensor is None  # its figures are sums over ranks, which then have other heads
+        self._attention = AttentionMeter(model, active=whole and not compiled)
         self._channels = ChannelMeter(dict(self._blocks))
         self._meter = ActivationMeter(model, self._unwatched())
         with self._attention, self._channels, self._meter, self._counting_flushed():
@@ -162,11 +165,16 @@ class Telemetry:
             self._agreement = self._compare()
 
     def _own_shard(self, parameter: nn.Parameter) -> Shard | None:
-        """The part of a parameter that this rank looks at; at ZeRO-0, where all have all of it, an equal part."""
+        """The part of a parameter that this rank looks at; at ZeRO-0, where all have all of it, an equal part.
+
+        Of what each of the ranks that share matrices has whole, the first one looks at all.
+        """
         engine = self._engine
+        if not counts_here(parameter, engine.world.tensor):
+            return None
         if engine.stage > 0:
             return shard_of(engine, parameter)
-        rank, ranks, count = engine.world.rank, engine.world.world_size, parameter.numel()
+        rank, ranks, count = engine.world.zero_rank, engine.world.zero_ranks, parameter.numel()
         start, end = rank * count // ranks, (rank + 1) * count // ranks
         return Shard(parameter, start, start, end - start)
 
@@ -296,7 +304,7 @@ class Telemetry:
 
     def _gradients(self, total: torch.Tensor, counts: torch.Tensor) -> dict[str, dict[str, float]]:
         """By module: norm, RMS, largest value, and the shares that its dtype keeps with fewer bits or loses."""
-        shapes = [shape_of(parameter).numel() for parameter in self._parameters.values()]
+        shapes = [whole_shape_of(parameter).numel() for parameter in self._parameters.values()]
         found = {}
         for module, rows in self._by_module().items():
             squares, values = float(total[rows, 0].sum()), sum(shapes[row] for row in rows)
@@ -317,7 +325,7 @@ class Telemetry:
         """Largest and RMS relative distance of 16-bit parameters from their rounded masters; None in FP32."""
         if self._engine.compute == "fp32":
             return None
-        values = sum(shape_of(parameter).numel() for parameter in self._parameters.values())
+        values = sum(whole_shape_of(parameter).numel() for parameter in self._parameters.values())
         modules = {module: float(total[rows, 2].max()) for module, rows in self._by_module().items()}
         return {
             "maximum": float(total[:, 2].max()),

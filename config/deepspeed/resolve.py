@@ -7,12 +7,13 @@ both must be equal. Combinations and settings that config/deepspeed/combinations
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from config.batch import BatchPlan, plan_batch
-from config.deepspeed.combinations import Combination, refuse_combination, refuse_settings
+from config.deepspeed.combinations import SETTINGS, Combination, refuse_combination, refuse_settings
 from config.deepspeed.document import check_document, leaves, offload, zero_stage
 from config.errors import UserError
 from config.load import show
@@ -59,6 +60,7 @@ def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_
     if config.precision.masters == "split":
         _check_split_masters(path, compute, offload(document))
     _check_secondary_partition(path, document, world_size)
+    _check_tensor(config, path, document)
     return resolve_unverified(config, path, document, world_size=world_size)
 
 
@@ -83,12 +85,25 @@ def _check_secondary_partition(path: Path, document: dict[str, Any], world_size:
         )
 
 
+def _check_tensor(config: Config, path: Path, document: dict[str, Any]) -> None:
+    """What is not verified where ranks share matrices: offload, and every setting that touches the numbers."""
+    values, given = dict(leaves(document)), f"parallel.tensor = {config.parallel.tensor}"
+    if config.parallel.tensor == 1:
+        return
+    if offload(document) != "none":
+        raise UserError(f"{path}: offloads {offload(document)}, which is not verified with {given}; remove one of them")
+    for row in SETTINGS:
+        if row.in_json and values.get(row.key, row.base) not in (row.base, "auto"):
+            setting = f"{row.key} = {show(values[row.key])}"
+            raise UserError(f"{path}: {setting} is not verified with {given}; remove one of them")
+
+
 def resolve_unverified(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:
     """`resolve_json` without refusing combinations, which the precision matrix measures too."""
     resolved = copy.deepcopy(document)
     compute, stage = compute_dtype(config, path, document), zero_stage(document)
-    sizes, sequence = config.batch, config.parallel.sequence
-    batch = plan_batch(sizes.global_size, sizes.micro_size, world_size, where=str(path), sequence=sequence)
+    sizes, parallel = config.batch, dataclasses.asdict(config.parallel)
+    batch = plan_batch(sizes.global_size, sizes.micro_size, world_size, where=str(path), **parallel)
     for section in ("bf16", "fp16"):
         if section in resolved and section != compute:
             del resolved[section]
@@ -98,6 +113,9 @@ def resolve_unverified(config: Config, path: Path, document: dict[str, Any], *, 
         _set_owned(resolved, key, owned, path)
     for key, default in _defaults(resolved, stage).items():
         _fill(resolved, key, default)
+    if batch.tensor > 1:
+        # the loss is computed from whole logits, so the head's slices are gathered
+        resolved["tensor_parallel"] = {"autotp_size": batch.tensor, "vocab_parallel_lm_head": False}
     left = [key for key, value in leaves(resolved) if value == "auto"]
     if left:
         raise UserError(f'{path}: {left[0]} = "auto" is not decided by the run config; write a value or remove the key')
@@ -146,7 +164,7 @@ def _owned_values(config: Config, compute: str, batch: BatchPlan) -> dict[str, _
     """Dotted key of the JSON to the value that the run config gives it."""
     reduce = "fp32" if config.precision.reduce == "fp32" else compute
     shared = batch.sequence > 1
-    ranks = f"{batch.data_ranks} {'groups of ' * shared}processes"
+    ranks = f"{batch.data_ranks} {'groups of ' * (batch.sharing > 1)}processes"
     values = {
         # To DeepSpeed a rank with a slice of a sequence is one with a sequence.
         "train_batch_size": _Owned(

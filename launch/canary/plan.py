@@ -82,6 +82,9 @@ def read_plan(
     if section.steps >= whole.run.steps:
         problem = f"leaves nothing of run.steps = {whole.run.steps} to start; make it smaller"
         raise UserError(f"{config}: canary.steps = {section.steps} {problem}")
+    if whole.parallel.tensor > 1:
+        problem = "its FP32 twin is verified with whole matrices on each rank; set it to 1"
+        raise UserError(f"{config}: parallel.tensor = {whole.parallel.tensor}: {problem}")
     if whole.checkpoint.dir is not None:
         raise UserError(f"{config}: checkpoint.dir: the canary goes back in the run folder only; leave it out")
     return Plan(arguments, resolved, processes, tuple(launch), tuple(check_launch))

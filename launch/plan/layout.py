@@ -39,6 +39,8 @@ class Layout:
     """[tokens] Of an encoder-decoder's target; 0 of other models."""
     sharing: int
     """[ranks] That share each sequence."""
+    tensor: int
+    """[ranks] That share each matrix, and compute the same sequences."""
     rows: int
     """[sequences] Of one sample: two of a pair of answers."""
     compute: str
@@ -99,7 +101,12 @@ class Layout:
     @property
     def global_size(self) -> int:
         """[samples] In one optimizer step."""
-        return self.micro * self.accumulation * self.world // self.sharing
+        return self.micro * self.accumulation * self.zero_ranks // self.sharing
+
+    @property
+    def zero_ranks(self) -> int:
+        """[ranks] Over which ZeRO partitions, and averages gradients: those with the same slices of matrices."""
+        return self.world // self.tensor
 
     @property
     def width(self) -> int:
@@ -130,6 +137,7 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         sequence=config.data.sequence_length,
         targets=config.data.label_length if config.task == "seq2seq" else 0,
         sharing=resolved.batch.sequence,
+        tensor=resolved.batch.tensor,
         rows=2 if config.task == "dpo" else 1,
         compute=resolved.compute,
         manifest=config.precision.path == "manifest",

@@ -40,10 +40,10 @@ def _label_prediction(shape: Shape, layout: Layout) -> float:
     chunk = min(loss_chunk(layout.model, tokens=tokens, vocabulary=shape.vocabulary), tokens)
     if not chunk or not shape.plain_head:
         return 12.0 * shape.vocabulary * tokens
-    sixteen = layout.manifest or layout.width == 2
-    head = float(shape.vocabulary * shape.hidden) if shape.trained_head else 0.0
-    of_chunk = (6.0 if sixteen else 4.0) * shape.vocabulary * chunk
-    copy = 2.0 * shape.vocabulary * shape.hidden if layout.manifest else 0.0  # of the weight, for autocast
+    sixteen, rows = layout.manifest or layout.width == 2, shape.vocabulary / shape.head_share
+    head = rows * shape.hidden if shape.trained_head else 0.0
+    of_chunk = (6.0 if sixteen else 4.0) * rows * chunk
+    copy = 2.0 * rows * shape.hidden if layout.manifest else 0.0  # of the weight, for autocast
     rounded = 2.0 * head if layout.width == 2 else 0.0
     return 4.0 * head + max(of_chunk + copy, rounded) + layout.width * shape.hidden * tokens
 
@@ -66,4 +66,4 @@ def teacher_bytes(shape: Shape, layout: Layout) -> float:
     whole = float(shape.teacher.width * shape.teacher.shape.parameters)
     if not layout.distill.sharded:
         return whole
-    return whole / layout.world + min(whole, shape.teacher.width * ZERO_DEFAULTS["stage3_max_live_parameters"])
+    return whole / layout.zero_ranks + min(whole, shape.teacher.width * ZERO_DEFAULTS["stage3_max_live_parameters"])

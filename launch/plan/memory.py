@@ -44,16 +44,16 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
     from stage 2 on gradients, at stage 3 parameters; also an FP32 run keeps masters beside its parameters then. Split
     masters are kept in the parameters and what is given here. Frozen parameters have none of these.
     """
-    whole, part = float(shape.parameters), shape.trained_parameters / layout.world
+    whole, part = float(shape.parameters), shape.trained_parameters / layout.zero_ranks
     gradients = 4 * (float(shape.trained_parameters) if layout.stage < 2 else part)
     kept = _state_bytes(shape, layout)
     if layout.stage == 0:
         items = {"parameters": 4 * whole, "moments": kept, "gradients": gradients}
     else:
         items = {
-            "parameters": layout.width * (whole / layout.world if layout.stage == 3 else whole),
+            "parameters": layout.width * (whole / layout.zero_ranks if layout.stage == 3 else whole),
             "masters": (SPLIT_BYTES if layout.split_masters else 4) * part,
-            "moments": kept / layout.world,
+            "moments": kept / layout.zero_ranks,
             "gradients": gradients,
         }
     away = {"masters", "moments", "gradients"} if "optimizer" in layout.offload else set()
@@ -117,6 +117,7 @@ def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
 
 def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory:
     """What one rank needs at its peak. process: bytes of the process itself, for ranks on a CPU."""
+    whole_shape, shape = shape, shape.own
     device, host = model_states(shape, layout)
     trained = shape.trained_parameters
     kept, recomputed, loss = activations(shape, layout)
@@ -150,7 +151,7 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
             "gathered parameters": live + left * arriving,
         }
         | whole,
-        **({"the start": _start(shape, layout, device, process)} if layout.on_cpu and layout.stage < 3 else {}),
+        **({"the start": _start(whole_shape, layout, device, process)} if _starts_whole(layout) else {}),
         "the optimizer step": states | {"gathered parameters": 0.0, "step": step} | whole,
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
@@ -169,14 +170,17 @@ def saved_bytes(shape: Shape, layout: Layout) -> float:
 
     Frozen weights are not in it. Below stage 3 only rank 0 writes the weights, and every rank copies them.
     """
-    trained = shape.trained_parameters / (layout.world if layout.stage == 3 else 1)
-    share = layout.world if layout.stage else 1
+    shape = shape.own
+    trained = shape.trained_parameters / (layout.zero_ranks if layout.stage == 3 else 1)
+    share = layout.zero_ranks if layout.stage else 1
     masters = 4 * shape.trained_parameters / share if layout.stage else 0.0
     return masters + _state_bytes(shape, layout) / share + layout.width * trained
 
 
 def checkpoint_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Of a checkpoint on disk, of all ranks."""
+    """[bytes] Of a checkpoint on disk, of all ranks; what each of the ranks that share matrices has whole, of each."""
+    if layout.tensor > 1:
+        return layout.tensor * checkpoint_bytes(shape.own, replace(layout, tensor=1))
     masters = 4 * shape.trained_parameters if layout.stage else 0
     return masters + _state_bytes(shape, layout) + layout.width * shape.trained_parameters
 
@@ -190,21 +194,33 @@ def _gathered(shape: Shape, layout: Layout) -> tuple[float, float]:
     return live, arriving
 
 
+def _starts_whole(layout: Layout) -> bool:
+    """Whether the start counts: ranks on a CPU build the whole model, also where they then share its matrices."""
+    return layout.on_cpu and (layout.stage < 3 or layout.tensor > 1)
+
+
 def _start(shape: Shape, layout: Layout, device: dict[str, float], process: float) -> dict[str, float]:
-    """The model is built in FP32, in host memory, and then rounded."""
+    """The model is built in FP32, in host memory, then cut where ranks share its matrices, and rounded."""
     whole = float(shape.parameters)
-    masters = 4 * shape.trained_parameters / layout.world if "masters" in device else 0.0  # whole until then
-    return {"parameters": layout.width * whole, "masters": masters, "loading": 4 * whole, "process": process}
+    masters = 4 * shape.own.trained_parameters / layout.zero_ranks if "masters" in device else 0.0  # whole until then
+    return {
+        "parameters": layout.width * float(shape.own.parameters),
+        "masters": masters,
+        "loading": 4 * whole,
+        "process": process,
+    }
 
 
 def _buckets(shape: Shape, layout: Layout) -> tuple[float, float]:
     """(buffer, copies) bytes through which gradients go to the network."""
     if layout.stage == 0 or layout.bf16_optimizer:
-        flat = layout.reduced * min(shape.trained_parameters, BUFFERED_ALLREDUCE) if layout.world > 1 else 0.0
+        flat = layout.reduced * min(shape.trained_parameters, BUFFERED_ALLREDUCE) if layout.zero_ranks > 1 else 0.0
         return 0.0, float(flat)
     trained = shape.trained_parameters
     bucket = layout.size("reduce_bucket_size", trained)
     filled = min(max(bucket, shape.largest_trained), trained)  # a tensor larger than the bucket goes alone
     buffers = 2 if layout.overlap and layout.stage < 3 else 1
-    copies = filled * (1 + 1 / layout.world) if layout.stage == 3 else filled  # in one piece, and what is scattered
+    copies = (
+        filled * (1 + 1 / layout.zero_ranks) if layout.stage == 3 else filled
+    )  # in one piece, and what is scattered
     return layout.reduced * bucket * buffers, layout.reduced * float(copies)

@@ -96,6 +96,19 @@ class Shape:
     """That answers in every micro-batch."""
     counted_attention: float | None = None
     """[FLOP] Of a token's products inside attention where no formula knows them: an encoder-decoder's."""
+    slice: Shape | None = None
+    """What one of the ranks that share matrices has; None where none do."""
+    columns: int = 0
+    """[layers] Of one block whose matrices are cut by rows, so that gradients of their inputs are summed over ranks."""
+    rows: int = 0
+    """[layers] Of one block whose matrices are cut by columns, so that their outputs are summed."""
+    head_share: int = 1
+    """[ranks] That share the head's rows: logits are gathered, or the softmax's sums made over them."""
+
+    @property
+    def own(self) -> Shape:
+        """What one rank computes with."""
+        return self.slice or self
 
     @property
     def hidden_matrix_parameters(self) -> int:
@@ -142,6 +155,8 @@ def read_shape(config: Config, layout: Layout) -> Shape:
     )
     encoder = config.task in ENCODER_TASKS
     shape = _measured(model, config.adapter, config.optimizer, model_class=model_class_of(config))
+    if layout.tensor > 1:
+        shape = replace(shape, slice=_slice(model, shape, config.optimizer, ranks=layout.tensor))
     if config.distill.teacher is not None and not config.distill.top_k:
         shape = replace(shape, teacher=_teacher(config, vocabulary=shape.vocabulary))
     if shape.exact and not shape.has_adapter and not encoder and not layout.targets:
@@ -164,6 +179,53 @@ def _of_both_sides(shape: Shape, counted: Counted | None) -> Shape:
     trained = used * shape.trained_matmul / shape.matmul_parameters
     flops = counted.attention_flops
     return replace(shape, matmul_parameters=round(used), trained_matmul=round(trained), counted_attention=flops)
+
+
+def _slice(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int) -> Shape:
+    """What each of so many ranks has that share the matrices of a model (on the meta device, changed in place).
+
+    They are cut by transformers' tp_plan, as DeepSpeed cuts them. Raises UserError for a model without one, which
+    DeepSpeed cuts by the names of its layers.
+    """
+    plan = getattr(model, "tp_plan", None) or {}
+    if not plan:
+        raise UserError(
+            f"parallel.tensor = {ranks}: launch.plan does not know how model {whole.architecture} is cut, since "
+            "transformers has no tp_plan for it; set it to 1"
+        )
+    head, found = model.get_output_embeddings(), {"colwise": 0, "rowwise": 0}
+    block = dict(_blocks(model)[0].named_modules())
+    cut_head = False
+    for name, module in list(model.named_modules()):
+        style = next((kind for pattern, kind in plan.items() if fnmatchcase(name, f"*{pattern}")), "")
+        kind, tied = style.partition("_")[0], id(getattr(module, "weight", None)) in _tables(model)
+        if kind not in found or type(module).__name__ != "Linear" or tied:
+            continue
+        found[kind] += any(module is item for item in block.values())
+        cut_head = cut_head or module is head
+        _cut(module, ranks, by_rows=kind == "colwise")
+    own = _measured(model, AdapterSection(), optimizer)
+    parts = {name: getattr(whole, name) // ranks for name in ("heads", "kv_heads", "intermediate")}
+    return replace(
+        own,
+        **parts,
+        head_dim=whole.head_dim,
+        columns=found["colwise"],
+        rows=found["rowwise"],
+        head_share=ranks if cut_head else 1,
+    )
+
+
+def _cut(layer: Any, ranks: int, *, by_rows: bool) -> None:
+    """Leave a rank's slice of a linear layer's parameters."""
+    import torch
+
+    for name in ("weight", "bias"):
+        whole = getattr(layer, name)
+        if whole is not None and (by_rows or name == "weight"):
+            size = list(whole.shape)
+            size[0 if by_rows else 1] //= ranks
+            setattr(layer, name, torch.nn.Parameter(torch.empty(size, device="meta")))
 
 
 def shape_of(hugging_face: Any, optimizer: OptimizerSection | None = None) -> Shape:

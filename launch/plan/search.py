@@ -67,14 +67,15 @@ class Planner:
         """The layout's stage on each of WORLDS, with its micro-batch or the largest smaller one that divides its share.
 
         The global batch stays the same as long as every device gets a sequence of it; beyond that it is one per device.
-        Where devices share sequences, read their groups for devices.
+        Where devices share sequences or matrices, read their groups for devices.
         """
         sequences = layout.global_size
         options = []
         for world in WORLDS:
-            if world % layout.sharing:
+            together = layout.sharing * layout.tensor
+            if world % together:
                 continue
-            each = max(1, sequences * layout.sharing // world)
+            each = max(1, sequences * together // world)
             micro = max(size for size in divisors(each) if size <= max(layout.micro, 1))
             options.append(self.option(replace(layout, world=world, micro=micro, accumulation=each // micro)))
         return options

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from config.batch import loss_chunk
 from launch.plan.devices import Device
 from launch.plan.layout import BUFFERED_ALLREDUCE, Layout
 from launch.plan.memory import block_bytes
@@ -36,15 +37,32 @@ class Traffic:
     """[bytes] Traded among the ranks that share sequences, before the factor (n - 1) / n of these."""
     trades: float = 0.0
     """[collectives] Of these ranks in one step."""
+    sums: float = 0.0
+    """[bytes] Through the ring of the ranks that share matrices, before the factor (n - 1) / n of these."""
+    reductions: float = 0.0
+    """[collectives] Of these ranks in one step."""
+
+    @property
+    def sent(self) -> float:
+        """[bytes] Of all kinds."""
+        return self.gradients + self.parameters + self.sequences + self.sums
 
 
 def traffic(shape: Shape, layout: Layout) -> Traffic:
-    """Bytes of one optimizer step: of gradients and parameters, and of shared sequences.
+    """Bytes of one optimizer step: of gradients and parameters, and of shared sequences or matrices.
 
     Jacobs et al. 2023, section 3.2: queries, keys, values and the output of each block cross the network in its forward
     pass, their gradients in its backward pass; a recomputed block sends them once more.
+
+    Shoeybi et al. 2019, section 3: outputs of the layers whose matrices are cut by columns are all-reduced in the
+    forward pass, and in the backward pass gradients of the inputs of those that are cut by rows; DeepSpeed 0.19.8
+    reduces those of queries, keys and values one by one. Of a head that is cut logits are gathered, unless the loss
+    is chunked.
     """
+    shape = shape.own
     found = _of_states(shape, layout)
+    if layout.tensor > 1:
+        return _with_sums(found, shape, layout)
     if layout.sharing == 1:
         return found
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim * shared_copies(shape, layout)
@@ -52,6 +70,23 @@ def traffic(shape: Shape, layout: Layout) -> Traffic:
     times = layout.accumulation * (2 * shape.layers + _attention_again(shape, layout, block))
     sent = times * layout.width * layout.tokens * (2.0 * queries + 2.0 * keys)
     return replace(found, sequences=sent, trades=4.0 * times)
+
+
+def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
+    """With what the ranks that share matrices sum up, twice around the ring, and gather, once."""
+    block = block_bytes(shape, layout) * layout.tokens
+    # Recomputation stops at the last tensor that is needed, before the block's last sum; a reentrant one does not.
+    each = shape.rows if layout.model.checkpointing_reentrant else shape.rows - 1
+    again = recomputed_blocks(shape, layout, block) * float(each)
+    cut_head = shape.head_share > 1
+    reductions = shape.layers * (shape.rows + shape.columns) + again + cut_head
+    sent = 2 * reductions * layout.width * layout.tokens * float(shape.hidden)
+    chunk = loss_chunk(layout.model, tokens=layout.tokens, vocabulary=shape.vocabulary)
+    if cut_head and chunk:  # the largest logit and two sums of each token, in FP32
+        sent, reductions = sent + 2 * 12.0 * layout.tokens, reductions + 2 * math.ceil(layout.tokens / chunk)
+    elif cut_head:
+        sent, reductions = sent + layout.width * layout.tokens * float(shape.vocabulary), reductions + 1
+    return replace(found, sums=layout.accumulation * sent, reductions=layout.accumulation * reductions)
 
 
 def _attention_again(shape: Shape, layout: Layout, block: float) -> int:
@@ -67,7 +102,7 @@ def _of_states(shape: Shape, layout: Layout) -> Traffic:
     gather the parameters), and stages 2 and 3 reduce once for each micro-batch.
     """
     whole, every = float(shape.trained_parameters), layout.accumulation
-    exchanged = 8.0 * shape.hidden_matrix_parameters / layout.world if layout.optimizer.splits_matrices else 0.0
+    exchanged = 8.0 * shape.hidden_matrix_parameters / layout.zero_ranks if layout.optimizer.splits_matrices else 0.0
     bucket = (
         BUFFERED_ALLREDUCE if layout.stage == 0 or layout.bf16_optimizer else layout.size("reduce_bucket_size", whole)
     )
@@ -138,16 +173,22 @@ def speed(
     flops = tokens * computed_flops(shape, layout)
     compute, moved = flops / (peak * mfu), traffic(shape, layout)
     communication = 0.0
-    if world > 1:
-        ring = (moved.gradients + moved.parameters) * (world - 1) / world
+    ranks = layout.zero_ranks
+    if ranks > 1:
+        ring = (moved.gradients + moved.parameters) * (ranks - 1) / ranks
+        # a rank's neighbours in this ring are as many ranks apart as share matrices
         communication = ring / (ring_bandwidth(device, world) * efficiency)
-        communication += moved.collectives * latency * math.log2(world)
+        communication += moved.collectives * latency * math.log2(ranks)
     if layout.sharing > 1:
         ring = moved.sequences * (layout.sharing - 1) / layout.sharing
         communication += ring / (ring_bandwidth(device, layout.sharing) * efficiency)
         communication += moved.trades * latency * math.log2(layout.sharing)
+    if layout.tensor > 1:
+        ring = moved.sums * (layout.tensor - 1) / layout.tensor
+        communication += ring / (ring_bandwidth(device, layout.tensor) * efficiency)
+        communication += moved.reductions * latency * math.log2(layout.tensor)
     step = max(compute, communication) if layout.overlap else compute + communication
-    return Speed(world, compute, communication, step, tokens * world)
+    return Speed(world, compute, communication, step, tokens * layout.zero_ranks)
 
 
 def matmul_peak(layout: Layout, device: Device) -> float:
@@ -159,11 +200,12 @@ def mfu_of(tokens_per_second: float, shape: Shape, layout: Layout, device: Devic
     """The `mfu` at which `speed` gives a measured throughput, with communication counted as computing."""
     peak = matmul_peak(layout, device)
     flops = computed_flops(shape, layout)
-    return tokens_per_second / layout.world * flops / peak
+    return tokens_per_second / layout.zero_ranks * flops / peak
 
 
 def computed_flops(shape: Shape, layout: Layout) -> float:
-    """[FLOP] Of one token: forward and backward, what is recomputed, and the passes of a reference and a teacher."""
+    """[FLOP] Of one token on one rank: forward, backward, what is recomputed, passes of a reference and a teacher."""
+    shape = shape.own
     block = block_bytes(shape, layout) * layout.tokens
     again = recomputed_share(shape, layout, block) + layout.reference_pass
     flops = shape.flops_per_token(layout.sequence) + again * shape.forward_flops(layout.sequence)

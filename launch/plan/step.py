@@ -20,13 +20,13 @@ def step_bytes(shape: Shape, layout: Layout) -> float:
     rule = max((_rule_bytes(group, layout) for group in shape.groups), default=0.0)
     if layout.split_masters:
         piece = SPLIT_PIECE if layout.on_cpu else SPLIT_PIECE_ON_A_GPU
-        rule += _OF_A_PIECE * min(piece, shape.trained_parameters / layout.world)
+        rule += _OF_A_PIECE * min(piece, shape.trained_parameters / layout.zero_ranks)
     return _copied_gradients(shape, layout) + rule
 
 
 def _copied_gradients(shape: Shape, layout: Layout) -> float:
     """[bytes] FP32 gradients that are flattened."""
-    part = shape.trained_parameters / layout.world
+    part = shape.trained_parameters / layout.zero_ranks
     if layout.stage == 0 or layout.bf16_optimizer or "optimizer" in layout.offload:
         return 0.0
     if layout.stage == 3:
@@ -48,9 +48,9 @@ def _sizes(group: Group, layout: Layout) -> tuple[float, float]:
     """[values] (of its largest flat tensor, of the largest parameter's piece in it)."""
     if layout.stage == 0:
         return group.largest, group.largest
-    flat = group.parameters / layout.world
+    flat = group.parameters / layout.zero_ranks
     if layout.stage == 3:
-        return min(flat, _sub_group(layout)), group.largest / layout.world
+        return min(flat, _sub_group(layout)), group.largest / layout.zero_ranks
     return flat, min(group.largest, flat)
 
 
@@ -68,8 +68,8 @@ def _exchange_bytes(group: Group, layout: Layout) -> float:
     iteration = 10.0 * matrix if layout.bf16_matrices else 8.0 * matrix + 8.0 * short**2
     if layout.stage == 0:
         return iteration
-    batch = min(group.parameters, max(EXCHANGED_VALUES * layout.world, matrix))
-    sent = batch / layout.world
+    batch = min(group.parameters, max(EXCHANGED_VALUES * layout.zero_ranks, matrix))
+    sent = batch / layout.zero_ranks
     owned = max(sent, matrix)
     # as they arrive and as matrices; then the iteration, or the way back
     return 8 * owned + max(iteration, 4 * (owned + sent))

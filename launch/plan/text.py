@@ -93,7 +93,7 @@ def _summary(plan: Plan) -> list[Text]:
     lines = [
         Text(f"Memory: mostly {name}, {size / GIB:.2f} GiB" + (f"; {advice}" if advice else "") + "."),
         Text(
-            f"Network: {(moved.gradients + moved.parameters + moved.sequences) / 1e9:.2f} GB a rank and step, "
+            f"Network: {moved.sent / 1e9:.2f} GB a rank and step, "
             f"{step.communication_seconds:.3f} s of a {step.step_seconds:.3f} s step ({step.share:.0%} waiting)."
             if layout.world > 1
             else "Network: none, there is one rank."

@@ -67,6 +67,17 @@ def test_ranks_that_share_sequences_count_as_one(global_size: int, micro_size: i
         assert (plan.accumulation, plan.data_ranks) == (alone.accumulation, groups)
 
 
+def test_ranks_that_share_matrices_have_the_same_sequences() -> None:
+    plan = plan_batch(8, 1, 8, where="", tensor=2)
+    assert (plan.data_ranks, plan.accumulation) == (4, 2)
+    with pytest.raises(UserError, match="parallel.tensor = 3 does not divide 8 processes; set it to one of 1, 2, 4, 8"):
+        plan_batch(8, 1, 8, where="", tensor=3)
+    with pytest.raises(
+        UserError, match=r"on 8 processes, 2 to a tensor \(parallel.tensor\); set batch.micro_size to one of 1"
+    ):
+        plan_batch(4, 3, 8, where="", tensor=2)
+
+
 def test_a_number_of_ranks_that_cannot_share_is_refused() -> None:
     with pytest.raises(UserError) as caught:
         plan_batch(8, 1, 4, where="demo.yaml", sequence=3)

@@ -173,6 +173,22 @@ REFUSED = [
         ["parallel.sequence=2", "data.sequence_length=33", "model.balance_loss=0.01"],
         "parallel.sequence = 2: routers would count the padding of data.sequence_length = 33; make it a multiple of 2",
     ),
+    (["parallel={sequence: 2, tensor: 2}"], "parallel.tensor = 2 is not verified with parallel.sequence = 2; set one"),
+    (["parallel.tensor=2", "task=sft"], "parallel.tensor = 2 is verified with task = pretrain, not sft"),
+    (
+        ["parallel.tensor=2", "optimizer.name=muon"],
+        "parallel.tensor = 2: optimizer.name = muon looks at whole matrices",
+    ),
+    (
+        ["parallel.tensor=2", "model.attention=flash_attention_2"],
+        "parallel.tensor = 2 is verified with model.attention",
+    ),
+    (["parallel.tensor=2", "model.compile=true"], "parallel.tensor = 2 is not verified with model.compile = true"),
+    (
+        ["parallel.tensor=2", "model.activation_checkpointing=ops"],
+        "parallel.tensor = 2: model.activation_checkpointing = ops keeps matmul results, which are summed in place",
+    ),
+    (["parallel.tensor=2", "guard.replica_checks=9"], "parallel.tensor = 2: guard.replica_checks would compare slices"),
     (["guard={spike_sigmas: 6, spike_window: 200}"], "guard.spike_window = 200 leaves nothing to judge in run.steps"),
     (
         ["precision={masters: split, compute: fp32}"],

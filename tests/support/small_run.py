@@ -106,10 +106,10 @@ def masters_of(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: whole_master(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
 
 
-def plain_model(resolved: Resolved, weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+def plain_model(resolved: Resolved, weights: dict[str, torch.Tensor], *, attention: str = "sdpa") -> torch.nn.Module:
     """The same model in plain torch FP32 with the given weights: the reference."""
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
-    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation=attention)
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
     return model.train()

@@ -125,7 +125,7 @@ class Work:
 def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
     """Write weights and tokens into `folder`. Holds the model once in FP32 in this process's memory.
 
-    Raises UserError: the data or the model cannot be loaded, or ranks are to share sequences.
+    Raises UserError: the data or the model cannot be loaded, or ranks are to share sequences or tensors.
     """
     from contextlib import nullcontext
 
@@ -138,6 +138,8 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
     config = resolved.config
     if resolved.batch.sequence > 1:
         raise UserError(f"parallel.sequence = {resolved.batch.sequence}: the contestants share none; set it to 1")
+    if resolved.batch.tensor > 1:
+        raise UserError(f"parallel.tensor = {resolved.batch.tensor}: the contestants share none; set it to 1")
     corpus = prepare(config, progress=True)
     length, steps = config.data.sequence_length, config.run.steps
     pretrains = config.task == "pretrain"

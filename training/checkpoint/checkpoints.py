@@ -213,12 +213,14 @@ class Checkpoints:
         difference = parameter_difference(state["parameters"], parameter_shapes(engine.model))
         if difference is not None:
             raise UserError(f"{path}: {difference}")
-        rank, step = self.world.rank, state["progress"]["step"]
+        # those of the same sequences: ranks that share matrices have equal ones
+        rank, step = self.world.zero_rank, state["progress"]["step"]
+        source = rank * int(state["identity"].get("parallel.tensor", 1))
         with read_lock(path):
             change = layout_difference(state["identity"], self.identity)
             opener = self._opener or Opener()
             line = restore(engine, path, recorded=state.get("checksums"), change=change, opener=opener)
-            generators = path / f"rng-rank-{rank}.pt"
+            generators = path / f"rng-rank-{source}.pt"
             fallback_seed = f"{self.identity.get('run.seed')}/{step}/{rank}"
             load_generators(
                 opener.read(generators) if generators.exists() else None, self.world.device, fallback_seed=fallback_seed

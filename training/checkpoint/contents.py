@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.holdout import TAIL
+from modeling.tensor_parallel import cut
 from training.checkpoint.manifest import FORMAT, STATE
 from training.engine.rng import generators
-from training.engine.tensors import checksums_of, shape_of
+from training.engine.tensors import checksums_of, whole_shape_of
 from training.progress import Progress
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ def save_state(files: Files, folder: Path, engine: Engine, state: dict[str, Any]
     files.save(generators(world.device), folder / f"rng-rank-{world.rank}.pt")
     if world.is_main:
         state = {**state, "parameters": parameter_shapes(engine.model), "checksums": checksums}
+        if world.tensor is not None:
+            parameters = engine.model.named_parameters(remove_duplicate=False)
+            found = {name: cut(parameter) for name, parameter in parameters}
+            state["tensor_slices"] = {name: (how.dimension, how.sizes) for name, how in found.items() if how}
         files.save_text(json.dumps(state, indent=1) + "\n", folder / STATE)
 
 
@@ -63,13 +68,13 @@ def manifest_of(engine: Engine, progress: Progress, validation_loss: float | Non
 _START_ANEW = "start anew with run.resume=never or another run.name"
 
 
-LAYOUT = ("world size", "parallel.sequence", "ZeRO stage", "precision.compute", "offload")
+LAYOUT = ("world size", "parallel.sequence", "parallel.tensor", "ZeRO stage", "precision.compute", "offload")
 """What may change on resume: how masters and sequences are shared out, and the compute dtype (docs/elastic.md)."""
 
 
 ATTENTION = "model.attention"
 """May change on resume too, and is noted: another implementation rounds differently. Older checkpoints do not say."""
-_DEFAULTS = {"data.document_masking": False, "task": "pretrain", "parallel.sequence": 1}
+_DEFAULTS = {"data.document_masking": False, "task": "pretrain", "parallel.sequence": 1, "parallel.tensor": 1}
 """Values for checkpoints that were written before the key existed."""
 
 
@@ -101,8 +106,8 @@ def attention_difference(saved: dict[str, Any], current: dict[str, Any]) -> str 
 
 
 def parameter_shapes(model: torch.nn.Module) -> dict[str, list[int]]:
-    """Every parameter's full shape by name, also where ZeRO-3 partitions it."""
-    return {name: list(shape_of(parameter)) for name, parameter in model.named_parameters()}
+    """Every parameter's full shape by name, also where ZeRO-3 partitions it, or ranks share it."""
+    return {name: list(whole_shape_of(parameter)) for name, parameter in model.named_parameters()}
 
 
 def parameter_difference(saved: dict[str, list[int]], current: dict[str, list[int]]) -> str | None:

@@ -19,7 +19,7 @@ import io
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,15 @@ from typing import Any
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.optimizers import COUNT
-from training.checkpoint.pieces import OptimizerState, Pieces
+from modeling.tensor_parallel import Cut
+from training.checkpoint.manifest import STATE, Damaged, read_state
+from training.checkpoint.pieces import AnyPieces, JoinedPieces, OptimizerState, Pieces
 from training.checkpoint.reader import PLAIN, Opener
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_(\d+)_model_states\.pt")
 
 Read = Callable[[], torch.Tensor]
 ReadFile = Callable[[Path], dict[str, Any]]
@@ -47,7 +50,7 @@ class SavedTensor:
     """The whole FP32 master; of a frozen parameter, which has none, its weight in the dtype it was saved in."""
     second_copy: Read | None = None
     """The same tensor read from elsewhere in the checkpoint, in the dtype there; None where there is no other."""
-    master: Pieces | None = None
+    master: AnyPieces | None = None
     """The FP32 master by parts; None for a frozen parameter."""
     state: OptimizerState | None = None
     """None for a frozen parameter, before the first applied step, and at ZeRO-0 (`SavedModel.unnamed_states`)."""
@@ -75,31 +78,87 @@ class SavedModel:
 def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
     """Open a `deepspeed/` folder of a checkpoint.
 
-    Raises UserError when a file is missing, damaged, in an unknown layout, or names code that is not allowed.
+    What several ranks share (`parallel.tensor`) is joined. Raises UserError when a file is missing, damaged, in an
+    unknown layout, or names code that is not allowed.
     """
-    shards = _optimizer_files(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give a checkpoints/step-N folder of a run")
+    matches = (_MODEL_FILE.fullmatch(path.name) for path in folder.iterdir())
+    ranks = max((int(match[1]) for match in matches if match), default=0) + 1
+    each = [_open_slices(folder, opener, rank, of=ranks) for rank in range(ranks)]
+    return each[0] if ranks == 1 else _join(folder, each)
+
+
+def _open_slices(folder: Path, opener: Opener, rank: int, *, of: int) -> SavedModel:
+    """What one of the ranks that share matrices has; all where none do."""
+    shards = _optimizer_files(folder, rank)
 
     def read(path: Path) -> dict[str, Any]:
         return opener.read(path, mmap=True)
 
     if not shards:
-        return _open_stage_0(folder, read)
+        return _open_stage_0(folder, read, rank)
     states = [read(path)["optimizer_state_dict"] for path in shards]
     partitions = states[0].get("partition_count", len(states))
     expected = max(partitions) if isinstance(partitions, list) else partitions
     if expected != len(states):
         raise UserError(f"{folder}: has {len(states)} of {expected} *_optim_states.pt files; restore the missing ones")
     if "fp32_flat_groups" in states[0]:
-        return _open_stage_3(folder, states, read, upstream=opener.key is None)
+        return _open_stage_3(folder, states, read, rank, upstream=opener.key is None and of == 1)
     if "single_partition_of_fp32_groups" in states[0]:
-        return _open_stages_1_and_2(folder, states, read)
+        return _open_stages_1_and_2(folder, states, read, rank)
     raise UserError(
         f"{shards[0]}: holds no FP32 partitions that this reader knows; the engine that saved it can load it"
     )
 
 
-def _open_stage_0(folder: Path, read: ReadFile) -> SavedModel:
-    state = read(folder / "mp_rank_00_model_states.pt")
+def _join(folder: Path, each: list[SavedModel]) -> SavedModel:
+    """The whole model of what each of the ranks that share matrices has."""
+    try:
+        cuts = {name: Cut(*cut) for name, cut in read_state(folder.parent)["tensor_slices"].items()}
+    except (Damaged, KeyError, TypeError, OSError) as problem:
+        raise UserError(f"{folder}: how its ranks share matrices is not in {STATE}: {one_line(problem)}") from problem
+    first = each[0]
+    names = {name for name, tensor in first.tensors.items() if name in cuts}
+    return replace(
+        first,
+        ranks=sum(saved.ranks for saved in each),
+        tensors={
+            name: _join_tensor([saved.tensors[name] for saved in each], cuts[name]) if name in names else tensor
+            for name, tensor in first.tensors.items()
+        },
+    )
+
+
+def _join_tensor(slices: list[SavedTensor], cut: Cut) -> SavedTensor:
+    shape = cut.whole(slices[0].shape)
+    widths = [cut.place(tensor.shape, rank).width for rank, tensor in enumerate(slices)]
+
+    def joined(pieces: list[AnyPieces | None]) -> JoinedPieces | None:
+        known = [piece for piece in pieces if piece is not None]
+        return JoinedPieces(known, widths, shape.numel()) if len(known) == len(pieces) else None
+
+    def read(reads: list[Read]) -> Read:
+        return lambda: torch.cat([one() for one in reads], cut.dimension)
+
+    seconds, states = [tensor.second_copy for tensor in slices], [tensor.state for tensor in slices]
+    kept = [state for state in states if state is not None]
+    state = None
+    if len(kept) == len(states):
+        keys = kept[0].tensors
+        parts = {key: joined([state.tensors[key] for state in kept]) for key in keys}
+        state = OptimizerState({key: part for key, part in parts.items() if part is not None}, kept[0].updates)
+    return SavedTensor(
+        shape,
+        read([tensor.read for tensor in slices]),
+        read([second for second in seconds if second is not None]) if all(seconds) else None,
+        joined([tensor.master for tensor in slices]),
+        state,
+    )
+
+
+def _open_stage_0(folder: Path, read: ReadFile, rank: int) -> SavedModel:
+    state = read(folder / _model_file(rank))
     saved = SavedModel(stage=0, ranks=1)
     _set_buffers(saved, state)
     for name, weight in state["module"].items():
@@ -115,9 +174,9 @@ def _open_stage_0(folder: Path, read: ReadFile) -> SavedModel:
     return saved
 
 
-def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadFile) -> SavedModel:
+def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadFile, rank: int) -> SavedModel:
     """ZeRO-1 and 2: each rank's flat partition of a group, with the address of every parameter's part in it."""
-    state = read(folder / "mp_rank_00_model_states.pt")
+    state = read(folder / _model_file(rank))
     saved = SavedModel(stage=2, ranks=len(states), second_source="the weights in the model file, rounded alike")
     _set_buffers(saved, state)
     module, shared = state["module"], state["shared_params"] or {}
@@ -151,14 +210,17 @@ def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadF
     return saved
 
 
-def _open_stage_3(folder: Path, states: list[dict[str, Any]], read: ReadFile, *, upstream: bool) -> SavedModel:
+def _open_stage_3(
+    folder: Path, states: list[dict[str, Any]], read: ReadFile, rank: int, *, upstream: bool
+) -> SavedModel:
     """ZeRO-3: every parameter is cut into equal parts, the last one padded; each rank's parts are concatenated.
 
     upstream: whether DeepSpeed can read the files too.
     """
-    files = [folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(states))]
+    files = [folder / f"zero_pp_rank_{part}_{_model_file(rank)}" for part in range(len(states))]
     models = [read(path) for path in files]
-    second = "DeepSpeed's zero_to_fp32" if upstream else "none: DeepSpeed's zero_to_fp32 reads no encrypted files"
+    unread = "none: DeepSpeed's zero_to_fp32 reads no encrypted files, and no slices"
+    second = "DeepSpeed's zero_to_fp32" if upstream else unread
     saved = SavedModel(stage=3, ranks=len(states), second_source=second)
     _set_buffers(saved, models[0])
     whole = cache(lambda: _zero_to_fp32(folder)) if upstream else None
@@ -250,15 +312,16 @@ def _require_size(folder: Path, name: str, shape: torch.Size, found: int) -> Non
         )
 
 
-def _optimizer_files(folder: Path) -> list[Path]:
-    """One file a rank, in rank order."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give a checkpoints/step-N folder of a run")
+def _model_file(rank: int) -> str:
+    """Of one of the ranks that share matrices; 0 where none do."""
+    return f"mp_rank_{rank:02d}_model_states.pt"
+
+
+def _optimizer_files(folder: Path, slice_of: int) -> list[Path]:
+    """One file a rank of ZeRO's, in rank order, of those that have the same slice of matrices."""
     found = {}
     for path in folder.iterdir():
         match = _OPTIMIZER_FILE.fullmatch(path.name)
-        if match and int(match[2]):
-            raise UserError(f"{path}: is of a tensor-parallel run, which cannot be exported")
-        if match:
+        if match and int(match[2]) == slice_of:
             found[int(match[1])] = path
     return [found[rank] for rank in sorted(found)]

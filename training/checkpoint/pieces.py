@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from modeling.tensor_parallel import Place
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,63 @@ class Pieces:
 
 
 @dataclass(frozen=True)
+class JoinedPieces:
+    """A tensor that several ranks share: each run of `sum(widths)` values has one of each rank's slice, in order."""
+
+    slices: Sequence[AnyPieces]
+    widths: Sequence[int]
+    """[values] Of a run, of each rank."""
+    numel: int
+
+    def slice(self, start: int, length: int) -> torch.Tensor:
+        """(length,) the values from `start` on, of the runs that they are in."""
+        whole = sum(self.widths)
+        if whole == self.numel:
+            return self._within_the_run(start, length)
+        first, last = start // whole, -(-(start + length) // whole)
+        each = [
+            piece.slice(first * width, (last - first) * width).view(-1, width)
+            for piece, width in zip(self.slices, self.widths, strict=True)
+        ]
+        return torch.cat(each, 1).view(-1)[start - first * whole :][:length]
+
+    def _within_the_run(self, start: int, length: int) -> torch.Tensor:
+        found, at = [torch.empty(0)], 0
+        for piece, width in zip(self.slices, self.widths, strict=True):
+            lower, upper = max(start, at), min(start + length, at + width)
+            if lower < upper:
+                found.append(piece.slice(lower - at, upper - lower))
+            at += width
+        return torch.cat(found)
+
+
+@dataclass(frozen=True)
+class SlicedPieces:
+    """One rank's slice of a whole tensor."""
+
+    whole: AnyPieces
+    place: Place
+    numel: int
+
+    def slice(self, start: int, length: int) -> torch.Tensor:
+        """(length,) the slice's values from `start` on."""
+        place = self.place
+        if place.width == self.numel:
+            return self.whole.slice(place.first + start, length)
+        first, last = start // place.width, -(-(start + length) // place.width)
+        runs = self.whole.slice(first * place.whole, (last - first) * place.whole).view(-1, place.whole)
+        mine = runs[:, place.first : place.first + place.width].reshape(-1)
+        return mine[start - first * place.width :][:length]
+
+
+AnyPieces = Pieces | JoinedPieces | SlicedPieces
+
+
+@dataclass(frozen=True)
 class OptimizerState:
     """The optimizer's state of one parameter."""
 
-    tensors: dict[str, Pieces]
+    tensors: Mapping[str, AnyPieces]
     """State tensors, FP32, of the parameter's size, by their names in the file."""
     updates: int
     """Updates so far; 0 where the optimizer does not count them."""

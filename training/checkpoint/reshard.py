@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from config.errors import UserError
+from modeling.tensor_parallel import cut
 from training.checkpoint.contents import TAG
 from training.checkpoint.partitions import SavedModel, SavedTensor, open_saved_model
+from training.checkpoint.pieces import AnyPieces, SlicedPieces
 from training.checkpoint.reader import PLAIN, Opener, Reader
 from training.engine import Engine
 from training.engine.tensors import (
@@ -36,6 +38,7 @@ from training.engine.tensors import (
     states_of_flat_masters,
     tensor_kinds,
     trainable_parameters,
+    whole_shape_of,
 )
 
 
@@ -162,7 +165,7 @@ def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
     """Why the checkpoint does not fit the engine, or None."""
     counts: dict[int, tuple[int, str]] = {}
     for name, parameter in engine.model.named_parameters():
-        tensor, shape = saved.tensors.get(name), shape_of(parameter)
+        tensor, shape = saved.tensors.get(name), whole_shape_of(parameter)
         if engine.has_frozen_base and not parameter.requires_grad:
             continue  # no checkpoint has it
         if tensor is None or tensor.shape != shape:
@@ -190,7 +193,7 @@ def _restore(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
     shard = shard_of(engine, parameter) if tensor.master else None
     if shard is None or tensor.master is None:
         return
-    shard.of(shard.flat).copy_(tensor.master.slice(shard.start, shard.length))
+    shard.of(shard.flat).copy_(_own(engine, parameter, tensor.master).slice(shard.start, shard.length))
     saved = tensor.state
     names = states_of(engine, parameter)
     state = state_after(engine, shard.flat, names, saved.updates if saved else 0)
@@ -198,7 +201,8 @@ def _restore(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
         if saved is None:
             shard.of(state[name]).zero_()
         else:
-            shard.of(state[name]).copy_(saved.tensors[name].slice(shard.start, shard.length))
+            own = _own(engine, parameter, saved.tensors[name])
+            shard.of(state[name]).copy_(own.slice(shard.start, shard.length))
 
 
 def _restore_padding(engine: Engine, updates: int) -> None:
@@ -215,14 +219,27 @@ def _restore_padding(engine: Engine, updates: int) -> None:
 def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
     """The computing weight: the master, rounded; at ZeRO-3 this rank's partition of it."""
     if engine.stage < 3:
-        parameter.data.copy_(tensor.read())
+        whole, how, group = tensor.read(), cut(parameter), engine.world.tensor
+        parameter.data.copy_(whole if group is None or how is None else how.slice_of(whole, group.rank))
         return
     part = parameter.ds_tensor
-    numel, length = tensor.shape.numel(), part.numel()
-    start = min(engine.world.rank * length, numel)
+    numel, length = shape_of(parameter).numel(), part.numel()
+    start = min(engine.world.zero_rank * length, numel)
     length = min(length, numel - start)
-    values = tensor.master.slice(start, length) if tensor.master else tensor.read().view(-1)[start : start + length]
+    if tensor.master:
+        values = _own(engine, parameter, tensor.master).slice(start, length)
+    else:
+        values = tensor.read().view(-1)[start : start + length]
     part.data.view(-1)[:length].copy_(values)
+
+
+def _own(engine: Engine, parameter: Any, whole: AnyPieces) -> AnyPieces:
+    """This rank's slice of a whole tensor, where ranks share it."""
+    how, group = cut(parameter), engine.world.tensor
+    if group is None or how is None:
+        return whole
+    shape = shape_of(parameter)
+    return SlicedPieces(whole, how.place(shape, group.rank), shape.numel())
 
 
 def _restore_buffers(engine: Engine, saved: SavedModel) -> int:

@@ -28,6 +28,7 @@ from modeling.sequence_parallel import (
     SequenceAttention,
     require_equal_logits,
 )
+from modeling.tensor_parallel import require_shareable
 from precision.routers import compute_routers_in_fp32
 from training.distributed import SequenceGroup, World
 from training.engine.engine import Engine
@@ -35,6 +36,7 @@ from training.engine.kernels import choose_fp8_kernel, choose_kernels
 from training.engine.pieces import tell_pieces
 from training.engine.plant import tell_faults
 from training.engine.teacher import Teacher
+from training.engine.tensors import tell_counted
 from training.engine.weights import start_from_weights
 
 
@@ -45,11 +47,15 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         require_compilable(resolved.zero_stage)
     if config.model.kernels == "liger":
         require_liger(model_config.model_type, world.device)
+    if world.tensor is not None:
+        require_shareable(model_config, world.tensor.size)
     teacher = None
     if config.distill.teacher is not None and not config.distill.top_k:
         teacher = Teacher(resolved, world, vocabulary=model_config.get_text_config().vocab_size)
     # transformers builds and loads the model partitioned while this object exists and is set to ZeRO-3.
-    zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
+    # Where ranks share matrices each of them builds the whole, and DeepSpeed partitions the slice that it cuts from it.
+    partitioned = resolved.zero_stage == 3 and world.tensor is None
+    zero3 = HfDeepSpeedConfig(resolved.deepspeed) if partitioned else None
     gather = _gather_partitioned(world) if zero3 else _no_gather
     model_class, seed = model_class_of(config), config.run.seed
     model = build_model(config.model, model_config, seed=seed, gather=gather, model_class=model_class)
@@ -71,6 +77,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     engine = Engine(model, resolved, world, teacher, attention)
     tell_pieces(engine)
     tell_faults(engine)
+    tell_counted(engine)
     engine.notes += notes + choose_fp8_kernel(engine.regions, world)
     if config.model.name_or_path is not None:
         start_from_weights(engine, config.model.name_or_path, adapter=config.adapter, seed=config.run.seed)

@@ -3,7 +3,8 @@
 Loss. The loss is the mean over all label tokens (or pairs, or whatever the task counts) of the global batch. Each
 micro-batch contributes the sum over its own labels, divided by the label count of all ranks and micro-batches of the
 step. DeepSpeed averages gradients over ranks, so the sum is multiplied by the number of ranks first. So neither
-accumulation, nor the number of ranks, nor unevenly masked labels change the gradient.
+accumulation, nor the number of ranks, nor unevenly masked labels change the gradient. Ranks that share matrices compute
+the same micro-batches: they count as one rank in all of this, and their sums have to be equal.
 
 Gradient norm. `Health.grad_norm` is the global norm of the unscaled gradient before clipping, at every ZeRO stage. It
 is known before the optimizer step, so that a step can still be discarded (`training.engine.gradients`).
@@ -47,6 +48,7 @@ from training.engine.optimizer import build_optimizer, import_muon_uncompiled
 from training.engine.rng import generators, restore_generators
 from training.engine.split_masters import SplitMasters
 from training.engine.teacher import Teacher
+from training.engine.tensor_slices import Replicas, tell_slices
 from training.engine.work_time import WorkTime, by_rank, peak_memory_bytes
 from training.loss_scaler import LossScaler
 from training.progress import START, Progress
@@ -89,8 +91,8 @@ class Engine:
         """Whether the weights that are not trained are those of a base: they are in no checkpoint."""
         self.clipping = optimizer_section.gradient_clipping
         allow_fp16_on_cpu()
-        self.faults = Faults(resolved.config.faults, rank=world.rank, model=model)
-        self._defects = Defects(resolved.config.defects, rank=world.rank, model=model)
+        if world.tensor is None:
+            self._plant(resolved, model)
         import_muon_uncompiled()
         self.deepspeed, *_ = deepspeed.initialize(
             model=model,
@@ -101,13 +103,21 @@ class Engine:
                 offload=resolved.offload != "none",
                 device=world.device,
             ),
-            config=resolved.deepspeed,
+            config=_config_for(resolved),
         )
+        if world.tensor is not None:  # modules that a fault may name were replaced
+            self._plant(resolved, model)
+        tell_slices(self.model, world.tensor)
         self.split_masters: SplitMasters | None = None
         """How the masters are held that are no FP32 tensors; None where they are."""
         if resolved.config.precision.masters == "split":
             self.split_masters = SplitMasters(self.deepspeed, stage=self.stage, world=world)
-        self.gradients = ReducedGradients(self.deepspeed, stage=self.stage)
+        self.gradients = ReducedGradients(self.deepspeed, stage=self.stage, tensor=world.tensor)
+        self.counted_states: Callable[[str], list[torch.Tensor]] = lambda name: local_states(
+            self.deepspeed.basic_optimizer, name
+        )
+        """This rank's partition of a state tensor, as it counts in sums over ranks."""
+        self._replicas = Replicas(self.model, world) if world.tensor is not None else None
         self._work = WorkTime(world.device)
         self.objective = objective_of(resolved.config, self.model, teacher)
         """What the task minimises."""
@@ -115,7 +125,7 @@ class Engine:
         """What a student learns from while it trains; None without one."""
         self._attention = attention
         self._router = router_balance(model, resolved.config.model)
-        self.loss_path = LossPath(self.deepspeed, self.objective, resolved, world.device, self._router)
+        self.loss_path = LossPath(self.deepspeed, self.objective, resolved, world.device, self._router, world.tensor)
         """Whether the loss is chunked, and how it is computed."""
         problem = self.loss_path.unchunked_reason
         self.notes = [f"the loss makes all logits at once: {problem}"] if problem is not None else []
@@ -130,6 +140,11 @@ class Engine:
         self._scaler: LossScaler | None = None
         self.install_scaler(None)
         self.deepspeed.train()  # transformers loads a model for inference
+
+    def _plant(self, resolved: Resolved, model: PreTrainedModel) -> None:
+        """Prepare the faults and defects that the config asks for."""
+        self.faults = Faults(resolved.config.faults, rank=self.world.rank, model=model)
+        self._defects = Defects(resolved.config.defects, rank=self.world.rank, model=model)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -178,7 +193,7 @@ class Engine:
         before = generators(device)
         self.faults.strike(step, reduced=False)
         label_tokens = label_tokens_of_all(batch, self.world)
-        weight = self.world.world_size / label_tokens
+        weight = self.world.zero_ranks / label_tokens
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         sums = torch.zeros(len(self.objective.sums), dtype=torch.float64, device=device)
         routed = torch.zeros(len(METRICS) if self._router else 0, dtype=torch.float64, device=device)
@@ -279,14 +294,20 @@ class Engine:
         here = [memory, float(preempted_here), self.loss_scale, *map(float, counters), float(save_ended_here)]
         here.append(data_seconds + self._work.take())
         mine = torch.stack([outcome.loss_sum, outcome.label_tokens, norm.double()])
-        parts = [mine, self.world.numbers(here), outcome.sums, outcome.by_source]
+        copies = self._replicas.sums(progress.step) if self._replicas is not None else mine[:0]
+        parts = [mine, self.world.numbers(here), copies, outcome.sums, outcome.by_source]
         rows = self.world.gather(torch.cat(parts if checks is None else [*parts, checks])).tolist()
         end = len(rows[0]) - (0 if checks is None else len(checks))
         checked, rows = [row[end:] for row in rows], [row[:end] for row in rows]
         own, sources = len(self.objective.sums), len(outcome.sources)
-        sums = [sum(column) for column in zip(*(row[10:] for row in rows), strict=True)]
+        tensor = self.world.tensor.size if self.world.tensor else 1
+        once = rows[::tensor]  # of ranks that share matrices, which have the same sums
+        first = 10 + len(copies)
+        sums = [sum(column) for column in zip(*(row[first:] for row in once), strict=True)]
         after = len(sums) - 2 * sources
         routed, lost, counted = sums[own:after], sums[after : after + sources], sums[after + sources :]
+        if self._replicas is not None:
+            self._replicas.require_equal([(row[0], *row[10:first]) for row in rows])
         disagreement = difference("the gradient norm", [row[2] for row in rows])
         if disagreement and not repeats:
             raise RanksDisagree(disagreement)
@@ -297,7 +318,7 @@ class Engine:
         ):
             require_equal(what, [row[column] for row in rows])
         return Health(
-            loss=sum(row[0] for row in rows) / rows[0][1],
+            loss=sum(row[0] for row in once) / rows[0][1],
             grad_norm=rows[0][2] / self.loss_scale,
             step=progress.step + 1,
             consecutive_skips=progress.consecutive_skips,
@@ -443,9 +464,12 @@ class Engine:
         """Global norm of the optimizer's momentum, in gradient units; None where it keeps none."""
         if self.optimizer_spec.momentum is None:
             return None
-        momentum = local_states(self.deepspeed.basic_optimizer, self.optimizer_spec.momentum)
-        squares = sum_of_squares(momentum, self.world.device)
-        return float(squares if self.stage == 0 else self.world.sum(squares)) ** 0.5
+        squares = sum_of_squares(self.counted_states(self.optimizer_spec.momentum), self.world.device)
+        if self.stage > 0:
+            self.world.sum(squares)
+        elif self.world.tensor is not None:
+            self.world.tensor.sum(squares)
+        return float(squares) ** 0.5
 
     def scaler_state(self) -> dict[str, Any] | None:
         """State of the loss scaler as plain types; None where there is none."""
@@ -454,6 +478,17 @@ class Engine:
     def close(self) -> None:
         """Release DeepSpeed's resources, so that another engine can be built in this process."""
         self.deepspeed.destroy()
+        if self.world.tensor is not None:
+            # DeepSpeed would take them for the next engine's. They are not destroyed: one may be the group of all.
+            sizes = ("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", "_MPU_TENSOR_MODEL_PARALLEL_RANK")
+            for name in (
+                "_TENSOR_MODEL_PARALLEL_GROUP",
+                "_MODEL_PARALLEL_GROUP",
+                "_DATA_PARALLEL_GROUP",
+                "mpu",
+                *sizes,
+            ):
+                setattr(groups, name, None)
         if group := groups._get_zero_param_intra_parallel_group():
             # DeepSpeed leaves the group of zero_hpz_partition_size behind and refuses to make the next engine's.
             deepspeed.comm.destroy_process_group(group)
@@ -481,6 +516,16 @@ def _by_source(parts: torch.Tensor, sources: torch.Tensor, count: int) -> torch.
     of_samples = parts.double().view(len(sources), -1).sum(1)
     belongs = sources[:, None] == torch.arange(count, device=sources.device)
     return torch.where(belongs, of_samples[:, None], 0.0).sum(0)
+
+
+def _config_for(resolved: Resolved) -> dict[str, Any]:
+    """The JSON as `deepspeed.initialize` takes it.
+
+    Where ranks share matrices, DeepSpeed 0.19.8 checks train_batch_size against the number of all ranks, and at ZeRO-3
+    once more against that of those with data of their own: it is left to work it out.
+    """
+    left_out = {"train_batch_size"} if resolved.batch.tensor > 1 else set()
+    return {key: value for key, value in resolved.deepspeed.items() if key not in left_out}
 
 
 def _regions(model: PreTrainedModel, resolved: Resolved, *, stage: int) -> Regions | None:

@@ -20,6 +20,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 from deepspeed.utils import safe_get_full_grad
 
+from training.distributed import TensorGroup
+from training.engine.tensor_slices import counts_here
+
 
 def reduced_gradient(parameter: torch.nn.Parameter, stage: int) -> torch.Tensor | None:
     """Whole and still scaled; None for a parameter without one. A collective from ZeRO-1 on."""
@@ -30,9 +33,11 @@ def reduced_gradient(parameter: torch.nn.Parameter, stage: int) -> torch.Tensor 
 class ReducedGradients:
     """The gradients of one DeepSpeed engine. Every method is a collective."""
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, *, stage: int) -> None:
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, *, stage: int, tensor: TensorGroup | None = None) -> None:
+        """tensor: the ranks that this one shares matrices with."""
         self._engine = engine
         self._stage = stage
+        self._tensor = tensor
         self._given_norm: torch.Tensor | None = None
         """Norm that DeepSpeed is given in the coming step: what `norm` measured, or infinity to discard it."""
         optimizer: Any = engine.optimizer
@@ -52,10 +57,14 @@ class ReducedGradients:
     def norm(self) -> torch.Tensor:
         """() FP32: global L2 norm of the still scaled gradient; inf when any value is not finite."""
         if self._stage == 0:
-            gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
+            parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
+            counted = [p.grad for p in parameters if p.grad is not None and counts_here(p, self._tensor)]
+            norm = torch.nn.utils.get_total_norm(counted)
+            if self._tensor is not None:
+                norm = self._tensor.sum(norm.double().square()).sqrt()
         elif isinstance(self._engine.optimizer, BF16_Optimizer):
-            norm = torch.as_tensor(get_global_norm_of_tensors(input_tensors=self._tensors_for_norm()[0]))
+            shared = self._engine.mpu if self._tensor is not None else None
+            norm = torch.as_tensor(get_global_norm_of_tensors(input_tensors=self._tensors_for_norm()[0], mpu=shared))
         elif self._stage == 3:
             norm = combine_grad_norm_groups(self._norm_groups())
         else:
@@ -93,5 +102,12 @@ class ReducedGradients:
         return found
 
     def _bf16_tensors(self, for_clipping: bool = False) -> Any:
-        """What BF16_Optimizer asks for: all gradients to clip, or a tensor that has the given norm."""
-        return self._tensors_for_norm(for_clipping=True) if for_clipping else ([self._given_norm], {})
+        """What BF16_Optimizer asks for: all gradients to clip, or a tensor that has the given norm.
+
+        It adds up the squares of the ranks that share matrices: one of them has the norm.
+        """
+        if for_clipping:
+            return self._tensors_for_norm(for_clipping=True)
+        assert self._given_norm is not None
+        others = self._tensor is not None and self._tensor.rank > 0
+        return [torch.zeros_like(self._given_norm) if others else self._given_norm], {}

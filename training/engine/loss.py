@@ -14,13 +14,15 @@ from modeling.chunked_head import ChunkedHead
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Objective, Scored
 from modeling.router_balance import RouterBalance
-from training.distributed import World
+from training.distributed import TensorGroup, World
+from training.engine.tensor_slices import shared_vocabulary
 
 
 def label_tokens_of_all(batch: Batch, world: World) -> torch.Tensor:
     """() float64: what the step's mean is taken over, 1 at least. A collective where `batch` knows only its own."""
     if batch.label_tokens_of_all is None:
-        return world.sum(world.numbers([batch.label_tokens])).clamp_(min=1.0)[0]
+        found = world.sum(world.numbers([batch.label_tokens]))[0] * world.zero_ranks / world.world_size
+        return found.clamp_(min=1.0)
     return torch.full((), float(max(batch.label_tokens_of_all, 1)), dtype=torch.float64, device=world.device)
 
 
@@ -34,8 +36,10 @@ class LossPath:
         resolved: Resolved,
         device: torch.device,
         router: RouterBalance | None = None,
+        tensor: TensorGroup | None = None,
     ) -> None:
         """A collective where the loss is chunked: it runs two tokens through the model. router: watches its routers.
+        tensor: the ranks that this one shares matrices with.
 
         Raises UserError where the config asks for a chunked loss and the model does not support one.
         """
@@ -54,7 +58,7 @@ class LossPath:
         if not chunk:
             return
         try:
-            self._head = ChunkedHead(model, chunk_tokens=chunk)
+            self._head = ChunkedHead(model, chunk_tokens=chunk, shared=shared_vocabulary(model, tensor))
             self._head.detect_logit_transform(self._forward_two_tokens)
         except ValueError as problem:
             self.close()

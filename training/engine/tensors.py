@@ -21,21 +21,34 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_grad
 
 from config.optimizers import COUNT
+from modeling.tensor_parallel import Place, cut
 from training.engine.engine import Engine
 from training.engine.gradients import reduced_gradient
 from training.engine.masters import local_masters
 from training.engine.split_masters import SplitMaster
+from training.engine.tensor_slices import counts_here, joined
 
 
 def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
-    """The parameter's shape, also where ZeRO-3 left an empty tensor in its place."""
+    """The parameter's shape on this rank, also where ZeRO-3 left an empty tensor in its place.
+
+    It is that of a slice where ranks share matrices.
+    """
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def whole_shape_of(parameter: torch.nn.Parameter) -> torch.Size:
+    """The shape of the parameter of one rank alone."""
+    how, own = cut(parameter), shape_of(parameter)
+    return own if how is None else how.whole(own)
 
 
 def whole_gradient(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """The reduced gradient, FP32, unscaled; between backward and step. None for a parameter without one."""
     gradient = reduced_gradient(parameter, engine.stage)
-    return None if gradient is None else gradient.detach().float() / engine.loss_scale
+    if gradient is None:
+        return None
+    return joined(gradient.detach().float() / engine.loss_scale, parameter, engine.world.tensor)
 
 
 def local_gradient(parameter: Any, shard: Shard, stage: int) -> torch.Tensor | None:
@@ -69,7 +82,8 @@ def whole_master(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
     if engine.split_masters is not None and parameter.requires_grad:
         return _whole_split_master(engine, parameter)
     master = parameter.data if engine.stage == 0 else safe_get_full_fp32_param(parameter)
-    return master.detach().float().clone().view(shape_of(parameter))
+    own = master.detach().float().clone().view(shape_of(parameter))
+    return joined(own, parameter, engine.world.tensor)
 
 
 def _whole_split_master(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -86,19 +100,23 @@ def whole_state(engine: Engine, parameter: torch.nn.Parameter, name: str) -> tor
 
     DeepSpeed's own getter is linked too late for a first step at ZeRO-1 and 2.
     """
-    shape = shape_of(parameter)
-    whole = torch.zeros(shape.numel(), dtype=torch.float32, device=engine.world.device)
+    shape, group = shape_of(parameter), engine.world.tensor
+    slices = torch.zeros(group.size if group else 1, shape.numel(), device=engine.world.device)
+    own = slices[group.rank if group else 0]
     shard = shard_of(engine, parameter)
     held = shard.states(engine) if shard is not None else {}
     if shard is not None and name in held:
-        whole[shard.start : shard.start + shard.length] = held[name]
-    return (whole if engine.stage == 0 else engine.world.sum(whole)).view(shape)
+        own[shard.start : shard.start + shard.length] = held[name]
+    if engine.stage > 0:
+        engine.world.sum(slices)
+    return joined(own.view(shape), parameter, group)
 
 
 def whole_weight(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
     """A copy of the weight that the module computes with, in its own dtype."""
     with deepspeed.zero.GatheredParameters([parameter]) if engine.stage == 3 else nullcontext():
-        return parameter.data.detach().clone()
+        own = parameter.data.detach().clone()
+    return joined(own, parameter, engine.world.tensor)
 
 
 _CHUNK, _CHUNK_ON_A_GPU = 1 << 16, 1 << 22
@@ -154,7 +172,7 @@ def shard_of(engine: Engine, parameter: Any) -> Shard | None:
         return Shard(parameter, 0, 0, numel)
     if engine.stage == 3:
         group, at, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start = min(engine.world.rank * padded, numel)
+        start = min(engine.world.zero_rank * padded, numel)
         length = min(padded, numel - start)
         return _shard(engine, local_masters(optimizer)[group], at, start, length) if length else None
     mapping = parameter._hp_mapping
@@ -167,6 +185,20 @@ def shard_of(engine: Engine, parameter: Any) -> Shard | None:
 
 def _shard(engine: Engine, flat: torch.Tensor, at: int, start: int, length: int) -> Shard:
     return Shard(flat, at, start, length, engine.split_masters.of[flat] if engine.split_masters is not None else None)
+
+
+def tell_counted(engine: Engine) -> None:
+    """Let the engine count the optimizer's state of what each of several ranks has whole once, in sums over ranks."""
+    if engine.world.tensor is not None:
+        engine.counted_states = lambda name: list(_counted_states(engine, name))
+
+
+def _counted_states(engine: Engine, name: str) -> Iterator[torch.Tensor]:
+    for parameter in trainable_parameters(engine).values():
+        shard = shard_of(engine, parameter) if counts_here(parameter, engine.world.tensor) else None
+        held = shard.tensors(engine) if shard is not None else {}
+        if name in held:
+            yield held[name]
 
 
 def states_of(engine: Engine, parameter: torch.nn.Parameter) -> tuple[str, ...]:
@@ -197,18 +229,25 @@ def checksums_of(engine: Engine) -> Checksums:
     sums = torch.zeros(len(parameters), len(names), 2, dtype=torch.int64)
     exists = torch.zeros(len(names), device=engine.world.device)
     exists[0] = 1.0  # masters are always there
+    group = engine.world.tensor
     for row, parameter in zip(sums, parameters.values(), strict=True):
-        shard = shard_of(engine, parameter)
-        if shard is None:
+        shard, how = shard_of(engine, parameter), cut(parameter)
+        if shard is None or not counts_here(parameter, group):
             continue
         for kind, values in shard.tensors(engine).items():
             column = names.index(kind)
             exists[column] = 1.0
-            row[column] = checksum(values, shard.start)
+            if group is None or how is None:
+                row[column] = checksum(values, shard.start)
+            else:
+                place = how.place(shape_of(parameter), group.rank)
+                row[column] = _checksum_of_slice(values, shard.start, place)
     # 64-bit sums of ranks could overflow while they are added up; their halves cannot
     halves = torch.stack([sums & (_HALF - 1), (sums >> 32) & (_HALF - 1)]).to(engine.world.device)
     if engine.stage > 0:
         engine.world.sum(halves)
+    elif group is not None:
+        group.sum(halves)
     low, high = halves.tolist()
     anywhere = engine.world.sum(exists).tolist()
     return {
@@ -233,6 +272,19 @@ def checksum(values: torch.Tensor, start: int) -> torch.Tensor:
         plain = chunk.sum()
         total[0] += plain
         total[1] += chunk.mul_(ramp[: len(chunk)]).sum() + plain * (start + first)
+    return total.cpu()
+
+
+def _checksum_of_slice(values: torch.Tensor, start: int, place: Place) -> torch.Tensor:
+    """As `checksum`, of values from index `start` on of a rank's slice, as they lie in the whole tensor."""
+    bits = values.detach().float().contiguous().view(torch.int32)
+    size = _CHUNK if bits.device.type == "cpu" else _CHUNK_ON_A_GPU
+    total = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    for first in range(0, len(bits), size):
+        chunk = bits[first : first + size].long()
+        index = torch.arange(start + first, start + first + len(chunk), device=bits.device)
+        total[0] += chunk.sum()
+        total[1] += chunk.mul_(place.in_whole(index) + 1).sum()
     return total.cpu()
 
 

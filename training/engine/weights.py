@@ -17,9 +17,10 @@ from safetensors import safe_open
 from config.schema import AdapterSection
 from modeling.adapter import base_name, initial_value
 from modeling.disk_names import equivalent_names
+from modeling.tensor_parallel import cut
 from training.engine.engine import Engine
 from training.engine.ledger import PrecisionError
-from training.engine.tensors import shape_of, shard_of, whole_master, whole_weight
+from training.engine.tensors import shape_of, shard_of, whole_master, whole_shape_of, whole_weight
 
 
 class StaleMaster(PrecisionError):
@@ -78,6 +79,9 @@ def _refresh_adapter(engine: Engine, section: AdapterSection, *, seed: int) -> N
 def _set_master(engine: Engine, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Give this rank's part of a parameter's master its value; a frozen one has none, at ZeRO-0 it is the parameter."""
     shard = shard_of(engine, parameter) if parameter.requires_grad else None
+    how, group = cut(parameter), engine.world.tensor
+    if group is not None and how is not None:
+        value = how.slice_of(value, group.rank)
     if shard is not None and engine.stage > 0:
         # not safe_set_full_fp32_param: at ZeRO-3 it fails where the ranks do not divide the parameter's size
         shard.of(shard.flat).copy_(value.reshape(-1)[shard.start : shard.start + shard.length])
@@ -106,7 +110,7 @@ def _find(engine: Engine, folder: Path) -> dict[str, tuple[str, str]]:
                 shapes[key] = path.name, torch.Size(file.get_slice(key).get_shape())
     found = {}
     for name, parameter in engine.model.named_parameters():
-        shape = shape_of(parameter)
+        shape = whole_shape_of(parameter)
         own = base_name(name)
         inner = own.removeprefix(f"{engine.model.base_model_prefix}.")  # as in a folder of the model without a head
         for key in (*equivalent_names(engine.model, own, shape), inner):

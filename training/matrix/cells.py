@@ -92,9 +92,9 @@ class Cell:
         return tolerance(ROUNDINGS, COARSEST[self.combination.compute])
 
     @property
-    def sequence(self) -> int:
-        """[processes] That share each sequence."""
-        return self.setting.other if self.setting and self.setting.key == "parallel.sequence" else 1
+    def sharing(self) -> int:
+        """[processes] That share each sequence, or each matrix."""
+        return self.setting.other if self.setting and self.setting.key.startswith("parallel.") else 1
 
     @property
     def name(self) -> str:
@@ -105,7 +105,7 @@ class Cell:
 
     def prepare(self, folder: Path) -> tuple[list[str], Path]:
         """Write the run config and DeepSpeed JSON into `folder`. Returns the overrides and the run config's path."""
-        combination, data_ranks = self.combination, int(os.environ["WORLD_SIZE"]) // self.sequence
+        combination, data_ranks = self.combination, int(os.environ["WORLD_SIZE"]) // self.sharing
         size = global_size(int(os.environ["WORLD_SIZE"]))
         document = read_document(REPOSITORY / f"ds_configs/zero{combination.stage}_{self.dtype}.json")
         zero = document["zero_optimization"]

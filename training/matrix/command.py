@@ -32,7 +32,8 @@ _CODE = [
     *("training/engine/engine", "training/engine/gradients", "training/engine/optimizer", "training/engine/build"),
     *("training/loss_scaler", "training/matrix/cells", "training/matrix/run", "modeling/build"),
     *("modeling/linear_cross_entropy", "modeling/parameter_groups", "modeling/activation_checkpointing"),
-    *("modeling/sequence_parallel", "data/sequence_slices"),
+    *("modeling/sequence_parallel", "data/sequence_slices", "modeling/tensor_parallel"),
+    *("training/engine/tensor_slices", "training/distributed"),
     *("precision/regions", "precision/manifest", "precision/loss_scale", "config/deepspeed/combinations"),
 ]
 """Modules whose code determines what a cell measures."""

@@ -130,7 +130,8 @@ def rows(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def batch_of(world: World, step: int, *, accumulation: int) -> Batch:
     """This rank's share of a step's global batch."""
     size, share = global_size(world.world_size), world.sequence
-    ranks = share.size if share else 1
+    both = share or world.tensor
+    ranks = both.size if both else 1
     inputs, labels = (whole.chunk(world.world_size // ranks)[world.rank // ranks] for whole in rows(step, size))
     shape = (accumulation, -1, SEQUENCE)
     counted = int((labels != IGNORED).sum())
@@ -171,6 +172,7 @@ def mantissa(world: World, resolved: Resolved, *, steps: int) -> Trajectory:
     """Mantissa's engine, driven as in a run. A collective."""
     config = resolved.config
     world = world.sharing_sequences(resolved.batch.sequence, timeout_minutes=config.run.timeout_minutes)
+    world = world.sharing_tensors(resolved.batch.tensor, timeout_minutes=config.run.timeout_minutes)
     shape = model_config(config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     engine = build_engine(resolved, shape, world)
     try:

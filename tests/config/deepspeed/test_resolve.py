@@ -65,6 +65,18 @@ def test_to_deepspeed_a_slice_of_a_sequence_is_a_sequence(make: Any) -> None:
     assert "set parallel.sequence in the run config" in error_of(make(), document(sequence_parallel_size=2))
 
 
+def test_ranks_that_share_matrices_are_told_to_deepspeed(make: Any) -> None:
+    resolved = resolve_json(make("parallel.tensor=2"), HERE, document(), world_size=4)
+    assert resolved["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}
+    assert (resolved["train_batch_size"], resolved["gradient_accumulation_steps"]) == (16, 4)
+    assert "set parallel.tensor in the run config" in error_of(make(), document(tensor_parallel={"autotp_size": 2}))
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    said = error_of(make("parallel.tensor=2"), document(zero_optimization=zero), world_size=4)
+    assert said.startswith("offloads optimizer, which is not verified with parallel.tensor = 2")
+    said = error_of(make("parallel.tensor=2"), document(zero_optimization={"stage": 2, "overlap_comm": True}))
+    assert said.startswith("zero_optimization.overlap_comm = true is not verified with parallel.tensor = 2; remove one")
+
+
 def test_there_is_a_file_for_every_stage_and_dtype() -> None:
     names = {path.stem for path in FILES}
     dtypes = ("fp32", "bf16", "fp16")

@@ -52,7 +52,8 @@ def traffic_of(world: World, *, overrides: Sequence[str], vocabulary: int) -> di
 
 def resolve(overrides: Sequence[str], world: World) -> tuple[Resolved, World]:
     resolved = read_command_line(["--config", str(REPOSITORY / "config/recipes/demo.yaml"), *overrides])
-    return resolved, world.sharing_sequences(resolved.batch.sequence, timeout_minutes=2)
+    world = world.sharing_sequences(resolved.batch.sequence, timeout_minutes=2)
+    return resolved, world.sharing_tensors(resolved.batch.tensor, timeout_minutes=2)
 
 
 def engine_of(resolved: Resolved, vocabulary: int, world: World) -> Any:
@@ -72,7 +73,7 @@ def engine_of(resolved: Resolved, vocabulary: int, world: World) -> Any:
 
 def batch_of(world: World, resolved: Resolved, vocabulary: int) -> Batch:
     """Random tokens in the shape that the config gives a rank, none of them padding."""
-    generator = torch.Generator().manual_seed(world.rank)
+    generator = torch.Generator().manual_seed(world.zero_rank)
     plan, sequence, task = resolved.batch, resolved.config.data.sequence_length, resolved.config.task
     samples = (plan.accumulation, plan.micro_size)
     rows = (*samples, 2) if task == "dpo" else samples

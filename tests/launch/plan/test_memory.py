@@ -105,10 +105,15 @@ def test_muon_keeps_one_state_of_a_hidden_matrix_and_two_of_the_rest() -> None:
 
 PEAKS = [(1, "none", 4), (2, "none", 4), (2, "full", 2), (3, "none", 4)]
 SHARED = "data.sequence_length=512", "parallel.sequence=2"
+CUT = "data.sequence_length=256", "parallel.tensor=2"
+TIED, UNTIED = (f"model.config.tie_word_embeddings={value}" for value in ("true", "false"))
 PEAKS = [(*peak, ("data.sequence_length=128",)) for peak in PEAKS] + [
     (2, "none", 2, SHARED),
     (3, "full", 4, SHARED),
     (2, "none", 1, (*SHARED, "data.document_masking=true")),
+    *((stage, kind, 4, (*CUT, tied)) for stage, kind, tied in ((2, "none", TIED), (2, "none", UNTIED))),
+    *((stage, kind, 4, (*CUT, UNTIED)) for stage, kind in ((1, "none"), (3, "none"), (2, "full"))),
+    (2, "none", 4, (*CUT, UNTIED, "model.loss=chunked", "model.loss_chunk_tokens=256")),
 ]
 
 

@@ -85,6 +85,23 @@ def test_traffic_of_shared_sequences_is_what_is_sent(pair) -> None:
         assert sent["all_to_all_single"] == said.sequences
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "attention"])
+def test_traffic_of_shared_matrices_is_what_is_sent(pair, tied: str, checkpointing: str) -> None:
+    """DeepSpeed also all-reduces gradients over the one rank with data. The gathering of logits is not counted."""
+    overrides = ["data.sequence_length=64", "batch.micro_size=2", "batch.global_size=4", "parallel.tensor=2"]
+    overrides += [f"model.config.tie_word_embeddings={tied}", f"model.activation_checkpointing={checkpointing}"]
+    overrides += ["model.config.num_hidden_layers=2", "deepspeed.config=ds_configs/zero2_bf16.json"]
+    overrides += ["precision.compute=bf16"]
+    resolved = read_command_line([*DEMO, *overrides], as_launched(2))
+    layout = layout_of(resolved, world=2, on_cpu=True)
+    said = traffic(read_shape(resolved.config, layout), layout)
+    gathered = layout.accumulation * layout.width * layout.tokens * 1024 * (tied == "false")
+    for sent in pair.run(plan_cases.traffic_of, overrides=overrides, vocabulary=1024):
+        assert 2 * sent["all_reduce"] - said.gradients == pytest.approx(said.sums - gathered, rel=0.01)
+
+
 def test_a_ring_over_nodes_runs_at_the_speed_of_their_adapters(big) -> None:
     shape, layout = big
     device = replace(DEVICES["h100"], network=100e9)

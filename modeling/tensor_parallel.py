@@ -1,0 +1,130 @@
+"""Which models may have their matrices shared among ranks (`parallel.tensor`), and what such a model's parameters are.
+
+DeepSpeed's AutoTP cuts the linear layers of a block by transformers' `tp_plan`: those that make queries, keys, values
+and the MLP's inner values by rows, so that a rank has whole heads, the following ones by columns, whose results are
+summed over ranks (Shoeybi et al. 2019, "Megatron-LM"). An output embedding of its own is cut by rows and its logits are
+gathered. Norms, embeddings and biases after a sum stay whole on every rank: replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from config.errors import UserError
+
+MEASURED = frozenset(
+    {"llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "granite", "cohere", "cohere2", "smollm3"}
+    | {"gpt_neox", "opt", "starcoder2", "phi", "stablelm", "nemotron"}
+)
+"""Kinds of models whose masters, losses and norms were compared with those of one rank (docs/parallel.md)."""
+
+_HEAD_NORMS = ("use_qk_norm", "qk_layernorm")
+"""Keys of norms of each head that are in no `tp_plan`: a rank would train them on its own heads alone."""
+_INNER_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "activation_dropout")
+"""Keys of dropout within what is cut, where a rank draws for its own heads or values."""
+
+
+def unshared_reason(shape: PretrainedConfig, ranks: int) -> str | None:
+    """Why a model's matrices cannot be shared among `ranks`; None where they can. shape: the model's config."""
+    text = shape.get_text_config()
+    if text.model_type not in MEASURED:
+        return f"it is verified for {', '.join(sorted(MEASURED))}"
+    heads = text.num_attention_heads
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    for count, what in ((heads, "attention heads"), (groups, "key and value heads")):
+        if count % ranks:
+            return f"its {count} {what} do not divide among {ranks} ranks"
+    inner = next(getattr(text, key) for key in _INNER_KEYS if getattr(text, key, None) is not None)
+    if inner % ranks:
+        return f"the {inner} inner values of its MLP do not divide among {ranks} ranks"
+    for key in _INNER_DROPOUT:
+        if getattr(text, key, None):
+            value = getattr(text, key)
+            return f"{key} = {value:g} would drop the same of each rank's heads (set model.config.{key}=0)"
+    for key in _HEAD_NORMS:
+        if getattr(text, key, None):
+            return f"DeepSpeed does not sum the gradients of the norms of {key} = true, which each rank has whole"
+    return None
+
+
+def require_shareable(shape: PretrainedConfig, ranks: int) -> None:
+    """Raises UserError, with the reason, for a model whose matrices cannot be shared among so many ranks."""
+    reason = unshared_reason(shape, ranks)
+    if reason is not None:
+        raise UserError(
+            f"parallel.tensor = {ranks}: cannot be had for model {shape.get_text_config().model_type}: {reason}; set it"
+            " to 1"
+        )
+
+
+_INNER_KEYS = ("intermediate_size", "ffn_dim", "n_inner")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A slice's values in memory order: runs of `width`, one in each run of `whole` values of the whole tensor."""
+
+    width: int
+    whole: int
+    first: int
+    """Of the values of a run of the whole, the slice's first."""
+
+    def in_whole(self, index: torch.Tensor) -> torch.Tensor:
+        """Indices of values in the slice -> in the whole tensor."""
+        return index // self.width * self.whole + self.first + index % self.width
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter is shared out."""
+
+    dimension: int
+    sizes: tuple[int, ...]
+    """[rows or columns] Of each rank's slice."""
+
+    def whole(self, slice_shape: torch.Size) -> torch.Size:
+        """The shape of the whole parameter."""
+        sizes = list(slice_shape)
+        sizes[self.dimension] = sum(self.sizes)
+        return torch.Size(sizes)
+
+    def place(self, slice_shape: torch.Size, rank: int) -> Place:
+        """Where a rank's slice lies in the whole parameter."""
+        inner = slice_shape[self.dimension + 1 :].numel()
+        width, whole = (size * inner for size in (self.sizes[rank], sum(self.sizes)))
+        return Place(width, whole, sum(self.sizes[:rank]) * inner)
+
+    def slice_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """A view of a rank's slice of the whole parameter."""
+        return whole.narrow(self.dimension, sum(self.sizes[:rank]), self.sizes[rank])
+
+
+def cut(parameter: Any) -> Cut | None:
+    """How a parameter is cut, as noted on it; None of one that is whole here."""
+    found: Cut | None = getattr(parameter, CUT, None)
+    return found
+
+
+def cut_of(parameter: Any) -> Cut | None:
+    """How AutoTP cut a parameter; None of a replica.
+
+    Raises ValueError, with the reason, where it is cut in a way that is not one slice for each rank.
+    """
+    described = getattr(parameter, _DESCRIBED, None)
+    if described is None or described["replicated"]:
+        if getattr(parameter, "tensor_model_parallel", False) and described is None:
+            raise ValueError("it is cut in a way that DeepSpeed does not describe")
+        return None
+    sizes, dimension = described["partition_sizes"], described["partition_dim"]
+    if described["sub_param_shape"] is not None or not sizes or dimension is None:
+        raise ValueError("it is cut in several pieces for each rank")
+    return Cut(int(dimension), tuple(map(int, sizes)))
+
+
+CUT = "mantissa_cut"
+"""Attribute of a parameter that says how it is cut."""
+_DESCRIBED = "ds_autotp_universal_checkpoint_meta"

@@ -1,0 +1,214 @@
+"""Matrices that ranks share, through the engine; run on real ranks by test_tensor_parallel.py.
+
+The oracle is plain torch on one rank: whole matrices, the whole global batch, torch's own AdamW and clipping.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoConfig
+
+from modeling.linear_cross_entropy import label_loss_sum
+from modeling.parameter_groups import parameter_groups
+from precision.dtypes import DTYPES
+from tests.support.small_models import distance
+from tests.support.small_run import VOCABULARY, batch_of, engine_of, masters_of, plain_model, resolve
+from training.attribution import attribute
+from training.distributed import World
+from training.engine import Engine
+from training.engine.flips import bit_sum
+from training.engine.health import RanksDisagree
+from training.engine.tensor_slices import replicas
+from training.matrix.run import fp32_model
+from training.progress import START
+from training.session import seed_everything
+
+STEPS = 3
+LR = 0.01
+MODEL = (
+    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, "
+    "num_key_value_heads: 2, tie_word_embeddings: %s}"
+)
+OVERRIDES = ("parallel.tensor=2", "optimizer.eps=0.01", "telemetry.every_steps=0")
+
+
+MEASURED = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {"sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8},
+    "mistral": {"sliding_window": 8},
+    "granite": {},
+    "cohere": {},
+    "cohere2": {"sliding_window": 8},
+    "smollm3": {},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "phi": {},
+    "stablelm": {},
+    "nemotron": {},
+}
+"""Kind of model to what its config needs beside SIZES."""
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8}
+
+
+def against_one_rank(
+    world: World,
+    *,
+    stage: int,
+    compute: str = "fp32",
+    tied: bool = False,
+    kind: str | None = None,
+    overrides: Sequence[str] = (),
+) -> dict[str, float]:
+    """Errors of losses, norms, the evaluation and the masters after three steps. kind: of MEASURED."""
+    alone = World(world.rank // 2, world.world_size // 2, 0, world.device)
+    world = world.sharing_tensors(2, timeout_minutes=2)
+    micro = 8 // alone.world_size // 2
+    given = [*OVERRIDES, of_kind(kind) if kind else MODEL % str(tied).lower(), *overrides]
+    resolved = resolve(world, stage=stage, compute=compute, micro=micro, overrides=given)
+    section, found, expected = resolved.config.optimizer, [], []
+    with engine_of(world, resolved) as engine:
+        start = masters_of(engine)
+        for step in range(1, STEPS + 1):
+            health = engine.health(engine.forward_backward(batch_of(alone, micro, seed=step), step=step))
+            found += [health.loss, health.grad_norm]
+            assert engine.step(health, LR / step).applied
+        found.append(engine.evaluate([batch_of(alone, micro, seed=9)]).loss)
+        masters = masters_of(engine)
+    drawn = fp32_model(resolved.config.model, seed=resolved.config.run.seed).to(DTYPES[compute]).float()
+    plain = plain_model(resolved, start, attention="eager" if kind == "gemma2" else "sdpa")
+    optimizer = torch.optim.AdamW(parameter_groups(plain, section), betas=section.betas, eps=section.eps)
+    one = World(0, 1, 0, world.device)
+    for step in (*range(1, STEPS + 1), 9):
+        batch = batch_of(one, 8, seed=step)
+        logits = plain(input_ids=batch.input_ids[0], use_cache=False).logits
+        loss = label_loss_sum(logits, batch.labels[0]) / batch.label_tokens
+        expected.append(float(loss.detach()))
+        if step == 9:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), section.gradient_clipping or torch.inf)
+        expected.append(float(norm))
+        for group in optimizer.param_groups:
+            group["lr"] = LR / step
+        optimizer.step()
+    weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    off, moved = (sum(float((masters[n] - o[n]).double().square().sum()) for n in masters) for o in (weights, start))
+    return {
+        "start": max(float((start[name] - value).abs().max()) for name, value in drawn.named_parameters()),
+        "numbers": max(abs(one / other - 1) for one, other in zip(found, expected, strict=True)),
+        "masters": (off / moved) ** 0.5,
+        "norm": expected[1],
+    }
+
+
+def of_kind(kind: str) -> str:
+    """The override that makes a small model of a kind of MEASURED."""
+    known = AutoConfig.for_model(kind)
+    names = {*known.to_dict(), *known.attribute_map}
+    sizes = {key: value for key, value in SIZES.items() if key in names} | MEASURED[kind]
+    return f"model={{architecture: {kind}, config: {json.dumps(sizes)}}}"
+
+
+def with_dropout(world: World, *, stage: int, by_rank: bool) -> dict[str, str]:
+    """Steps of a model that drops out what it has whole. by_rank: each rank draws for itself, which is wrong.
+
+    The disagreement, if any; and the sums of the replicas' bits of this rank.
+    """
+    world, found = world.sharing_tensors(2, timeout_minutes=2), ""
+    given = [*OVERRIDES, of_kind("opt"), "model.config.dropout=0.1"]
+    with engine_of(world, resolve(world, stage=stage, compute="fp32", micro=8, overrides=given)) as engine:
+        seed_everything(1 + (world.rank if by_rank else world.zero_rank))
+        try:
+            _steps(engine, 3)
+        except RanksDisagree as error:
+            found = str(error)
+        bits = {name: str(bit_sum(parameter.detach().view(-1))) for name, parameter in replicas(engine.model)}
+    return {"found": found, **bits}
+
+
+SPOILED = (
+    (1, "nan_activation", "model.layers.0.mlp"),
+    (0, "nan_activation", "model.layers.1.self_attn.q_proj"),
+    (1, "nan_activation", "model.layers.1.mlp.up_proj"),
+    (1, "nan_loss", None),
+)
+"""Rank, kind and module of the fault of each step; the first three reach the other rank where sums are made."""
+
+
+def blamed(world: World, *, stage: int, compute: str) -> list[list[tuple[int, str]]]:
+    """Ranks and modules that are blamed for each of the steps of SPOILED; a discarded step changes no master."""
+    world = world.sharing_tensors(2, timeout_minutes=2)
+    faults = ", ".join(
+        f"{{kind: {kind}, step: {step}, rank: {rank}{f', module: {module}' if module else ''}}}"
+        for step, (rank, kind, module) in enumerate(SPOILED, 1)
+    )
+    given, found = [*OVERRIDES, f"faults=[{faults}]"], []
+    with engine_of(world, resolve(world, stage=stage, compute=compute, micro=8, overrides=given)) as engine:
+        start = masters_of(engine)
+        for step in range(1, len(SPOILED) + 1):
+            batch = batch_of(World(0, 1, 0, world.device), 8, seed=step)
+            outcome = engine.forward_backward(batch, step=step)
+            assert not engine.health(outcome).finite
+            found.append([(rank, finding.module) for rank, finding in attribute(engine, batch, outcome, step=step)])
+            health = engine.health(engine.forward_backward(batch, step=step))
+            assert not engine.step(health, LR).applied
+        assert all(torch.equal(master, start[name]) for name, master in masters_of(engine).items())
+    return found
+
+
+def with_a_changed_replica(world: World, *, stage: int) -> str:
+    """What the check says of a value that is changed on rank 1, of a token that is in no batch."""
+    world = world.sharing_tensors(2, timeout_minutes=2)
+    with engine_of(world, resolve(world, stage=stage, compute="fp32", micro=8, overrides=OVERRIDES)) as engine:
+        _steps(engine, 1)
+        if world.rank == 1:
+            weight = engine.model.get_input_embeddings().weight
+            getattr(weight, "ds_tensor", weight).data.view(-1)[-1] += 0.5
+        try:
+            _steps(engine, 16, tokens=VOCABULARY - 1)
+        except RanksDisagree as error:
+            return str(error)
+    return ""
+
+
+def _steps(engine: Engine, count: int, *, tokens: int = VOCABULARY) -> None:
+    """Steps on the same sequences on each rank, of the first `tokens` of the vocabulary."""
+    progress = START
+    for step in range(1, count + 1):
+        batch = batch_of(World(0, 1, 0, engine.world.device), 8, seed=step)
+        batch.input_ids.clamp_(max=tokens - 1)
+        health = engine.health(engine.forward_backward(batch, step=step), progress)
+        progress = progress.after(tokens=0, applied=engine.step(health, LR).applied)
+
+
+def against_data_ranks(world: World, *, overrides: Sequence[str]) -> dict[str, float]:
+    """Errors of losses, norms and masters against two ranks that share nothing, from the same weights."""
+    runs = []
+    for ranks in (2, 1):  # what follows an engine with shared matrices is as if there had been none
+        there = world.sharing_tensors(ranks, timeout_minutes=2)
+        alone = World(there.zero_rank, there.zero_ranks, 0, world.device)
+        given = ["telemetry.every_steps=0", *overrides, f"parallel.tensor={ranks}"]
+        numbers: list[float] = []
+        with engine_of(there, resolve(there, stage=2, compute="fp32", overrides=given)) as engine:
+            start = masters_of(engine)
+            for step in range(1, STEPS + 1):
+                batch = batch_of(alone, 4, seed=step)
+                health = engine.health(engine.forward_backward(batch, step=step))
+                numbers += [health.loss, health.grad_norm, engine.momentum_norm() or 0.0]
+                engine.step(health, LR / step)
+            moved = {name: master - start[name] for name, master in masters_of(engine).items()}
+        runs.append((numbers, moved))
+    (two, found), (one, expected) = runs
+    return {
+        "numbers": max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(two, one, strict=True)),
+        "masters": distance(found, expected),
+    }

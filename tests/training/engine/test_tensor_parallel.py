@@ -1,0 +1,136 @@
+"""Matrices that ranks share: the steps of one rank on whole matrices, at every ZeRO stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modeling.tensor_parallel import MEASURED
+from tests.support.process_group import ProcessGroup
+from tests.training.engine import tensor_cases
+
+CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
+
+
+@pytest.mark.parametrize(
+    ("stage", "given"),
+    [
+        (1, {"compute": "bf16"}),
+        pytest.param(
+            2, {"tied": True, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}, marks=pytest.mark.slow
+        ),
+        (3, {"overrides": ["model.activation_checkpointing=full", "optimizer.gradient_clipping=0.1"]}),
+        (2, {"overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
+        *(
+            pytest.param(
+                stage,
+                {"compute": compute, "kind": kind, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]},
+                marks=pytest.mark.slow,
+            )
+            for stage, compute, kind in (
+                (3, "fp32", None),
+                (3, "bf16", None),
+                (1, "fp16", None),
+                (2, "fp32", "phi"),
+                (2, "fp32", "gpt_neox"),
+            )
+        ),
+        *(pytest.param(stage, {}, marks=pytest.mark.slow) for stage in (0, 1, 2)),
+        *(pytest.param(stage, {"compute": "bf16"}, marks=pytest.mark.slow) for stage in (2, 3)),
+        pytest.param(2, {"compute": "bf16", "overrides": ["precision.reduce=compute"]}, marks=pytest.mark.slow),
+        pytest.param(
+            2, {"compute": "fp16", "overrides": ["precision.loss_scale.policy=adaptive"]}, marks=pytest.mark.slow
+        ),
+        *(pytest.param(stage, {"compute": "fp16"}, marks=pytest.mark.slow) for stage in (1, 2, 3)),
+        *(
+            pytest.param(2, {"overrides": [f"model.activation_checkpointing={kind}"]}, marks=pytest.mark.slow)
+            for kind in ("selective", "attention")
+        ),
+        pytest.param(
+            1,
+            {"overrides": ["model={activation_checkpointing: full, checkpointing_reentrant: true}"]},
+            marks=pytest.mark.slow,
+        ),
+        *(
+            pytest.param(2, {"overrides": [f"optimizer.gradient_clipping={limit}"]}, marks=pytest.mark.slow)
+            for limit in (0, 0.1)
+        ),
+    ],
+)
+def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[str, Any]) -> None:
+    for found in pair.run(tensor_cases.against_one_rank, stage=stage, **given):
+        close = CLOSE[given.get("compute", "fp32")]
+        assert found["start"] == 0, "the weights of one rank, cut"
+        assert found["numbers"] < close
+        assert found["masters"] < close
+        assert found["norm"] > 0.2, "clipping would do nothing"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optimizer={name: sgd, momentum: 0.9}"],
+        pytest.param(["optimizer.name=lion"], marks=pytest.mark.slow),
+        pytest.param(["data.document_masking=true"], marks=pytest.mark.slow),
+    ],
+)
+def test_what_works_value_by_value_works_on_slices(pair: ProcessGroup, overrides: list[str]) -> None:
+    for found in pair.run(tensor_cases.against_data_ranks, overrides=overrides):
+        assert found["numbers"] < CLOSE["fp32"]
+        assert found["masters"] < (1e-2 if "lion" in overrides[0] else CLOSE["fp32"]), "lion takes signs"
+
+
+@pytest.mark.one_in(32)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", sorted(tensor_cases.MEASURED))
+def test_it_trains_every_kind_of_model_that_it_lets_share(pair: ProcessGroup, kind: str, stage: int) -> None:
+    for found in pair.run(tensor_cases.against_one_rank, stage=stage, kind=kind):
+        assert found["start"] == 0
+        assert max(found["numbers"], found["masters"]) < CLOSE["fp32"]
+
+
+def test_the_kinds_are_those_that_the_config_allows() -> None:
+    assert tensor_cases.MEASURED.keys() == MEASURED
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [(2, "fp32")],
+        pytest.param([(0, "fp32"), (1, "fp32"), (3, "fp32")], marks=pytest.mark.slow),
+        pytest.param([(1, "bf16"), (2, "bf16"), (3, "bf16"), (2, "fp16")], marks=pytest.mark.slow),
+    ],
+)
+def test_four_ranks_share_by_two_and_have_two_halves_of_the_batch(cells: list[tuple[int, str]]) -> None:
+    with ProcessGroup(world_size=4) as four:
+        for stage, compute in cells:
+            for found in four.run(tensor_cases.against_one_rank, stage=stage, compute=compute):
+                assert found["start"] == 0
+                assert max(found["numbers"], found["masters"]) < CLOSE[compute]
+
+
+def test_dropout_is_drawn_alike_and_a_step_finds_where_it_is_not(pair: ProcessGroup) -> None:
+    one, two = pair.run(tensor_cases.with_dropout, stage=1, by_rank=False)
+    assert one == two
+    assert one["found"] == ""
+    one, two = pair.run(tensor_cases.with_dropout, stage=1, by_rank=True)
+    assert one["found"] == two["found"]
+    assert "ranks that share matrices (parallel.tensor = 2) no longer compute the same" in one["found"]
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_replica_that_parts_is_named_though_loss_and_norm_are_equal(pair: ProcessGroup, stage: int) -> None:
+    for found in pair.run(tensor_cases.with_a_changed_replica, stage=stage):
+        assert "model.embed_tokens.weight is another on rank 1" in found
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute"),
+    [(2, "fp32"), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((0, "fp32"), (1, "bf16"), (3, "bf16")))],
+)
+def test_a_value_that_is_not_finite_is_blamed_on_the_rank_where_it_began(
+    pair: ProcessGroup, stage: int, compute: str
+) -> None:
+    for found in pair.run(tensor_cases.blamed, stage=stage, compute=compute):
+        assert found == [[(rank, module or "loss")] for rank, _, module in tensor_cases.SPOILED]

@@ -1,0 +1,141 @@
+"""What DeepSpeed's AutoTP did to a model whose matrices are shared among ranks (`parallel.tensor`).
+
+A parameter is a slice of a whole one, or a replica: whole on every rank of the group, with equal gradients, so that the
+replicas stay equal bit for bit. Whatever breaks that, such as dropout drawn by rank, lets them part while the gradient
+norm, which is summed over the group, stays the same on all ranks (docs/upstream/). So each step compares losses, which
+ranks that share matrices compute from the same sequences, and the bits of a share of the replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from modeling.tensor_parallel import CUT, cut, cut_of
+from training.distributed import TensorGroup, World
+from training.engine.flips import bit_sum
+from training.engine.health import RanksDisagree
+
+_STEPS = 16
+"""[steps] In which every value of a replica is looked at once."""
+_HALF = 1 << 32
+
+
+def tell_slices(model: nn.Module, group: TensorGroup | None) -> None:
+    """Note on every parameter how it is cut, for `cut`. Raises ValueError for one that is cut in an unknown way."""
+    if group is None:
+        return
+    for name, parameter in model.named_parameters():
+        try:
+            setattr(parameter, CUT, cut_of(parameter))
+        except ValueError as problem:
+            raise ValueError(f"{name}: {problem}") from problem
+    if not any(cut(parameter) for parameter in model.parameters()):
+        raise ValueError("no parameter is cut")
+
+
+def counts_here(parameter: Any, group: TensorGroup | None) -> bool:
+    """Whether this rank's part of a parameter is to be counted in a sum over all ranks: replicas are counted once."""
+    return group is None or group.rank == 0 or cut(parameter) is not None
+
+
+@dataclass(frozen=True)
+class SharedVocabulary:
+    """The rows of a head that is cut, as `modeling.linear_cross_entropy` asks for them."""
+
+    first: int
+    """[token] Of this rank's rows."""
+    size: int
+    """[tokens] Of all ranks."""
+    group: TensorGroup
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """In-place sum over the ranks."""
+        return self.group.sum(values)
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """In-place largest value of the ranks."""
+        return self.group.maximum(values)
+
+
+def shared_vocabulary(model: Any, group: TensorGroup | None) -> SharedVocabulary | None:
+    """With whom the rows of the output embedding are shared; None where each rank has all of them."""
+    how = cut(getattr(model.get_output_embeddings(), "weight", None))
+    if group is None or how is None or how.dimension:
+        return None
+    return SharedVocabulary(sum(how.sizes[: group.rank]), sum(how.sizes), group)
+
+
+def replicas(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that are whole on each of the ranks that share the others."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if cut(parameter) is None)
+
+
+def joined(values: torch.Tensor, parameter: Any, group: TensorGroup | None) -> torch.Tensor:
+    """The whole of what `values`, in the shape of this rank's slice, are of; a replica's as they are.
+
+    A collective of the group.
+    """
+    how = cut(parameter)
+    if group is None or how is None:
+        return values
+    largest = list(values.shape)
+    largest[how.dimension] = max(how.sizes)  # slices of a vocabulary may differ by a row
+    padded = values.new_zeros(largest)
+    padded.narrow(how.dimension, 0, how.sizes[group.rank]).copy_(values)
+    slices = zip(group.gather(padded), how.sizes, strict=True)
+    return torch.cat([found.narrow(how.dimension, 0, size) for found, size in slices], how.dimension)
+
+
+class Replicas:
+    """What is whole on each of the ranks that share the other parameters."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._model, self._world = model, world
+
+    @torch.no_grad()
+    def sums(self, step: int) -> torch.Tensor:
+        """(2,) float64: both halves of the sum of the bits of this step's share. No collective and no device sync."""
+        total = torch.zeros((), dtype=torch.int64, device=self._world.device)
+        for _, values in self._held():
+            size = -(-len(values) // _STEPS)
+            total += bit_sum(values[step % _STEPS * size :][:size])
+        return torch.stack([total & (_HALF - 1), (total >> 32) & (_HALF - 1)]).double()
+
+    def require_equal(self, rows: Sequence[tuple[float, ...]]) -> None:
+        """rows: by rank its loss and `sums`. A collective where something differs; then raises RanksDisagree."""
+        assert self._world.tensor is not None
+        size = self._world.tensor.size
+        groups = [rows[first : first + size] for first in range(0, len(rows), size)]
+        if all(len({row[1:] for row in group}) == 1 and _equal(*(row[0] for row in group)) for group in groups):
+            return
+        bits = {name: int(bit_sum(values)) for name, values in self._held()}
+        everywhere = self._world.gather_objects(bits)
+        parted = (
+            (rank, name)
+            for rank, found in enumerate(everywhere)
+            for name in found
+            if found[name] != everywhere[rank // size * size][name]
+        )
+        rank, name = next(parted, (None, None))
+        losses = ", ".join(repr(row[0]) for row in rows)
+        what = f"their losses are {losses}" if rank is None else f"{name} is another on rank {rank}"
+        raise RanksDisagree(
+            f"ranks that share matrices (parallel.tensor = {size}) no longer compute the same: {what}; their replicas "
+            "part while the gradient norm stays equal; resume from the last checkpoint"
+        )
+
+    def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's part of the weights: all of a replica, or at ZeRO-3 its partition."""
+        for name, parameter in replicas(self._model):
+            yield name, getattr(parameter, "ds_tensor", parameter).detach().view(-1)
+
+
+def _equal(*losses: float) -> bool:
+    """A loss that is not finite is the guard's to judge: it may have begun on one rank."""
+    return len(set(losses)) == 1 or not all(map(math.isfinite, losses))
