@@ -776,9 +776,10 @@ class Fault:
     """[module name] Module whose first parameter or output is hit; the first module with parameters when left out."""
     factor: float = limit(1000.0, above=0.0)
     """[factor] What loss_spike and gradient_spike multiply by."""
-    place: Literal["weight", "master", "moment", "gradient", "activation", "collective"] = "weight"
+    place: Literal["weight", "master", "moment", "second_moment", "gradient", "activation", "collective"] = "weight"
     """[choice] Where flipped_bit strikes, in the module's first parameter: the weight computed with, its master, the
-    optimizer's first state tensor, the gradient of this rank, the module's output, the gradient reduced over ranks."""
+    optimizer's first or second state tensor, the gradient of this rank, the module's output, the gradient reduced over
+    ranks."""
     bit: int = limit(0, at_least=0, at_most=31)
     """[bit] Which bit of the value flipped_bit flips; 0 is the lowest of the mantissa."""
     persists: bool = False

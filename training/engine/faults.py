@@ -16,7 +16,7 @@ from config.errors import UserError
 from config.schema import Fault
 from training.engine.flips import flipped
 
-_HELD = ("weight", "master", "moment")
+_HELD = ("weight", "master", "moment", "second_moment")
 """Places of a flipped bit that are there before the passes."""
 
 

@@ -22,7 +22,7 @@ def flip_held(engine: Engine, fault: Fault, parameter: Any, stuck_at: bool | Non
     """Flip the bit in the middle of this rank's part of the parameter's tensor; of a weight that is whole, of all.
 
     stuck_at: set it to this instead. Returns what it is now; None where this rank holds none: of a part of other ranks,
-    of a moment before the first update.
+    of a moment before the first update, of a second one that the optimizer does not keep.
     """
     if fault.place == "weight":
         held = parameter.ds_tensor.data if engine.stage == 3 and not parameter.numel() else parameter.data
@@ -35,7 +35,8 @@ def flip_held(engine: Engine, fault: Fault, parameter: Any, stuck_at: bool | Non
     elif fault.place == "master":
         found = shard.of(shard.flat)
     else:
-        found = next(iter(shard.states(engine).values()), None)
+        states = list(shard.states(engine).values())
+        found = next(iter(states[fault.place == "second_moment" :]), None)
     if found is None:
         return None
     return flip_bit(found, len(found) // 2, fault.bit, stuck_at=stuck_at)

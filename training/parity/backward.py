@@ -98,6 +98,8 @@ class Backward:
         rows: list[dict[str, Any]] = []
         blind: dict[str, str] = {}
         calls, self._calls = self._calls, []
+        if not calls and self._trained:
+            blind["(backward pass)"] = "the first pass through the modules had no gradients"
         for call in calls:
             try:
                 rows += self._compare(call)

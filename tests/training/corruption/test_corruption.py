@@ -209,16 +209,17 @@ def test_the_figures_of_the_page(pair: ProcessGroup) -> None:
     """What docs/corruption.md says of flips found by place and bit, of steps until found, and of cost; -s prints it."""
     bits = {"weight": range(16), "gradient": range(16), "activation": range(16), "collective": range(0, 32, 2)}
     layer = "model.layers.0.mlp.down_proj"
-    for place, tried in bits.items():
+    for stage, (place, tried) in [(stage, item) for stage in (2, 3) for item in bits.items()]:
         module = cases.HIT if place == "collective" else layer  # of which rank 1 holds the reduced gradient
         faults = ", ".join(fault(place, bit, step=2 + row, module=module) for row, bit in enumerate(tried))
         on = (*ON, "guard.reexecute=every 1", f"faults=[{faults}]", "guard.reactions=[skip, abort]")
-        found = pair.run(cases.trained, stage=2, compute="bf16", overrides=on, steps=2 + len(tried))[0]
+        found = pair.run(cases.trained, stage=stage, compute="bf16", overrides=on, steps=2 + len(tried))[0]
         at = {event["step"] - 2 for event in found["corruption"] + found["reexecution"]}
         missed = [bit for row, bit in enumerate(tried) if row not in at]
-        print(f"{place}: {len(tried) - len(missed)} of {len(tried)} found, not bits {missed}; {found['verdicts'][-1]}")
+        counted = f"{len(tried) - len(missed)} of {len(tried)} found, not bits {missed}"
+        print(f"ZeRO-{stage}, {place}: {counted}; {found['verdicts'][-1]}")
         assert place == "activation" or not missed  # its lowest bits are rounded away by the next sum
-    for place in ("master", "moment"):
+    for place in ("master", "moment", "second_moment"):
         missed, wrong = [], []
         for bit in range(0, 31, 2):
             on = (*ON, f"faults=[{fault(place, bit, step=3, module=layer, rank=0)}]")
