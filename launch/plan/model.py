@@ -218,14 +218,12 @@ def _slice(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int)
 
 def _cut(layer: Any, ranks: int, *, by_rows: bool) -> None:
     """Leave a rank's slice of a linear layer's parameters."""
-    import torch
-
     for name in ("weight", "bias"):
         whole = getattr(layer, name)
         if whole is not None and (by_rows or name == "weight"):
             size = list(whole.shape)
             size[0 if by_rows else 1] //= ranks
-            setattr(layer, name, torch.nn.Parameter(torch.empty(size, device="meta")))
+            setattr(layer, name, type(whole)(whole.detach().new_empty(size)))
 
 
 def shape_of(hugging_face: Any, optimizer: OptimizerSection | None = None) -> Shape:
