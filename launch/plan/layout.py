@@ -119,6 +119,11 @@ class Layout:
         return min(given, most) if self.on_cpu else given
 
     @property
+    def secondary(self) -> int:
+        """[ranks] That a second copy of the parameters is divided by; 1 where there is none (hpZ)."""
+        return min(int(self.zero.get("zero_hpz_partition_size", 1)), self.world) if self.stage == 3 else 1
+
+    @property
     def bf16_optimizer(self) -> bool:
         """ZeRO-1 with BF16 runs on DeepSpeed's BF16_Optimizer, which keeps whole FP32 gradients."""
         return self.stage == 1 and self.compute == "bf16"

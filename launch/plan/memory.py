@@ -123,7 +123,11 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     kept, recomputed, loss = activations(shape, layout)
     live, arriving = _gathered(shape, layout)
     buffer, copy = _buckets(shape, layout)
+    second = _second_copy(shape, layout)
+    if "param" in layout.offload.split("+"):
+        host, second = host | ({"second copy": second} if second else {}), 0.0
     states = {**device, "teacher": teacher_bytes(shape, layout), "gathered parameters": live, "process": process}
+    states["second copy"] = second * (1 - live / (layout.width * shape.parameters))
     begun = layout.accumulation > 1 or layout.stage == 3 or layout.bf16_optimizer
     at_first = {**states, "gradients": states.get("gradients", 0.0) if begun else 0.0}
     working = recomputed + layout.block_tokens * layout.width * (2 * shape.intermediate + 2 * shape.hidden)
@@ -152,7 +156,7 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
         }
         | whole,
         **({"the start": _start(whole_shape, layout, device, process)} if _starts_whole(layout) else {}),
-        "the optimizer step": states | {"gathered parameters": 0.0, "step": step} | whole,
+        "the optimizer step": states | {"gathered parameters": 0.0, "second copy": second, "step": step} | whole,
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     items = {name: size for name, size in moments[moment].items() if size}
@@ -197,6 +201,14 @@ def _gathered(shape: Shape, layout: Layout) -> tuple[float, float]:
 def _starts_whole(layout: Layout) -> bool:
     """Whether the start counts: ranks on a CPU build the whole model, also where they then share its matrices."""
     return layout.on_cpu and (layout.stage < 3 or layout.tensor > 1)
+
+
+def _second_copy(shape: Shape, layout: Layout) -> float:
+    """[bytes] Of hpZ's copy of the parameters (Wang et al. 2023, ZeRO++, section 3.2), divided by the ranks of a node.
+
+    A parameter's is made when it is no longer gathered, and all are given back once the update is done.
+    """
+    return layout.width * float(shape.parameters) / layout.secondary if layout.secondary > 1 else 0.0
 
 
 def _start(shape: Shape, layout: Layout, device: dict[str, float], process: float) -> dict[str, float]:

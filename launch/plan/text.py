@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _ITEM_NOTES = {
     "parameters": "what the model computes with",
+    "second copy": "of the parameters, divided by zero_hpz_partition_size",
     "loading": "the model in FP32, before it is rounded",
     "masters": "FP32 copies that the optimizer updates; split ones without their upper halves",
     "gradients": "summed over micro-batches in FP32",
@@ -82,6 +83,7 @@ def _summary(plan: Plan) -> list[Text]:
         "activations": "model.activation_checkpointing=full or a smaller batch.micro_size lowers them",
         "logits": "model.loss=chunked or a smaller batch.micro_size lowers them; activation checkpointing does not",
         "parameters": "ZeRO-3 divides them by the ranks",
+        "second copy": "a larger zero_hpz_partition_size divides it further",
         "teacher": "distill.sharded=true divides it by the ranks, distill.top_k asks it before training",
         "gradients": "ZeRO-2 divides them by the ranks",
         "masters": "more ranks divide them",

@@ -133,6 +133,38 @@ def test_the_peak_is_what_tensors_take(pair, tmp_path, stage: int, checkpointing
     assert peak_memory(*layout(*overrides)).total == pytest.approx(measured, rel=0.2)
 
 
+HPZ = {"zero_hpz_partition_size": 2, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+
+
+def test_a_second_copy_of_the_weights_is_a_nodes() -> None:
+    """hpZ on 16 ranks, 2 of them on a node. What is gathered has none yet, and with offload it is in host memory."""
+    shape, demo = layout("deepspeed.config=ds_configs/zero3_bf16.json", "batch.global_size=64", world=16)
+    once, twice = (replace(demo, zero=demo.zero | HPZ | {"zero_hpz_partition_size": size}) for size in (1, 2))
+    with_it = peak_memory(shape, twice)
+    assert with_it.device["second copy"] == 2 * shape.parameters / 2
+    assert with_it.total - peak_memory(shape, once).total == shape.parameters
+    gathered = peak_memory(shape, replace(twice, zero=twice.zero | {"stage3_max_live_parameters": 1e9}))
+    assert "second copy" not in gathered.device
+    offloaded = peak_memory(shape, replace(twice, offload="param"))
+    assert offloaded.host["second copy"] == shape.parameters
+    assert "second copy" not in offloaded.device
+
+
+def test_the_second_copy_takes_what_the_planner_says(pair, tmp_path) -> None:
+    """Of two ranks, weights that are partitioned as soon as they are used."""
+    measured, planned = [], []
+    for size in (1, 2):
+        document = json.loads((REPOSITORY / "ds_configs/zero3_bf16.json").read_text())
+        more = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1_000_000}
+        document["zero_optimization"] |= HPZ | more | {"zero_hpz_partition_size": size}
+        (tmp_path / "ds.json").write_text(json.dumps(document))
+        given = [MODEL, "model.activation_checkpointing=none", "data.sequence_length=32", "batch.micro_size=1"]
+        given += ["batch.global_size=4", f"deepspeed.config={tmp_path}/ds.json", "precision.compute=bf16"]
+        measured.append(max(rank["peak"] for rank in pair.run(plan_cases.peak_of, overrides=given, vocabulary=512)))
+        planned.append(peak_memory(*layout(*given)).total)
+    assert measured[1] - measured[0] == pytest.approx(planned[1] - planned[0], rel=0.2)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_split_masters_free_what_the_planner_says(pair, tmp_path, stage: int) -> None:
     """Of two ranks, with hardly any activations, so that the peak has masters in it and little else that varies."""
