@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from modeling.adapter import is_off
 from precision.findings import tensors_of
 from precision.manifest import find_regions
 from training.distributed import World
@@ -35,6 +36,8 @@ class OutputErrors:
             for name, module in candidate.named_modules()
             if name in regions or (name and next(module.children(), None) is None)
         }
+        both = (*reference.modules(), *candidate.modules())
+        self._adapted = [module for module in both if hasattr(module, "_disable_adapters")]
         self._world = world
         self._outputs: dict[str, torch.Tensor] = {}
         self._own: dict[str, torch.Tensor] = {}
@@ -70,11 +73,13 @@ class OutputErrors:
 
     @contextmanager
     def _hooks(self, modules: dict[str, torch.nn.Module], callback: Any) -> Iterator[None]:
+        adapted = self._adapted
         with ExitStack() as stack:
             for name in self._candidate:
 
                 def hook(module: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                    callback(name, args, kwargs, _first(output))
+                    if not any(map(is_off, adapted)):  # a pass without adapters is the base's, not the one that trains
+                        callback(name, args, kwargs, _first(output))
 
                 handle = modules[name].register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
