@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from modeling.adapter import is_off
 from precision.findings import tensors_of
 from precision.fp8_reference import in_fp8
 from precision.manifest import find_regions
@@ -50,6 +51,8 @@ class OutputErrors:
         }
         self._regions = regions
         self._eight_bit = regions.names_in("fp8") if regions else ()
+        both = (*reference.modules(), *candidate.modules())
+        self._adapted = [module for module in both if hasattr(module, "_disable_adapters")]
         self._world = world
         self._outputs: dict[str, torch.Tensor] = {}
         self._own: dict[str, torch.Tensor] = {}
@@ -90,11 +93,13 @@ class OutputErrors:
 
     @contextmanager
     def _hooks(self, modules: dict[str, torch.nn.Module], callback: Any) -> Iterator[None]:
+        adapted = self._adapted
         with ExitStack() as stack:
             for name in self._candidate:
 
                 def hook(module: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                    callback(name, args, kwargs, _first(output))
+                    if not any(map(is_off, adapted)):  # a pass without adapters is the base's, not the one that trains
+                        callback(name, args, kwargs, _first(output))
 
                 handle = modules[name].register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
