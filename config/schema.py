@@ -789,6 +789,9 @@ class ParitySection:
     """[fraction] Smallest share of a module's weight gradients that have FP32's sign."""
     update_error: float = limit(0.001, above=0.0)
     """[fraction] Largest relative error of a module's update against the optimizer in FP64 on the reduced gradient."""
+    update_rounding: float = limit(0.0, at_least=0.0, at_most=1.0)
+    """[fraction] Largest share of a module's values whose master or moments an update of AdamW left further from FP64's
+    than FP32's rounding explains: a moment kept in fewer bits, a coefficient that is slightly wrong."""
     weight_drift: float = limit(0.0, at_least=0.0)
     """[fraction] Largest relative distance of a 16-bit weight from its rounded master."""
     price_per_device_hour: float = limit(0.0, at_least=0.0)

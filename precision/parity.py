@@ -25,7 +25,7 @@ SAME_LOSS = 1e-5
 
 IN_A_STEP = (
     *("weight_drift", "module_error", "gradient_error", "gradient_cosine", "sign_agreement"),
-    *("grad_norm_error", "update_error"),
+    *("grad_norm_error", "update_error", "update_rounding"),
 )
 """The checks of single steps, in the order in which a step computes what they judge."""
 WHOLE_GRADIENT = "(gradient norm)"
@@ -61,6 +61,8 @@ class Walk:
     """Loss that the run itself recorded on the first of these steps."""
     why: str = ""
     """Why it was not restored."""
+    recorded_scale: float | None = None
+    """Loss scale that the run itself recorded on the first of these steps."""
 
 
 @dataclass
@@ -107,6 +109,7 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
         _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine"), at_least=True),
         _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement"), at_least=True),
         _over(taken, "update_error", bounds.update_error, lambda step: _by_module(step["update_error"]).items()),
+        _over(taken, "update_rounding", bounds.update_rounding, _beyond_rounding, floor=0.0),
         _over(taken, "grad_norm_error", bounds.update_error, _norm_error),
         _over(attempted, "weight_drift", bounds.weight_drift, _drift, floor=0.0),
         judge_signatures(taken, bounds),
@@ -249,6 +252,10 @@ def _drift(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     return _by_module(step["drift"]).items()
 
 
+def _beyond_rounding(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    return _by_module(step.get("update_rounding", {})).items()
+
+
 def _norm_error(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     """The norm that the run reports, compared with that of the gradient it reduced."""
     own = step["own_grad_norm"]
@@ -272,6 +279,9 @@ def _restored(walks: Sequence[Walk], bounds: ParitySection) -> Check:
             bad.append(f"step {walk.point}: {walk.why}")
         elif known is not None and not abs(loss - known) <= SAME_LOSS * abs(known):
             bad.append(f"step {walk.point}: loss {loss:.6f} after restoring, {known:.6f} in the run")
+        elif walk.recorded_scale is not None and first.get("loss_scale", walk.recorded_scale) != walk.recorded_scale:
+            scales = f"{first['loss_scale']:g} after restoring, {walk.recorded_scale:g} in the run"
+            bad.append(f"step {walk.point}: loss scale {scales}")
     share = 1 - len(bad) / max(len(walks), 1)
     passed = share >= bounds.restored_share
     return Check("restored_share", share, bounds.restored_share, passed, at_least=True, note="; ".join(bad))

@@ -30,6 +30,7 @@ _WORDS = {
     "gradient_cosine": "weight gradients, cosine",
     "sign_agreement": "weight gradients, equal signs",
     "update_error": "update against FP64 on its own gradient",
+    "update_rounding": "masters and moments beyond FP32's rounding of FP64's",
     "grad_norm_error": "reported gradient norm against the gradient's",
     "weight_drift": "weights against their rounded masters",
     "unexplained": "modules with an error that rounding does not explain",
@@ -37,7 +38,9 @@ _WORDS = {
     "lower_dtypes": "softmax, norm statistics, loss, rotary table in a lower dtype than FP32",
     "restored_share": "points restored with the recorded loss",
 }
-_SHARES = frozenset({"finished_runs", "validation_delta", "loss_gap", "skipped_share", "restored_share"})
+_SHARES = frozenset(
+    {"finished_runs", "validation_delta", "loss_gap", "skipped_share", "restored_share", "update_rounding"}
+)
 _UNITS = {
     "step_seconds": ("step time", "s"),
     "tokens_per_second": ("throughput", "tokens/s"),

@@ -61,6 +61,24 @@ def signature_with(world: World, *, stage: int, compute: str, module: str, overr
         return judge_signatures(rows, ParitySection())
 
 
+def with_rounded_moment(world: World, *, stage: int, compute: str, key: str, steps: int) -> list[dict[str, Any]]:
+    """Some real steps of an engine that keeps one of Adam's moments in BF16 from each step to the next."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    with engine_of(world, resolved) as engine:
+        optimizer: Any = engine.deepspeed.basic_optimizer
+        right = optimizer.step
+
+        def step(*args: Any, **options: Any) -> None:
+            right(*args, **options)
+            for state in optimizer.state.values():
+                state[key].copy_(state[key].bfloat16())
+
+        optimizer.step = step
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        return [parity.step(batch_of(world, 2, seed=number), applied=number) for number in range(steps)]
+
+
 def with_dropout(world: World, *, stage: int, compute: str, overrides: Sequence[str]) -> dict[str, Any]:
     """A step as a run takes it; then, from the same generators, its loss repeated and the same step measured."""
     resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
