@@ -781,6 +781,9 @@ class ParitySection:
     """[fraction] Share of the compared points that must restore from their checkpoint and repeat the recorded loss."""
     module_error: float = limit(0.02, above=0.0)
     """[fraction] Largest relative error of a module's output against FP32 on the same inputs: its own error."""
+    accumulation_error: float = limit(2e-5, above=0.0)
+    """[fraction] Largest relative error of a module's gradient that is the sum of two known ones, added up by the
+    engine: 1e-7 in FP32, 1e-4 and 1e-3 where something adds up in FP16 or BF16."""
     gradient_error: float = limit(0.15, above=0.0)
     """[fraction] Largest relative error of a module's weight gradients from the same masters and batch."""
     gradient_cosine: float = limit(0.99, at_least=-1.0, at_most=1.0)

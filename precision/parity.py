@@ -24,7 +24,7 @@ SAME_LOSS = 1e-5
 
 
 IN_A_STEP = (
-    *("weight_drift", "module_error", "gradient_error", "gradient_cosine", "sign_agreement"),
+    *("weight_drift", "module_error", "accumulation_error", "gradient_error", "gradient_cosine", "sign_agreement"),
     *("grad_norm_error", "update_error", "update_rounding"),
 )
 """The checks of single steps, in the order in which a step computes what they judge."""
@@ -105,6 +105,7 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     taken = [step for step in attempted if step["applied"]]
     checks = [
         _over(attempted, "module_error", bounds.module_error, module_errors),
+        _over(attempted, "accumulation_error", bounds.accumulation_error, _accumulated, floor=0.0),
         _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_scale_note(taken)),
         _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine"), at_least=True),
         _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement"), at_least=True),
@@ -250,6 +251,10 @@ def _by_module(values: Mapping[str, float], worst: Callable[..., float] = max) -
 
 def _drift(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     return _by_module(step["drift"]).items()
+
+
+def _accumulated(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    return _by_module(step.get("accumulation_error", {})).items()
 
 
 def _beyond_rounding(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:

@@ -142,6 +142,11 @@ class Engine:
         """Whether an overflow of this step could not lower the loss scale."""
         return self.scales_dynamically and self.loss_scale <= self._scale_section.minimum
 
+    @property
+    def has_router(self) -> bool:
+        """Whether losses of routers are added to the objective's."""
+        return self._router is not None
+
     def forward_backward(
         self, batch: Batch, *, step: int, on_loss: Callable[[torch.Tensor], Any] | None = None
     ) -> Outcome:

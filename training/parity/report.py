@@ -26,6 +26,7 @@ _WORDS = {
     "skipped_share": "skipped steps, once the loss scale has settled",
     "nonfinite_events": "non-finite values not answered by the loss scale",
     "module_error": "a module's own error, on the inputs it got",
+    "accumulation_error": "known gradients added up, relative error",
     "gradient_error": "weight gradients, relative error",
     "gradient_cosine": "weight gradients, cosine",
     "sign_agreement": "weight gradients, equal signs",

@@ -170,6 +170,23 @@ def test_the_first_module_to_part_is_the_one_that_was_sabotaged(pair):
 
 
 @pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("stage", "compute", "overrides"),
+    [
+        *((stage, compute, []) for compute in ("bf16", "fp16") for stage in (2, 3, 1)),
+        (2, "fp32", manifest("bf16")),
+    ],
+)
+def test_known_gradients_are_added_up_in_fp32_or_every_module_is_named(pair, stage, compute, overrides):
+    overrides = ["precision.loss_scale.initial=1024", *overrides]
+    of_case = {"stage": stage, "compute": compute, "overrides": overrides}
+    for found in pair.run(parity_cases.summed, **of_case):
+        assert found and max(found.values()) < BOUNDS.accumulation_error / 10
+    for found in pair.run(parity_cases.summed, rounded=True, **of_case):
+        assert min(found.values()) > 10 * BOUNDS.accumulation_error
+
+
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("key", ["exp_avg_sq", "exp_avg"])
 def test_a_moment_that_is_kept_in_bf16_is_found_by_its_rounding(pair, stage, key):
