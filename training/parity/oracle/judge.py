@@ -163,7 +163,7 @@ def _comparisons(start: Mapping[str, Any]) -> dict[str, Comparison]:
         bounds |= {"loss": 2e-6, "norm": 1e-5, "masters": 1e-3, "distance moved": 1e-5}
     else:
         roundoff = max(ROUNDOFF_FP8 if name == "fp8" else unit_roundoff(DTYPES[name]) for name in computed)
-        bounds |= {"loss": roundoff / 8, "norm": 4 * roundoff, "distance moved": roundoff}
+        bounds |= {"loss": roundoff / 2, "norm": 4 * roundoff, "distance moved": roundoff}
     return {what: Comparison(what, bound) for what, bound in bounds.items()}
 
 
