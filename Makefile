@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed and ninja look for programs of the environment on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup another-torch architecture demo test test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl parity parity-defects analyze matrix envelope chaos clean
+.PHONY: help setup another-torch architecture demo test test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl parity parity-defects detection analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -146,6 +146,9 @@ parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
 
 parity-defects: setup  ## See that the parity gate finds every planted defect: runs/parity-defects
 	$(BIN)/python -m training.parity.defects batch.micro_size=2 $(ARGS)
+
+detection: setup  ## Plant defects that the judge does not know, and write what it finds: docs/detection.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.detection --out docs/detection.md $(ARGS)
 
 analyze: setup  ## Measure the demo's modules and propose a precision manifest: runs/manifest.json
 	$(BIN)/python -m training.analyze --config config/recipes/demo.yaml --out runs/manifest.json $(ARGS)

@@ -822,6 +822,9 @@ class ParitySection:
     """[fraction] Share of the compared points that must restore from their checkpoint and repeat the recorded loss."""
     module_error: float = limit(0.02, above=0.0)
     """[fraction] Largest relative error of a module's output against FP32 on the same inputs: its own error."""
+    accumulation_error: float = limit(2e-5, above=0.0)
+    """[fraction] Largest relative error of a module's gradient that is the sum of two known ones, added up by the
+    engine: 1e-7 in FP32, 1e-4 and 1e-3 where something adds up in FP16 or BF16."""
     gradient_error: float = limit(0.15, above=0.0)
     """[fraction] Largest relative error of a module's weight gradients from the same masters and batch."""
     gradient_cosine: float = limit(0.99, at_least=-1.0, at_most=1.0)
@@ -830,6 +833,9 @@ class ParitySection:
     """[fraction] Smallest share of a module's weight gradients that have FP32's sign."""
     update_error: float = limit(0.001, above=0.0)
     """[fraction] Largest relative error of a module's update against the optimizer in FP64 on the reduced gradient."""
+    update_rounding: float = limit(0.0, at_least=0.0, at_most=1.0)
+    """[fraction] Largest share of a module's values whose master or moments an update of AdamW left further from FP64's
+    than FP32's rounding explains: a moment kept in fewer bits, a coefficient that is slightly wrong."""
     weight_drift: float = limit(0.0, at_least=0.0)
     """[fraction] Largest relative distance of a 16-bit weight from its rounded master."""
     price_per_device_hour: float = limit(0.0, at_least=0.0)

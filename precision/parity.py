@@ -28,8 +28,8 @@ FP8_MARGIN = 1.5
 roundings tip some values to another FP8 number, so that its errors are of the same size and not the same."""
 
 IN_A_STEP = (
-    *("weight_drift", "fp8_products", "module_error", "gradient_error", "gradient_cosine", "sign_agreement"),
-    *("grad_norm_error", "update_error"),
+    *("weight_drift", "fp8_products", "module_error", "accumulation_error", "gradient_error", "gradient_cosine"),
+    *("sign_agreement", "grad_norm_error", "update_error", "update_rounding"),
 )
 """The checks of single steps, in the order in which a step computes what they judge."""
 WHOLE_GRADIENT = "(gradient norm)"
@@ -65,6 +65,8 @@ class Walk:
     """Loss that the run itself recorded on the first of these steps."""
     why: str = ""
     """Why it was not restored."""
+    recorded_scale: float | None = None
+    """Loss scale that the run itself recorded on the first of these steps."""
 
 
 @dataclass
@@ -107,10 +109,12 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     taken = [step for step in attempted if step["applied"]]
     checks = [
         _over(attempted, "module_error", bounds.module_error, module_errors, note=_own_note(attempted)),
+        _over(attempted, "accumulation_error", bounds.accumulation_error, _accumulated, floor=0.0),
         _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_gradient_note(taken)),
         _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine"), at_least=True),
         _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement"), at_least=True),
         _over(taken, "update_error", bounds.update_error, lambda step: _by_module(step["update_error"]).items()),
+        _over(taken, "update_rounding", bounds.update_rounding, _beyond_rounding, floor=0.0),
         _over(taken, "grad_norm_error", bounds.update_error, _norm_error),
         _over(attempted, "weight_drift", bounds.weight_drift, _drift, floor=0.0),
         judge_signatures(taken, bounds),
@@ -315,6 +319,14 @@ def _drift(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     return _by_module(step["drift"]).items()
 
 
+def _accumulated(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    return _by_module(step.get("accumulation_error", {})).items()
+
+
+def _beyond_rounding(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    return _by_module(step.get("update_rounding", {})).items()
+
+
 def _norm_error(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     """The norm that the run reports, compared with that of the gradient it reduced."""
     own = step["own_grad_norm"]
@@ -338,6 +350,9 @@ def _restored(walks: Sequence[Walk], bounds: ParitySection) -> Check:
             bad.append(f"step {walk.point}: {walk.why}")
         elif known is not None and not abs(loss - known) <= SAME_LOSS * abs(known):
             bad.append(f"step {walk.point}: loss {loss:.6f} after restoring, {known:.6f} in the run")
+        elif walk.recorded_scale is not None and first.get("loss_scale", walk.recorded_scale) != walk.recorded_scale:
+            scales = f"{first['loss_scale']:g} after restoring, {walk.recorded_scale:g} in the run"
+            bad.append(f"step {walk.point}: loss scale {scales}")
     share = 1 - len(bad) / max(len(walks), 1)
     passed = share >= bounds.restored_share
     return Check("restored_share", share, bounds.restored_share, passed, at_least=True, note="; ".join(bad))

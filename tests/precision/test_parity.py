@@ -241,6 +241,8 @@ def test_a_healthy_step_passes_every_check() -> None:
         ({"own_error": {"a": 0.003, "b": math.nan}}, "module_error"),
         ({"update_error": {"a.weight": 0.0, "b.weight": 0.01}}, "update_error"),
         ({"drift": {"a.weight": 0.0, "b.weight": 1e-9}}, "weight_drift"),
+        ({"update_rounding": {"a.weight": 0.0, "b.weight": 1e-3}}, "update_rounding"),
+        ({"accumulation_error": {"a.weight": 1e-7, "b.weight": 1e-3}}, "accumulation_error"),
     ],
 )
 def test_the_module_beyond_a_bound_is_named(changes: dict[str, Any], name: str) -> None:
@@ -299,6 +301,10 @@ def test_a_reported_norm_that_is_not_the_gradients_fails() -> None:
 def test_a_point_has_to_come_back_as_it_was() -> None:
     assert failed(walked(step(), recorded_loss=4.001)) == {"restored_share"}
     assert not failed(walked(step(), recorded_loss=4.0 + 1e-6))
+    assert not failed(walked(step(loss_scale=512.0), recorded_scale=512.0))
+    checks = walked(step(loss_scale=1024.0), recorded_scale=512.0)
+    assert failed(checks) == {"restored_share"}
+    assert checks["restored_share"].note == "step 0: loss scale 1024 after restoring, 512 in the run"
     checks = walked(restored=False, why="a flipped byte")
     assert "a flipped byte" in checks["restored_share"].note
 

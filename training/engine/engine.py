@@ -166,6 +166,11 @@ class Engine:
         """Whether an overflow of this step could not lower the loss scale."""
         return self.scales_dynamically and self.loss_scale <= self._scale_section.minimum
 
+    @property
+    def has_router(self) -> bool:
+        """Whether losses of routers are added to the objective's."""
+        return self._router is not None
+
     def masters(self) -> list[torch.Tensor]:
         """This rank's partition of the masters, FP32; of split masters copies. Not a collective."""
         flats = local_masters(self.deepspeed.optimizer)

@@ -188,15 +188,22 @@ def walk_steps(chosen: Plan, run: Run, *, keep: bool = False) -> list[Walk]:
     launch([*program, "--walk", str(WALK)], processes=chosen.processes, log=log, launcher=chosen.launcher)
     if not out.exists():
         raise UserError(f"single steps could not be compared: {error_line_of(log)}; see {log}")
-    losses = {event["step"]: event["loss"] for event in read_events(run.folder.events) if event["event"] == "step"}
-    walks = [
-        Walk(found["point"], found["restored"], found["steps"], losses.get(found["point"] + 1), found.get("why", ""))
-        for found in json.loads(out.read_text(encoding="utf-8"))
-    ]
+    walks = walks_of(json.loads(out.read_text(encoding="utf-8")), run)
     out.unlink()
     if not keep:
         shutil.rmtree(run.folder.checkpoints, ignore_errors=True)
     return walks
+
+
+def walks_of(measured: Sequence[dict[str, Any]], run: Run) -> list[Walk]:
+    """What `training.parity.steps` measured at each point, with what the run itself recorded there."""
+    recorded = {event["step"]: event for event in read_events(run.folder.events) if event["event"] == "step"}
+    found = []
+    for point in measured:
+        first = recorded.get(point["point"] + 1, {})
+        known = {"recorded_loss": first.get("loss"), "recorded_scale": first.get("loss_scale")}
+        found.append(Walk(point["point"], point["restored"], point["steps"], why=point.get("why", ""), **known))
+    return found
 
 
 def trajectory(run: Run) -> Trajectory:

@@ -27,10 +27,12 @@ _WORDS = {
     "nonfinite_events": "non-finite values not answered by the loss scale",
     "fp8_products": "products of an FP8 layer against FP8's definition, in roundings",
     "module_error": "a module's own error, on the inputs it got",
+    "accumulation_error": "known gradients added up, relative error",
     "gradient_error": "weight gradients, relative error",
     "gradient_cosine": "weight gradients, cosine",
     "sign_agreement": "weight gradients, equal signs",
     "update_error": "update against FP64 on its own gradient",
+    "update_rounding": "masters and moments beyond FP32's rounding of FP64's",
     "grad_norm_error": "reported gradient norm against the gradient's",
     "weight_drift": "weights against their rounded masters",
     "unexplained": "modules with an error that rounding does not explain",
@@ -38,7 +40,9 @@ _WORDS = {
     "lower_dtypes": "softmax, norm statistics, loss, rotary table in a lower dtype than FP32",
     "restored_share": "points restored with the recorded loss",
 }
-_SHARES = frozenset({"finished_runs", "validation_delta", "loss_gap", "skipped_share", "restored_share"})
+_SHARES = frozenset(
+    {"finished_runs", "validation_delta", "loss_gap", "skipped_share", "restored_share", "update_rounding"}
+)
 _UNITS = {
     "step_seconds": ("step time", "s"),
     "tokens_per_second": ("throughput", "tokens/s"),

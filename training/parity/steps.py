@@ -8,6 +8,8 @@ takes a few real steps. For every one of them it measures, module by module,
 - the *output error*: its output against FP32's on FP32's inputs, the error accumulated so far;
 - its gradients against FP32's: relative error, cosine, share of equal signs;
 - the *update error*: the change of its masters against the optimizer in FP64 on the gradient that the engine reduced;
+- the share of its masters and moments that this update left further from FP64 than FP32's rounding explains;
+- at each point, the error of a sum of two gradients that are known;
 - the *drift*: the distance of the weights it computes with from its rounded masters;
 - with FP8 in the plan, what its rounding alone does to outputs and gradients, and the three products of each FP8 layer
   (`training.parity.fp8_products`);
@@ -48,8 +50,10 @@ from precision.statistics import compare_gradients, master_drift, to_plain
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from training.build import assemble
+from training.distributed import World
 from training.engine import Engine
 from training.engine.optimizer import implementation
+from training.engine.optimizers.adamw import after
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.tensors import (
     states_of,
@@ -130,11 +134,12 @@ class StepParity:
             "reference_norms": to_plain({name: gradients[name].double().norm() for name in found}),
             "drift": drift,
             "update_error": {},
+            "update_rounding": {},
             **errors.measured(),
             "signature": signatures.measured(),
         }
         if update.applied:
-            measured["update_error"] = self._update_errors(before, found, lr=lr, step=applied + 1)
+            measured |= self._judge_update(before, found, health.grad_norm, lr=lr, step=applied + 1)
         return measured
 
     def loss_with_dropout(self, batch: Batch) -> float:
@@ -155,6 +160,42 @@ class StepParity:
             _, rounded = self._reference.loss_and_gradients(batch)
         return to_plain(compare_gradients(rounded.items(), gradients.items()))
 
+    def accumulation_errors(self, batch: Batch) -> dict[str, float]:
+        """By parameter, how far the gradients of a micro-batch and of an eighth of its loss do not add up to their sum.
+
+        Each is had alone first, as the sum with nothing. FP32 adds them up but for its own last rounding; what adds up
+        in 16 bits rounds their sum once more. Where passes differ from run to run, it may be off by four times as much.
+        Empty where gradients are reduced in less than FP32 by the config, and where any is not finite. Changes no
+        weight.
+        """
+        if self._resolved.config.precision.reduce != "fp32" or self._engine.has_router:
+            return {}
+        self._engine.model.train(not self.no_dropout)
+        weights = ((1.0, 0.0), (0.0, 0.125), (1.0, 0.125))
+        first, second, both = (self._summed(batch, each) for each in weights)
+        if not all(bool(gradient.isfinite().all()) for gradient in both.values()):
+            return {}
+        found = {name: _distance(both[name], gradient + second[name]) for name, gradient in first.items()}
+        if max(found.values(), default=0.0) > self._resolved.config.parity.accumulation_error:
+            again = self._summed(batch, (1.0, 0.0))
+            noise = {name: _distance(again[name], gradient) for name, gradient in first.items()}
+            found = {name: max(0.0, off - 4.0 * noise[name]) for name, off in found.items()}
+        return found
+
+    def _summed(self, batch: Batch, weights: Sequence[float]) -> dict[str, torch.Tensor]:
+        """The reduced gradient of the batch's first micro-batch, as often as there are weights."""
+        engine = self._engine
+        inputs, labels = next(iter(batch.micro_batches(engine.world.device)))
+        for index, weight in enumerate(weights):
+            factor = weight * engine.world.world_size / max(batch.label_tokens, 1)
+            scored = engine.loss_path.score(inputs, labels, factor * engine.loss_scale, inspected=True)
+            engine.backward(scored.loss * factor, last=index == len(weights) - 1)
+        own = {name: whole_gradient(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
+        found = {name: gradient.double() for name, gradient in own.items() if gradient is not None}
+        engine.gradients.norm()
+        engine.discard_gradients()
+        return found
+
     def _before(self) -> Before:
         engine = self._engine
         masters, states = {}, {}
@@ -171,21 +212,30 @@ class StepParity:
             found[name] = master_drift(before.masters[name], whole_weight(self._engine, parameter)).maximum
         return to_plain(found)
 
-    def _update_errors(
-        self, before: Before, gradients: dict[str, torch.Tensor], *, lr: float, step: int
-    ) -> dict[str, float]:
-        """Relative distance of each update from what it should have been, beyond FP32's rounding of the master."""
-        section = self._resolved.config.optimizer
-        update = implementation(section.name).update
-        clip = clip_coefficient(_norm(gradients), section.gradient_clipping)
-        found = {}
-        for name, parameter in self._engine.model.named_parameters():
+    def _judge_update(
+        self, before: Before, gradients: dict[str, torch.Tensor], norm: float, *, lr: float, step: int
+    ) -> dict[str, dict[str, float]]:
+        """By parameter, how far its update is from what it should have been.
+
+        update_error: relative distance, beyond FP32's rounding of the master. update_rounding: the share of its values
+        whose master or moments are further from FP64 than FP32's rounding explains. It is per value, so that a moment
+        kept in fewer bits or a coefficient that is slightly wrong shows however small its effect on one update is; for
+        torch's own AdamW, whose roundings are counted (`adamw.after`). norm: what the engine clipped by; that it is the
+        gradient's is judged for itself.
+        """
+        engine, section = self._engine, self._resolved.config.optimizer
+        update, clipping = implementation(section.name).update, section.gradient_clipping
+        exact = clip_coefficient(_norm(gradients), clipping)
+        reported = 1.0 / max(1.0, (norm + 1e-6) / clipping) if clipping else 1.0
+        counted = isinstance(engine.deepspeed.basic_optimizer, torch.optim.AdamW)
+        errors, beyond = {}, {}
+        for name, parameter in engine.model.named_parameters():
             if name not in gradients:
                 continue
-            master, group = before.masters[name], self._engine.group_of[id(parameter)]
+            group, gradient = engine.group_of[id(parameter)], gradients[name]
             given = UpdateInputs(
-                master,
-                gradients[name] * clip,
+                before.masters[name],
+                gradient * exact,
                 before.states[name],
                 section=section,
                 weight_decay=group["weight_decay"],
@@ -193,13 +243,18 @@ class StepParity:
                 step=step,
                 matrix=group["matrix"],
             )
-            expected = update(given)
-            actual = whole_master(self._engine, parameter).double() - master.double()
-            rounding = 2.0**-24 * float(master.double().norm())
-            off = max(0.0, float((actual - expected).norm()) - rounding)
+            expected, master = update(given), whole_master(engine, parameter).double()
+            rounding = 2.0**-24 * float(given.master.norm())
+            off = max(0.0, float((master - given.master - expected).norm()) - rounding)
             size = float(expected.norm())
-            found[name] = off / size if size else (0.0 if off == 0 else math.inf)
-        return found
+            errors[name] = off / size if size else (0.0 if off == 0 else math.inf)
+            if counted:
+                states = [whole_state(engine, parameter, key).double() for key in states_of(engine, parameter)]
+                values, slack = after(dataclasses.replace(given, gradient=gradient.double() * reported))
+                rows = zip([master, *states], values, slack, strict=True)
+                within = torch.stack([(found - value).abs() <= least for found, value, least in rows])  # no nan is
+                beyond[name] = 1.0 - float(within.all(0).double().mean())
+        return {"update_error": errors, "update_rounding": beyond}
 
 
 def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int) -> list[dict[str, Any]]:
@@ -213,15 +268,21 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
     while applied < length and len(measured) - applied < MAX_SKIPS:
         batch = batches.next_step()
         repeated = {"loss_with_dropout": steps.loss_with_dropout(batch)} if steps.no_dropout and not measured else {}
-        found = repeated | steps.step(batch, applied=progress.applied + applied)
+        summed = {} if measured else {"accumulation_error": steps.accumulation_errors(batch)}
+        found = repeated | summed | steps.step(batch, applied=progress.applied + applied)
         applied += found["applied"]
         measured.append({"step": progress.step + len(measured) + 1, **found})
     return measured
 
 
-def measure(run_dir: RunDir, resolved: Resolved, points: list[int], *, length: int) -> list[dict[str, Any]]:
-    """For each point, in order, the measured steps after it; 0 is the start of the run. A collective."""
-    with session(resolved) as opened:
+def measure(
+    run_dir: RunDir, resolved: Resolved, points: list[int], *, length: int, world: World | None = None
+) -> list[dict[str, Any]]:
+    """For each point, in order, the measured steps after it; 0 is the start of the run. A collective.
+
+    world: the process group, where it was joined already.
+    """
+    with session(resolved, world=world) as opened:
         engine, batches = opened.engine, opened.batches
         checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
         record = Record.silent()
@@ -255,6 +316,12 @@ def verdict(found: Sequence[Mapping[str, Any]], bounds: ParitySection) -> dict[s
         "first_parting": first_divergence(walks, bounds),
         "walks": list(found),
     }
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """||found - expected|| / ||expected||; 0 where both are 0."""
+    size, off = float(expected.norm()), float((found - expected).norm())
+    return off / size if size else (0.0 if off == 0 else math.inf)
 
 
 def _norm(gradients: dict[str, torch.Tensor]) -> float:

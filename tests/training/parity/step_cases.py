@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from config.schema import ParitySection
 from modeling.build import model_config
@@ -79,6 +81,49 @@ def gradients_with(
         check = judge_signatures(rows, ParitySection())
         parts = [(row["module"], row["part"]) for row in rows[0]["signature"]["parts"]]
         return {"check": check, "parts": parts, "not_measured": rows[0]["signature"]["not_measured"]}
+
+
+def with_rounded_moment(world: World, *, stage: int, compute: str, key: str, steps: int) -> list[dict[str, Any]]:
+    """Some real steps of an engine that keeps one of Adam's moments in BF16 from each step to the next."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    with engine_of(world, resolved) as engine:
+        optimizer: Any = engine.deepspeed.basic_optimizer
+        right = optimizer.step
+
+        def step(*args: Any, **options: Any) -> None:
+            right(*args, **options)
+            for state in optimizer.state.values():
+                state[key].copy_(state[key].bfloat16())
+
+        optimizer.step = step
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        return [parity.step(batch_of(world, 2, seed=number), applied=number) for number in range(steps)]
+
+
+def summed(
+    world: World, *, stage: int, compute: str, rounded: bool = False, overrides: Sequence[str] = ()
+) -> dict[str, float]:
+    """The errors of known sums of gradients. rounded: the engine adds up in BF16."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    with engine_of(world, resolved) as engine:
+        totals: dict[int, torch.Tensor] = {}
+
+        def adding(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+            def add(gradient: torch.Tensor) -> torch.Tensor:
+                before = totals.pop(number, None)
+                if before is None:
+                    totals[number] = gradient.bfloat16()
+                    return gradient.bfloat16().to(gradient.dtype)
+                return ((before + gradient.bfloat16()).float() - before.float()).to(gradient.dtype)
+
+            return add
+
+        for number, parameter in enumerate(engine.model.parameters() if rounded else ()):
+            parameter.register_hook(adding(number))
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        return parity.accumulation_errors(batch_of(world, 2, seed=1))
 
 
 def with_dropout(world: World, *, stage: int, compute: str, overrides: Sequence[str]) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS, settings_of
-from config.schema import OptimizerSection, ScheduleSection, SourceSection
+from config.schema import LossScaleSection, OptimizerSection, ScheduleSection, SourceSection
 from data.mixture import Mixture
 from data.sampler import permute
 from modeling.parameter_groups import group_of_each
+from precision.loss_scale import make_policy
 from tests.support.chats import LENGTH, write_base, write_chats
 from tests.support.launches import command, finish
 from tests.support.small_models import small_model
@@ -29,10 +30,11 @@ from training.engine.optimizers.rule import UpdateInputs
 from training.parity.gate import main
 from training.parity.oracle.judge import Judged, judge
 from training.parity.oracle.optimizers import optimizer_of
-from training.parity.oracle.rules import Mixed, permuted, schedule
+from training.parity.oracle.rules import Mixed, loss_scale, permuted, schedule
 from training.schedule import learning_rate
 
 SLOW = pytest.mark.slow
+MANIFEST = ("precision.path=manifest", "precision.manifest=config/manifests/bf16.json")
 APART = ("data.document_masking=true", "batch.micro_size=1", "run.steps=4", "data.source=jsonl")
 """Micro-batches with different numbers of labels: of short documents that are kept apart."""
 
@@ -76,7 +78,8 @@ def test_a_run_in_fp32_is_what_it_computes(finished: Path) -> None:
     "overrides",
     [
         (*APART, "deepspeed.stage=3", "optimizer.gradient_clipping=0.05"),
-        pytest.param(("precision.compute=bf16", "deepspeed.stage=2"), id="bf16"),
+        pytest.param(("precision.compute=bf16", "deepspeed.stage=2"), id="bf16", marks=SLOW),
+        pytest.param(("precision.compute=fp32", *MANIFEST, "deepspeed.stage=2"), id="manifest"),
         pytest.param(("precision.compute=fp16", "deepspeed.stage=1"), id="fp16", marks=SLOW),
         pytest.param(
             ("optimizer.name=sgd", "optimizer.groups=[{match: '*mlp*', learning_rate: 0.1, weight_decay: 0.3}]"),
@@ -221,6 +224,16 @@ def test_so_are_runs_on_chats(folder: Path, packing: str, loss: str) -> None:
 def test_a_mistake_that_both_twins_of_a_gate_would_share_is_named(folder: Path, mistake: str, named: set[str]) -> None:
     found = judged(folder, mistake, *APART, mistake=mistake)
     assert failed(found) >= named, found.lines()
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 5), st.integers(1, 3))
+def test_both_loss_scales_are_one(overflows: list[bool], window: int, hysteresis: int) -> None:
+    section = LossScaleSection(initial=256.0, window=window, hysteresis=hysteresis, minimum=16.0, maximum=1024.0)
+    scale, policy = loss_scale(section), make_policy(section)
+    assert scale is not None
+    for overflow in overflows:
+        assert scale(overflow) == policy.scale
+        policy.update(overflow)
 
 
 def tampered(finished: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Judged:

@@ -170,6 +170,35 @@ def test_the_first_module_to_part_is_the_one_that_was_sabotaged(pair):
     assert all(built_up[name] > BOUNDS.module_error for name in later)
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("stage", "compute", "overrides"),
+    [
+        *((stage, compute, []) for compute in ("bf16", "fp16") for stage in (2, 3, 1)),
+        (2, "fp32", manifest("bf16")),
+    ],
+)
+def test_known_gradients_are_added_up_in_fp32_or_every_module_is_named(pair, stage, compute, overrides):
+    overrides = ["precision.loss_scale.initial=1024", *overrides]
+    of_case = {"stage": stage, "compute": compute, "overrides": overrides}
+    for found in pair.run(parity_cases.summed, **of_case):
+        assert found and max(found.values()) < BOUNDS.accumulation_error / 10
+    for found in pair.run(parity_cases.summed, rounded=True, **of_case):
+        assert min(found.values()) > 10 * BOUNDS.accumulation_error
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("key", ["exp_avg_sq", "exp_avg"])
+def test_a_moment_that_is_kept_in_bf16_is_found_by_its_rounding(pair, stage, key):
+    """Of the second moment that moves an update by less than the bound on its error."""
+    for steps in pair.run(parity_cases.with_rounded_moment, stage=stage, compute="bf16", key=key, steps=2):
+        checks = judged(steps)
+        assert checks["update_rounding"].measured > 0.5
+        assert checks["update_rounding"].note.startswith("all ")
+        assert key == "exp_avg" or checks["update_error"].passed
+
+
 @pytest.mark.parametrize("kind", ["coarse_output", "fp16_norm"])
 def test_a_defect_without_its_module_is_refused(solo, kind):
     overrides = [f"defects=[{{kind: {kind}}}]"]

@@ -29,13 +29,15 @@ from config.schema import Config
 from data.corpus import Corpus
 from modeling.build import build_model, dropout_keys
 from precision.dtypes import DTYPES
+from precision.signature import ROUNDOFF_FP8
+from precision.tolerance import unit_roundoff
 from tracking.jsonl import read_run_events, surviving
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
 from training.checkpoint.partitions import open_saved_model
 from training.parity.oracle.low_rank import add_low_rank
 from training.parity.oracle.optimizers import optimizer_of
-from training.parity.oracle.rules import IGNORED, Order, schedule
+from training.parity.oracle.rules import IGNORED, Order, loss_scale, schedule
 from training.tasks.shape import shape_of_model
 from training.tasks.task import prepare
 
@@ -163,17 +165,20 @@ def _comparisons(config: Config, start: Mapping[str, Any]) -> dict[str, Comparis
     Those of 16 bits are multiples of the unit roundoff. Single masters are not compared there: Adam's first steps go by
     a gradient's sign, and that of the smallest ones is rounding.
     """
+    computed = {start["compute"], *(start["regions"] or {}).values()}  # of a manifest's run the first is FP32
     bounds = {"samples": 0.0, "tokens": 0.0, "learning rate": 1e-9}
-    if start["compute"] == "fp32" and start["regions"] is None:
+    if "fp16" in computed:
+        bounds["loss scale"] = 0.0
+    if computed == {"fp32"}:
         bounds |= {"loss": 2e-6, "norm": 1e-5, "masters": 1e-3, "distance moved": 1e-5}
     else:
-        roundoff = torch.finfo(DTYPES.get(start["compute"], torch.bfloat16)).eps / 2
-        bounds |= {"loss": roundoff / 8, "norm": 4 * roundoff, "distance moved": roundoff}
+        roundoff = max(ROUNDOFF_FP8 if name == "fp8" else unit_roundoff(DTYPES[name]) for name in computed)
+        bounds |= {"loss": roundoff / 2, "norm": 4 * roundoff, "distance moved": roundoff}
     if config.optimizer.name == "lion":  # it goes by the sign of a sum, also where that is rounding
         bounds.pop("masters", None)
         bounds["distance moved"] *= 8
     if config.data.sources:
-        bounds |= {"labels by source": 0.0, "loss by source": 8 * bounds["loss"]}
+        bounds |= {"labels by source": 0.0, "loss by source": 4 * bounds["loss"]}
     return {what: Comparison(what, bound) for what, bound in bounds.items()}
 
 
@@ -188,6 +193,7 @@ class _Oracle:
         self._optimizer = optimizer_of(model, config.optimizer)
         peak, total = config.optimizer.learning_rate, config.scheduled_steps
         self._rate = schedule(config.schedule, peak=peak, total=total)
+        self._scale = loss_scale(config.precision.loss_scale)
         self._trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
         self._start = {name: parameter.detach().clone() for name, parameter in self._trained.items()}
         self._applied = self._tokens = 0
@@ -201,6 +207,8 @@ class _Oracle:
         compared["samples"].add(float(event["sample_ids_sha256"] != _sha256(ids)), where)
         compared["tokens"].add(float(event["tokens"] != self._tokens), where)
         compared["learning rate"].add(_relative(event["lr"], rate), where)
+        if self._scale is not None and "loss scale" in compared:
+            compared["loss scale"].add(_relative(event["loss_scale"], self._scale(not event["applied"])), where)
         compared["loss"].add(_relative(event["loss"], loss), where)
         for number, name in enumerate(self._names):
             count, total = by_source.get(number, (0.0, 0.0))

@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import nn
 
-from config.schema import Config, ScheduleSection, SourceSection
+from config.schema import Config, LossScaleSection, ScheduleSection, SourceSection
 from data.row_shards import RowShards
 from data.shards import TokenShards
 
@@ -205,3 +205,29 @@ def _factor(make: Callable[..., Any], warmup: int, **options: Any) -> Callable[[
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     found: Callable[[int], float] = make(optimizer, num_warmup_steps=warmup, **options).lr_lambdas[0]
     return found
+
+
+def loss_scale(section: LossScaleSection) -> Callable[[bool], float] | None:
+    """Of each step in turn, from whether it overflowed, the loss scale that it has; None for a policy not known here.
+
+    DeepSpeed's rule: of the overflows since the scale last grew all but the first few halve it, and each window without
+    one after the step that follows an overflow doubles it, from the next step on.
+    """
+    if section.policy == "static":
+        return lambda overflow: section.initial_scale
+    if section.policy != "deepspeed":
+        return None
+    scale, tolerated, clean = section.initial_scale, section.tolerated_overflows - 1, -1
+
+    def of_step(overflow: bool) -> float:
+        nonlocal scale, tolerated, clean
+        now = scale
+        clean = -1 if overflow else clean + 1
+        if overflow:
+            scale = scale if tolerated else max(scale / 2.0, section.minimum)
+            tolerated = max(tolerated - 1, 0)
+        elif clean and clean % section.window == 0:
+            scale, tolerated = min(scale * 2.0, section.largest_scale), section.tolerated_overflows - 1
+        return now
+
+    return of_step

@@ -1,0 +1,170 @@
+"""The runs of the table: each defect in BF16, FP16 and under a manifest, each at another ZeRO stage; healthy runs."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from config.cli import REPOSITORY
+from config.deepspeed.document import read_document
+from config.files import write_atomically
+from tests.detection.defects import DEFECTS, PATHS, WATCHED, Defect, defect_of
+
+STEPS = 24
+"""Of a run."""
+_SHAPE = "num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2"
+_LLAMA = f"{{hidden_size: 64, intermediate_size: 128, {_SHAPE}, tie_word_embeddings: %s}}"
+_DROPOUT = "resid_pdrop: 0.1, attn_pdrop: 0.1, embd_pdrop: 0.1"
+_OTHER = f"{{hidden_size: 64, intermediate_size: 128, head_dim: 16, {_SHAPE}}}"
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "plain": (f"model.config={_LLAMA % 'false'}",),
+    "tied": (f"model.config={_LLAMA % 'true'}",),
+    "documents": (
+        f"model.config={_LLAMA % 'false'}",
+        *("data.source=jsonl", "data.document_masking=true", "data.path={folder}/short.jsonl"),
+    ),
+    "dropout": (
+        "model.architecture=gpt2",
+        f"model.config={{n_embd: 64, n_layer: 2, n_head: 4, {_DROPOUT}}}",
+    ),
+    "qwen3": ("model.architecture=qwen3", f"model.config={_OTHER}"),
+    "gemma3": ("model.architecture=gemma3_text", f"model.config={_OTHER}"),
+}
+"""What is trained, and on what."""
+_DTYPES = {"bf16": "bf16", "fp16": "fp16", "manifest": "fp32"}
+_SMALL = {"reduce_bucket_size": 65536, "allgather_bucket_size": 65536}
+_SMALL_ZERO3 = {
+    "reduce_bucket_size": 65536,
+    "stage3_prefetch_bucket_size": 65536,
+    "stage3_param_persistence_threshold": 1000,
+    "sub_group_size": 65536,
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    planted: str | None
+    """The defect's name."""
+    path: str
+    stage: int
+    variant: str = "plain"
+    seed: int = 0
+    overrides: tuple[str, ...] = ()
+    steps: int = STEPS
+
+    @property
+    def every(self) -> int:
+        """[steps] Between checkpoints; as many of the first steps are recomputed by the oracle."""
+        return self.steps // 3
+
+    @property
+    def points(self) -> tuple[int, ...]:
+        """Attempted steps after which single steps are compared; of a healthy run at the start as well."""
+        last = 2 * self.every
+        return (last,) if self.planted is not None else (0, last)
+
+    @property
+    def defect(self) -> Defect | None:
+        """None of a healthy run."""
+        return defect_of(self.planted) if self.planted is not None else None
+
+    @property
+    def name(self) -> str:
+        """Unique."""
+        what = self.planted if self.planted is not None else f"healthy {self.variant}, seed {self.seed}"
+        return f"{what} | {self.path} at ZeRO-{self.stage}"
+
+
+def base(folder: Path, variant: str, *, seed: int = 0, steps: int = STEPS) -> list[str]:
+    """What a run and its twin share, for `read_command_line`."""
+    return [
+        *("--config", str(REPOSITORY / "config/recipes/demo.yaml")),
+        *("data.source=text", f"data.path={REPOSITORY}/data", "data.tokenizer=bytes", f"data.cache_dir={folder}/cache"),
+        *("data.sequence_length=64", "data.validation_fraction=0.2", "data.workers=1"),
+        *("model.activation_checkpointing=none", "batch.global_size=8", "batch.micro_size=2"),
+        *(f"run.steps={steps}", f"run.seed={seed}", f"run.dir={folder}/runs", "run.resume=never"),
+        *(f"schedule.warmup_steps={steps // 6}", "optimizer.gradient_clipping=0.5"),
+        *(f"evaluate.every_steps={steps}", "evaluate.batches=4", "generate.tokens=0"),
+        *("tracking.wandb=disabled", "tracking.log_every_steps=1000", "telemetry.every_steps=0"),
+        *(text.replace("{folder}", str(folder)) for text in VARIANTS[variant]),
+    ]
+
+
+def precision(folder: Path, path: str, stage: int) -> list[str]:
+    """The overrides of a precision path at a stage."""
+    dtype = _DTYPES.get(path, path)
+    return [
+        f"deepspeed.config={_document(folder, stage, dtype)}",
+        f"precision.compute={dtype}",
+        *(["precision.path=manifest", "precision.manifest=config/manifests/bf16.json"] if path == "manifest" else []),
+        *(["precision.loss_scale.initial=1024", "precision.loss_scale.window=4"] if path == "fp16" else []),
+    ]
+
+
+def _document(folder: Path, stage: int, dtype: str) -> Path:
+    """DeepSpeed's JSON with buckets and thresholds for a tiny model, so that it is split as a large one is."""
+    path = folder / f"zero{stage}_{dtype}.json"
+    if not path.exists():
+        document = read_document(REPOSITORY / f"ds_configs/zero{stage}_{dtype}.json")
+        document["zero_optimization"] |= _SMALL_ZERO3 if stage == 3 else _SMALL
+        write_atomically(path, json.dumps(document).encode())  # by every rank
+    return path
+
+
+def write_documents(folder: Path) -> None:
+    """Short texts of uneven lengths, for micro-batches with different numbers of labels."""
+    draw = random.Random(5)
+    texts = ["".join(draw.choices("abcd ", k=draw.randint(1, 60))) for _ in range(1500)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "short.jsonl").write_text(lines, encoding="utf-8")
+
+
+def defect_cells() -> Iterator[Cell]:
+    """First each defect once, then on its second path, then on its third, each time at another stage.
+
+    Which path and which stage comes first goes round, so that every stage sees every kind of defect.
+    """
+    for turn in range(len(PATHS)):
+        for number, defect in enumerate(DEFECTS):
+            if turn < len(defect.paths):
+                index = (number + turn) % len(defect.paths)
+                path = defect.paths[index]
+                stage = 1 + (number // len(PATHS) + turn) % 3
+                yield Cell(defect.name, path, stage, defect.variant, 0, defect.overrides)
+
+
+def healthy_cells() -> Iterator[Cell]:
+    """40 runs without a defect; the last seed with the checks for silent corruption."""
+    for seed in (0, 1, 2):
+        for path in PATHS:
+            for stage in (1, 2, 3):
+                yield Cell(None, path, stage, "plain", seed, WATCHED if seed == 2 else ())
+    places = tuple(zip(PATHS, (1, 2, 3), strict=True))
+    for variant, count in (("documents", 3), ("tied", 3), ("qwen3", 2), ("gemma3", 2)):
+        for path, stage in places[:count]:
+            yield Cell(None, path, stage, variant, 0)
+    for path, stage in (("bf16", 1), ("fp16", 2), ("bf16", 3)):  # a BF16 manifest refuses this model's attention
+        yield Cell(None, path, stage, "dropout", 0)
+
+
+def all_cells() -> list[Cell]:
+    """In the order in which they are run: each defect once, with healthy runs between them, then the other paths."""
+    planted, healthy = list(defect_cells()), list(healthy_cells())
+    first, others = planted[: len(DEFECTS)], planted[len(DEFECTS) :]
+    first.sort(key=lambda cell: (_is_team(cell), not _is_of_judge(cell)))
+    threes = zip_longest(first[::2], first[1::2], healthy)
+    return [cell for three in threes for cell in three if cell is not None] + others
+
+
+def _is_team(cell: Cell) -> bool:
+    return cell.defect is not None and cell.defect.plant is None
+
+
+def _is_of_judge(cell: Cell) -> bool:
+    return cell.defect is not None and cell.defect.of_judge

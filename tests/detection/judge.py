@@ -1,0 +1,83 @@
+"""What the product says of a run: the gate's checks, the oracle, the corruption events; nothing of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from config.errors import UserError
+from config.resolved import Resolved
+from precision.parity import Check, Walk, judge_dtypes, judge_steps
+from precision.trajectories import judge_trajectories
+from tracking.jsonl import read_events
+from tracking.run_dir import RunDir
+from training.parity.jobs import Run, inner_dtypes, trajectory, walks_of
+from training.parity.oracle.judge import judge
+
+
+def judged(
+    run_dir: RunDir,
+    twin: RunDir,
+    measured: Sequence[dict[str, Any]],
+    resolved: Resolved,
+    *,
+    code: int,
+    recomputed: int,
+) -> dict[str, Any]:
+    """{"found_by", "modules", "ranks", "said", "oracle"} of a finished run.
+
+    code: its exit code. recomputed: steps that the oracle recomputes. found_by: names of checks, `oracle: quantity`, or
+    `corruption`. said: a line each. oracle: why it was not asked.
+    """
+    run, bounds = Run(run_dir, code == 0, "", None), resolved.config.parity
+    events = list(read_events(run_dir.events))
+    checks = [
+        Check("finished_runs", float(code == 0), 1.0, code == 0, at_least=True),
+        *judge_trajectories([trajectory(run)], [trajectory(Run(twin, True, "", None))], bounds),
+        *judge_steps(walks_of(measured, run), bounds),
+        judge_dtypes(inner_dtypes(run), bounds),
+    ]
+    found = _of_checks(checks)
+    for event in events:
+        if event["event"] in ("corruption", "reexecution"):
+            found["found_by"].append("corruption")
+            parameters = event["modules"] if "modules" in event else [event["module"]]
+            found["modules"] += [name.rpartition(".")[0] for name in parameters]
+            found["ranks"] += event["ranks"]
+            found["said"].append(event.get("text") or f"{event['outcome']}: {event['why']}")
+    found["oracle"] = ""
+    try:
+        oracle = judge(run_dir.path, steps=recomputed, log=lambda line: None)
+    except UserError as problem:
+        found["oracle"] = str(problem)
+    else:
+        for each in oracle.comparisons:
+            if not each.holds:
+                found["found_by"].append(f"oracle: {each.what}")
+                found["said"].append(f"oracle: {each.what}: {each.largest:.2e}, bound {each.bound:.2e}, {each.where}")
+    return {key: _once(value) if isinstance(value, list) else value for key, value in found.items()}
+
+
+def judged_steps(measured: Sequence[dict[str, Any]], resolved: Resolved) -> dict[str, Any]:
+    """The same from single steps alone."""
+    walks = [Walk(each["point"], each["restored"], each["steps"]) for each in measured]
+    return _of_checks(judge_steps(walks, resolved.config.parity))
+
+
+def _of_checks(checks: Sequence[Check]) -> dict[str, Any]:
+    failed = [check for check in checks if not check.passed]
+    return {
+        "found_by": [check.name for check in failed],
+        "modules": [module for check in failed for module in check.modules],
+        "ranks": [],
+        "said": [
+            f"{check.name}: {check.measured:.3g}, bound {check.bound:g}; {', '.join(check.modules[:3])} {check.note}"[
+                :300
+            ]
+            for check in failed
+        ],
+    }
+
+
+def _once(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))

@@ -1,0 +1,226 @@
+"""docs/detection.md, from the results of the cells."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from config.markdown import table
+from tests.detection.cells import STEPS, Cell
+from tests.detection.defects import DEFECTS, PATHS, Defect
+from tests.detection.plants.site import BAD_RANK
+
+Results = dict[str, dict[str, Any]]
+_TITLES = {
+    "forward pass": "Forward passes",
+    "gradient": "Gradients",
+    "loss": "The reported loss",
+    "update": "Updates",
+    "loss scale": "Loss scales",
+    "state": "State and resuming",
+    "shared": "Mistakes that the FP32 twin shares",
+    "flipped bit": "Flipped bits",
+    "the team's own": "The nine of `make parity-defects`",
+}
+
+_WHY = {
+    "loss of micro-batches summed in FP16": "only what is recorded is rounded, by 2^-11 of itself at most, which is "
+    "the oracle's bound on the loss where BF16 computes",
+    "gradients rounded to BF16 before the reduction": "each is off by one rounding of BF16, as where BF16 computes it; "
+    "no bound on gradients is as close, and the ledger reads dtypes, not values",
+    **dict.fromkeys(
+        ("mean of micro-batches' means", "both: mean of micro-batches' means", "both: mean of the ranks' means"),
+        "the gradient's norm, the loss and the distance moved stay within the bounds of 16 bits; single masters the "
+        "oracle compares in FP32 only, where it finds a mean of means (`tests/training/parity/test_oracle.py`)",
+    ),
+    "both: decay on norms and embeddings": "the gate asks the engine for each group's decay; in 16 bits the oracle "
+    "compares the distance moved of all masters together, which so little decay does not change within eight steps",
+    "scores of one attention times 1.01": "no output of that attention is off by more than rounding is allowed at this "
+    "length, after so few steps",
+}
+"""Of defects that were not found, why the checks that there are pass them."""
+
+
+def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
+    """The whole page as Markdown; a cell without a result is said to be not run."""
+    planted = [cell for cell in cells if cell.planted is not None]
+    healthy = [cell for cell in cells if cell.planted is None]
+    alarms = {(cell.variant, cell.path): set[str]() for cell in cells}
+    for cell in healthy:
+        alarms[cell.variant, cell.path] |= set(results.get(cell.name, {}).get("found_by", ()))
+    for cell in planted:
+        if cell.name in results:
+            known = alarms[cell.variant, cell.path]
+            found_by = [name for name in results[cell.name]["found_by"] if name not in known]
+            results = {**results, cell.name: {**results[cell.name], "found_by": found_by}}
+    parts = [_opening(planted, healthy, results, conditions), _false_alarms(healthy, results)]
+    parts += [_group(group, planted, results) for group in _TITLES]
+    parts += [_smallest(results), _how(conditions)]
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
+def is_found(result: dict[str, Any]) -> bool:
+    """Whether anything said that something is wrong."""
+    return bool(result["found_by"])
+
+
+def is_named(defect: Defect, result: dict[str, Any]) -> bool | None:
+    """Whether the right module, and the right rank, was named; None where there is neither to name."""
+    if not (defect.modules or defect.rank):
+        return None
+    module = not defect.modules or bool(set(defect.modules) & set(result["modules"]))
+    return module and (not defect.rank or BAD_RANK in result["ranks"])
+
+
+def _opening(planted: Sequence[Cell], healthy: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
+    run = [cell for cell in planted if cell.name in results]
+    found = [cell for cell in run if is_found(results[cell.name])]
+    tried = {cell.planted for cell in run}
+    missed = {cell.planted for cell in run} - {cell.planted for cell in found}
+    never = [defect.name for defect in DEFECTS if defect.name in missed]
+    sometimes = [
+        defect.name
+        for defect in DEFECTS
+        if defect.name not in missed and any(not is_found(results[c.name]) for c in run if c.planted == defect.name)
+    ]
+    named = [
+        verdict
+        for cell in found
+        if cell.defect is not None and (verdict := is_named(cell.defect, results[cell.name])) is not None
+    ]
+    done = [cell for cell in healthy if cell.name in results]
+    alarms = sum(is_found(results[cell.name]) for cell in done)
+    left = len(planted) - len(run)
+    lines = [
+        "# What the judge finds of defects that it does not know",
+        """`make detection` plants defects into small runs and writes down what Mantissa's own checks say: the parity
+gate ([parity.md](parity.md)), the oracle outside of the engine, and the checks for silent corruption
+([corruption.md](corruption.md)). Nothing in the product knows the names of the defects, which are in
+`tests/detection/`; the nine at the end are planted by the config's `defects:`. Do not edit this page.""",
+        f"""**{len(tried)} of {len(DEFECTS)} defects were planted, in {len(run)} runs;
+{len(tried) - len(missed)} were found, in {len(found)} runs. Where there was a module or a rank to name, it was named in
+{sum(named)} of {len(named)}. {alarms} of {len(done)} healthy runs raised an alarm.**""",
+        f"Not found: {', '.join(never) or 'none'}."
+        + (f" Found in some of their runs only: {', '.join(sometimes)}." if sometimes else ""),
+    ]
+    reasons = [f"- {name}: {_WHY[name]}." for name in (*never, *sometimes) if name in _WHY]
+    lines += ["\n".join(reasons)] if reasons else []
+    if left:
+        lines.append(f"{left} of the {len(planted)} runs with a defect have not been made yet (`-` in the tables).")
+    return "\n\n".join(lines)
+
+
+def _false_alarms(healthy: Sequence[Cell], results: Results) -> str:
+    done = [cell for cell in healthy if cell.name in results]
+    alarms = [cell for cell in done if is_found(results[cell.name])]
+    counts = Counter((cell.variant, cell.path) for cell in done)
+    wrong = Counter((cell.variant, cell.path) for cell in alarms)
+    variants = list(dict.fromkeys(cell.variant for cell in healthy))
+    rows = [
+        (variant, *(f"{wrong[variant, path]} of {counts[variant, path]}" for path in PATHS)) for variant in variants
+    ]
+    bound = (
+        f" No alarm in {len(done)} means at most {1 - 0.05 ** (1 / len(done)):.0%} at 95% confidence." if done else ""
+    )
+    said = [f"- {cell.name}: {'; '.join(results[cell.name]['said'])}" for cell in alarms]
+    return "\n\n".join(
+        [
+            "## False alarms",
+            f"{len(alarms)} in {len(done)} healthy runs, judged by all that judges the others; the plain ones of "
+            "the last seed with the checks for silent corruption on." + (bound if not alarms else ""),
+            """The oracle's bound on the loss in 16 bits was widened after two of the first 31 of these
+runs, in BF16, had been beyond it, the worse of them by 1.6 times: for that check they are no independent evidence.""",
+            table(("runs", *(path.upper() for path in PATHS)), rows).strip(),
+            "\n".join(said),
+        ]
+    ).strip()
+
+
+def _group(group: str, planted: Sequence[Cell], results: Results) -> str:
+    rows = []
+    for defect in (defect for defect in DEFECTS if defect.group == group):
+        own = {cell.path: cell for cell in planted if cell.planted == defect.name}
+        done = [results[cell.name] for cell in own.values() if cell.name in results]
+        by = list(dict.fromkeys(f"`{name}`" if ":" not in name else name for each in done for name in each["found_by"]))
+        rows.append(
+            (
+                defect.name,
+                *(_place(own.get(path), results) for path in PATHS),
+                ", ".join(by) or ("nothing" if done else ""),
+                _named(defect, done),
+            )
+        )
+    head = ("planted", *(path.upper() for path in PATHS), "found by", "named")
+    return f"## {_TITLES[group]}\n\n{table(head, rows).strip()}"
+
+
+def _place(cell: Cell | None, results: Results) -> str:
+    if cell is None:
+        return ""
+    if cell.name not in results:
+        return "-"
+    return f"ZeRO-{cell.stage}: " + ("found" if is_found(results[cell.name]) else "**not found**")
+
+
+def _named(defect: Defect, done: Iterable[dict[str, Any]]) -> str:
+    verdicts = [is_named(defect, result) for result in done if is_found(result)]
+    known = [verdict for verdict in verdicts if verdict is not None]
+    if not known:
+        return ""
+    return "yes" if all(known) else f"{sum(known)} of {len(known)}"
+
+
+def _smallest(results: Results) -> str:
+    rows = []
+    for defect in DEFECTS:
+        result = results.get(f"smallest {defect.name}")
+        if result is None:
+            continue
+        found, least = result["smallest"], result["not_found"]
+        unit = "position {:.0f}" if defect.unit == "bit" else "{:.1e} " + f"({defect.unit})"
+        rows.append(
+            (
+                defect.name,
+                unit.format(found["size"]) if found else "none",
+                unit.format(least) if least is not None else "",
+                ", ".join(f"`{name}`" for name in found["found_by"]) if found else "",
+            )
+        )
+    if not rows:
+        return ""
+    return f"""## The smallest that is found
+
+By halving, in BF16 at ZeRO-2, from the first two steps compared with FP32 alone (128 tokens a rank and micro-batch); of
+a flipped bit the lowest position, in a whole run. A size that rounds to nothing in BF16 cannot be found.
+
+{table(("planted", "smallest found", "not found", "found by"), rows).strip()}"""
+
+
+def _how(conditions: dict[str, Any]) -> str:
+    healthy = Cell(None, "bf16", 2)
+    last, recomputed = healthy.points[-1], healthy.every
+    minutes = conditions["minutes"]
+    return f"""## How it is measured
+
+- Every run is a Llama of 2 layers of width 64 (4 heads, 2 of keys) on 64 tokens, global batch 8 in micro-batches of
+  2, {STEPS} steps, two gloo processes; `documents`: packed documents that are kept apart, uneven numbers of labels;
+  `tied`: one matrix for embedding and head; `dropout`: a GPT-2 with dropout 0.1; `qwen3`, `gemma3`: these families.
+- What runs is what `train.py` and `training.parity` run (session, build, train, restore, single steps, the gate's
+  checks with their default bounds), in processes that stay up instead of new ones. Single steps are compared after
+  step {last}, restored from its checkpoint, and of healthy runs at the start as well; the gate has three points unless
+  it is told otherwise. The oracle recomputes the first {recomputed} steps; it refuses dropout. The checks for silent
+  corruption are on where a bit flips and in nine healthy runs: slices of the update as long as a rank's part, every
+  fourth step made again, copies compared once in four steps, where a bit flips in each.
+- A defect is planted by patching the built engine, or a name of a module, in the run only; where *both* is said in its
+  FP32 twin as well. FP16 starts at a scale of 1024 that grows after 4 steps; where steps are to be skipped, at 262,144.
+- Each defect has one run in BF16, one in FP16 and one under a BF16 manifest, each at another of ZeRO 1, 2 and 3; which
+  stage goes with which goes round from defect to defect, so that every stage sees every kind. One FP32 twin, at ZeRO-2,
+  serves all of a seed and model. ZeRO-3 partitions all but the norms.
+- A check that a healthy run of the same model and precision failed as well has found nothing in the others.
+- *Named*: a check that failed names the module, and of a flipped bit the rank. *Refused*: the run ended itself.
+- `python -m tests.detection --only TEXT` runs part of it; results are kept in `runs/detection/results.jsonl`, and what
+  is there is not run again.
+
+Measured with torch {conditions["torch"]}, DeepSpeed {conditions["deepspeed"]} and transformers
+{conditions["transformers"]} on {conditions["machine"]}, which others kept busy: {minutes:.0f} minutes in all."""

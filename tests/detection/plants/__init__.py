@@ -1,0 +1,1 @@
+"""How each defect gets into a run while it runs; read site.py, then any other."""

@@ -1,0 +1,124 @@
+"""Gradients that are not those of the step's loss: scaled, dropped, lost, rounded, weighted wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from data.loader import IGNORED_LABEL, Batch
+from tests.detection.plants.site import LINEAR, Site, around
+from training.engine import Engine
+from training.engine import engine as engine_module
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _of_matrix(engine: Engine, change: Change) -> None:
+    for parameter in engine.model.get_submodule(LINEAR).parameters():
+        parameter.register_hook(change)
+
+
+def summed(engine: Engine, size: float) -> None:
+    """Over the ranks, instead of averaged."""
+    _of_matrix(engine, lambda gradient: gradient * engine.world.world_size)
+
+
+def scaled(engine: Engine, size: float) -> None:
+    _of_matrix(engine, lambda gradient: (gradient.float() * (1 + size)).to(gradient.dtype))
+
+
+def dropped_on_one_rank(site: Site) -> None:
+    if site.is_bad_rank:
+        site.when_built(lambda engine: _of_matrix(engine, torch.zeros_like))
+
+
+def rounded(engine: Engine, size: float) -> None:
+    """To BF16 before the reduction."""
+    for parameter in engine.model.parameters():
+        parameter.register_hook(lambda gradient: gradient.bfloat16().to(gradient.dtype))
+
+
+def summed_in_bf16(engine: Engine, size: float) -> None:
+    """Over the micro-batches of a step, each sum rounded."""
+    totals: dict[int, torch.Tensor] = {}
+
+    def add(number: int) -> Change:
+        def change(gradient: torch.Tensor) -> torch.Tensor:
+            before = totals.get(number, torch.zeros_like(gradient, dtype=torch.bfloat16))
+            totals[number] = before + gradient.bfloat16()
+            return (totals[number].float() - before.float()).to(gradient.dtype)
+
+        return change
+
+    for number, parameter in enumerate(engine.model.parameters()):
+        parameter.register_hook(add(number))
+
+    def ending(right: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(loss: torch.Tensor, *, last: bool) -> None:
+            right(loss, last=last)
+            if last:
+                totals.clear()
+
+        return backward
+
+    around(engine, "backward", ending)
+
+
+def divided_twice(engine: Engine, size: float) -> None:
+    """By the number of micro-batches."""
+    around(engine, "backward", lambda right: lambda loss, *, last: right(loss / 2, last=last))
+
+
+def dropped_last_micro_batch(engine: Engine, size: float) -> None:
+    around(engine, "backward", lambda right: lambda loss, *, last: right(loss * (0.0 if last else 1.0), last=last))
+
+
+def mean_of_means(engine: Engine, size: float) -> None:
+    """The mean over micro-batches of their means, not the mean over all labels."""
+    counts: list[torch.Tensor] = []
+
+    def remembering(right: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_backward(batch: Batch, **options: Any) -> Any:
+            counts[:] = [(batch.labels != IGNORED_LABEL).sum(dim=(1, 2)).double()]
+            return right(batch, **options)
+
+        return forward_backward
+
+    around(engine, "forward_backward", remembering)
+    around(
+        engine._defects,
+        "weighted",
+        lambda right: lambda weight, index: right(weight, index) * counts[0].mean() / counts[0][index],
+    )
+
+
+def mean_of_ranks(site: Site) -> None:
+    """Each rank divides by its own labels, and the ranks are averaged."""
+
+    def local(batch: Batch, world: Any) -> torch.Tensor:
+        return torch.full((), float(max(batch.label_tokens, 1) * world.world_size), dtype=torch.float64)
+
+    site.patch(engine_module, "label_tokens_of_all", local)
+
+
+def reported_lower(engine: Engine, size: float) -> None:
+    """The loss that is recorded, not the one whose gradient is taken."""
+    _report(engine, lambda total: total * (1 - size))
+
+
+def summed_in_fp16(engine: Engine, size: float) -> None:
+    _report(engine, lambda total: total.half().double())
+
+
+def _report(engine: Engine, change: Change) -> None:
+    def changed(right: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_backward(*args: Any, **options: Any) -> Any:
+            outcome = right(*args, **options)
+            return replace(outcome, loss_sum=change(outcome.loss_sum))
+
+        return forward_backward
+
+    around(engine, "forward_backward", changed)

@@ -1,0 +1,72 @@
+"""Mistakes that a run and its FP32 twin share, so that no comparison of the two shows them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from data import loader
+from modeling import parameter_groups
+from tests.detection.plants.site import Site
+from training import step
+from training.engine import optimizer
+from training.parity import steps
+
+
+def late_rate(site: Site) -> None:
+    """Each update has the learning rate of the one before."""
+    right = step.scheduled_rate
+    site.patch(step, "scheduled_rate", lambda config, applied: right(config, max(applied - 1, 0)))
+
+
+def forgotten_final_rate(site: Site) -> None:
+    """The schedule goes down to nothing."""
+    right = step.scheduled_rate
+
+    def wrong(config: Any, applied: int) -> float:
+        return right(replace(config, schedule=replace(config.schedule, final_ratio=0.0)), applied)
+
+    for module in (step, steps):
+        site.patch(module, "scheduled_rate", wrong)
+
+
+def _change_batches(site: Site, change: Any) -> None:
+    right = loader.Batches.next_step
+    site.patch(loader.Batches, "next_step", lambda self: change(right(self)))
+
+
+def shifted_labels(site: Site) -> None:
+    """Each label is the token after the next one."""
+    _change_batches(site, lambda batch: replace(batch, labels=torch.roll(batch.labels, -1, dims=-1)))
+
+
+def documents_not_kept_apart(site: Site) -> None:
+    _change_batches(site, lambda batch: replace(batch, position_ids=None))
+
+
+def swapped_batches(site: Site) -> None:
+    """Of each two batches the second comes first."""
+    right = loader.sample_ids
+    site.patch(loader, "sample_ids", lambda position, **options: right(position ^ 1, **options))
+
+
+def same_rows_on_all_ranks(site: Site) -> None:
+    right = loader.split_for_rank
+
+    def wrong(ids: Any, *, rank: int, **options: Any) -> Any:
+        return right(ids, rank=0, **options)
+
+    site.patch(loader, "split_for_rank", wrong)
+
+
+def decaying_norms(site: Site) -> None:
+    """Weight decay on what should have none."""
+    right = parameter_groups.parameter_groups
+
+    def wrong(model: Any, section: Any) -> Any:
+        return [{**group, "weight_decay": section.weight_decay} for group in right(model, section)]
+
+    for module in (parameter_groups, optimizer):
+        site.patch(module, "parameter_groups", wrong)

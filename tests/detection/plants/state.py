@@ -1,0 +1,146 @@
+"""Loss scales, restored state, random numbers and copies that are not what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from data import loader
+from tests.detection.plants.site import LINEAR, Site, around
+from training import loss_scaler, progress, session
+from training.checkpoint import checkpoints
+from training.engine import Engine
+from training.engine.masters import local_masters
+
+
+def never_grows(site: Site) -> None:
+    right = loss_scaler.LossScaler.update_scale
+
+    def update_scale(self: Any, overflow: bool) -> None:
+        before = self.policy.state_dict()
+        right(self, overflow)
+        if self._reason == "growth":
+            self.policy.load_state_dict(before)
+            self._reason = None
+
+    site.patch(loss_scaler.LossScaler, "update_scale", update_scale)
+
+
+def clamped_overflow(engine: Engine, size: float) -> None:
+    """What does not fit into the format becomes its largest number, and no step is skipped."""
+    for parameter in engine.model.parameters():
+        parameter.register_hook(lambda gradient: gradient.nan_to_num().clamp(-3e4, 3e4))
+
+
+def skipped_step_moves_the_schedule(site: Site) -> None:
+    right = progress.Progress.after
+
+    def after(self: Any, *, tokens: int, applied: bool) -> Any:
+        return right(self, tokens=tokens, applied=True)
+
+    site.patch(progress.Progress, "after", after)
+
+
+def skipped_step_counts_for_adam(engine: Engine, size: float) -> None:
+    optimizer: Any = engine.deepspeed.basic_optimizer
+    waiting = 0
+
+    def counting(right: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **options: Any) -> Any:
+            nonlocal waiting
+            update = right(*args, **options)
+            waiting += not update.applied
+            states = [state for state in optimizer.state.values() if "step" in state]
+            if states and waiting:
+                for state in states:
+                    state["step"] += waiting
+                waiting = 0
+            return update
+
+        return step
+
+    around(engine, "step", counting)
+
+
+def stale_copy_on_one_rank(site: Site) -> None:
+    """This rank's weights of one matrix stay what they were at the start."""
+    if site.is_bad_rank:
+        site.when_built(_stale)
+
+
+def _stale(engine: Engine) -> None:
+    parameters: Any = list(engine.model.get_submodule(LINEAR).parameters())
+
+    def keeping(right: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **options: Any) -> Any:
+            before = [_held(parameter).clone() for parameter in parameters]
+            update = right(*args, **options)
+            for parameter, old in zip(parameters, before, strict=True):
+                _held(parameter).copy_(old)
+            return update
+
+        return step
+
+    around(engine, "step", keeping)
+
+
+def _held(parameter: Any) -> torch.Tensor:
+    held: torch.Tensor = parameter.ds_tensor.data if hasattr(parameter, "ds_tensor") else parameter.data
+    return held
+
+
+def _after_load(engine: Engine, change: Callable[[], None]) -> None:
+    def loading(right: Callable[..., Any]) -> Callable[..., Any]:
+        def load(*args: Any, **options: Any) -> None:
+            right(*args, **options)
+            with torch.no_grad():
+                change()
+
+        return load
+
+    around(engine, "load", loading)
+
+
+def masters_rounded_at_load(engine: Engine, size: float) -> None:
+    def change() -> None:
+        for master in local_masters(engine.deepspeed.optimizer):
+            master.copy_(master.bfloat16())
+
+    _after_load(engine, change)
+
+
+def moments_lost_at_load(engine: Engine, size: float) -> None:
+    def clear(state: dict[str, Any]) -> None:
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key].zero_()
+
+    _after_load(engine, lambda: _each_state(engine, clear))
+
+
+def count_lost_at_load(engine: Engine, size: float) -> None:
+    _after_load(engine, lambda: _each_state(engine, lambda state: state["step"].zero_()))
+
+
+def _each_state(engine: Engine, change: Callable[[dict[str, Any]], Any]) -> None:
+    for state in engine.deepspeed.basic_optimizer.state.values():
+        change(state)
+
+
+def scale_lost_at_load(engine: Engine, size: float) -> None:
+    around(engine, "install_scaler", lambda right: lambda state: right(None))
+
+
+def batch_used_twice(site: Site) -> None:
+    right = loader.Batches.restore
+    site.patch(loader.Batches, "restore", lambda self, position: right(self, max(position - 1, 0)))
+
+
+def random_numbers_not_restored(site: Site) -> None:
+    site.patch(checkpoints, "load_generators", lambda *args, **options: torch.manual_seed(12345))
+
+
+def same_random_numbers_on_all_ranks(site: Site) -> None:
+    right = session.seed_everything
+    site.patch(session, "seed_everything", lambda seed: right(seed - site.world.rank))

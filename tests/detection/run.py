@@ -1,0 +1,102 @@
+"""One cell on the ranks of a group that stays up: what `train.py` and `training.parity` do, one after the other."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from config.command_line import read_command_line
+from config.resolved import Resolved
+from tests.detection.cells import Cell, base, precision
+from tests.detection.judge import judged, judged_steps
+from tests.detection.plants.site import Plant, planted
+from tracking.run_dir import RunDir
+from training.build import build
+from training.distributed import World
+from training.loop import train
+from training.parity.steps import measure
+from training.session import locked_run_dir, run_dir_of, session
+
+WALK = 2
+
+
+def twin(world: World, *, folder: str, cell: Cell, name: str) -> None:
+    """The FP32 run that a cell is compared with, unless it is there."""
+    where = Path(folder)
+    if (where / "runs" / name / "done").exists():
+        return
+    overrides = [*precision(where, "fp32", 2), "checkpoint.every_steps=0", "checkpoint.at_end=false"]
+    plant, size = (cell.defect.plant, cell.defect.size) if cell.defect and cell.defect.shared else (None, 0.0)
+    _train(world, _resolve(where, cell, name, overrides), plant, size)
+    if world.is_main:
+        (where / "runs" / name / "done").touch()
+    world.gather_objects(None)
+
+
+def twin_name(cell: Cell) -> str:
+    """The run of its twin; that of a defect which both have is its own."""
+    shared = cell.defect is not None and cell.defect.shared
+    return f"fp32-{cell.variant}-{cell.seed}" + (f"-{_plain(cell.defect.name)}" if shared and cell.defect else "")
+
+
+def run(world: World, *, folder: str, cell: Cell, size: float | None = None) -> dict[str, Any] | None:
+    """Train, compare single steps, judge; what was found, on rank 0."""
+    where, started, cpu = Path(folder), time.monotonic(), time.process_time()
+    overrides = [f"checkpoint.every_steps={cell.every}", "checkpoint.keep=3", *cell.overrides]
+    resolved = _resolve(where, cell, "candidate", [*precision(where, cell.path, cell.stage), *overrides])
+    plant = cell.defect.plant if cell.defect else None
+    size = size if size is not None else cell.defect.size if cell.defect else 0.0
+    code = _train(world, resolved, plant, size)
+    with planted(plant, world, size):
+        measured = measure(run_dir_of(resolved), resolved, list(cell.points), length=WALK, world=world)
+    if not world.is_main:
+        return None
+    mine, other = run_dir_of(resolved), RunDir(where / "runs" / twin_name(cell))
+    found = judged(mine, other, measured, resolved, code=code, recomputed=cell.every)
+    return {**found, "seconds": time.monotonic() - started, "cpu": time.process_time() - cpu}
+
+
+def steps_alone(world: World, *, folder: str, cell: Cell, size: float) -> dict[str, Any] | None:
+    """The first two steps of a run compared with FP32, and nothing else: for the smallest size that is found."""
+    where = Path(folder)
+    resolved = _resolve(where, cell, "steps-alone", [*precision(where, cell.path, cell.stage), *cell.overrides])
+    assert cell.defect is not None
+    with planted(cell.defect.plant, world, size):
+        measured = measure(run_dir_of(resolved), resolved, [0], length=WALK, world=world)
+    return judged_steps(measured, resolved) if world.is_main else None
+
+
+def _train(world: World, resolved: Resolved, plant: Plant | None, size: float) -> int:
+    run_dir = run_dir_of(resolved)
+    if world.is_main:
+        _remove(run_dir.path)
+    world.gather_objects(None)
+    with planted(plant, world, size), locked_run_dir(resolved, world), session(resolved, world=world) as opened:
+        parts, progress = build(opened)
+        try:
+            ending = train(parts, progress)
+            where = {"step": ending.progress.step, "tokens": ending.progress.tokens}
+            status = "done" if ending.exit_code == 0 else "aborted"
+            parts.record.event("run_end", **where, status=status, exit_code=ending.exit_code, reason=ending.reason)
+        finally:
+            parts.checkpoints.outcomes()  # the saving thread would die with the process
+            parts.record.close()
+    world.gather_objects(None)
+    return ending.exit_code
+
+
+def _resolve(folder: Path, cell: Cell, name: str, overrides: list[str]) -> Resolved:
+    return read_command_line(
+        [*base(folder, cell.variant, seed=cell.seed, steps=cell.steps), f"run.name={name}", *overrides]
+    )
+
+
+def _remove(path: Path) -> None:
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _plain(text: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in text)

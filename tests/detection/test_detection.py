@@ -1,0 +1,107 @@
+"""The table of planted defects: two cells of it, cut short, through its own code, and how the page is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.detection.cells import Cell, all_cells
+from tests.detection.command import cell_result, prepare_data
+from tests.detection.defects import DEFECTS, PATHS, defect_of
+from tests.detection.page import is_found, is_named, page
+from tests.detection.plants.bits import HIT
+from tests.detection.plants.site import ATTENTION, BAD_RANK
+from tests.support.process_group import ProcessGroup
+
+SCALED = "attention of one layer times 1.01"
+CONDITIONS = {"torch": "1", "deepspeed": "2", "transformers": "3", "machine": "4 cores", "minutes": 5.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("detection")
+    prepare_data(made)
+    return made
+
+
+def result(pair: ProcessGroup, folder: Path, cell: Cell) -> dict[str, Any]:
+    return cell_result(pair, folder, replace(cell, steps=6))
+
+
+def test_a_healthy_run_raises_no_alarm_and_a_planted_defect_is_named(pair: ProcessGroup, folder: Path) -> None:
+    healthy = result(pair, folder, Cell(None, "bf16", 2))
+    assert (healthy["found_by"], healthy["said"], healthy["oracle"]) == ([], [], "")
+    found = result(pair, folder, Cell(SCALED, "bf16", 2))
+    assert "unexplained" in found["found_by"]
+    assert ATTENTION in found["modules"]
+    assert is_found(found) and is_named(defect_of(SCALED), found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "path", "stage", "by"),
+    [
+        ("second moment rounded to BF16", "bf16", 1, "update_rounding"),
+        ("both: learning rate one step late", "manifest", 3, "oracle: learning rate"),
+        ("bit of a weight flipped on one rank", "fp16", 2, "corruption"),
+        ("moments lost at a load", "bf16", 2, "restored_share"),
+    ],
+)
+def test_each_kind_of_check_has_its_defect(
+    pair: ProcessGroup, folder: Path, name: str, path: str, stage: int, by: str
+) -> None:
+    defect = defect_of(name)
+    cell = Cell(name, path, stage, defect.variant, 0, defect.overrides)
+    assert by in cell_result(pair, folder, cell)["found_by"]
+
+
+def test_every_defect_has_a_run_on_each_of_its_paths_and_every_stage_sees_every_kind() -> None:
+    cells = all_cells()
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert sum(cell.planted is None for cell in cells) == 40
+    for defect in DEFECTS:
+        own = [cell for cell in cells if cell.planted == defect.name]
+        assert {cell.path for cell in own} == set(defect.paths)
+        assert len({cell.stage for cell in own}) == len(own)
+    kinds = {(defect.group, cell.stage) for cell in cells if (defect := cell.defect) is not None}
+    everywhere = {defect.group for defect in DEFECTS if len(defect.paths) == len(PATHS)}
+    assert kinds >= {(group, stage) for group in everywhere for stage in (1, 2, 3)}
+
+
+def said(*found_by: str, modules: tuple[str, ...] = (), ranks: tuple[int, ...] = ()) -> dict[str, Any]:
+    """A result as a cell leaves it."""
+    return {"found_by": list(found_by), "modules": list(modules), "ranks": list(ranks), "said": [], "oracle": ""}
+
+
+def test_the_page_says_what_was_found_named_missed_and_not_run() -> None:
+    cells = all_cells()
+    by_name = {cell.name: cell for cell in cells}
+    scaled = [cell.name for cell in cells if cell.planted == SCALED]
+    bit = next(cell.name for cell in cells if cell.planted == "bit of a weight flipped on one rank")
+    missed = next(cell.name for cell in cells if cell.planted == "labels smoothed by 1%")
+    healthy = [cell.name for cell in cells if cell.planted is None]
+    results = {name: said() for name in healthy}
+    results[scaled[0]] = said("unexplained", modules=(ATTENTION,))
+    results[scaled[1]] = said("oracle: loss")
+    results[bit] = said("corruption", modules=(HIT,), ranks=(BAD_RANK,))
+    results[missed] = said()
+    results[f"smallest {SCALED}"] = {"smallest": {"size": 2.0**-12, "found_by": ["unexplained"]}, "not_found": 2.0**-13}
+    text = page(cells, results, CONDITIONS)
+    assert f"**3 of {len(DEFECTS)} defects were planted, in 4 runs;\n2 were found, in 3 runs." in text
+    assert "named in\n2 of 3" in text
+    assert "0 of 40 healthy runs raised an alarm" in text
+    assert "at most 7% at 95% confidence" in text
+    assert "Not found: labels smoothed by 1%." in text
+    row = next(line for line in text.splitlines() if line.startswith(f"| {SCALED}"))
+    stages = [by_name[name].stage for name in scaled[:2]]
+    assert all(f"ZeRO-{stage}: found" in row for stage in stages)
+    assert "`unexplained`, oracle: loss" in row and "1 of 2" in row
+    assert sum(path.upper() in text for path in PATHS) == 3
+    assert "2.4e-04 (factor 1 + x)" in text
+    results[healthy[0]] = {**said("module_error"), "said": ["module_error: 1"]}
+    alarmed = page(cells, results, CONDITIONS)
+    assert "1 of 40 healthy runs raised an alarm" in alarmed
+    assert f"- {healthy[0]}: module_error: 1" in alarmed
