@@ -23,7 +23,7 @@ RMS = 0.2
 
 
 class Muon(WholeParameterOptimizer):
-    """Each whole matrix is computed by one of the ranks that share it."""
+    """Each whole matrix, of fused experts that of each, is computed by one of the ranks that share it."""
 
     def update_flat(self, flat: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         assert flat.grad is not None
@@ -62,13 +62,18 @@ def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_h
 
 
 def update(given: UpdateInputs) -> torch.Tensor:
-    """Equation 4 of Liu et al. for a matrix, with Nesterov's momentum; AdamW's rule for the rest."""
+    """Equation 4 of Liu et al. for a matrix, with Nesterov's momentum; AdamW's rule for the rest.
+
+    Fused experts are (experts, m, n), a matrix for each of them.
+    """
     if given.matrix:
         settings, (average,) = settings_of(given.section), given.states
         momentum = settings["momentum"]
         average = momentum * average + (1 - momentum) * given.gradient
         direction = momentum * average + (1 - momentum) * given.gradient
-        direction = step_of(direction, bf16=settings["orthogonalization"] == "bf16")
+        bf16 = settings["orthogonalization"] == "bf16"
+        matrices = direction.view(-1, *direction.shape[-2:])
+        direction = torch.stack([step_of(matrix, bf16=bf16) for matrix in matrices]).view(direction.shape)
     else:
         first, second = adam_averages(given)
         direction = first / (second.sqrt() + given.section.eps)
