@@ -46,7 +46,7 @@ from tracking.record import Record
 from tracking.run_dir import RunDir
 from training.build import assemble
 from training.engine import Engine
-from training.engine.optimizer import implementation
+from training.engine.optimizer import implementation, rounding
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.tensors import (
     states_of,
@@ -155,7 +155,10 @@ class StepParity:
     def _update_errors(
         self, before: Before, gradients: dict[str, torch.Tensor], *, lr: float, step: int
     ) -> dict[str, float]:
-        """Relative distance of each update from what it should have been, beyond FP32's rounding of the master."""
+        """Relative distance of each update from what it should have been, beyond what rounding explains.
+
+        That of the master in FP32, and what the optimizer computes in 16 bits.
+        """
         section = self._resolved.config.optimizer
         update = implementation(section.name).update
         clip = clip_coefficient(_norm(gradients), section.gradient_clipping)
@@ -176,8 +179,8 @@ class StepParity:
             )
             expected = update(given)
             actual = whole_master(self._engine, parameter).double() - master.double()
-            rounding = 2.0**-24 * float(master.double().norm())
-            off = max(0.0, float((actual - expected).norm()) - rounding)
+            explained = 2.0**-24 * float(master.double().norm()) + rounding(section.name, given)
+            off = max(0.0, float((actual - expected).norm()) - explained)
             size = float(expected.norm())
             found[name] = off / size if size else (0.0 if off == 0 else math.inf)
         return found

@@ -37,10 +37,10 @@ EXPERTS = (
 def sharded_steps(
     world: World, *, name: str, stage: int, compute: str, variant: str = "", overrides: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Four steps, the third of them skipped.
+    """Four steps, the third of them skipped: discarded, or not finite where `overrides` have a fault there.
 
     error: the largest distance of a master's change from its FP64 rule, in units of the largest change, beyond the
-    rounding of the master.
+    rounding of the master. momentum: the relative error of the norm that scale events have.
     """
     settings = ["optimizer.weight_decay=0.1", "optimizer.gradient_clipping=0.05", f"optimizer.name={name}"]
     settings += ["optimizer.eps=1e-4"] if "eps" in OPTIMIZERS[name].settings else []
@@ -48,6 +48,7 @@ def sharded_steps(
     settings += overrides
     resolved = resolve(world, stage=stage, compute=compute, micro=micro, variant=variant, overrides=settings)
     section, applied, clips, unchanged, error = resolved.config.optimizer, [], [], True, 0.0
+    discarded = () if resolved.config.faults else (SKIPPED,)
     with engine_of(world, resolved) as engine:
         parameters = trainable_parameters(engine)
         updates = 0
@@ -64,7 +65,7 @@ def sharded_steps(
                 for key, parameter in parameters.items()
             }
             sums = checksums_of(engine)
-            update = engine.step(health, rate, apply=step != SKIPPED)
+            update = engine.step(health, rate, apply=step not in discarded)
             applied.append(update.applied)
             clips.append(clip)
             if not update.applied:
@@ -88,7 +89,20 @@ def sharded_steps(
                 apart = (whole_master(engine, parameter).double() - master.double() - expected).abs()
                 apart -= torch.finfo(torch.float32).eps * master.abs()
                 error = max(error, float(apart.max() / expected.abs().max().clamp(min=1e-30)))
-    return {"applied": applied, "clip": clips, "skipped_unchanged": unchanged, "error": error}
+        momentum = OPTIMIZERS[name].momentum
+        assert momentum is not None
+        squares = [
+            whole_state(engine, parameter, momentum).double().square().sum() for parameter in parameters.values()
+        ]
+        norm = math.sqrt(sum(map(float, squares)))
+        found = engine.momentum_norm()
+    return {
+        "applied": applied,
+        "clip": clips,
+        "skipped_unchanged": unchanged,
+        "error": error,
+        "momentum": abs((found or 0.0) - norm) / norm,
+    }
 
 
 def shared_work(world: World, *, stage: int, overrides: tuple[str, ...]) -> dict[str, Any]:
