@@ -58,16 +58,6 @@ def test_the_update_of_each_optimizer_is_its_own_rule(pair, settings):
         assert checks["update_error"].measured < 1e-4
 
 
-@pytest.mark.slow
-def test_a_skipped_update_of_muon_in_bf16_is_found(pair):
-    overrides = [CLIPPED, *IN_BF16, "defects=[{kind: silent_skip}]"]
-    for steps in pair.run(parity_cases.measured_steps, stage=2, compute="bf16", steps=3, overrides=overrides):
-        assert "update_error" in failed(judged(steps))
-        *sound, skipped = sorted((step["update_error"] for step in steps), key=lambda found: max(found.values()))
-        assert all(max(found.values()) < 1e-4 for found in sound)
-        assert all(error > 0.5 for name, error in skipped.items() if name.endswith("proj.weight"))
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("stage", "compute", "overrides"),
