@@ -21,6 +21,12 @@ _OPTIMIZERS = (
         r"soap|shampoo",
         "its preconditioners are of whole matrices, and there is no rule for shards yet; use muon",
     ),
+    (
+        r"schedule.?free",
+        "it trains at one point and is evaluated, exported and sampled at the average of its points: two sets of "
+        "weights, where a run has one set of masters; use adamw with schedule.name = wsd, which can be "
+        "prolonged from before its decay",
+    ),
     (r"zenflow", "it delays part of each update, so it is not AdamW; use adamw with deepspeed.offload=cpu"),
 )
 

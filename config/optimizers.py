@@ -128,6 +128,22 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
 """optimizer.name to its row."""
 
 
+def is_decayed(name: str, dimensions: int) -> bool:
+    """Whether a parameter that is of no embedding gets the weight decay: a weight of two or more dimensions.
+
+    name: in its model. Fused experts have a bias with a row for each expert, which is a bias all the same.
+    """
+    return dimensions >= 2 and not name.endswith("bias")
+
+
+def has_matrices(name: str, dimensions: int, owner: str) -> bool:
+    """Whether a decayed parameter is a matrix, or fused experts, which are one matrix for each of them.
+
+    name: in its model. owner: the class of its module. Of three dimensions are the kernels of convolutions, too.
+    """
+    return dimensions == 2 or (dimensions == 3 and "expert" in f"{name} {owner}".lower())
+
+
 def unmatched_group(match: str, example: str) -> UserError:
     """What to raise for a group of the config that is of no parameter. example: a trained parameter's name."""
     return UserError(

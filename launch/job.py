@@ -83,7 +83,7 @@ class Job:
         """
         if self._hosts is not None:
             return self._hosts.signal_rank_0(self._names)
-        ranks = dict(self._ranks()) or self._single_process()
+        ranks = self._single_process() or dict(self._ranks())
         for rank in sorted(ranks):
             with suppress(ProcessLookupError):
                 os.kill(ranks[rank], signal.SIGUSR1)
@@ -136,7 +136,10 @@ class Job:
                 yield int(environment["RANK"]), pid
 
     def _single_process(self) -> dict[int, int]:
-        """Rank 0 when the command is `python train.py`, without a launcher; else empty."""
+        """Rank 0 when the command is `python train.py`, without a launcher; else empty.
+
+        It names itself RANK 0 once it runs, which its environment here does not show, but that of its helpers does.
+        """
         program, script = self._command[0], self._command[1]
         alone = Path(program).name.startswith("python") and script.endswith(".py")
         return {0: self._launcher.pid} if alone and self._launcher.returncode is None else {}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from config.adapter import head_weights
-from config.optimizers import OPTIMIZERS, unmatched_group
+from config.optimizers import OPTIMIZERS, has_matrices, is_decayed, unmatched_group
 from config.schema import OptimizerSection
 
 
@@ -18,8 +18,9 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
     weight_decay: that of matrices; 0 for norms, biases and embeddings. A parameter shared by an embedding and an output
     head counts as an embedding.
     lr_factor: of the learning rate that the schedule gives, 1.0 but for `optimizer.groups`.
-    matrix: whether they are hidden matrices and the optimizer has a rule for these: the 2-D weights that decay, but for
-    the layer that makes the logits, of which an adapter may train a copy.
+    matrix: whether they are hidden matrices and the optimizer has a rule for these: the 2-D weights that decay, and
+    3-D ones of fused experts, which are a matrix for each expert; but not the layer that makes the logits, of which an
+    adapter may train a copy.
 
     Frozen parameters are left out. Shapes are read from `ds_shape` where ZeRO-3 has already partitioned a parameter to
     an empty tensor. Raises UserError for a group of the config that matches no parameter.
@@ -27,6 +28,7 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
     tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     embeddings = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
     head = head_weights(model)
+    owners = dict(model.named_modules())
     splits = OPTIMIZERS[section.name].splits_matrices
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     matched = [False] * len(section.groups)
@@ -34,8 +36,9 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
         if not parameter.requires_grad:
             continue
         dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
-        decays = dimensions >= 2 and id(parameter) not in embeddings
-        matrix = splits and decays and dimensions == 2 and id(parameter) not in head
+        decays = is_decayed(name, dimensions) and id(parameter) not in embeddings
+        owner = type(owners[name.rpartition(".")[0]]).__name__
+        matrix = splits and decays and has_matrices(name, dimensions, owner) and id(parameter) not in head
         own = max((i for i, group in enumerate(section.groups) if fnmatchcase(name, group.match)), default=-1)
         decay, factor = section.weight_decay if decays else 0.0, 1.0
         if own >= 0:

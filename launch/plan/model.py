@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from config.adapter import head_weights
 from config.errors import UserError, one_line
-from config.optimizers import OPTIMIZERS, unmatched_group
+from config.optimizers import OPTIMIZERS, has_matrices, is_decayed, unmatched_group
 from config.schema import AdapterSection, Config, OptimizerSection
 from config.task import CAUSAL_LM, ENCODER_TASKS, model_class_of
 from launch.plan.build import adapted, hugging_face_config, new_model, saved_config
@@ -27,8 +28,9 @@ class Group:
     parameters: int
     largest: int
     """[elements] Of its largest tensor."""
-    longest: int
-    """[elements] Of the longer side of that tensor, if it is a matrix; else 1."""
+    sides: tuple[int, int] = (1, 1)
+    """[elements] (shorter, longer) of its largest matrix, of which fused experts have one each; (1, 1) where the
+    optimizer has no rule for matrices."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Shape:
 
     @property
     def hidden_matrix_parameters(self) -> int:
-        """[parameters] Trained, in 2-D weights other than embeddings and the head: those that Muon updates."""
+        """[parameters] Trained, in matrices other than embeddings and the head: those that Muon updates."""
         return sum(group.parameters for group in self.groups if group.matrix)
 
     @property
@@ -300,11 +302,13 @@ def _groups(model: Any, section: OptimizerSection) -> list[Group]:
     embeddings = _tables(model)
     of_head = head_weights(model)
     splits = OPTIMIZERS[section.name].splits_matrices
+    owners = dict(model.named_modules())
     found: dict[tuple[Any, ...], list[Any]] = {}
     for name, item in model.named_parameters():
         if item.requires_grad:
-            decays = item.dim() >= 2 and id(item) not in embeddings
-            matrix = splits and decays and item.dim() == 2 and id(item) not in of_head
+            decays = is_decayed(name, item.dim()) and id(item) not in embeddings
+            owner = type(owners[name.rpartition(".")[0]]).__name__
+            matrix = splits and decays and has_matrices(name, item.dim(), owner) and id(item) not in of_head
             own = max((i for i, group in enumerate(section.groups) if fnmatchcase(name, group.match)), default=-1)
             found.setdefault((not matrix, not decays, own), []).append(item)
     for index, group in enumerate(section.groups):
@@ -312,9 +316,9 @@ def _groups(model: Any, section: OptimizerSection) -> list[Group]:
             raise unmatched_group(group.match, next(name for name, p in model.named_parameters() if p.requires_grad))
     groups = []
     for key in sorted(found):
-        largest = max(found[key], key=lambda item: item.numel())
-        longest = max(largest.shape) if largest.dim() == 2 else 1
-        groups.append(Group(not key[0], sum(item.numel() for item in found[key]), largest.numel(), longest))
+        sizes = [item.numel() for item in found[key]]
+        sides = sorted(max((item.shape[-2:] for item in found[key]), key=math.prod)) if not key[0] else (1, 1)
+        groups.append(Group(not key[0], sum(sizes), max(sizes), (sides[0], sides[1])))
     return groups
 
 

@@ -64,7 +64,8 @@ def _exchange_bytes(group: Group, layout: Layout) -> float:
 
     Two of the matrix and two of its product with itself in the iteration, in FP32; in BF16 the FP32 result counts.
     """
-    matrix, short = group.largest, group.largest / group.longest
+    short, long = group.sides
+    matrix = short * long
     iteration = 10.0 * matrix if layout.bf16_matrices else 8.0 * matrix + 8.0 * short**2
     if layout.stage == 0:
         return iteration

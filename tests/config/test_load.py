@@ -101,6 +101,10 @@ def test_json_and_an_empty_section_are_read(tmp_path: Path) -> None:
             "optimizer.name = 'Adafactor' is not offered: its factored moments are of whole matrices",
         ),
         ("optimizer.name=onebitadam", "optimizer.name = 'onebitadam' is not offered: it sends compressed updates"),
+        (
+            "optimizer.name=AdamWScheduleFree",
+            "optimizer.name = 'AdamWScheduleFree' is not offered: it trains at one point and is evaluated",
+        ),
         ("optimizer.name=adam", "optimizer.name = 'adam' is not one of adamw, muon"),
         ("optimizer.learnig_rate=1", "optimizer.learnig_rate: no such key; did you mean optimizer.learning_rate?"),
         ("micro_size=3", "micro_size: no such key; did you mean batch.micro_size?"),

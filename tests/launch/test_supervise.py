@@ -94,6 +94,17 @@ def test_a_signal_to_the_supervisor_saves_and_ends_the_run(tmp_path, number):
     assert f"{number.name}: the run saves and ends" in output
 
 
+def test_a_signal_reaches_a_run_without_a_launcher_and_not_its_helper(tmp_path):
+    """wandb's service inherits the RANK that the run gave itself."""
+    job = pretended(tmp_path, {**ASKED_TO_STOP, "exit": 1, "helper": True, "wait": True})
+    launches.wait_until((tmp_path / "it" / "events.jsonl").is_file)
+    time.sleep(0.2)  # until the helper is there
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=30)
+    assert job.returncode == 75, output
+    assert starts(tmp_path) == 1
+
+
 def test_a_second_signal_kills(tmp_path):
     job = pretended(tmp_path, {"exit": 0, "steps": 3, "wait": True})
     launches.wait_until((tmp_path / "it" / "events.jsonl").is_file)

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from config.errors import UserError
 from config.schema import AdapterSection, ModelSection, OptimizerSection, ParameterGroupSection
@@ -71,6 +71,26 @@ def test_muon_gets_the_hidden_matrices_by_themselves():
     assert (matrices["weight_decay"], head["weight_decay"], rest["weight_decay"]) == (0.3, 0.3, 0.0)
     tied = parameter_groups(llama(), OptimizerSection(name="muon"))
     assert [group["matrix"] for group in tied] == [True, False]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "jamba"])
+def test_muon_gets_fused_experts_and_neither_their_biases_nor_convolutions(family):
+    config = AutoConfig.for_model(family, **SMALL | {"num_hidden_layers": 2}, num_key_value_heads=2, vocab_size=64)
+    config.update({"num_local_experts": 4} if family != "jamba" else {"num_experts": 4})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    groups = parameter_groups(model, OptimizerSection(name="muon", weight_decay=0.3))
+    found = {id(p): group for group in groups for p in group["params"]}
+    seen = set()
+    for name, parameter in model.named_parameters():
+        group, last = found[id(parameter)], name.rpartition(".")[2]
+        if parameter.dim() == 3 or last.endswith("bias"):
+            experts = parameter.dim() == 3 and "experts" in name
+            decay = 0.0 if last.endswith("bias") else 0.3
+            assert (group["matrix"], group["weight_decay"]) == (experts, decay), name
+            seen.add(last)
+    assert {"gate_up_proj", "down_proj"} <= seen
+    assert (family == "gpt_oss") == ("down_proj_bias" in seen)
 
 
 def test_muon_leaves_heads_and_tables_alone_that_an_adapter_trains_as_copies():

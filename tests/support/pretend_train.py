@@ -2,8 +2,9 @@
 
 The environment's PRETEND is a JSON list: what to do at each start, the last one again and again. `steps`: last step
 attempted, `saved`: step of a checkpoint, `end`: [exit code, reason] of its run_end, `exit`: its own exit code, `leave`:
-leave a process behind that outlives it, `wait`: until SIGUSR1 comes, `terminate`: end a rank as DeepSpeed's launcher
-does when another one has failed, and write to the file `terminated` how many seconds that took.
+leave a process behind that outlives it, `helper`: start one that has the RANK which torch gives a run without a
+launcher, `wait`: until SIGUSR1 comes, `terminate`: end a rank as DeepSpeed's launcher does when another one has failed,
+and write to the file `terminated` how many seconds that took.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def main() -> int:
     if start.get("leave"):
         left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         (folder / "left").write_text(str(left.pid))
+    if start.get("helper"):
+        subprocess.Popen(["sleep", "1000"], env=os.environ | {"RANK": "0", "LOCAL_RANK": "0"})
     if start.get("terminate"):
         (folder / "terminated").write_text(str(terminate()))
     while start.get("wait") and not asked:

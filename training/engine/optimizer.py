@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -35,6 +36,15 @@ class Implementation(Protocol):
 def implementation(name: str) -> Implementation:
     """The module of an optimizer."""
     return cast(Implementation, import_module(f"training.engine.optimizers.{name}"))
+
+
+def rounding(name: str, given: UpdateInputs) -> float:
+    """How far, as a norm, an optimizer's roundings below FP32 may take it from `update`; 0.0 where it has none.
+
+    One that computes in 16 bits defines `rounding` itself.
+    """
+    own: Callable[[UpdateInputs], float] | None = getattr(implementation(name), "rounding", None)
+    return 0.0 if own is None else own(given)
 
 
 def build_optimizer(

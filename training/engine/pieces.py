@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
+from math import ceil
 from typing import Any
 
 import torch
@@ -62,12 +63,28 @@ class Pieces:
     def replace_matrices(self, flat: torch.Tensor, values: torch.Tensor, rule: Rule) -> torch.Tensor:
         """`values`, laid out as `flat` is, in which `rule` has replaced every whole matrix.
 
-        A collective where the parameters are shared out, as `sums` is. Each matrix is computed once, by one rank, whose
-        result the others get.
+        A tensor of three dimensions is of fused experts: a matrix for each of them. A collective where the parameters
+        are shared out, as `sums` is. Each matrix is computed once, by one rank, whose result the others get.
         """
-        return rule(values)
+        if values.dim() < 3:
+            return rule(values)
+        for matrix in values:
+            matrix.copy_(rule(matrix))
+        return values
 
     _parameters = 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Matrices of one flat tensor that travel at once."""
+
+    shapes: dict[int, torch.Size]
+    """Of those that this rank computes, by their numbers."""
+    mine: list[list[Piece]]
+    """This rank's pieces, by the rank that computes their matrices. A piece's `row` is its matrix' number here."""
+    theirs: list[list[Piece]]
+    """The pieces of the matrices that this rank computes, by the rank that has them."""
 
 
 class ShardedPieces(Pieces):
@@ -95,51 +112,82 @@ class ShardedPieces(Pieces):
         return self._world.sum(super().sums(parts, like).to(self._world.device)).to(like.device)
 
     def replace_matrices(self, flat: torch.Tensor, values: torch.Tensor, rule: Rule) -> torch.Tensor:
-        for owners in self._batches[id(flat)]:
-            self._exchange(flat, values, owners, rule)
+        for batch in self._batches[id(flat)]:
+            self._exchange(batch, values, rule)
         return values
 
     @cached_property
-    def _everywhere(self) -> dict[int, list[list[Piece]]]:
-        """Flat tensor to each rank's pieces in its own part of it. A collective."""
-        by_rank = self._world.gather_objects([self._of[flat] for flat in self._flats])
-        return {flat: [pieces[index] for pieces in by_rank] for index, flat in enumerate(self._flats)}
+    def _matrices(self) -> list[list[int]]:
+        """The numbers of each parameter's matrices, counted over all parameters."""
+        counts = [shape[0] if len(shape) == 3 else 1 for shape in self._shapes]
+        ends = list(accumulate(counts))
+        return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
 
     @cached_property
-    def _batches(self) -> dict[int, list[dict[int, int]]]:
-        """Flat tensor to batches of its parameters, each by number, with the rank that computes it. A collective."""
-        return {
-            flat: list(self._shared_out({piece.row for piece in chain(*ranks)}))
-            for flat, ranks in self._everywhere.items()
-        }
+    def _matrix_shapes(self) -> list[torch.Size]:
+        """By the matrix' number."""
+        return [
+            torch.Size(shape[1:]) if len(shape) == 3 else shape
+            for shape, matrices in zip(self._shapes, self._matrices, strict=True)
+            for _ in matrices
+        ]
 
-    def _shared_out(self, rows: set[int]) -> Iterator[dict[int, int]]:
-        """The largest first, each to the rank with the least work; the same on all ranks."""
-        ranks = self._world.world_size
-        work, owners, size = [0] * ranks, dict[int, int](), 0
-        for row in sorted(rows, key=lambda row: (-self._shapes[row].numel(), row)):
-            numel = self._shapes[row].numel()
-            if owners and size + numel > EXCHANGED_VALUES * ranks:
-                yield owners
-                owners, size = {}, 0
-            owners[row] = work.index(min(work))
-            work[owners[row]] += numel * min(self._shapes[row], default=1)
+    def _by_matrix(self, piece: Piece) -> Iterator[Piece]:
+        """The piece cut where a matrix ends and the next begins: each with the matrix' number, and its place in it."""
+        matrices = self._matrices[piece.row]
+        size = piece.numel // len(matrices)
+        for index in range(piece.start // size, ceil((piece.start + piece.length) / size)):
+            start = max(piece.start, index * size)
+            length = min(piece.start + piece.length, (index + 1) * size) - start
+            yield Piece(matrices[index], piece.at + start - piece.start, start - index * size, length, size)
+
+    @cached_property
+    def _batches(self) -> dict[int, list[Batch]]:
+        """Flat tensor to its matrices in batches. A collective."""
+        mine = [[part for piece in self._of[flat] for part in self._by_matrix(piece)] for flat in self._flats]
+        by_rank = self._world.gather_objects(mine)
+        return {flat: self._shared_out([of[index] for of in by_rank]) for index, flat in enumerate(self._flats)}
+
+    def _shared_out(self, everywhere: list[list[Piece]]) -> list[Batch]:
+        """The largest matrices first, each to the rank with the least work; the same on all ranks.
+
+        everywhere: pieces of matrices in one flat tensor, by the rank that has them.
+        """
+        rank, ranks, shapes = self._world.rank, self._world.world_size, self._matrix_shapes
+        batches, owners, work, size = list[Batch](), dict[int, tuple[Batch, int]](), [0] * ranks, 0
+        found = {piece.row for piece in chain(*everywhere)}
+        for number in sorted(found, key=lambda number: (-shapes[number].numel(), number)):
+            numel = shapes[number].numel()
+            if not batches or size + numel > EXCHANGED_VALUES * ranks:
+                batches.append(Batch({}, [[] for _ in range(ranks)], [[] for _ in range(ranks)]))
+                size = 0
             size += numel
-        if owners:
-            yield owners
+            owner = work.index(min(work))
+            work[owner] += numel * min(shapes[number], default=1)
+            owners[number] = batches[-1], owner
+            if owner == rank:
+                batches[-1].shapes[number] = shapes[number]
+        for holder, pieces in enumerate(everywhere):
+            for piece in pieces:
+                batch, owner = owners[piece.row]
+                if holder == rank:
+                    batch.mine[owner].append(piece)
+                if owner == rank:
+                    batch.theirs[holder].append(piece)
+        return batches
 
-    def _exchange(self, flat: torch.Tensor, values: torch.Tensor, owners: dict[int, int], rule: Rule) -> None:
-        """Send pieces to the ranks that own their matrices, and get them back as `rule` leaves them."""
-        everywhere, device = self._everywhere[id(flat)], self._world.device
-        mine = [[piece for piece in self.of(flat) if owners.get(piece.row) == rank] for rank in range(len(everywhere))]
-        theirs = [[piece for piece in pieces if owners.get(piece.row) == self._world.rank] for pieces in everywhere]
-        sent, received = ([sum(piece.length for piece in pieces) for pieces in each] for each in (mine, theirs))
-        parts = [piece.of(values) for piece in chain(*mine)]
+    def _exchange(self, batch: Batch, values: torch.Tensor, rule: Rule) -> None:
+        """Send pieces to the ranks that compute their matrices, and get them back as `rule` leaves them."""
+        device = self._world.device
+        sent, received = (
+            [sum(piece.length for piece in pieces) for pieces in each] for each in (batch.mine, batch.theirs)
+        )
+        parts = [piece.of(values) for piece in chain(*batch.mine)]
         gathered = self._world.exchange(_joined(parts, values).to(device), sent, received)
-        wholes = {
-            row: gathered.new_empty(self._shapes[row]) for row, rank in owners.items() if rank == self._world.rank
-        }
-        places = [wholes[piece.row].view(-1)[piece.start : piece.start + piece.length] for piece in chain(*theirs)]
+        wholes = {number: gathered.new_empty(shape) for number, shape in batch.shapes.items()}
+        places = [
+            wholes[piece.row].view(-1)[piece.start : piece.start + piece.length] for piece in chain(*batch.theirs)
+        ]
         _spread(gathered, places)
         for whole in wholes.values():
             whole.copy_(rule(whole))

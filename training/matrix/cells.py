@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from config.cli import REPOSITORY
-from config.deepspeed.combinations import SETTINGS, Combination, Setting, combinations
+from config.deepspeed.combinations import COMPUTES, SETTINGS, STAGES, Combination, Setting, combinations, refusal
 from config.deepspeed.document import read_document
 from config.deepspeed.resolve import resolve_unverified
 from config.load import load_config
@@ -37,6 +37,21 @@ CLIPPING = 0.4
 ACCUMULATIONS = (1, 4)
 """[micro-batches]"""
 CHECKPOINTINGS = ("none", "full")
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "muon": (),
+    "lamb": (),
+    "stable_adamw": (),
+    "lion": ("optimizer.learning_rate=0.002", "optimizer.eps=1e-8"),
+    "sgd": ("optimizer.learning_rate=0.5", "optimizer.eps=1e-8"),
+}
+"""Beside AdamW, with what differs from its settings: Lion steps by its rate, SGD by its rate times the gradient, and
+neither reads eps."""
+IN_16_BITS = ("muon", "lamb")
+"""Also measured in BF16 and FP16."""
+RULE_BOUNDS = {"muon": 1e-4, "lion": 0.03, "lamb": 1e-5, "stable_adamw": 1e-5, "sgd": 1e-5}
+"""[fraction] The least that may be asked of a rule, above what rounding gradients does: masters are rounded to FP32,
+which counts where they move little. Muon's quintic steps enlarge what a direction has the least of up to 485 times.
+Lion steps by signs, and those of averages next to zero are rounding's: one that flips is 5e-3."""
 
 # eps is as large as Adam's sqrt(v), about 0.01 here, so that the update depends on the size of the gradient. With the
 # usual 1e-8 it is little more than its sign, which hides a halved gradient and turns rounding noise into whole steps.
@@ -80,6 +95,8 @@ class Cell:
     checkpointing: str = "none"
     setting: Setting | None = None
     """A setting that differs from Mantissa's own JSONs."""
+    optimizer: str = "adamw"
+    """optimizer.name."""
 
     @property
     def dtype(self) -> str:
@@ -89,7 +106,12 @@ class Cell:
     @property
     def bound(self) -> float:
         """Largest relative error of the loss, the gradient norm and the masters that counts as verified."""
-        return tolerance(ROUNDINGS, COARSEST[self.combination.compute])
+        return max(tolerance(ROUNDINGS, COARSEST[self.combination.compute]), RULE_BOUNDS.get(self.optimizer, 0.0))
+
+    @property
+    def plain(self) -> bool:
+        """Whether it has neither a setting nor an optimizer of its own."""
+        return self.setting is None and self.optimizer == "adamw"
 
     @property
     def sharing(self) -> int:
@@ -101,7 +123,8 @@ class Cell:
         """Unique, and the same in every matrix."""
         parts = [str(self.combination), f"accumulation {self.accumulation}"]
         parts += [f"clipping {'on' if self.clipping else 'off'}", f"checkpointing {self.checkpointing}"]
-        return ", ".join([*parts, str(self.setting)] if self.setting else parts)
+        parts += [str(self.setting)] if self.setting else []
+        return ", ".join(parts if self.optimizer == "adamw" else [*parts, f"optimizer.name = {self.optimizer}"])
 
     def prepare(self, folder: Path) -> tuple[list[str], Path]:
         """Write the run config and DeepSpeed JSON into `folder`. Returns the overrides and the run config's path."""
@@ -128,6 +151,8 @@ class Cell:
             overrides += ["precision.path=manifest", f"precision.manifest={manifest}"]
         if self.setting:
             overrides += self._apply_setting(document)
+        if self.optimizer != "adamw":
+            overrides += [f"optimizer.name={self.optimizer}", *OPTIMIZERS[self.optimizer]]
         (folder / "deepspeed.json").write_text(json.dumps(document), encoding="utf-8")
         (folder / "run.yaml").write_text(_RUN, encoding="utf-8")
         return overrides, folder / "run.yaml"
@@ -163,10 +188,11 @@ class Cell:
 
 
 def all_cells() -> Iterator[Cell]:
-    """The full matrix: every combination crossed with accumulation, clipping and checkpointing, then the settings.
+    """The full matrix: every combination crossed with accumulation, clipping and checkpointing, then the settings, then
+    the optimizers at every stage with and without clipping.
 
-    A setting is measured with 4 micro-batches and without clipping: gradients are summed, and an error of their size
-    shows.
+    Settings and optimizers are measured with 4 micro-batches, settings without clipping: gradients are summed, and an
+    error of their size shows.
     """
     for combination in combinations():
         for accumulation in ACCUMULATIONS:
@@ -176,3 +202,9 @@ def all_cells() -> Iterator[Cell]:
     for setting in SETTINGS:
         for combination in setting.combinations:
             yield Cell(combination, accumulation=4, setting=setting)
+    for optimizer in OPTIMIZERS:
+        for compute in COMPUTES["cast"] if optimizer in IN_16_BITS else ("fp32",):
+            for combination in (Combination("cast", compute, stage) for stage in STAGES):
+                if refusal(combination) is None:
+                    for clipping in (False, True):
+                        yield Cell(combination, accumulation=4, clipping=clipping, optimizer=optimizer)

@@ -25,12 +25,15 @@ from tracking.environment import environment
 from training.jobs import add_processes_option, default_processes, error_line_of, launch
 from training.matrix.cells import all_cells
 from training.matrix.page import page, unexpected
+from training.matrix.rules import RULES
 
 AS_EXPECTED, UNEXPECTED = 0, 3
 _HANG_MINUTES = 5.0
 _CODE = [
     *("training/engine/engine", "training/engine/gradients", "training/engine/optimizer", "training/engine/build"),
-    *("training/loss_scaler", "training/matrix/cells", "training/matrix/run", "modeling/build"),
+    *("training/engine/pieces", *(f"training/engine/optimizers/{name}" for name in ("rule", *RULES))),
+    *("training/matrix/cells", "training/matrix/rules", "training/matrix/run"),
+    *("training/loss_scaler", "modeling/build", "config/optimizers"),
     *("modeling/linear_cross_entropy", "modeling/parameter_groups", "modeling/activation_checkpointing"),
     *("modeling/sequence_parallel", "data/sequence_slices", "modeling/tensor_parallel"),
     *("training/engine/tensor_slices", "training/distributed"),
@@ -134,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/matrix/precision-matrix.md"), help="the page")
     parser.add_argument("--only", default="", help="only cells whose name has this text; writes no page")
     add_processes_option(parser)
-    parser.add_argument("--steps", type=positive_int, default=6, help="AdamW steps of each cell")
+    parser.add_argument("--steps", type=positive_int, default=6, help="optimizer steps of each cell")
     parser.add_argument("--folder", type=Path, default=Path("runs/matrix"), help="folder of results and log")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # the matrix's conditions, as JSON
     options = parser.parse_args(arguments)

@@ -44,7 +44,7 @@ def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) ->
     """The whole page as Markdown. Needs a result for every cell."""
     parts = [_opening(cells, results, conditions), _summary(cells, results), _upstream_section(cells, results)]
     parts += [_path_section(path, cells, results) for path in COMPUTES]
-    parts += [_settings_section(cells, results), _limits()]
+    parts += [_settings_section(cells, results), optimizers_section(cells, results), _limits()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -197,6 +197,24 @@ def _settings_section(cells: Sequence[Cell], results: Results) -> str:
     )
 
 
+def optimizers_section(cells: Sequence[Cell], results: Results) -> str:
+    """Every other optimizer: a row for each dtype, stage and clipping."""
+    rows = []
+    for cell in cells:
+        if cell.optimizer != "adamw":
+            found, (_, compute, stage, _) = results[cell.name], cell.combination
+            row = [cell.optimizer, compute.upper(), str(stage), "on" if cell.clipping else "off"]
+            rows.append([*row, *_numbers([found]), f"{cell.bound:.1e}"])
+    return (
+        "## Other optimizers\n\n"
+        "With accumulation 4, each compared with its rule in plain torch and FP64 on whole parameters"
+        " (`training/matrix/rules.py`; Muon's by singular values); the model is in FP64, too, but for its norms and the"
+        " softmax of the loss."
+        " A rule rounds more than a gradient does, so its bound is its own.\n\n"
+        + table(["optimizer", "dtype", "ZeRO", "clipping", "loss", "norm", "masters", "bound"], rows).rstrip()
+    )
+
+
 def _limits() -> str:
     return """## Limits
 
@@ -222,5 +240,5 @@ def _largest(numbers: Iterable[dict[str, float]], name: str) -> str:
 
 
 def _plain(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells without a setting of their own."""
-    return [cell for cell in cells if cell.setting is None]
+    """The cells without a setting or an optimizer of their own."""
+    return [cell for cell in cells if cell.plain]

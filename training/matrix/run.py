@@ -2,7 +2,7 @@
 
 The reference is plain torch in FP32 in one process, the whole batch at once, with torch's own AdamW and clipping:
 neither DeepSpeed nor Mantissa's engine. It starts from the same weights, on the cast path rounded to the cell's dtype,
-as the masters are there.
+as the masters are there. With another optimizer it is in FP64, with the rule of `rules.py`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from training.distributed import World, allow_fp16_on_cpu
 from training.engine import Engine, build_engine
 from training.engine.tensors import whole_master
 from training.matrix.cells import CLIPPING, DTYPES, SEQUENCE, VOCABULARY, Cell, global_size
+from training.matrix.rules import PlainOptimizer
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def measure(world: World, cell: Cell, *, steps: int, upstream: bool = True) -> d
         config = load_config(path, overrides, None)
         expected = reference(config, cell.dtype, clipping=cell.clipping, steps=steps, world=world)
         found = _judge(world, cell, expected, lambda: mantissa(world, cell.resolve(folder), steps=steps))
-        if upstream and cell.combination.path == "cast" and cell.setting is None:
+        if upstream and cell.combination.path == "cast" and cell.plain:
             document = cell.resolve_document(folder)
             found["upstream"] = _judge(world, cell, expected, lambda: bare(world, config, document, steps=steps))
     return found
@@ -146,12 +147,16 @@ def fp32_model(section: ModelSection, *, seed: int) -> PreTrainedModel:
 
 
 def reference(config: Config, dtype: str, *, clipping: bool, steps: int, world: World) -> Trajectory:
-    """Plain torch, FP32, from weights rounded to `dtype`."""
+    """Plain torch, FP32 or, with another optimizer than AdamW, FP64, from weights rounded to `dtype`."""
     device, size = world.device, global_size(world.world_size)
     model: torch.nn.Module = fp32_model(config.model, seed=config.run.seed)
     model = model.to(DTYPES[dtype]).float().to(device).train()
     section = config.optimizer
-    optimizer = torch.optim.AdamW(parameter_groups(model, section), betas=section.betas, eps=section.eps)
+    optimizer: torch.optim.Optimizer
+    if section.name == "adamw":
+        optimizer = torch.optim.AdamW(parameter_groups(model, section), betas=section.betas, eps=section.eps)
+    else:
+        optimizer = PlainOptimizer(model.double(), section)
     found = Trajectory(_weights(model))
     for step in range(1, steps + 1):
         inputs, labels = (tensor.to(device) for tensor in rows(step, size))

@@ -52,7 +52,7 @@ from tracking.run_dir import RunDir
 from training.build import assemble
 from training.distributed import World
 from training.engine import Engine
-from training.engine.optimizer import implementation
+from training.engine.optimizer import implementation, rounding
 from training.engine.optimizers.adamw import after
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.tensors import (
@@ -217,11 +217,11 @@ class StepParity:
     ) -> dict[str, dict[str, float]]:
         """By parameter, how far its update is from what it should have been.
 
-        update_error: relative distance, beyond FP32's rounding of the master. update_rounding: the share of its values
-        whose master or moments are further from FP64 than FP32's rounding explains. It is per value, so that a moment
-        kept in fewer bits or a coefficient that is slightly wrong shows however small its effect on one update is; for
-        torch's own AdamW, whose roundings are counted (`adamw.after`). norm: what the engine clipped by; that it is the
-        gradient's is judged for itself.
+        update_error: relative distance, beyond what rounding explains: that of the master in FP32, and what the
+        optimizer computes in 16 bits. update_rounding: the share of its values whose master or moments are further from
+        FP64 than FP32's rounding explains. It is per value, so that a moment kept in fewer bits or a coefficient that
+        is slightly wrong shows however small its effect on one update is; for torch's own AdamW, whose roundings are
+        counted (`adamw.after`). norm: what the engine clipped by; that it is the gradient's is judged for itself.
         """
         engine, section = self._engine, self._resolved.config.optimizer
         update, clipping = implementation(section.name).update, section.gradient_clipping
@@ -244,8 +244,8 @@ class StepParity:
                 matrix=group["matrix"],
             )
             expected, master = update(given), whole_master(engine, parameter).double()
-            rounding = 2.0**-24 * float(given.master.norm())
-            off = max(0.0, float((master - given.master - expected).norm()) - rounding)
+            explained = 2.0**-24 * float(given.master.norm()) + rounding(section.name, given)
+            off = max(0.0, float((master - given.master - expected).norm()) - explained)
             size = float(expected.norm())
             errors[name] = off / size if size else (0.0 if off == 0 else math.inf)
             if counted:

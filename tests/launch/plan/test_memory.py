@@ -96,6 +96,18 @@ def test_parameters_are_those_of_the_real_model(family: str) -> None:
     assert shape.hidden_matrix_parameters > 0
 
 
+def test_a_tensor_of_fused_experts_is_planned_as_its_matrices() -> None:
+    sizes = GATED | {"num_key_value_heads": 4, "num_local_experts": 3, "num_hidden_layers": 2}
+    config, section = AutoConfig.for_model("mixtral", **sizes), OptimizerSection(name="muon")
+    found, *_ = shape_of(config, section).groups
+    model = AutoModelForCausalLM.from_config(config)
+    matrices, *_ = parameter_groups(model, section)
+    largest = max(matrices["params"], key=torch.numel)
+    assert largest.dim() == 3 and found.matrix
+    assert (found.parameters, found.largest) == (sum(map(torch.numel, matrices["params"])), largest.numel())
+    assert found.sides == tuple(sorted(largest.shape[1:]))
+
+
 def test_muon_keeps_one_state_of_a_hidden_matrix_and_two_of_the_rest() -> None:
     shape, demo = layout("optimizer.name=muon")
     kept = {name: model_states(shape, replace(demo, optimizer=OPTIMIZERS[name]))[0] for name in ("adamw", "muon")}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from config.optimizers import OPTIMIZERS
-from tests.support.small_run import batch_of, engine_of, resolve
+from tests.support.small_run import GLOBAL, batch_of, engine_of, resolve
 from training.distributed import World
 from training.engine.optimizer import implementation
 from training.engine.optimizers import muon
@@ -25,24 +26,36 @@ from training.engine.tensors import (
 
 RATES = (0.004, 0.01, 0.01, 0.006)
 SKIPPED = 3
+EXPERTS = (
+    "model.architecture=mixtral",
+    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, "
+    "num_key_value_heads: 2, num_local_experts: 3}",
+)
+"""Each layer has two tensors of three fused experts, which two ranks cut in the middle of one."""
 
 
-def sharded_steps(world: World, *, name: str, stage: int, compute: str, variant: str = "") -> dict[str, Any]:
-    """Four steps, the third of them skipped.
+def sharded_steps(
+    world: World, *, name: str, stage: int, compute: str, variant: str = "", overrides: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Four steps, the third of them skipped: discarded, or not finite where `overrides` have a fault there.
 
     error: the largest distance of a master's change from its FP64 rule, in units of the largest change, beyond the
-    rounding of the master.
+    rounding of the master. momentum: the relative error of the norm that scale events have.
     """
     settings = ["optimizer.weight_decay=0.1", "optimizer.gradient_clipping=0.05", f"optimizer.name={name}"]
     settings += ["optimizer.eps=1e-4"] if "eps" in OPTIMIZERS[name].settings else []
-    resolved = resolve(world, stage=stage, compute=compute, micro=2, variant=variant, overrides=settings)
+    micro = GLOBAL // (2 * world.world_size)
+    settings += overrides
+    resolved = resolve(world, stage=stage, compute=compute, micro=micro, variant=variant, overrides=settings)
     section, applied, clips, unchanged, error = resolved.config.optimizer, [], [], True, 0.0
+    discarded = () if resolved.config.faults else (SKIPPED,)
     with engine_of(world, resolved) as engine:
         parameters = trainable_parameters(engine)
         updates = 0
         for step, rate in enumerate(RATES, start=1):
-            health = engine.health(engine.forward_backward(batch_of(world, 2, seed=step), step=step))
-            clip = min(1.0, section.gradient_clipping / health.grad_norm)
+            health = engine.health(engine.forward_backward(batch_of(world, micro, seed=step), step=step))
+            limit = section.gradient_clipping or math.inf
+            clip = min(1.0, limit / health.grad_norm)
             before = {
                 key: (
                     whole_master(engine, parameter),
@@ -52,7 +65,7 @@ def sharded_steps(world: World, *, name: str, stage: int, compute: str, variant:
                 for key, parameter in parameters.items()
             }
             sums = checksums_of(engine)
-            update = engine.step(health, rate, apply=step != SKIPPED)
+            update = engine.step(health, rate, apply=step not in discarded)
             applied.append(update.applied)
             clips.append(clip)
             if not update.applied:
@@ -76,12 +89,25 @@ def sharded_steps(world: World, *, name: str, stage: int, compute: str, variant:
                 apart = (whole_master(engine, parameter).double() - master.double() - expected).abs()
                 apart -= torch.finfo(torch.float32).eps * master.abs()
                 error = max(error, float(apart.max() / expected.abs().max().clamp(min=1e-30)))
-    return {"applied": applied, "clip": clips, "skipped_unchanged": unchanged, "error": error}
+        momentum = OPTIMIZERS[name].momentum
+        assert momentum is not None
+        squares = [
+            whole_state(engine, parameter, momentum).double().square().sum() for parameter in parameters.values()
+        ]
+        norm = math.sqrt(sum(map(float, squares)))
+        found = engine.momentum_norm()
+    return {
+        "applied": applied,
+        "clip": clips,
+        "skipped_unchanged": unchanged,
+        "error": error,
+        "momentum": abs((found or 0.0) - norm) / norm,
+    }
 
 
-def shared_work(world: World, *, stage: int) -> dict[str, Any]:
+def shared_work(world: World, *, stage: int, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Who computed how many matrices in one step of Muon, and how many values of them went where."""
-    settings = ["optimizer.name=muon"]
+    settings = ["optimizer.name=muon", *overrides]
     computed, sent, exchange = [], [], World.exchange
 
     def counted(self: World, values: torch.Tensor, out: list[int], back: list[int]) -> torch.Tensor:
@@ -90,7 +116,7 @@ def shared_work(world: World, *, stage: int) -> dict[str, Any]:
 
     with engine_of(world, resolve(world, stage=stage, compute="fp32", micro=2, overrides=settings)) as engine:
         shards = [
-            (shape_of(parameter).numel(), shard_of(engine, parameter))
+            (shape_of(parameter), shard_of(engine, parameter))
             for parameter in trainable_parameters(engine).values()
             if engine.group_of[id(parameter)]["matrix"]
         ]
@@ -103,8 +129,8 @@ def shared_work(world: World, *, stage: int) -> dict[str, Any]:
         finally:
             muon.step_of, World.exchange = step_of, exchange  # type: ignore[method-assign]
     return {
-        "computed": len(computed),
-        "matrices": [numel for numel, _ in shards],
+        "computed": computed,
+        "matrices": [shape[-2:] for shape, _ in shards for _ in range(shape[0] if len(shape) == 3 else 1)],
         "own": sum(shard.length for _, shard in shards if shard is not None),
         "sent": sent,
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -12,6 +14,7 @@ import torch
 
 from config.optimizers import COUNT, OPTIMIZERS, settings_of
 from config.schema import OptimizerSection
+from tests.support.process_group import ProcessGroup
 from tests.training.engine import optimizer_cases
 from training.engine.optimizer import build_optimizer, implementation
 from training.engine.optimizers import muon
@@ -82,18 +85,115 @@ def test_an_optimizer_keeps_what_its_row_says_and_updates_as_its_file_says(name:
                 assert state[key].dtype == torch.float32 and state[key].shape == parameter.shape
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
 @pytest.mark.parametrize(
-    ("stage", "compute"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "fp16")]
+    ("stage", "compute", "clipping"),
+    [
+        (0, "fp32", 0.05),
+        (1, "fp32", 0),
+        (2, "fp32", 0.05),
+        (3, "fp32", 0),
+        (2, "bf16", 0.05),
+        (3, "fp16", 0.05),
+        (0, "fp32", 0),
+        (1, "bf16", 0.05),
+        (3, "fp32", 0.05),
+    ],
 )
-def test_sharded_masters_move_as_those_of_one_process_in_fp64(pair: Any, name: str, stage: int, compute: str) -> None:
-    """Accumulated and clipped, over steps of different learning rates; the middle one of four is skipped."""
-    for result in pair.run(optimizer_cases.sharded_steps, name=name, stage=stage, compute=compute):
-        assert result["applied"] == [True, True, False, True]
-        assert result["clip"][0] < 1.0
+def test_sharded_masters_move_as_those_of_one_process_in_fp64(
+    pair: ProcessGroup, name: str, stage: int, compute: str, clipping: float
+) -> None:
+    """Accumulated, clipped or not, over steps of different learning rates; the third of four is skipped."""
+    overrides = (clipped(clipping),)
+    options = {"name": name, "stage": stage, "compute": compute, "overrides": overrides}
+    for result in pair.run(optimizer_cases.sharded_steps, **options):
+        require_as_in_fp64(result, clipping)
+
+
+OTHER_RANKS = [
+    *(
+        (name, stage, "fp32", clipping, "")
+        for stage in (3, 2, 1, 0)
+        for name in ("muon", "lamb")
+        for clipping in (0.05, 0)
+    ),
+    *(
+        (name, stage, compute, 0.05, "")
+        for stage, compute in ((1, "bf16"), (2, "fp16"), (3, "bf16"))
+        for name in ("muon", "lamb")
+    ),
+    *((name, stage, "fp32", 0, "_offload") for stage in (2, 3) for name in ("muon", "lamb")),
+]
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[ProcessGroup]:
+    """Four processes joined by gloo."""
+    with ProcessGroup(world_size=4) as group:
+        yield group
+
+
+@pytest.mark.one_in(len(OTHER_RANKS))
+@pytest.mark.parametrize(("name", "stage", "compute", "clipping", "variant"), OTHER_RANKS)
+def test_four_ranks_move_masters_as_one_process_in_fp64(
+    four: ProcessGroup, name: str, stage: int, compute: str, clipping: float, variant: str
+) -> None:
+    """Accumulated; a matrix is then in up to four pieces, and some ranks have none of a parameter."""
+    cell = {"name": name, "stage": stage, "compute": compute, "variant": variant, "overrides": (clipped(clipping),)}
+    for result in four.run(optimizer_cases.sharded_steps, **cell):
+        require_as_in_fp64(result, clipping)
+
+
+@pytest.mark.one_in(len(OTHER_RANKS))
+@pytest.mark.parametrize(("name", "stage", "compute", "clipping", "variant"), OTHER_RANKS)
+def test_one_rank_moves_masters_as_fp64_does(
+    solo: ProcessGroup, name: str, stage: int, compute: str, clipping: float, variant: str
+) -> None:
+    cell = {"name": name, "stage": stage, "compute": compute, "variant": variant, "overrides": (clipped(clipping),)}
+    for result in solo.run(optimizer_cases.sharded_steps, **cell):
+        require_as_in_fp64(result, clipping)
+
+
+def clipped(norm: float) -> str:
+    return f"optimizer.gradient_clipping={norm}"
+
+
+def require_as_in_fp64(result: dict[str, Any], clipping: float) -> None:
+    """A skipped step among applied ones changed nothing, gradients were clipped or not, masters moved by the rule.
+
+    And the momentum's norm is that of its tensors.
+    """
+    assert result["momentum"] < 1e-6
+    assert result["applied"] == [True, True, False, True]
+    assert all(clip < 1.0 if clipping else clip == 1.0 for clip in result["clip"])
+    assert result["skipped_unchanged"]
+    assert result["error"] < 1e-5, result
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(("stage", "compute"), [(3, "fp32"), (0, "fp32"), (1, "bf16"), (2, "fp32")])
+def test_muon_moves_each_expert_of_a_fused_tensor_by_its_own_matrix(pair: Any, stage: int, compute: str) -> None:
+    """An expert sees few tokens: the iteration amplifies FP32's rounding where its gradient has hardly any rank."""
+    options = {"name": "muon", "stage": stage, "compute": compute, "overrides": optimizer_cases.EXPERTS}
+    for result in pair.run(optimizer_cases.sharded_steps, **options):
         assert result["skipped_unchanged"]
-        assert result["error"] < {"fp32": 1e-5, "bf16": 1e-5, "fp16": 1e-5}[compute], result
+        assert result["error"] < 1e-4, result
+
+
+def test_the_rule_of_fused_experts_is_that_of_their_matrices() -> None:
+    """A tensor of three experts is updated as three matrices are."""
+    generator, section = torch.Generator().manual_seed(3), OptimizerSection(name="muon")
+    master, gradient, average = (torch.randn(3, 6, 10, generator=generator) for _ in range(3))
+
+    def updated(*tensors: torch.Tensor) -> torch.Tensor:
+        given = UpdateInputs(
+            *tensors[:2], [tensors[2]], section=section, weight_decay=0.1, lr=0.01, step=1, matrix=True
+        )
+        return muon.update(given)
+
+    each = [updated(*of_one) for of_one in zip(master, gradient, average, strict=True)]
+    assert torch.equal(updated(master, gradient, average), torch.stack(each))
 
 
 @pytest.mark.parametrize(
@@ -112,6 +212,37 @@ def test_muons_step_is_the_quintic_of_the_singular_values(shape: tuple[int, int]
     assert torch.allclose(found.double(), expected, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
     rough = muon.step_of(matrix.to(dtype), bf16=True).double()
     assert 1e-4 < float((rough - expected).norm() / expected.norm()) < 0.03
+
+
+@pytest.mark.parametrize("rank", [1, 32])
+def test_two_iterations_in_bf16_are_as_far_apart_as_muon_says(rank: int) -> None:
+    """From directions that are an FP32 rounding apart. In FP32 there is nothing to say."""
+    generator = torch.Generator().manual_seed(5)
+    apart, allowed = [], []
+    for _ in range(5):
+        left, right = torch.randn(2, 32, rank, generator=generator, dtype=torch.float64)
+        gradient = left @ right.mT
+        kept = UpdateInputs(
+            torch.zeros(32, 32),
+            gradient,
+            [torch.zeros(32, 32)],
+            section=OptimizerSection(name="muon", orthogonalization="bf16"),
+            weight_decay=0.0,
+            lr=1.0,
+            step=1,
+            matrix=True,
+        )
+        noise = 1 + 1e-7 * torch.randn(32, 32, generator=generator, dtype=torch.float64)
+        other = replace(kept, gradient=gradient * noise)
+        size = float(muon.update(kept).norm())
+        apart.append(float((muon.update(kept) - muon.update(other)).norm()) / size)
+        allowed.append(muon.rounding(kept) / size)
+        assert muon.rounding(replace(kept, section=OptimizerSection(name="muon"))) == 0.0
+        assert muon.rounding(replace(kept, matrix=False)) == 0.0
+    assert all(found <= most for found, most in zip(apart, allowed, strict=True))
+    assert min(allowed) > 0.01 and max(allowed) <= 0.3
+    if rank == 1:
+        assert max(allowed) > 0.29
 
 
 def test_muon_moves_as_torchs_own() -> None:
@@ -133,17 +264,46 @@ def test_muon_moves_as_torchs_own() -> None:
     assert float((ours - theirs).detach().norm() / (theirs - start).detach().norm()) < 0.02
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_matrix_is_orthogonalized_once_and_pieces_travel_twice(pair: Any, stage: int) -> None:
-    """Ranks share the work: what a rank sends is its own part at most, to the owners, and theirs back."""
-    results = pair.run(optimizer_cases.shared_work, stage=stage)
+@pytest.mark.parametrize(
+    ("stage", "overrides"),
+    [
+        (1, ()),
+        (2, ()),
+        (3, ()),
+        (3, optimizer_cases.EXPERTS),
+        pytest.param(2, optimizer_cases.EXPERTS, marks=pytest.mark.slow),
+    ],
+)
+def test_a_matrix_is_orthogonalized_once_and_pieces_travel_twice(
+    pair: Any, stage: int, overrides: tuple[str, ...]
+) -> None:
+    """Ranks share the work, expert by expert: what a rank sends is its own part at most, to the owners, and back."""
+    results = pair.run(optimizer_cases.shared_work, stage=stage, overrides=overrides)
     matrices = results[0]["matrices"]
-    assert sum(result["computed"] for result in results) == len(matrices)
-    assert max(result["computed"] for result in results) < len(matrices)
+    values = sum(map(math.prod, matrices))
+    assert sorted(shape for result in results for shape in result["computed"]) == sorted(matrices)
+    work = [sum(math.prod(shape) * min(shape) for shape in result["computed"]) for result in results]
+    assert max(work) < 1.2 * min(work)
     for result in results:
         assert result["sent"][0] == result["own"]
-        assert sum(result["sent"]) <= 2 * sum(matrices)
-    assert sum(sum(result["sent"]) for result in results) == 2 * sum(matrices)
+        assert sum(result["sent"]) <= 2 * values
+    assert sum(sum(result["sent"]) for result in results) == 2 * values
+
+
+@pytest.mark.one_in(4 * len(OPTIMIZERS))
+@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (0, "fp32"), (3, "fp16"), (1, "fp32")])
+@pytest.mark.parametrize("name", ["muon", *(name for name in OPTIMIZERS if name != "muon")])
+def test_a_gradient_that_is_not_finite_reaches_no_state(pair: Any, name: str, stage: int, compute: str) -> None:
+    fault = f"faults=[{{kind: inf_gradient, step: {optimizer_cases.SKIPPED}, rank: 1}}]"
+    options = {
+        "name": name,
+        "stage": stage,
+        "compute": compute,
+        "overrides": (fault, "precision.loss_scale.hysteresis=1"),
+    }
+    for result in pair.run(optimizer_cases.sharded_steps, **options):
+        require_as_in_fp64(result, 0.05)
+        assert result["clip"][optimizer_cases.SKIPPED - 1] == 0.0
 
 
 @pytest.mark.one_in(2)

@@ -55,6 +55,10 @@ NEOX = [
         (3, "fp16", {"overrides": UNTIED}),
         (3, "bf16", {"variant": "_offload"}),
         (2, "fp32", {"overrides": MANIFEST}),
+        (2, "bf16", {"overrides": [*export_cases.ODD, "optimizer.name=muon"]}),
+        (3, "fp32", {"overrides": ["optimizer.name=muon"]}),
+        (1, "fp16", {"overrides": ["optimizer.name=lamb"]}),
+        (0, "fp32", {"overrides": ["optimizer.name=muon"]}),
     ],
 )
 def test_every_tensor_read_is_the_engines_master(pair, tmp_path, stage, compute, options):

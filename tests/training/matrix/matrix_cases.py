@@ -11,6 +11,7 @@ from config.deepspeed.combinations import Combination
 from data.loader import Batch
 from modeling.linear_cross_entropy import IGNORED
 from training.distributed import World
+from training.engine.pieces import Pieces, ShardedPieces
 from training.loss_scaler import LossScaler
 from training.matrix import run as matrix_run
 from training.matrix.cells import Cell
@@ -58,6 +59,14 @@ def loses_a_micro_batch(world: World, *, path: str, compute: str) -> dict[str, A
         patch.setattr(matrix_run, "batch_of", batch_of)
         cell = Cell(Combination(path, compute, 2), accumulation=4, clipping=True)
         return matrix_run.measure(world, cell, steps=STEPS, upstream=False)
+
+
+def norms_of_pieces(world: World) -> dict[str, Any]:
+    """A cell of LAMB in which no norm is summed over the ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedPieces, "sums", Pieces.sums)
+        cell = Cell(Combination("cast", "fp32", 2), accumulation=4, optimizer="lamb")
+        return matrix_run.measure(world, cell, steps=UNSCALED_STEPS, upstream=False)
 
 
 def raises(world: World) -> dict[str, Any]:

@@ -11,10 +11,12 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.deepspeed.combinations import SETTINGS, UPSTREAM, combinations, refusal
+from config.optimizers import OPTIMIZERS
 from tests.training.matrix import matrix_cases
 from training.matrix.cells import ACCUMULATIONS, CHECKPOINTINGS, Cell, all_cells
 from training.matrix.command import main
 from training.matrix.page import page, unexpected
+from training.matrix.rules import RULES
 
 PAGE = REPOSITORY / "docs" / "precision-matrix.md"
 
@@ -45,7 +47,8 @@ def pairs(cell: Cell) -> frozenset[tuple[tuple[str, Any], tuple[str, Any]]]:
 
 
 CELLS = list(all_cells())
-PLAIN = [cell for cell in CELLS if cell.setting is None]
+PLAIN = [cell for cell in CELLS if cell.plain]
+OF_OPTIMIZERS = [cell for cell in CELLS if cell.optimizer != "adamw"]
 
 
 COVERING = covering(PLAIN)
@@ -55,6 +58,10 @@ def test_the_matrix_is_the_product_of_its_dimensions_and_the_settings() -> None:
     assert len(CELLS) == len({cell.name for cell in CELLS})
     assert len(PLAIN) == len(list(combinations())) * len(ACCUMULATIONS) * 2 * len(CHECKPOINTINGS)
     assert {cell.setting for cell in CELLS if cell.setting} == {row for row in SETTINGS if not row.refused}
+    assert {cell.optimizer for cell in CELLS} == OPTIMIZERS.keys() == RULES.keys()
+    for optimizer, computes in (("muon", 3), ("lamb", 3), ("lion", 1)):
+        places = {(c.combination, c.clipping) for c in OF_OPTIMIZERS if c.optimizer == optimizer}
+        assert len(places) == 2 * (4 + 3 * (computes - 1))
 
 
 def test_the_part_that_is_tested_has_every_pair_of_values() -> None:
@@ -68,6 +75,20 @@ def test_it_comes_out_as_the_table_says(pair, half) -> None:
     cells = sorted(COVERING, key=lambda cell: cell.name)[half::2]
     for results in pair.run(matrix_cases.measure, cells=cells, upstream=False):
         assert unexpected(cells, results) == []
+
+
+@pytest.mark.one_in(len(OF_OPTIMIZERS) // 2)
+@pytest.mark.parametrize("cell", OF_OPTIMIZERS, ids=lambda cell: cell.name)
+def test_an_optimizer_comes_out_as_its_rule_in_fp64(pair, cell) -> None:
+    for results in pair.run(matrix_cases.measure, cells=[cell], upstream=False):
+        assert unexpected([cell], results) == []
+
+
+def test_norms_of_a_ranks_own_pieces_are_found(pair) -> None:
+    """LAMB by what this rank has of each parameter: as on ZeRO's flat tensors, but for those that are not cut."""
+    for result in pair.run(matrix_cases.norms_of_pieces):
+        assert result["verdict"] == "wrong"
+        assert result["errors"]["masters"] > 100 * 1e-5
 
 
 @pytest.mark.one_in(3)
@@ -142,6 +163,11 @@ def test_the_committed_page_and_the_table_agree() -> None:
     measured = {f"`{row}`, {compute.upper()}" for row in SETTINGS if not row.refused for compute in row.computes}
     assert {row[0] for row in rows if row[0].startswith("`")} == refused_settings.keys() | measured
     assert {row[0]: row[2] for row in rows if row[0] in refused_settings} == refused_settings
+    places = {(row[0], row[1].lower(), row[2], row[3]) for row in rows if row[0] in OPTIMIZERS}
+    assert places == {
+        (c.optimizer, c.combination.compute, str(c.combination.stage), "on" if c.clipping else "off")
+        for c in OF_OPTIMIZERS
+    }
     assert "WRONG" not in text
     assert "RAISED" not in text
 

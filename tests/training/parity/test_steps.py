@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from config.optimizers import OPTIMIZERS
 from config.schema import ParitySection
 from precision.inner_dtypes import LOSS_SUM, RESIDUAL, ROTARY, SOFTMAX, over_ranks
 from precision.inner_dtypes import NORM as NORMS
@@ -39,6 +40,22 @@ def test_fp32_is_its_own_parity(pair, stage):
         assert checks["module_error"].measured == 0.0
         assert checks["gradient_error"].measured < 1e-6
         assert checks["update_error"].measured < 1e-5
+
+
+IN_BF16 = ("optimizer.name=muon", "optimizer.orthogonalization=bf16")
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize(
+    "settings", [IN_BF16, *((f"optimizer.name={name}",) for name in OPTIMIZERS if name != "adamw")]
+)
+def test_the_update_of_each_optimizer_is_its_own_rule(pair, settings):
+    """Also where Muon's iteration is in BF16: two of them round differently, which is no error of the update."""
+    overrides = [CLIPPED, *settings]
+    for steps in pair.run(parity_cases.measured_steps, stage=3, compute="bf16", steps=3, overrides=overrides):
+        checks = judged(steps)
+        assert not failed(checks)
+        assert checks["update_error"].measured < 1e-4
 
 
 @pytest.mark.one_in(3)

@@ -23,7 +23,7 @@ RMS = 0.2
 
 
 class Muon(WholeParameterOptimizer):
-    """Each whole matrix is computed by one of the ranks that share it."""
+    """Each whole matrix, of fused experts that of each, is computed by one of the ranks that share it."""
 
     def update_flat(self, flat: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         assert flat.grad is not None
@@ -62,14 +62,39 @@ def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_h
 
 
 def update(given: UpdateInputs) -> torch.Tensor:
-    """Equation 4 of Liu et al. for a matrix, with Nesterov's momentum; AdamW's rule for the rest."""
+    """Equation 4 of Liu et al. for a matrix, with Nesterov's momentum; AdamW's rule for the rest.
+
+    Fused experts are (experts, m, n), a matrix for each of them.
+    """
     if given.matrix:
-        settings, (average,) = settings_of(given.section), given.states
-        momentum = settings["momentum"]
-        average = momentum * average + (1 - momentum) * given.gradient
-        direction = momentum * average + (1 - momentum) * given.gradient
-        direction = step_of(direction, bf16=settings["orthogonalization"] == "bf16")
+        direction = _orthogonalized(given, bf16=_in_bf16(given))
     else:
         first, second = adam_averages(given)
         direction = first / (second.sqrt() + given.section.eps)
     return -given.lr * (direction + given.weight_decay * given.master)
+
+
+def rounding(given: UpdateInputs) -> float:
+    """How far, as a norm, an iteration in BF16 may be from `update`, which rounds differently; 0.0 in FP32.
+
+    Two that start one rounding in FP32 apart are as far from each other as from the iteration in FP64, less where the
+    direction has hardly any rank: there BF16's roundings are amplified until they are most of the step. Measured on
+    random matrices of full and of low rank, 8 to 512 wide: up to 1.1 of that distance, or 0.15 of the step.
+    """
+    if not given.matrix or not _in_bf16(given):
+        return 0.0
+    step = _orthogonalized(given, bf16=True)
+    error = step - _orthogonalized(given, bf16=False)
+    return given.lr * min(2.0 * float(error.norm()), 0.3 * float(step.norm()))
+
+
+def _in_bf16(given: UpdateInputs) -> bool:
+    return bool(settings_of(given.section)["orthogonalization"] == "bf16")
+
+
+def _orthogonalized(given: UpdateInputs, *, bf16: bool) -> torch.Tensor:
+    momentum, (average,) = settings_of(given.section)["momentum"], given.states
+    average = momentum * average + (1 - momentum) * given.gradient
+    direction = momentum * average + (1 - momentum) * given.gradient
+    matrices = direction.view(-1, *direction.shape[-2:])
+    return torch.stack([step_of(matrix, bf16=bf16) for matrix in matrices]).view(direction.shape)
