@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from config.schema import ParitySection
@@ -26,7 +27,8 @@ def measured_steps(
     with engine_of(world, resolved) as engine:
         parity = StepParity(engine, Reference(resolved, shape, world), resolved)
         for step in range(1, steps + 1):
-            row = parity.step(batch_of(world, micro, seed=step), applied=applied)
+            batch = replace(batch_of(world, micro, seed=step), position=step - 1)  # defects begin at a step
+            row = parity.step(batch, applied=applied)
             applied += row["applied"]
             rows.append(row)
     return rows
