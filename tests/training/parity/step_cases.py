@@ -29,7 +29,7 @@ def measured_steps(
     with engine_of(world, resolved) as engine:
         parity = StepParity(engine, Reference(resolved, shape, world), resolved)
         for step in range(1, steps + 1):
-            batch = replace(batch_of(world, micro, seed=step), position=step - 1)
+            batch = replace(batch_of(world, micro, seed=step), position=step - 1)  # defects begin at a step
             row = parity.step(batch, applied=applied)
             applied += row["applied"]
             rows.append(row)
