@@ -26,10 +26,12 @@ Printed (torch 2.13.0, CPU, 60 s of one core):
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from config.cli import Arguments, entry_point
 from training.engine.split_masters import SplitAdamW, SplitMaster
 
 STEPS, VOCABULARY, SEQUENCE, BATCH = 150, 256, 64, 16
@@ -86,8 +88,10 @@ def train(kind: str, rate: float, data: torch.Tensor) -> tuple[float, float]:
     return losses[0], sum(losses[-10:]) / 10
 
 
-def main() -> int:
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
     """1 when split masters end elsewhere than FP32 masters."""
+    Arguments("python -m training.benchmark.masters", __doc__).parse_args(arguments)
     data, same = batches(), True
     for rate in RATES:
         ends = {}

@@ -167,6 +167,11 @@ class Engine:
         return self.scales_dynamically and self.loss_scale <= self._scale_section.minimum
 
     @property
+    def has_torch_adamw(self) -> bool:
+        """Whether torch's own AdamW updates the masters, whose roundings `optimizers.adamw.after` counts."""
+        return isinstance(self.deepspeed.basic_optimizer, torch.optim.AdamW)
+
+    @property
     def has_router(self) -> bool:
         """Whether losses of routers are added to the objective's."""
         return self._router is not None

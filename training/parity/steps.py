@@ -227,7 +227,6 @@ class StepParity:
         update, clipping = implementation(section.name).update, section.gradient_clipping
         exact = clip_coefficient(_norm(gradients), clipping)
         reported = 1.0 / max(1.0, (norm + 1e-6) / clipping) if clipping else 1.0
-        counted = isinstance(engine.deepspeed.basic_optimizer, torch.optim.AdamW)
         errors, beyond = {}, {}
         for name, parameter in engine.model.named_parameters():
             if name not in gradients:
@@ -248,7 +247,7 @@ class StepParity:
             off = max(0.0, float((master - given.master - expected).norm()) - explained)
             size = float(expected.norm())
             errors[name] = off / size if size else (0.0 if off == 0 else math.inf)
-            if counted:
+            if engine.has_torch_adamw:
                 states = [whole_state(engine, parameter, key).double() for key in states_of(engine, parameter)]
                 values, slack = after(dataclasses.replace(given, gradient=gradient.double() * reported))
                 rows = zip([master, *states], values, slack, strict=True)

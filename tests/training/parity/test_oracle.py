@@ -154,11 +154,13 @@ def test_a_mistake_in_them_is_named(folder: Path, what: str, mistake: str, named
     print("\n".join(found.lines()))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_both_rules_of_an_optimizer_are_one(name: Any) -> None:
-    """On random gradients, of a matrix, of the head, of an embedding and of a norm."""
+@pytest.mark.parametrize(
+    ("name", "family"), [*((name, "llama") for name in OPTIMIZERS), ("muon", "mixtral"), ("muon", "gpt_oss")]
+)
+def test_both_rules_of_an_optimizer_are_one(name: Any, family: str) -> None:
+    """On random gradients, of a matrix, of fused experts and their biases, of the head, an embedding and a norm."""
     torch.manual_seed(0)
-    model: Any = small_model("llama").double()
+    model: Any = small_model(family, "eager" if family == "gpt_oss" else "sdpa").double()
     settings = {"betas": (0.8, 0.9)} if "betas" in OPTIMIZERS[name].settings else {}
     section = OptimizerSection(name=name, weight_decay=0.3, **settings)
     optimizer, rule = optimizer_of(model, section), implementation(name).update

@@ -24,7 +24,7 @@ def optimizer_of(model: Any, section: OptimizerSection) -> torch.optim.Optimizer
     """The optimizer of what a model trains; each group has the factor of the scheduled rate as `factor`.
 
     Matrices decay; norms, biases and embeddings do not. Hidden matrices, which Muon has a rule for, are the 2-D
-    parameters that decay, but for the output embedding.
+    parameters that decay, but for the output embedding, and those of fused experts, one for each of them.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
@@ -33,13 +33,15 @@ def optimizer_of(model: Any, section: OptimizerSection) -> torch.optim.Optimizer
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        usual = section.weight_decay if parameter.dim() >= 2 and id(parameter) not in embeddings else 0.0
+        weight = parameter.dim() >= 2 and not name.endswith("bias")
+        usual = section.weight_decay if weight and id(parameter) not in embeddings else 0.0
         decay, factor = usual, 1.0
         for group in section.groups:
             if fnmatchcase(name, group.match):  # the last one that matches
                 decay = usual if group.weight_decay is None else group.weight_decay
                 factor = 1.0 if group.learning_rate is None else group.learning_rate / section.learning_rate
-        matrix = parameter.dim() == 2 and id(parameter) not in outside
+        experts = parameter.dim() == 3 and "expert" in name
+        matrix = weight and (parameter.dim() == 2 or experts) and id(parameter) not in outside
         groups.setdefault((decay, factor, matrix), []).append(parameter)
     listed = [
         {"params": found, "weight_decay": decay, "factor": factor, "matrix": matrix}
@@ -127,7 +129,7 @@ def _muon(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any])
     assert gradient is not None
     average = _average(state, "average", gradient, 1 - momentum)
     left, values, right = torch.linalg.svd(momentum * average + (1 - momentum) * gradient, full_matrices=False)
-    values = values / (values.norm() + 1e-7)
+    values = values / (values.norm(dim=-1, keepdim=True) + 1e-7)
     for _ in range(5):
         values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
-    return 0.2 * max(parameter.shape) ** 0.5 * (left * values) @ right + decay
+    return 0.2 * max(parameter.shape[-2:]) ** 0.5 * (left * values[..., None, :]) @ right + decay
