@@ -237,7 +237,8 @@ def test_logits_of_a_large_vocabulary_take_what_the_planner_says(way: str, compu
     shape: Any = SimpleNamespace(vocabulary=131072, hidden=16, plain_head=True, trained_head=True)
     width = {"fp32": 4, "bf16": 2}[compute]
     model = ModelSection(loss=way)
-    layout: Any = SimpleNamespace(tokens=1024, task="pretrain", manifest=False, width=width, model=model)
+    sizes = {"tokens": 1024, "label_tokens": 1024, "width": width}
+    layout: Any = SimpleNamespace(task="pretrain", manifest=False, model=model, **sizes)
     said = loss_bytes(shape, layout)
     assert said <= {"full": 3, "chunked": 0.8}[way] * 512 * 2**20
     assert int(done.stdout) == pytest.approx(said, rel=0.1)
