@@ -17,10 +17,13 @@ import torch
 from torch.optim.adamw import adamw
 
 from config.errors import UserError
-from config.optimizers import SPLIT_PIECE, SPLIT_PIECE_ON_A_GPU
+from config.optimizers import COUNT, OPTIMIZERS, SPLIT_PIECE, SPLIT_PIECE_ON_A_GPU
 from precision.split_masters import joined, remainder_of
 from training.distributed import World
 from training.engine.masters import local_masters
+
+_AVERAGES = OPTIMIZERS["adamw"].states
+"""Of the gradient, and of its square."""
 
 
 class SplitMaster:
@@ -130,17 +133,18 @@ class SplitAdamW(torch.optim.AdamW):
         gradient, state = flat.grad, self.state[flat]
         assert gradient is not None
         if not state:  # as torch's own first step makes it
-            state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(gradient) for _ in range(2))
+            state[COUNT] = torch.zeros((), dtype=torch.float32, device=flat.device)
+            state |= {name: torch.zeros_like(gradient) for name in _AVERAGES}
+        first, second = (state[name] for name in _AVERAGES)
         beta1, beta2 = group["betas"]
         for where, piece in split.pieces():
             adamw(
                 [piece],
                 [gradient[where]],
-                [state["exp_avg"][where]],
-                [state["exp_avg_sq"][where]],
+                [first[where]],
+                [second[where]],
                 [],
-                [state["step"].clone()],
+                [state[COUNT].clone()],
                 foreach=False,
                 fused=True,
                 amsgrad=False,
@@ -151,7 +155,7 @@ class SplitAdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=False,
             )
-        state["step"] += 1
+        state[COUNT] += 1
         split.show_weight()
 
 
