@@ -118,7 +118,9 @@ def build_model(
         _require_flex_attention_on_cpu()
     try:
         if section.name_or_path is not None:
-            return _loaded(auto, section, config, options, seed=seed, gather=gather)
+            model = _loaded(auto, section, config, options, seed=seed, gather=gather)
+            unround_rotary_tables(model)
+            return model
         with no_init_weights():
             model = auto.from_config(config, dtype=torch.float32, **options)
     except (ImportError, ValueError, OSError, SafetensorError, UnpicklingError) as error:
@@ -126,8 +128,24 @@ def build_model(
             f"model cannot be built (model.name_or_path = {section.name_or_path}, model.architecture = "
             f"{section.architecture}, model.attention = {section.attention}): {one_line(error)}"
         ) from error
+    unround_rotary_tables(model)
     draw_weights(model, seed=seed, gather=gather)
     return model
+
+
+def unround_rotary_tables(model: torch.nn.Module) -> None:
+    """Give rotary embeddings the FP32 frequencies that they have outside of `deepspeed.zero.Init`.
+
+    Inside, what a constructor makes is rounded to the DeepSpeed config's dtype, and transformers before 5.18 computes
+    frequencies there. To be called outside of it.
+    """
+    for module in model.modules():
+        held = module.named_buffers(recurse=False)
+        rounded = [name for name, buffer in held if buffer.dtype in (torch.bfloat16, torch.float16)]
+        if rounded and "Rotary" in type(module).__name__ and hasattr(module, "config"):
+            made = dict(type(module)(module.config).named_buffers(recurse=False))
+            for name in rounded:
+                setattr(module, name, made[name].to(module.get_buffer(name).device))
 
 
 def _loaded(

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from config.errors import UserError
 from config.schema import ModelSection
-from modeling.build import attention_of, build_model, count_parameters, model_config
+from modeling.build import attention_of, build_model, count_parameters, model_config, unround_rotary_tables
+from tests.support.small_models import small_model
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 FAMILIES = {
@@ -169,3 +170,18 @@ def test_a_quantised_base_is_refused(tmp_path, given):
         f"{given['quant_method']}); 4-bit and 8-bit bases are not supported; give the model in BF16, FP16 or FP32 "
         "(adapter.kind = lora holds it once, in precision.compute)"
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3_text"])
+def test_rotary_frequencies_that_were_rounded_while_a_model_was_built_are_fp32_again(family: str) -> None:
+    """As transformers before 5.18 and `deepspeed.zero.Init` leave them; other buffers stay what they are."""
+    model = small_model(family)
+    expected = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
+    assert expected
+    for module in model.modules():
+        if "Rotary" in type(module).__name__:
+            module.to(torch.bfloat16)
+    assert all(model.get_buffer(name).dtype == torch.bfloat16 for name in expected)
+    unround_rotary_tables(model)
+    for name, values in expected.items():
+        assert model.get_buffer(name).dtype == torch.float32 and torch.equal(model.get_buffer(name), values)
