@@ -155,23 +155,22 @@ class World:
         """The same ranks, so many of which share each sequence. A collective."""
         if ranks == 1:
             return self
-        timeout, mine = timedelta(minutes=timeout_minutes), None
-        for first in range(0, self.world_size, ranks):
-            group = dist.new_group(list(range(first, first + ranks)), timeout=timeout)
-            if first <= self.rank < first + ranks:
-                mine = SequenceGroup(self.rank - first, ranks, group)
-        return replace(self, sequence=mine)
+        group = self._consecutive(ranks, timeout_minutes)
+        return replace(self, sequence=SequenceGroup(self.rank % ranks, ranks, group))
 
     def sharing_tensors(self, ranks: int, *, timeout_minutes: float) -> World:
         """The same ranks, so many of which share each matrix. A collective."""
         if ranks == 1:
             return self
-        timeout, mine = timedelta(minutes=timeout_minutes), None
-        for first in range(0, self.world_size, ranks):
-            group = dist.new_group(list(range(first, first + ranks)), timeout=timeout)
-            if first <= self.rank < first + ranks:
-                mine = TensorGroup(self.rank - first, ranks, group)
-        return replace(self, tensor=mine)
+        group = self._consecutive(ranks, timeout_minutes)
+        return replace(self, tensor=TensorGroup(self.rank % ranks, ranks, group))
+
+    def _consecutive(self, ranks: int, timeout_minutes: float) -> Any:
+        """This rank's group of so many consecutive ones, which divide all. A collective: each rank makes each group."""
+        timeout = timedelta(minutes=timeout_minutes)
+        firsts = range(0, self.world_size, ranks)
+        groups = [dist.new_group(list(range(first, first + ranks)), timeout=timeout) for first in firsts]
+        return groups[self.rank // ranks]
 
     def on_own_group(self) -> World:
         """The same ranks on a new gloo group, whose collectives may run in a thread at the same time as training's.
