@@ -163,7 +163,7 @@ class _Counter:
             block._gradient_checkpointing_func = function
 
     def _inside(self, index: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        """torch's checkpoint of a block, which saves the block's input: transformers before 5.20 or so runs hooks in it."""
+        """torch's checkpoint of a block, which saves its input; transformers before 5.20 or so runs hooks inside."""
 
         def checkpoint(*args: Any, **kwargs: Any) -> Any:
             self._current = index
