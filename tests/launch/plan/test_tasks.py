@@ -414,7 +414,7 @@ TEMPORARIES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "optimizer"), TEMPORARIES)
 def test_the_peak_of_an_optimizers_step_is_what_tensors_take(pair, base, tmp_path, stage: int, optimizer: str) -> None:
-    """With hardly any activations. Of two ranks. The threads of gloo hold what Muon exchanges for a while."""
+    """With hardly any activations. Of two ranks."""
     within = 0.1 if stage == 3 else 0.02
     more = rounded(tmp_path, stage) if stage else ["deepspeed.stage=0", "precision.compute=fp32"]
     more += [f"optimizer.name={optimizer}", "data.sequence_length=16", "batch.micro_size=1", "batch.global_size=2"]
