@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from config.errors import UserError
 from modeling.activation_checkpointing import blocks_of, recompute_blocks
@@ -141,12 +142,16 @@ class _Counter:
         # A weak reference keeps the address of a freed storage from being reused.
         self._seen: set[StorageWeakRef] = set()
         self._handles: list[Any] = []
+        self._checkpointing: dict[GradientCheckpointingLayer, Callable[..., Any]] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed)
 
     def __enter__(self) -> _Counter:
         for index, block in enumerate(self.blocks):
             self._handles.append(block.register_forward_pre_hook(self._enters(index)))
             self._handles.append(block.register_forward_hook(self._leaves))
+            if "_gradient_checkpointing_func" in vars(block):
+                self._checkpointing[block] = block._gradient_checkpointing_func
+                block._gradient_checkpointing_func = self._inside(index, block._gradient_checkpointing_func)
         self._hooks.__enter__()
         return self
 
@@ -154,6 +159,19 @@ class _Counter:
         self._hooks.__exit__(kind, value, trace)
         for handle in self._handles:
             handle.remove()
+        for block, function in self._checkpointing.items():
+            block._gradient_checkpointing_func = function
+
+    def _inside(self, index: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        """torch's checkpoint of a block, which saves its input; transformers before 5.20 or so runs hooks inside."""
+
+        def checkpoint(*args: Any, **kwargs: Any) -> Any:
+            self._current = index
+            output = function(*args, **kwargs)
+            self._current = -2
+            return output
+
+        return checkpoint
 
     def _enters(self, index: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:

@@ -214,6 +214,9 @@ def test_a_model_computes_in_it_and_is_as_near_as_its_bits(family: str, default:
         assert "fp8" in regions.dtypes.values()
     share = seen.flop_share()
     assert share["fp8"] > 0.3
+    # transformers before 5.20 or so multiplies positions and frequencies as matrices, in FP32
+    tables = share.pop("fp32", 0.0) if default != "fp32" else 0.0
+    assert tables < 1e-3
     assert set(share) == {"fp8", default}
     assert float(loss) == pytest.approx(float(oracle_loss), rel=0.05)
     assert 1e-3 < distance(found, oracle) < 5 * 2.0**-4

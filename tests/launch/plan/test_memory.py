@@ -131,10 +131,7 @@ PEAKS = [(*peak, ("data.sequence_length=128",)) for peak in PEAKS] + [
 
 @pytest.mark.parametrize(("stage", "checkpointing", "micro", "more"), PEAKS)
 def test_the_peak_is_what_tensors_take(pair, tmp_path, stage: int, checkpointing: str, micro: int, more) -> None:
-    """Of two ranks, a model of 3 M parameters, and buckets that hold a third of it.
-
-    When the threads of gloo give their buffers back differs from run to run by up to an eighth of the peak.
-    """
+    """Of two ranks, a model of 3 M parameters, and buckets that hold a third of it."""
     document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_bf16.json").read_text())
     document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
     (tmp_path / "ds.json").write_text(json.dumps(document))
@@ -174,7 +171,7 @@ def test_the_second_copy_takes_what_the_planner_says(pair, tmp_path) -> None:
         given += ["batch.global_size=4", f"deepspeed.config={tmp_path}/ds.json", "precision.compute=bf16"]
         measured.append(max(rank["peak"] for rank in pair.run(plan_cases.peak_of, overrides=given, vocabulary=512)))
         planned.append(peak_memory(*layout(*given)).total)
-    assert measured[1] - measured[0] == pytest.approx(planned[1] - planned[0], rel=0.2)
+    assert measured[1] - measured[0] == pytest.approx(planned[1] - planned[0], rel=0.01)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -192,7 +189,7 @@ def test_split_masters_free_what_the_planner_says(pair, tmp_path, stage: int) ->
         planned.append(model_states(*layout(*given))[0]["masters"])
     shape, demo = layout(*overrides)
     assert planned[0] - planned[1] == 1.875 * shape.parameters / demo.world
-    assert measured[0] - measured[1] == pytest.approx(planned[0] - planned[1], rel=0.02)
+    assert measured[0] - measured[1] == pytest.approx(planned[0] - planned[1], rel=0.001)
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (4, 8)])

@@ -206,7 +206,7 @@ CAUSAL = [
     (2, [LORA, "model.activation_checkpointing=full"], 0.1),
     (2, ["adapter={kind: dora, r: 8}", "model.activation_checkpointing=ops"], 0.1),
     (2, [LORA, "task=sft"], 0.1),
-    (3, [LORA], 0.15),
+    (3, [LORA], 0.1),
     (2, [LORA, "task=dpo"], 0.1),
     (2, ["task=distill", "distill.teacher=BASE"], 0.1),
     (2, ["task=distill", "distill.teacher=BASE", "distill.sharded=true"], 0.2),
@@ -216,7 +216,7 @@ CAUSAL = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "overrides", "within"), CAUSAL)
 def test_the_peak_of_a_task_is_what_tensors_take(pair, base, tmp_path, stage, overrides, within) -> None:
-    """Of two ranks. The threads of gloo hold what ZeRO-3 gathers for a while."""
+    """Of two ranks. A sharded teacher is planned as if all that it may gather were gathered at once."""
     more = [*rounded(tmp_path, stage), *(text.replace("BASE", str(base)) for text in overrides)]
     assert_peak(pair, on_base(base, "batch.micro_size=4", "batch.global_size=8", *more), 512, within)
 
@@ -414,8 +414,8 @@ TEMPORARIES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "optimizer"), TEMPORARIES)
 def test_the_peak_of_an_optimizers_step_is_what_tensors_take(pair, base, tmp_path, stage: int, optimizer: str) -> None:
-    """With hardly any activations. Of two ranks. The threads of gloo hold what Muon exchanges for a while."""
-    within = 0.2 if optimizer == "muon" else 0.1 if stage == 3 else 0.06
+    """With hardly any activations. Of two ranks."""
+    within = 0.1 if stage == 3 else 0.02
     more = rounded(tmp_path, stage) if stage else ["deepspeed.stage=0", "precision.compute=fp32"]
     more += [f"optimizer.name={optimizer}", "data.sequence_length=16", "batch.micro_size=1", "batch.global_size=2"]
     assert_peak(pair, on_base(base, *more, "checkpoint.every_steps=0"), 512, within)
