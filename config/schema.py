@@ -556,6 +556,8 @@ class EvaluateSection:
     """[steps] Evaluate after every so many steps and at the end; 0 never."""
     batches: int = limit(8, at_least=1)
     """[batches] Global batches of validation sequences in one evaluation, at most."""
+    at_start: bool = False
+    """[true or false] Evaluate before step 1, too, unless every_steps is 0: what the model could before training."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def prepare(data: DataSection, *, progress: bool) -> Corpus:
 
 def objective(config: Config, model: PreTrainedModel) -> LabelPrediction:
     """Every hidden token is a label, and so is each that was chosen and stayed."""
-    return LabelPrediction(by_sample=bool(config.data.sources))
+    return LabelPrediction(by_sample=bool(config.data.sources), judged=True)
 
 
 def make_batch(config: Config, corpus: Corpus) -> MakeBatch:
