@@ -68,8 +68,8 @@ def linear_cross_entropy(
     hidden: (..., hidden size). labels: (...) int64, already shifted, IGNORED where masked. Matmuls run in the dtype of
     autocast where it is on, else in that of the weight; the softmax in FP32 or wider. gradient_scale: the gradient
     that the sum will receive; any other one is correct too, but 16-bit gradients are rounded at this scale. weights: of
-    the shape of labels, FP32 or wider, factors on the losses in the sum; None: 1 each. right: contiguous, of the shape of
-    labels, FP32, filled with what `likeliest` gives; only where no gradients are made.
+    the shape of labels, FP32 or wider, factors on the losses in the sum; None: 1 each. right: contiguous, FP32, of the
+    shape of labels, filled with what `likeliest` gives; only where no gradients are made.
     One backward pass can run through the sum, which keeps gradients instead of activations. Raises ValueError when
     hidden states and labels are not of the same tokens, or where both gradients and `right` are asked for.
     """

@@ -15,11 +15,11 @@ minus that of r. Losses of beta and h, summed over pairs:
 `sft_weight` adds the chosen answer's mean cross-entropy by token, as Pang et al. 2024, "Iterative Reasoning Preference
 Optimization", equation 2. The implicit reward of an answer is beta times its log-ratio.
 
-How far the model p went from its reference q is estimated from the answers' tokens, in nats a token, by two estimators of
-KL(p || q) (Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html): k1, the mean of
-log p - log q, and k3, the mean of q / p - 1 - log(q / p), which is never negative. Both are unbiased where p drew the
-tokens. Here the data did: k1 is then below 0 where the model likes them less than its reference does, and neither is the
-divergence itself. k3 needs the reference of every token, so it is there where that is live.
+How far the model p went from its reference q is estimated from the answers' tokens, in nats a token, by two
+estimators of KL(p || q) (Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html): k1, the
+mean of log p - log q, and k3, the mean of q / p - 1 - log(q / p), which is never negative. Both are unbiased where p
+drew the tokens. Here the data did: k1 is then below 0 where the model likes them less than its reference does, and
+neither is the divergence itself. k3 needs the reference of every token, so it is there where that is live.
 """
 
 from __future__ import annotations
