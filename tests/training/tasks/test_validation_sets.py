@@ -35,8 +35,8 @@ def sets_of(folder: Path, *names: str) -> str:
 
 
 def plain_loss(folder: Path, name: str, losses: list[tuple[float, int]], right: dict[str, dict[str, float]]) -> float:
-    """Mean cross-entropy over the labels of a file of chats, one row at a time; its sum and count join `losses`, and the
-    share of labels that are the likeliest tokens joins `right`."""
+    """Mean cross-entropy over the labels of a file of chats, one row at a time; its sum and count join `losses`, and
+    the share of labels that are the likeliest tokens joins `right`."""
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
     tokenizer, total, count, hits = AutoTokenizer.from_pretrained(folder / "base"), 0.0, 0, 0
     for line in (folder / f"{name}.jsonl").read_text().splitlines():
