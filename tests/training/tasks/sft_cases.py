@@ -313,7 +313,7 @@ def lost_updates(world: World, *, folder: Path, rate: float, **options: Any) -> 
 
 
 def sets(world: World, *, resolve: Callable[..., Resolved] = resolve, folder: Path, **options: Any) -> dict[str, Any]:
-    """Loss and metrics of each validation set, the loss of all, then the first step, and how many rows are trained on."""
+    """Loss and metrics of each validation set, the loss of all, the first step, and how many rows are trained on."""
     with session(resolve(folder, **options), world=world) as opened:
         engine = opened.engine
         evaluations = {name: engine.evaluate(own) for name, own in opened.validation_by_source().items()}
