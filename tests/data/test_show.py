@@ -91,6 +91,17 @@ def test_a_row_may_have_fields_that_json_lacks(base: Path, tmp_path: Path, capsy
     assert "1 rows of format prompt_completion" in capsys.readouterr().out
 
 
+def test_rows_of_a_mixture_have_fewer_labels_than_tokens(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "ab":
+        write_chats(tmp_path / f"{name}.jsonl", 5)
+    sources = ", ".join(f"{{path: {tmp_path}/{name}.jsonl}}" for name in "ab")
+    assert shown(base, tmp_path, f"data.sources=[{sources}]", "data.path=null") == 0
+    out = capsys.readouterr().out
+    assert "data: 10 rows of all sources, " in out and "all tokens are labels" not in out
+
+
 def test_a_masked_model_s_labels_are_the_words_that_are_hidden(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
