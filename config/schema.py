@@ -238,8 +238,8 @@ class DataSection:
     each with the first sentence of its docstring, for dpo beside more of it, for classify its package. text, jsonl,
     parquet: files at data.path (text: one document a file, or several by data.document_separator). hub: the dataset
     data.path of the Hugging Face hub, or a local dataset folder. megatron: documents that Megatron-LM tokenized, .bin
-    files with their .idx. auto: stdlib without a data.path, else what its name says: .jsonl and .json, .parquet, .idx,
-    and hub for the rest."""
+    files with their .idx. auto: stdlib without a data.path, else what its name says: .jsonl and .json, .parquet, .txt,
+    .idx, and hub for the rest."""
     path: str | None = None
     """[path, glob, URL or hub id] File, folder or glob of text, jsonl, parquet and megatron, of which it may be what
     both files' names begin with; of the first three also behind a URL that fsspec knows, such as s3://bucket/*.jsonl.
@@ -556,6 +556,8 @@ class EvaluateSection:
     """[steps] Evaluate after every so many steps and at the end; 0 never."""
     batches: int = limit(8, at_least=1)
     """[batches] Global batches of validation sequences in one evaluation, at most."""
+    at_start: bool = False
+    """[true or false] Evaluate before step 1, too, unless every_steps is 0: what the model could before training."""
 
 
 @dataclass(frozen=True)

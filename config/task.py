@@ -37,8 +37,8 @@ ROW_FORMATS = {"sequence": "labelled", "token": "tagged", "regression": "scored"
 OWN = "held out"
 """Name of the validation set that is held out of the only source, where there are others beside it."""
 
-_SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".idx": "megatron"}
-_COMPRESSED = (".gz", ".zst")
+_SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".idx": "megatron", ".txt": "text"}
+_COMPRESSED = (".gz", ".zst", ".bz2")
 
 
 def model_class_of(config: Config) -> str:

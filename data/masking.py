@@ -21,11 +21,13 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from config.errors import UserError
+from config.schema import Config
+from data.corpus import Corpus
 from data.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, on_host
 from data.row_shards import RowShards
 from data.sampler import mix
 from data.shards import TokenShards
-from data.tokenizer import vocabulary_size
+from data.tokenizer import load_tokenizer, vocabulary_size
 
 MASKED, REPLACED = 0.8, 0.1
 """Shares of the chosen tokens that become the mask token, or another one."""
@@ -116,6 +118,22 @@ def _word_edges(tokenizer: PreTrainedTokenizerFast, vocabulary: dict[str, int], 
         elif piece:
             begins[number], ends[number] = in_word(piece[0]), in_word(piece[-1])
     return begins, ends
+
+
+def masking_of(config: Config, corpus: Corpus) -> MakeBatch:
+    """Batches of a config: windows between the tokens that a text begins and ends with, if the tokenizer has them.
+
+    Raises UserError where it has no mask token.
+    """
+    tokenizer = load_tokenizer(corpus.tokenizer_folder)
+    first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
+    return masked_batches(
+        Masking.of(tokenizer, probability=config.mlm.probability, whole_word=config.mlm.whole_word),
+        sequence_length=config.data.sequence_length,
+        seed=config.run.seed,
+        train=corpus.train,
+        edges=None if first is None or last is None else (first, last),
+    )
 
 
 def masked_batches(

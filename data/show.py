@@ -23,6 +23,7 @@ from config.task import settle_task
 from data.corpus import Corpus
 from data.labelled_shards import LabelledShards
 from data.loader import IGNORED_LABEL
+from data.masking import masking_of
 from data.mix import corpus_of
 from data.prepare import prepare
 from data.prepare_labelled import labels_of, prepare_labelled
@@ -41,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
     config = settle_task(load_config(options.config, options.overrides, None))
     corpus = _prepared(config)
-    sides = ("chosen", "rejected") if config.task == "dpo" else ("",)
-    for line in shown_rows(corpus, config.data.sequence_length, options.rows, sides, colour=sys.stdout.isatty()):
+    for line in shown_rows(config, corpus, options.rows, colour=sys.stdout.isatty()):
         print(line)
     return 0
 
@@ -73,17 +73,18 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def shown_rows(
-    corpus: Corpus, sequence_length: int, rows: int, sides: Sequence[str] = ("",), *, colour: bool
-) -> list[str]:
-    """The first rows, then the totals, as lines of text. sides: names of the sequences of a row."""
+def shown_rows(config: Config, corpus: Corpus, rows: int, *, colour: bool) -> list[str]:
+    """The first rows, then the totals, as lines of text. Raises UserError where nothing can be hidden for `mlm`."""
+    sequence_length, hides = config.data.sequence_length, config.task == "mlm"
+    sides = ("chosen", "rejected") if config.task == "dpo" else ("",)
     tokenizer = load_tokenizer(corpus.tokenizer_folder)
     marks = _ON if colour else _OFF
     found: list[str] = []
     if isinstance(corpus.train, LabelledShards):
         found += _labelled(corpus, corpus.train, tokenizer, rows, marks)
         rows = 0
-    for index, (ids, trained) in enumerate(_first(corpus, sequence_length, rows * len(sides))):
+    first = _masked(config, corpus, rows) if hides else _first(corpus, sequence_length, rows * len(sides))
+    for index, (ids, trained) in enumerate(first):
         number, side = index // len(sides) + 1, sides[index % len(sides)]
         edges = np.flatnonzero(np.diff(trained.astype(np.int8))) + 1
         parts = zip(np.split(ids[:_LONGEST], edges), np.split(trained[:_LONGEST], edges), strict=True)
@@ -97,9 +98,16 @@ def shown_rows(
     found += ["---", *corpus.notes]
     if counts:
         found.append(f"data: {counts}")
+    elif hides:
+        what = f"{corpus.train.label_tokens(sequence_length):,} tokens"
+        chosen = f"{config.mlm.probability:.0%} of the {'words' if config.mlm.whole_word else 'tokens'}"
+        found.append(f"data: {corpus.train_documents:,} documents, {what}; labels are {chosen}, others in every epoch")
     else:
         labels = corpus.train.label_tokens(sequence_length)
-        found.append(f"data: {corpus.train_documents:,} documents, {labels:,} labels, all tokens are labels")
+        if config.learns_rows or config.task == "classify":
+            found.append(f"data: {corpus.train_documents:,} rows of all sources, {labels:,} labels")
+        else:
+            found.append(f"data: {corpus.train_documents:,} documents, {labels:,} labels, all tokens are labels")
     return found
 
 
@@ -124,6 +132,14 @@ def _labelled(
             printable(str(tokenizer.decode([token]))) + (f"{said(np.array(label))} " if label != IGNORED_LABEL else "")
             for token, label in pieces
         )
+
+
+def _masked(config: Config, corpus: Corpus, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Windows as they are read before anything is hidden, and what would be the first time."""
+    numbers = np.arange(min(rows, corpus.train.sequences(config.data.sequence_length)))
+    batch = masking_of(config, corpus)(corpus.train, 0, numbers, numbers[None])
+    seen, labels = batch.input_ids[0].numpy(), batch.labels[0].numpy()
+    return [(np.where(of != IGNORED_LABEL, of, ids), of != IGNORED_LABEL) for ids, of in zip(seen, labels, strict=True)]
 
 
 def _first(corpus: Corpus, sequence_length: int, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -267,6 +267,11 @@ def _hub_source(data: DataSection, label: str) -> Source:
     """A dataset of the hub, a local folder of one, or a folder written by `Dataset.save_to_disk`."""
     assert data.path is not None
     folder = Path(data.path).expanduser()
+    if folder.is_file():
+        raise UserError(
+            f"data.path={data.path}: is a file, and data.source=hub takes a dataset of the hub or a folder of one; set "
+            "data.source to what the file is: text, jsonl, parquet or megatron"
+        )
     if folder.is_dir():
         files = [path for path in folder.rglob("*") if path.is_file() and not _hidden(path, folder)]
         saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()

@@ -33,6 +33,7 @@ class _Pass:
     """None: return probe logits instead of a loss."""
     gradient_scale: torch.Tensor | float = 1.0
     weights: torch.Tensor | None = None
+    judged: bool = False
     calls: int = 0
     probe: torch.Tensor | None = None
     loss: torch.Tensor | None = None
@@ -67,6 +68,8 @@ class ChunkedHead:
         self._hooks = len(head._forward_hooks)
         self.label_losses = torch.zeros(0)
         """Of the last pass inside `loss_of`, of the shape of its labels, before weights and without gradient."""
+        self.right: torch.Tensor | None = None
+        """Of the last pass inside `loss_of`, which labels were the likeliest tokens, where that was asked for."""
 
     @property
     def watched(self) -> bool:
@@ -75,14 +78,20 @@ class ChunkedHead:
 
     @contextmanager
     def loss_of(
-        self, labels: torch.Tensor, gradient_scale: torch.Tensor | float, weights: torch.Tensor | None = None
+        self,
+        labels: torch.Tensor,
+        gradient_scale: torch.Tensor | float,
+        weights: torch.Tensor | None = None,
+        *,
+        judged: bool = False,
     ) -> Iterator[None]:
         """Inside, the model returns as its logits the summed loss over `labels`, of shape (1, 1, 1).
 
         labels: (batch, sequence) int64, already shifted. gradient_scale: the gradient that the loss will receive.
-        weights: FP32 of the labels' shape, factors on their losses; None: 1 each.
+        weights: FP32 of the labels' shape, factors on their losses; None: 1 each. judged: fill `right`; without
+        gradients only.
         """
-        self._pass = _Pass(labels, gradient_scale, weights)
+        self._pass = _Pass(labels, gradient_scale, weights, judged)
         try:
             yield
         finally:
@@ -133,6 +142,7 @@ class ChunkedHead:
             steps = hidden.shape[:-1].numel() * vocabulary
             now.probe = torch.linspace(-_PROBE_LIMIT, _PROBE_LIMIT, steps, device=hidden.device).reshape(shape)
             return now.probe.clone()
+        self.right = torch.zeros(now.labels.shape, device=hidden.device) if now.judged else None
         head = Head(weight, self._head.bias, self._scale, self._cap, self._shared)
         loss, self.label_losses = linear_cross_entropy(
             hidden,
@@ -141,6 +151,7 @@ class ChunkedHead:
             chunk_tokens=self._chunk,
             gradient_scale=now.gradient_scale,
             weights=now.weights,
+            right=self.right,
         )
         return loss.reshape(1, 1, 1)
 

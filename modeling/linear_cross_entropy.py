@@ -59,6 +59,7 @@ def linear_cross_entropy(
     chunk_tokens: int,
     gradient_scale: torch.Tensor | float = 1.0,
     weights: torch.Tensor | None = None,
+    right: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross-entropy in nats over the labels that count, as a scalar; and that of each label, without gradient.
 
@@ -67,10 +68,13 @@ def linear_cross_entropy(
     hidden: (..., hidden size). labels: (...) int64, already shifted, IGNORED where masked. Matmuls run in the dtype of
     autocast where it is on, else in that of the weight; the softmax in FP32 or wider. gradient_scale: the gradient
     that the sum will receive; any other one is correct too, but 16-bit gradients are rounded at this scale. weights: of
-    the shape of labels, FP32 or wider, factors on the losses in the sum; None: 1 each.
+    the shape of labels, FP32 or wider, factors on the losses in the sum; None: 1 each. right: contiguous, FP32, of the
+    shape of labels, filled with what `likeliest` gives; only where no gradients are made.
     One backward pass can run through the sum, which keeps gradients instead of activations. Raises ValueError when
-    hidden states and labels are not of the same tokens.
+    hidden states and labels are not of the same tokens, or where both gradients and `right` are asked for.
     """
+    if right is not None and torch.is_grad_enabled():
+        raise ValueError("which labels are the likeliest is found without gradients only")
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(f"hidden states of {tuple(hidden.shape[:-1])} tokens, labels of {tuple(labels.shape)}")
     device = hidden.device.type
@@ -79,8 +83,9 @@ def linear_cross_entropy(
     scale = torch.where(scale == 0, 1.0, scale)  # a zero gradient must not make 0 / 0
     flat = hidden.reshape(-1, hidden.shape[-1])
     options = (None if weights is None else weights.reshape(-1), head, chunk_tokens, compute)
+    filled = None if right is None else right.view(-1)
     total, losses = _ChunkedLoss.apply(
-        flat, head.weight, head.bias, labels.reshape(-1), scale, *options, torch.is_grad_enabled()
+        flat, head.weight, head.bias, labels.reshape(-1), scale, *options, torch.is_grad_enabled(), filled
     )
     return total, losses.view(labels.shape)
 
@@ -104,6 +109,7 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk_tokens: int,
         compute: torch.dtype,
         with_gradients: bool,
+        right: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(compute, torch.float32)
         needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
@@ -118,7 +124,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 rows = slice(start, start + chunk_tokens)
                 states = hidden[rows].to(compute)
                 logits = _logits(states, narrow, offset).to(wide)
-                losses[rows] = _softmax_loss(logits, labels[rows], head, any(needs))
+                filled = {} if right is None else {"right": right[rows]}
+                losses[rows] = _softmax_loss(logits, labels[rows], head, any(needs), **filled)
                 weighted = losses[rows] if weights is None else losses[rows] * weights[rows]
                 total += weighted.sum()
                 if any(needs):
@@ -140,17 +147,19 @@ class _ChunkedLoss(torch.autograd.Function):
         ratio = upstream[0] / ctx.scale  # 1 where the caller gave the right scale; nan or inf where the loss was
         pairs = zip(made, ctx.dtypes, strict=True)
         gradients = [None if item is None else item.mul_(ratio).to(dtype) for item, dtype in pairs]
-        return (*gradients, *[None] * 7)
+        return (*gradients, *[None] * 8)
 
 
 def _logits(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return states @ weight.t() if bias is None else torch.addmm(bias, states, weight.t())
 
 
-def _softmax_loss(logits: torch.Tensor, labels: torch.Tensor, head: Head, with_gradient: bool) -> torch.Tensor:
+def _softmax_loss(
+    logits: torch.Tensor, labels: torch.Tensor, head: Head, with_gradient: bool, *, right: torch.Tensor | None = None
+) -> torch.Tensor:
     """(tokens,) losses of a chunk. Overwrites `logits`, with_gradient with the loss's gradient.
 
-    logits: (tokens, vocabulary), FP32 or wider, before scale and cap.
+    logits: (tokens, vocabulary), FP32 or wider, before scale and cap. right: (tokens,), filled as by `likeliest`.
     """
     scale, cap, shared = head.scale, head.cap, head.shared
     counts = (labels != IGNORED).unsqueeze(1)
@@ -170,10 +179,16 @@ def _softmax_loss(logits: torch.Tensor, labels: torch.Tensor, head: Head, with_g
     largest = logits.amax(dim=1, keepdim=True)
     logits.sub_(largest if shared is None else shared.maximum(largest))
     of_target = logits.gather(1, targets)
+    ties = None if right is None else (logits == 0).sum(dim=1, keepdim=True)
     sums = logits.exp_().sum(dim=1, keepdim=True)
     if shared is not None and here is not None:
         of_target = torch.where(here, of_target, 0.0)
-        sums, of_target = shared.sum(torch.stack([sums, of_target])).unbind()
+        added = [sums, of_target] if ties is None else [sums, of_target, ties.to(sums.dtype)]
+        sums, of_target, *counted = shared.sum(torch.stack(added)).unbind()
+        ties = counted[0] if counted else None
+    if right is not None:
+        assert ties is not None
+        right.copy_(torch.where(counts & (of_target == 0), 1 / ties.clamp(min=1), 0.0).squeeze(1))
     loss = torch.where(counts, sums.log() - of_target, 0.0).squeeze(1)
     if not with_gradient:
         return loss
@@ -236,6 +251,18 @@ def label_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
+
+
+def likeliest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """1 where no token is likelier than the label, 0 elsewhere and where a label is masked, FP32 of the labels' shape.
+
+    Of n tokens that are equally the likeliest each counts 1 / n: a model that prefers nothing is right by chance.
+    Arguments as of `label_loss_sum`.
+    """
+    largest = logits.amax(-1, keepdim=True)
+    of_label = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1))
+    found = (of_label == largest).squeeze(-1) & (labels != IGNORED)
+    return found / (logits == largest).sum(-1).clamp(min=1)
 
 
 def label_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

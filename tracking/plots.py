@@ -27,6 +27,11 @@ logging.getLogger("matplotlib.font_manager").addFilter(lambda record: record.lev
 
 _INK, _FAINT, _ACCENT, _ALARM = "#1f4e79", "#a9c1d9", "#d1660f", "#c00000"
 _SMOOTH_FROM = 100  # steps from which a running median is drawn over the raw curve
+_METRICS = {
+    "Accuracy and agreement": ("accuracy", "agreement", "f1", "matthews", "pearson"),
+    "KL (nats per token)": ("kl",),
+}
+"""Metrics of tasks that are drawn, by what is in their names."""
 _MANY_SKIPS = 200  # more marks would hide the curves
 STYLE: dict[Any, Any] = {
     "font.size": 12,
@@ -43,7 +48,7 @@ STYLE: dict[Any, Any] = {
 
 
 def plot_run(events: Path, png: Path) -> Path:
-    """Draw the run recorded in `events` to `png` (1560 x 975 pixels) and return `png`.
+    """Draw the run recorded in `events` to `png` (1560 x 975 pixels, with metrics 1560 x 1430) and return `png`.
 
     Of a step attempted more than once the last attempt is drawn. Non-finite values are gaps, and every
     skipped step is a red line. Raises UserError when there is no step to draw.
@@ -56,18 +61,25 @@ def plot_run(events: Path, png: Path) -> Path:
     import matplotlib
     from matplotlib.figure import Figure
 
+    evals = [event for event in timeline if event["event"] == "eval"]
+    metrics = [(title, names) for title, of in _METRICS.items() if (names := _metric_names([*steps, *evals], of))]
+    rows = 3 if metrics else 2
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12, 7.5), dpi=130, layout="constrained")
-        axes = figure.subplots(2, 2, sharex=True)
+        figure = Figure(figsize=(12, 7.5 if rows == 2 else 11), dpi=130, layout="constrained")
+        axes = figure.subplots(rows, 2, sharex=True)
         figure.suptitle(plain(_title(events.resolve().parent.name, starts[-1], steps)), fontsize=14)
-        _draw_loss(axes[0][0], steps, [event for event in timeline if event["event"] == "eval"])
+        _draw_loss(axes[0][0], steps, evals)
         _draw_grad_norm(axes[0][1], steps)
         _draw_lr(axes[1][0], steps)
         if starts[-1]["compute"] == "fp16":
             _draw_scale(axes[1][1], steps)
         else:
             _draw_speed(axes[1][1], steps)
-        for axis in axes[1]:
+        for axis, (title, names) in zip(axes[-1], metrics, strict=False):
+            _draw_metrics(axis, steps, evals, title, names)
+        for axis in axes[-1][len(metrics) :] if metrics else ():
+            axis.set_visible(False)
+        for axis in axes[-1]:
             axis.set_xlabel("optimizer step")
         save_png(figure, png)
     return png
@@ -144,8 +156,31 @@ def _draw_loss(axis: Axes, steps: list[Event], evals: list[Event]) -> None:
     if evals:
         axis.plot(_numbers(evals), _column(evals, "loss"), "o-", color=_ACCENT, label="validation", markersize=5)
     _mark_skips(axis, steps)
-    axis.set_title("Loss (nats per token)")
+    per_token = not any("metrics" in event for event in steps) and all(event.get("perplexity") for event in evals)
+    axis.set_title("Loss (nats per token)" if per_token else "Loss")
     axis.legend(loc="upper right")
+
+
+def _metric_names(events: list[Event], kinds: tuple[str, ...]) -> list[str]:
+    """Metrics whose name has one of `kinds` in it, in the order in which they were recorded first."""
+    found = dict.fromkeys(name for event in events for name in event.get("metrics") or {})
+    return [name for name in found if any(kind in name for kind in kinds)]
+
+
+def _draw_metrics(axis: Axes, steps: list[Event], evals: list[Event], title: str, names: list[str]) -> None:
+    for number, name in enumerate(names):
+        for events, style in ((steps, "-"), (evals, "o--")):
+            own = [{"step": event["step"], name: event["metrics"][name]} for event in events if _has(event, name)]
+            if own:
+                label = f"{name}, validation" if events is evals else name
+                width, colour = 1.0 if events is steps else 1.6, f"C{number}"
+                axis.plot(_numbers(own), _column(own, name), style, color=colour, linewidth=width, label=plain(label))
+    axis.set_title(title)
+    axis.legend(loc="best", fontsize=9)
+
+
+def _has(event: Event, name: str) -> bool:
+    return name in (event.get("metrics") or {})
 
 
 def _draw_grad_norm(axis: Axes, steps: list[Event]) -> None:

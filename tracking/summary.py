@@ -46,6 +46,8 @@ class Summary:
     first_eval_loss: float | None
     eval_loss: float | None
     perplexity: float | None
+    metrics: dict[str, list[float]]
+    """Of the task on the validation set, by name: the first and the last value."""
     grad_norm_median: float | None
     grad_norm_max: float | None
     clipped: int
@@ -97,6 +99,7 @@ def summarise(run_dir: RunDir) -> Summary:
         first_eval_loss=evals[0]["loss"] if evals else None,
         eval_loss=evals[-1]["loss"] if evals else None,
         perplexity=evals[-1]["perplexity"] if evals else None,
+        metrics=_metrics(evals),
         grad_norm_median=float(np.median(norms)) if norms.size else None,
         grad_norm_max=float(norms.max()) if norms.size else None,
         clipped=int(np.count_nonzero((steps.clip_coefficient < 1.0) & (steps.clip_coefficient != 0.0))),
@@ -118,6 +121,11 @@ def summarise(run_dir: RunDir) -> Summary:
         checkpoint=checkpoints[-1]["path"] if checkpoints else None,
         precision=rare["precision"][-1] if rare.get("precision") else None,
     )
+
+
+def _metrics(evals: list[Event]) -> dict[str, list[float]]:
+    both = [event.get("metrics") or {} for event in (evals[:1] + evals[-1:])]
+    return {name: [metrics[name] for metrics in both if name in metrics] for name in (both[-1] if both else ())}
 
 
 def read_run_folder(run_dir: RunDir, label: str) -> RunFacts:

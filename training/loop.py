@@ -31,6 +31,8 @@ def train(parts: Parts, progress: Progress) -> Ending:
     """
     config, saves, problem = parts.resolved.config, parts.checkpoints, None
     planned = config.run.steps
+    if config.evaluate.at_start and config.evaluate.every_steps and progress.position == 0:
+        evaluate(parts, progress)
     while progress.step < planned:
         with parts.watching(progress):
             progress, judgement, health = train_step(parts, progress)
@@ -50,10 +52,7 @@ def train(parts: Parts, progress: Progress) -> Ending:
             return Ending(progress, UNSAVED if problem else PREEMPTED, problem or parts.preemption.reason)
         validation_loss = None
         if _due(config.evaluate.every_steps, progress.step, planned):
-            evaluation = parts.engine.evaluate(parts.validation())
-            by_source = {name: parts.engine.evaluate(own) for name, own in parts.validation_by_source().items()}
-            record_evaluation(parts.record, progress, evaluation, by_source)
-            validation_loss = evaluation.loss
+            validation_loss = evaluate(parts, progress)
         if progress.step == planned:
             if config.checkpoint.at_end:
                 start_save(parts, progress, validation_loss)
@@ -63,6 +62,14 @@ def train(parts: Parts, progress: Progress) -> Ending:
         if saves.failures >= config.checkpoint.max_failures:
             return Ending(progress, UNSAVED, f"{saves.failures} saves in a row failed: {saves.last_failure}")
     return Ending(progress, UNSAVED if problem else DONE, problem or "")
+
+
+def evaluate(parts: Parts, progress: Progress) -> float:
+    """Record the model's metrics on the validation set, whole and by part; the loss on the whole."""
+    evaluation = parts.engine.evaluate(parts.validation())
+    by_source = {name: parts.engine.evaluate(own) for name, own in parts.validation_by_source().items()}
+    record_evaluation(parts.record, progress, evaluation, by_source)
+    return evaluation.loss
 
 
 def start_save(parts: Parts, progress: Progress, validation_loss: float | None = None) -> None:

@@ -9,22 +9,29 @@ from typing import Any
 import torch
 
 from modeling.embedding_noise import EmbeddingNoise
-from modeling.linear_cross_entropy import IGNORED, label_loss_sum, label_losses
+from modeling.linear_cross_entropy import IGNORED, label_loss_sum, label_losses, likeliest
 from modeling.objectives.objective import Forward, Scored
 
 
 class LabelPrediction:
     """Cross-entropy in nats, in FP32, of logits (batch, sequence, vocabulary) at labels (batch, sequence)."""
 
-    sums: tuple[str, ...] = ()
     has_perplexity = True
+    _own_sums: tuple[str, ...] = ()
 
-    def __init__(self, noise: EmbeddingNoise | None = None, *, by_sample: bool = False) -> None:
-        """noise: on the model's embeddings in training; None: none. by_sample: `Scored.parts` are wanted.
+    def __init__(self, noise: EmbeddingNoise | None = None, *, by_sample: bool = False, judged: bool = False) -> None:
+        """noise: on the model's embeddings in training; None: none. by_sample: `Scored.parts` are wanted. judged: in
+        passes without gradients, as of an evaluation, labels that are the likeliest tokens are counted.
 
-        Without them the sum is that of torch's own kernel, in its last bit another than that of the parts.
+        Without `by_sample` the sum is that of torch's own kernel, in its last bit another than that of the parts.
         """
-        self._noise, self._by_sample = noise, by_sample
+        self._noise, self._by_sample, self._judged = noise, by_sample, judged
+        self.sums = self._own_sums + (("right", "judged") if judged else ())
+
+    @property
+    def judges(self) -> bool:
+        """Whether a pass counts now which labels are the likeliest tokens."""
+        return self._judged and not torch.is_grad_enabled()
 
     def noisy(self, inputs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
         """Inside, forward passes have the micro-batch's noise; gives the inputs that are the model's."""
@@ -35,49 +42,73 @@ class LabelPrediction:
         with self.noisy(inputs) as given:
             logits = forward(**given, use_cache=False).logits
         weights = self.weights(inputs, labels)
+        right = likeliest(logits, labels) if self.judges else None
         if weights is None and not self._by_sample:
-            return Scored(label_loss_sum(logits, labels))
+            return Scored(label_loss_sum(logits, labels), self._sums(labels, right))
         losses = label_losses(logits, labels)
         loss = losses.sum() if weights is None else (losses * weights).sum()
-        return self.scored(loss, losses.detach(), labels, weights)
+        return self.scored(loss, losses.detach(), labels, weights, right)
 
     def weights(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor | None:
         """Factors on the losses of the labels, of their shape, FP32; None: 1 each."""
         return None
 
     def scored(
-        self, loss: torch.Tensor, losses: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+        self,
+        loss: torch.Tensor,
+        losses: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor | None,
+        right: torch.Tensor | None = None,
     ) -> Scored:
-        """A micro-batch from its summed loss and, without gradient, the losses of its labels before `weights`."""
-        return Scored(loss, parts=losses)
+        """A micro-batch from its summed loss and, without gradient, the losses of its labels before `weights`.
+
+        right: what `likeliest` says of the labels, where `judges`.
+        """
+        return Scored(loss, self._sums(labels, right), losses)
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
-        """None: perplexity follows from the loss."""
-        return {}
+        """Of evaluations that are judged, the share of labels that are the model's likeliest token."""
+        if not self._judged or not sums[-1]:
+            return {}
+        return {"token_accuracy": sums[-2] / sums[-1]}
+
+    def _sums(self, labels: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor | None:
+        if not self._judged:
+            return None
+        if right is None:
+            return torch.zeros(2, dtype=torch.float64, device=labels.device)
+        return torch.stack([right.double().sum(), (labels != IGNORED).sum().double()])
 
 
 class RowPrediction(LabelPrediction):
     """The mean over rows of each row's mean cross-entropy; what counts are rows with a label."""
 
-    sums = ("label_loss", "labels")
     has_perplexity = False
+    _own_sums = ("label_loss", "labels")
 
     def weights(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
         """One by the number of labels of the row that a label belongs to."""
         return 1.0 / labels_of_row(labels, inputs.get("position_ids")).clamp_(min=1)
 
     def scored(
-        self, loss: torch.Tensor, losses: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+        self,
+        loss: torch.Tensor,
+        losses: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor | None,
+        right: torch.Tensor | None = None,
     ) -> Scored:
-        """The sums are of the cross-entropy of all labels, and how many they are."""
+        """The sums begin with that of the cross-entropy of all labels, and how many they are."""
         assert weights is not None
         sums = torch.stack([losses.double().sum(), (labels != IGNORED).sum().double()])
-        return Scored(loss, sums, losses * weights)
+        judged = self._sums(labels, right)
+        return Scored(loss, sums if judged is None else torch.cat([sums, judged]), losses * weights)
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """The mean over labels, which is what the other way of counting trains."""
-        loss, labels = sums
-        return {"token_loss": loss / max(labels, 1.0)}
+        loss, labels = sums[:2]
+        return {"token_loss": loss / max(labels, 1.0)} | super().metrics(sums, count)
 
 
 def labels_of_row(labels: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:

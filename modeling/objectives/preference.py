@@ -14,6 +14,12 @@ minus that of r. Losses of beta and h, summed over pairs:
 
 `sft_weight` adds the chosen answer's mean cross-entropy by token, as Pang et al. 2024, "Iterative Reasoning Preference
 Optimization", equation 2. The implicit reward of an answer is beta times its log-ratio.
+
+How far the model p went from its reference q is estimated from the answers' tokens, in nats a token, by two
+estimators of KL(p || q) (Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html): k1, the
+mean of log p - log q, and k3, the mean of q / p - 1 - log(q / p), which is never negative. Both are unbiased where p
+drew the tokens. Here the data did: k1 is then below 0 where the model likes them less than its reference does, and
+neither is the divergence itself. k3 needs the reference of every token, so it is there where that is live.
 """
 
 from __future__ import annotations
@@ -39,36 +45,47 @@ Off = Callable[[], AbstractContextManager[None]]
 class Preference:
     """The loss of pairs of answers, in nats; what counts are pairs."""
 
-    sums = ("log_prob_chosen", "log_prob_rejected", "ratio_chosen", "ratio_rejected", "preferred", "nll_chosen")
+    sums: tuple[str, ...] = (
+        *("log_prob_chosen", "log_prob_rejected", "ratio_chosen", "ratio_rejected", "preferred", "nll_chosen"),
+        *("tokens_chosen", "tokens_rejected"),
+    )
     has_perplexity = False
 
     def __init__(self, section: PreferenceSection, adapter_off: Off | None) -> None:
         """adapter_off: how to compute the reference; None where the batches have it."""
         self._section, self._adapter_off = section, adapter_off
+        if adapter_off is not None:
+            self.sums += ("k3_chosen", "k3_rejected")
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
         """inputs: as `data.preference_batches` makes them. labels: (micro,) int64, IGNORED for a pair of padding."""
-        reference = self._reference(forward, inputs)
-        policy = log_probs(forward, inputs)
-        real = labels != IGNORED
+        of_reference = self._reference(forward, inputs)
+        of_tokens = answer_log_probs(forward, inputs)
+        policy, real = of_tokens.sum(-1), labels != IGNORED
+        reference = inputs["reference"] if of_reference is None else of_reference.sum(-1)
         ratios = torch.where(real[:, None], policy - reference, 0.0)
-        lengths = (inputs["targets"][:, 0] != IGNORED).sum(-1).clamp(min=1)
-        nll = -policy[:, 0] / lengths
+        lengths = (inputs["targets"] != IGNORED).sum(-1)
+        nll = -policy[:, 0] / lengths[:, 0].clamp(min=1)
         loss = self._loss(ratios[:, 0] - ratios[:, 1])
         if self._section.sft_weight:
             loss = loss + self._section.sft_weight * nll
         with torch.no_grad():
             margin = ratios[:, 0] - ratios[:, 1]
             preferred = (torch.sign(margin) + 1) / 2
-            found = torch.stack([policy[:, 0], policy[:, 1], ratios[:, 0], ratios[:, 1], preferred, nll])
-            sums = torch.where(real, found.double(), 0.0).sum(-1)
+            columns = [policy[:, 0], policy[:, 1], ratios[:, 0], ratios[:, 1], preferred, nll, *lengths.unbind(1)]
+            if of_reference is not None:
+                behind = of_reference.double() - of_tokens.double()  # log(q / p); 0 outside of the answers
+                columns += (behind.expm1() - behind).sum(-1).unbind(1)
+            found = torch.stack([column.double() for column in columns])
+            sums = torch.where(real, found, 0.0).sum(-1)
         kept = torch.where(real, loss, loss * 0)
         return Scored(kept.sum(), sums, kept.detach())
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
-        """Means over pairs. A pair whose margin is 0 counts as half preferred."""
+        """Means over pairs, and over tokens for `kl`. A pair whose margin is 0 counts as half preferred."""
         pairs, beta = max(count, 1.0), self._section.beta
-        chosen, rejected, ratio_chosen, ratio_rejected, preferred, nll = (value / pairs for value in sums)
+        chosen, rejected, ratio_chosen, ratio_rejected, preferred, nll = (value / pairs for value in sums[:6])
+        tokens = [max(value, 1.0) for value in sums[6:8]]
         found = {
             "rewards/chosen": beta * ratio_chosen,
             "rewards/rejected": beta * ratio_rejected,
@@ -78,14 +95,16 @@ class Preference:
             "log_probs/chosen": chosen,
             "log_probs/rejected": rejected,
         }
+        for estimator, first in (("kl_k1", 2), ("kl_k3", 8)):
+            for side, total, number in zip(("chosen", "rejected"), sums[first : first + 2], tokens, strict=False):
+                found[f"{estimator}/{side}"] = total / number
         return found | ({"nll/chosen": nll} if self._section.sft_weight else {})
 
-    def _reference(self, forward: Forward, inputs: dict[str, Any]) -> torch.Tensor:
+    def _reference(self, forward: Forward, inputs: dict[str, Any]) -> torch.Tensor | None:
         if self._adapter_off is None:
-            values: torch.Tensor = inputs["reference"]
-            return values
+            return None
         with torch.no_grad(), self._adapter_off():
-            return log_probs(forward, inputs)
+            return answer_log_probs(forward, inputs)
 
     def _loss(self, margin: torch.Tensor) -> torch.Tensor:
         section = self._section
@@ -100,6 +119,11 @@ class Preference:
 
 def log_probs(forward: Forward, inputs: dict[str, Any]) -> torch.Tensor:
     """(micro, 2) FP32: log-probabilities of both answers of each pair, summed over their tokens, in nats."""
+    return answer_log_probs(forward, inputs).sum(-1)
+
+
+def answer_log_probs(forward: Forward, inputs: dict[str, Any]) -> torch.Tensor:
+    """(micro, 2, length) FP32: log-probabilities of the tokens of both answers, in nats; 0 outside of the answers."""
     ids, targets = inputs["input_ids"], inputs["targets"]
     logits = forward(input_ids=ids.flatten(0, 1), use_cache=False).logits
-    return token_log_probs(logits, targets.flatten(0, 1), ignored=IGNORED).sum(-1).view(ids.shape[:2])
+    return token_log_probs(logits, targets.flatten(0, 1), ignored=IGNORED).view(ids.shape)

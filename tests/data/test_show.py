@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import re
@@ -90,6 +91,34 @@ def test_a_row_may_have_fields_that_json_lacks(base: Path, tmp_path: Path, capsy
     assert "1 rows of format prompt_completion" in capsys.readouterr().out
 
 
+def test_rows_of_a_mixture_have_fewer_labels_than_tokens(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "ab":
+        write_chats(tmp_path / f"{name}.jsonl", 5)
+    sources = ", ".join(f"{{path: {tmp_path}/{name}.jsonl}}" for name in "ab")
+    assert shown(base, tmp_path, f"data.sources=[{sources}]", "data.path=null") == 0
+    out = capsys.readouterr().out
+    assert "data: 10 rows of all sources, " in out and "all tokens are labels" not in out
+
+
+def test_a_masked_model_s_labels_are_the_words_that_are_hidden(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"word{number}" for number in range(400)]
+    with bz2.open(tmp_path / "words.txt.bz2", "wt") as file:
+        file.write(" ".join(words))
+    given = ["task=mlm", "model={architecture: bert}", "data.tokenizer=bytes", f"data.path={tmp_path}/words.txt.bz2"]
+    given += ["data.source=auto", f"data.cache_dir={tmp_path}/cache", "data.validation_fraction=0"]
+    (tmp_path / "run.yaml").write_text("{}")
+    assert main(["--config", str(tmp_path / "run.yaml"), *given, "data.sequence_length=256", "--rows", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "; labels are 15% of the words, others in every epoch" in out
+    shown = out[: out.index("---\n")]
+    assert shown.count("[CLS]") == 4 and 5 < len(hidden := re.findall(r"\[(word\d+)\]", shown)) < 60
+    assert set(hidden) <= set(words)
+
+
 def row(**fields: Any) -> str:
     return json.dumps(fields)
 
@@ -131,6 +160,8 @@ FILES: list[tuple[str | bytes, str, str]] = [
     (FIRST, "data.document_masking=true data.packing=none", "data.document_masking = true: rows are not packed by"),
     (FIRST, "data.path={folder}/none.jsonl", "none.jsonl' matches no file"),
     (FIRST, "data.source=text", "data.source = text has no rows"),
+    (FIRST, "data.path={folder}/notes.txt", "data.source = text has no rows"),
+    (FIRST, "data.path={folder}/bad.jinja", "bad.jinja: is a file, and data.source=hub takes a dataset of the hub"),
     (FIRST, "data.tokenizer=bytes", "rows.jsonl:1: is a conversation, and the tokenizer has no chat template"),
     (FIRST, "task=pretrain data.train_on=all", "data.train_on = 'all' is only read by task = sft"),
     (FIRST, "task=stf", "did you mean sft?"),
@@ -150,6 +181,7 @@ def test_what_is_malformed_is_one_line_and_exit_code_2(
     problem: str,
 ) -> None:
     (tmp_path / "rows.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "notes.txt").write_text("a")
     (tmp_path / "bad.jinja").write_text("{% for x in %}")
     assert shown(base, tmp_path, *overrides.replace("{folder}", str(tmp_path)).split()) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("data: ")]

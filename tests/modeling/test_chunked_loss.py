@@ -17,7 +17,13 @@ from config.cli import REPOSITORY
 from config.schema import ModelSection
 from launch.plan.loss import loss_bytes
 from modeling.chunked_head import ChunkedHead
-from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy, linear_cross_entropy_sum
+from modeling.linear_cross_entropy import (
+    Head,
+    label_loss_sum,
+    likeliest,
+    linear_cross_entropy,
+    linear_cross_entropy_sum,
+)
 from tests.support.small_models import VOCABULARY, small_model
 
 HIDDEN = 24
@@ -73,6 +79,33 @@ def test_value_and_gradients_are_those_of_fp64(dtype, chunk: int, scale: float, 
         if item is not None:
             assert item.grad.dtype == dtype
             assert relative(item.grad, gradient) < 8 * ROUNDOFF[dtype] + 2e-15
+
+
+@pytest.mark.parametrize(("chunk", "scale", "cap"), [(7, 1.0, None), (99, 1 / 3, None), (5, 1.0, 2.0)])
+def test_labels_that_are_the_likeliest_tokens_are_found_chunk_by_chunk(
+    chunk: int, scale: float, cap: float | None
+) -> None:
+    tensors, labels = draw(torch.float32, bias=True, seed=chunk)
+    with torch.no_grad():
+        logits = functional.linear(*tensors) * scale
+        best = (logits if cap is None else cap * torch.tanh(logits / cap)).argmax(-1)
+        labels = torch.where((torch.arange(11) % 2 == 0) & (labels != -100), best, labels)
+        right = torch.full(labels.shape, 9.0)
+        linear_cross_entropy(tensors[0], Head(*tensors[1:], scale, cap), labels, chunk_tokens=chunk, right=right)
+    assert torch.equal(right, (best == labels).float()) and 6 < right.sum() < 18
+    assert torch.equal(likeliest(logits.detach(), labels), right)
+    with pytest.raises(ValueError, match="without gradients only"):
+        linear_cross_entropy(tensors[0], Head(*tensors[1:]), labels, chunk_tokens=chunk, right=right)
+
+
+def test_tokens_that_are_equally_likely_share_what_is_right() -> None:
+    """As a head of zeros has them: its share of right answers is that of chance."""
+    logits = torch.tensor([[2.0, 1.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 2.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    labels, expected = torch.tensor([2, 1, 0, -100]), torch.tensor([0.5, 0.25, 1.0, 0.0])
+    right = torch.zeros(4)
+    with torch.no_grad():
+        linear_cross_entropy(torch.eye(4), Head(logits.t().contiguous(), None), labels, chunk_tokens=3, right=right)
+    assert torch.equal(right, expected) and torch.equal(likeliest(logits, labels), expected)
 
 
 def test_a_gradient_of_another_size_than_told_is_right_too() -> None:

@@ -13,7 +13,9 @@ from tests.support.synthetic_events import start_fields, step_fields
 from tracking.jsonl import JsonlSink
 from tracking.plots import format_rate, plot_run
 from tracking.record import Record
+from tracking.report.page import results
 from tracking.run_dir import RunDir
+from tracking.summary import summarise
 
 
 def _size(png: Path) -> tuple[int, int]:
@@ -47,6 +49,25 @@ def test_a_run_of_nothing_but_trouble_can_be_drawn(run_dir: RunDir) -> None:
         record.event("step", step=step, tokens=step, **step_fields(step) | broken)
     record.close()
     assert _size(plot_run(run_dir.events, run_dir.plots / "run.png")) == (1560, 975)
+
+
+def test_metrics_of_a_task_are_drawn_and_reported(run_dir: RunDir) -> None:
+    record = Record([JsonlSink(run_dir.events)])
+    record.event("run_start", step=0, tokens=0, **start_fields(compute="bf16"))
+    for step in range(0, 12, 4):
+        for at in range(step + 1, step + 5):
+            metrics = {"rewards/accuracy": 0.5, "kl_k1/chosen": 0.01 * at}
+            record.event("step", step=at, tokens=at, **step_fields(at), metrics=metrics)
+        metrics = {"rewards/accuracy": 0.1 * step, "kl_k1/chosen": None if step else 0.25}
+        record.event("eval", step=step, tokens=step, loss=0.5, perplexity=None, metrics=metrics)
+    record.close()
+    png = plot_run(run_dir.events, run_dir.plots / "run.png")
+    assert _size(png) == (1560, 1430)
+    assert {(0x1F, 0x77, 0xB4)} <= _colours(png)
+    rows = dict(results(summarise(run_dir)))
+    assert rows["validation rewards/accuracy"] == "0.0000 -> 0.8000"
+    assert rows["validation kl_k1/chosen"] == "0.2500 -> -"
+    assert "training loss" in rows and "validation loss" in rows, "not in nats per token"
 
 
 @pytest.mark.parametrize(

@@ -154,14 +154,16 @@ def results(summary: Summary) -> list[tuple[str, str]]:
     best = "never finite"
     if summary.best_loss_step is not None:
         best = f"best {_number(summary.best_loss)} at step {summary.best_loss_step}"
+    unit = " (nats)" if summary.eval_loss is None or summary.perplexity is not None else ""
     rows = [
-        ("training loss (nats)", f"{_number(summary.first_loss)} -> {_number(summary.last_loss)} ({best})"),
+        (f"training loss{unit}", f"{_number(summary.first_loss)} -> {_number(summary.last_loss)} ({best})"),
         ("losses that were not finite", str(summary.nonfinite_losses) if summary.nonfinite_losses else ""),
     ]
     if summary.eval_loss is not None:
         evaluated = f"{_number(summary.first_eval_loss)} -> {_number(summary.eval_loss)}"
         perplexity = "" if summary.perplexity is None else f" (perplexity {summary.perplexity:.2f})"
-        rows.append(("validation loss (nats)", evaluated + perplexity))
+        rows.append((f"validation loss{unit}", evaluated + perplexity))
+        rows += [(f"validation {name}", " -> ".join(map(_number, both))) for name, both in summary.metrics.items()]
     rows += [
         ("steps", f"{summary.steps} attempted, {summary.applied} applied, {summary.skipped} skipped"),
         ("loss scale", _scale_summary(summary)),

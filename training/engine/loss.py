@@ -90,9 +90,9 @@ class LossPath:
         if head is None or chunked is None or (head.watched and not inspected):
             return self._objective.score(self._forward, inputs, labels)
         weights = chunked.weights(inputs, labels)
-        with chunked.noisy(inputs) as given, head.loss_of(labels, gradient_scale, weights):
+        with chunked.noisy(inputs) as given, head.loss_of(labels, gradient_scale, weights, judged=chunked.judges):
             loss = self._forward(**given, use_cache=False).logits.sum()
-        return chunked.scored(loss, head.label_losses, labels, weights)
+        return chunked.scored(loss, head.label_losses, labels, weights, head.right)
 
     def close(self) -> None:
         """Restore the model."""

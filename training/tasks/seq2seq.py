@@ -15,7 +15,7 @@ __all__ = ["make_batch", "objective", "prepare"]
 
 def objective(config: Config, model: PreTrainedModel) -> LabelPrediction:
     """Every token of a target is a label, its end included."""
-    return LabelPrediction(by_sample=bool(config.data.sources))
+    return LabelPrediction(by_sample=bool(config.data.sources), judged=True)
 
 
 def make_batch(config: Config, corpus: Corpus) -> MakeBatch:

@@ -18,8 +18,8 @@ def objective(config: Config, model: PreTrainedModel) -> LabelPrediction:
     """Every token of an answer is a label."""
     noise = EmbeddingNoise(model, config.sft.neftune_alpha) if config.sft.neftune_alpha else None
     if config.sft.loss == "row":
-        return RowPrediction(noise)
-    return LabelPrediction(noise, by_sample=bool(config.data.sources))
+        return RowPrediction(noise, judged=True)
+    return LabelPrediction(noise, by_sample=bool(config.data.sources), judged=True)
 
 
 def make_batch(config: Config, corpus: Corpus) -> MakeBatch:

@@ -82,12 +82,18 @@ def oracle(
     found = []
     for numbers in pairs_of_steps:
         total, tokens, preferred = 0.0, 0, 0.0
+        estimates: dict[str, list[float]] = {f"{k}/{s}": [] for k in ("kl_k1", "kl_k3") for s in ("chosen", "rejected")}
         for number in numbers:
             sides = [labelled(tokenizer, [*rows[number]["prompt"], *rows[number][s]]) for s in ("chosen", "rejected")]
             tokens += sum(len(ids) - 1 for ids, _ in sides)
-            policy = [log_prob(model, *side) for side in sides]
+            policies = [token_log_probs(model, *side) for side in sides]
             with torch.no_grad():
-                reference = [log_prob(base, *side) for side in sides]
+                references = [token_log_probs(base, *side) for side in sides]
+            for name, p, q in zip(("chosen", "rejected"), policies, references, strict=True):
+                ratio = (q - p.detach()).exp()
+                estimates[f"kl_k1/{name}"] += (-ratio.log()).tolist()
+                estimates[f"kl_k3/{name}"] += (ratio - 1 - ratio.log()).tolist()
+            policy, reference = ([side.sum() for side in both] for both in (policies, references))
             margin = policy[0] - policy[1] - (reference[0] - reference[1])
             loss = written_out(given, margin) - given["sft_weight"] * policy[0] / int((sides[0][1] != -100).sum())
             (loss / len(numbers)).backward()
@@ -98,15 +104,16 @@ def oracle(
         optimizer.zero_grad()
         found.append(
             {"loss": total / len(numbers), "grad_norm": norm, "tokens": tokens, "accuracy": preferred / len(numbers)}
+            | {name: sum(values) / len(values) for name, values in estimates.items()}
         )
     return {"steps": found, "after": {name: parameter.detach().clone() for name, parameter in parameters.items()}}
 
 
-def log_prob(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """() float64: of the labelled tokens, in nats."""
+def token_log_probs(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """(labels,) float64: of the labelled tokens, in nats."""
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].double().log_softmax(-1)
     picked = logits.gather(1, labels[1:].clamp(min=0)[:, None])[:, 0]
-    return picked[labels[1:] != -100].sum()
+    return picked[labels[1:] != -100]
 
 
 def written_out(given: dict[str, Any], margin: torch.Tensor) -> torch.Tensor:

@@ -313,12 +313,15 @@ def lost_updates(world: World, *, folder: Path, rate: float, **options: Any) -> 
 
 
 def sets(world: World, *, resolve: Callable[..., Resolved] = resolve, folder: Path, **options: Any) -> dict[str, Any]:
-    """The loss of each validation set and of all, then the first step, and how many rows are trained on."""
+    """Loss and metrics of each validation set, the loss of all, the first step, and how many rows are trained on."""
     with session(resolve(folder, **options), world=world) as opened:
         engine = opened.engine
-        found = {name: engine.evaluate(own).loss for name, own in opened.validation_by_source().items()}
+        evaluations = {name: engine.evaluate(own) for name, own in opened.validation_by_source().items()}
+        found = {name: evaluation.loss for name, evaluation in evaluations.items()}
+        metrics = {name: evaluation.metrics for name, evaluation in evaluations.items()}
         whole, batch = engine.evaluate(opened.validation()).loss, opened.batches.next_step()
         health = engine.health(engine.forward_backward(batch, step=1))
         engine.discard_gradients()
         rows = opened.corpus.train_documents
-        return {"sets": found, "whole": whole, "step": health.loss, "ids": batch.sample_ids.tolist(), "rows": rows}
+        found = {"sets": found, "metrics": metrics, "whole": whole, "step": health.loss, "of step": health.metrics}
+        return found | {"ids": batch.sample_ids.tolist(), "rows": rows}

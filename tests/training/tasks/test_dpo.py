@@ -32,6 +32,9 @@ def require_equal(found: dict[str, Any], exact: dict[str, Any]) -> None:
         assert mine["tokens"] == theirs["tokens"]
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        estimates = {name: value for name, value in mine["metrics"].items() if name.startswith("kl_")}
+        assert len(estimates) in (2, 4)
+        assert estimates == pytest.approx({name: theirs[name] for name in estimates}, rel=2e-4, abs=1e-7)
     assert found["after"].keys() == exact["after"].keys()
     assert distance(found["after"], exact["after"]) < 1e-5
 
@@ -62,6 +65,7 @@ def test_the_first_margins_are_exactly_0(pair: ProcessGroup, folder: Path, stage
     overrides = (*cases.KINDS[kind], "data.validation_fraction=0.2")
     found, other = pair.run(cases.first_step, folder=folder, stage=stage, compute=compute, overrides=overrides)
     assert found["metrics"] | STARTED == found["metrics"] == other["metrics"]
+    assert {value for name, value in found["metrics"].items() if name.startswith("kl_")} == {0.0}
     assert found["loss"] == pytest.approx(math.log(2), abs=1e-7)
     assert found["trains"]
     held_out = found["validation"]

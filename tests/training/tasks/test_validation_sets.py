@@ -34,17 +34,20 @@ def sets_of(folder: Path, *names: str) -> str:
     return f"data.validation=[{', '.join(f'{{path: {folder}/{name}.jsonl, name: {name}}}' for name in names)}]"
 
 
-def plain_loss(folder: Path, name: str, losses: list[tuple[float, int]]) -> float:
-    """Mean cross-entropy over the labels of a file of chats, one row at a time; its sum and count join `losses`."""
+def plain_loss(folder: Path, name: str, losses: list[tuple[float, int]], right: dict[str, dict[str, float]]) -> float:
+    """Mean cross-entropy over the labels of a file of chats, one row at a time; its sum and count join `losses`, and
+    the share of labels that are the likeliest tokens joins `right`."""
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
-    tokenizer, total, count = AutoTokenizer.from_pretrained(folder / "base"), 0.0, 0
+    tokenizer, total, count, hits = AutoTokenizer.from_pretrained(folder / "base"), 0.0, 0, 0
     for line in (folder / f"{name}.jsonl").read_text().splitlines():
         ids, labels = cases.labelled(tokenizer, json.loads(line)["messages"])
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0, :-1].double()
         total += float(torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum"))
+        hits += int((logits.argmax(-1) == labels[1:]).sum())
         count += int((labels[1:] != -100).sum())
     losses.append((total, count))
+    right[name] = {"token_accuracy": hits / count}
     return total / count
 
 
@@ -58,16 +61,22 @@ def test_each_set_of_chats_has_the_loss_of_plain_torch(
     given = (f"data.packing={packing}", ALL)
     found = pair.run(cases.sets, folder=folder, overrides=(*given, sets_of(folder, "easy", "hard")))[0]
     losses: list[tuple[float, int]] = []
-    exact = {name: plain_loss(folder, name, losses) for name in ("easy", "hard")}
+    right: dict[str, dict[str, float]] = {}
+    exact = {name: plain_loss(folder, name, losses, right) for name in ("easy", "hard")}
     assert found["sets"] == pytest.approx(exact, rel=1e-5)
+    assert found["metrics"] == right and found["of step"] == {}, "counted in evaluations alone"
     assert abs(exact["easy"] / exact["hard"] - 1) > 1e-4, "they differ"
     mean = sum(total for total, _ in losses) / sum(count for _, count in losses)
     assert found["whole"] == pytest.approx(mean, rel=1e-5)
     held_out = (*given, "data.validation_fraction=0.2")
-    plain = solo.run(cases.sets, folder=folder, overrides=held_out)[0]
+    chunked = ("model.loss=chunked", "model.loss_chunk_tokens=7")
+    plain = solo.run(cases.sets, folder=folder, overrides=(*held_out, *chunked))[0]
     both = solo.run(cases.sets, folder=folder, overrides=(*held_out, sets_of(folder, "easy", "hard")))[0]
     assert both["sets"] == pytest.approx({"held out": plain["whole"], **exact}, rel=1e-5)
-    assert [both[key] for key in ("ids", "step", "rows")] == [plain[key] for key in ("ids", "step", "rows")]
+    assert [both[key] for key in ("ids", "rows")] == [plain[key] for key in ("ids", "rows")]
+    assert both["step"] == pytest.approx(plain["step"], rel=1e-6)
+    both = solo.run(cases.sets, folder=folder, overrides=(*held_out, *chunked, sets_of(folder, "easy", "hard")))[0]
+    assert {name: both["metrics"][name] for name in right} == right and both["step"] == plain["step"]
 
 
 @pytest.mark.slow
@@ -133,12 +142,15 @@ def test_a_job_records_each_set_and_names_what_it_left_out(pair: ProcessGroup, f
         long = {"role": "assistant", "content": "model " * 200}
         file.write(json.dumps({"messages": [{"role": "user", "content": "a"}, long]}) + "\n")
     overrides = [item.replace("{folder}", str(folder)) for item in SFT]
-    overrides += [sets_of(folder, "easy"), "data.validation_fraction=0", "evaluate.every_steps=5"]
+    overrides += [sets_of(folder, "easy"), "data.validation_fraction=0", "evaluate={every_steps: 5, at_start: true}"]
     pair.run(resume_cases.job, folder=str(folder), name="sets", overrides=overrides, passes=None)
     events = list(read_events(folder / "runs" / "sets" / "events.jsonl"))
     evaluated = [event for event in events if event["event"] == "eval"]
     assert [event["by_source"] for event in evaluated] == [{"easy": event["loss"]} for event in evaluated]
+    assert evaluated[0]["step"] == 0 and evaluated[1]["step"] == 5
     assert evaluated[1]["loss"] < evaluated[0]["loss"]
+    accuracy = [event["metrics"]["token_accuracy"] for event in evaluated]
+    assert 0 <= accuracy[0] <= accuracy[-1] <= 1
     said = "\n".join(prepare(cases.resolve(folder, overrides=(sets_of(folder, "easy"),)).config, progress=False).notes)
     assert "validation set easy: 9 rows or documents, " in said and "none of them trained, 1 dropped" in said
 
