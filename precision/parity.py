@@ -28,12 +28,14 @@ FP8_MARGIN = 1.5
 roundings tip some values to another FP8 number, so that its errors are of the same size and not the same."""
 
 IN_A_STEP = (
-    *("weight_drift", "fp8_products", "module_error", "accumulation_error", "gradient_error", "gradient_cosine"),
-    *("sign_agreement", "grad_norm_error", "update_error", "update_rounding"),
+    *("weight_drift", "fp8_products", "module_error", "accumulation_error", "weighting_error", "gradient_error"),
+    *("gradient_cosine", "sign_agreement", "grad_norm_error", "update_error", "update_rounding"),
 )
 """The checks of single steps, in the order in which a step computes what they judge."""
 WHOLE_GRADIENT = "(gradient norm)"
 """What is named where the norm over all modules is wrong."""
+WHOLE_LOSS = "(loss)"
+"""The same of the loss that is reported."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     checks = [
         _over(attempted, "module_error", bounds.module_error, module_errors, note=_own_note(attempted)),
         _over(attempted, "accumulation_error", bounds.accumulation_error, _accumulated, floor=0.0),
+        _over(attempted, "weighting_error", bounds.weighting_error, _weighted, floor=0.0),
+        _over(attempted, "loss_error", bounds.loss_error, _misreported, floor=0.0),
         _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_gradient_note(taken)),
         _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine"), at_least=True),
         _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement"), at_least=True),
@@ -321,6 +325,14 @@ def _drift(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 
 def _accumulated(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     return _by_module(step.get("accumulation_error", {})).items()
+
+
+def _weighted(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    return _by_module(step.get("weighting_error", {})).items()
+
+
+def _misreported(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    yield WHOLE_LOSS, step.get("loss_error", 0.0)
 
 
 def _beyond_rounding(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:

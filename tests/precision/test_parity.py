@@ -243,6 +243,7 @@ def test_a_healthy_step_passes_every_check() -> None:
         ({"drift": {"a.weight": 0.0, "b.weight": 1e-9}}, "weight_drift"),
         ({"update_rounding": {"a.weight": 0.0, "b.weight": 1e-3}}, "update_rounding"),
         ({"accumulation_error": {"a.weight": 1e-7, "b.weight": 1e-3}}, "accumulation_error"),
+        ({"weighting_error": {"a.weight": 1e-7, "b.weight": 1e-3}}, "weighting_error"),
     ],
 )
 def test_the_module_beyond_a_bound_is_named(changes: dict[str, Any], name: str) -> None:

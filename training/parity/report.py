@@ -28,6 +28,8 @@ _WORDS = {
     "fp8_products": "products of an FP8 layer against FP8's definition, in roundings",
     "module_error": "a module's own error, on the inputs it got",
     "accumulation_error": "known gradients added up, relative error",
+    "weighting_error": "gradients against every label counting the same",
+    "loss_error": "reported loss against the mean over all labels",
     "gradient_error": "weight gradients, relative error",
     "gradient_cosine": "weight gradients, cosine",
     "sign_agreement": "weight gradients, equal signs",

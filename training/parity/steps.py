@@ -9,7 +9,8 @@ takes a few real steps. For every one of them it measures, module by module,
 - its gradients against FP32's: relative error, cosine, share of equal signs;
 - the *update error*: the change of its masters against the optimizer in FP64 on the gradient that the engine reduced;
 - the share of its masters and moments that this update left further from FP64 than FP32's rounding explains;
-- at each point, the error of a sum of two gradients that are known;
+- at each point, the error of a sum of two gradients that are known, and how far a step's loss and gradients are from
+  those that its micro-batches' add up to, everything that counts in the global batch counting the same;
 - the *drift*: the distance of the weights it computes with from its rounded masters;
 - with FP8 in the plan, what its rounding alone does to outputs and gradients, and the three products of each FP8 layer
   (`training.parity.fp8_products`);
@@ -64,6 +65,7 @@ from training.engine.tensors import (
     whole_weight,
 )
 from training.parity.fp8_products import Fp8Products
+from training.parity.oracle.optimizers import decay_and_factor
 from training.parity.outputs import OutputErrors
 from training.parity.reference import Reference, clip_coefficient
 from training.parity.signature import Signatures
@@ -89,6 +91,7 @@ class StepParity:
 
     def __init__(self, engine: Engine, reference: Reference, resolved: Resolved) -> None:
         self._engine, self._reference, self._resolved = engine, reference, resolved
+        self._rules = decay_and_factor(reference.model, resolved.config.optimizer)
         self.no_dropout = bool(dropouts(engine.model))
         """Compare without dropout: which values a kernel drops may depend on the dtype."""
 
@@ -182,6 +185,49 @@ class StepParity:
             found = {name: max(0.0, off - 4.0 * noise[name]) for name, off in found.items()}
         return found
 
+    def weighting_errors(self, batch: Batch) -> dict[str, Any]:
+        """How a step weights what its micro-batches and ranks have of the global batch.
+
+        weighting_error: by parameter, the relative distance of the reduced gradient from the one that is put together
+        here of the same passes, in which each label (pair, row) counts the same however many are in its micro-batch.
+        loss_error: the same of the loss that is reported. Both pass the same roundings, so that a weight which is wrong
+        by less than any rounding of 16 bits shows. Where passes differ from run to run, they may be off by four times
+        as much. Empty where gradients are not finite, and where routers add losses of their own. Changes no weight.
+        """
+        engine = self._engine
+        if engine.has_router:
+            return {}
+        engine.model.train(not self.no_dropout)
+        loss = engine.health(engine.forward_backward(batch, step=batch.position + 1)).loss
+        own = self._taken_gradients()
+        mean, expected = self._put_together(batch)
+        if not all(bool(gradient.isfinite().all()) for gradient in (*own.values(), *expected.values())):
+            return {}
+        found = {name: _distance(gradient, expected[name]) for name, gradient in own.items()}
+        off = _relative(loss, mean)
+        bounds = self._resolved.config.parity
+        if off > bounds.loss_error or max(found.values(), default=0.0) > bounds.weighting_error:
+            again, repeated = self._put_together(batch)
+            noise = {name: _distance(repeated[name], gradient) for name, gradient in expected.items()}
+            found = {name: max(0.0, value - 4.0 * noise[name]) for name, value in found.items()}
+            off = max(0.0, off - 4.0 * _relative(again, mean))
+        return {"weighting_error": found, "loss_error": off}
+
+    def _put_together(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+        """The mean loss over everything that counts in the global batch, and its gradients by parameter name, FP64."""
+        engine, world = self._engine, self._engine.world
+        copies = world.world_size / world.zero_ranks  # ranks that share matrices have the same samples
+        total = world.sum(world.numbers([float(batch.counted.sum())]))[0].clamp_(min=1.0) / copies
+        weight = (world.zero_ranks / total).float()
+        losses = torch.zeros((), dtype=torch.float64, device=world.device)
+        micro_batches = list(batch.micro_batches(world.device))
+        for index, (inputs, labels) in enumerate(micro_batches):
+            scored = engine.loss_path.score(inputs, labels, weight * engine.loss_scale, inspected=True)
+            engine.backward(scored.loss * weight, last=index == len(micro_batches) - 1)
+            losses += scored.loss.detach().double()
+        gradients = self._taken_gradients()
+        return float(world.sum(losses[None])[0] / copies / total), gradients
+
     def _summed(self, batch: Batch, weights: Sequence[float]) -> dict[str, torch.Tensor]:
         """The reduced gradient of the batch's first micro-batch, as often as there are weights."""
         engine = self._engine
@@ -190,6 +236,11 @@ class StepParity:
             factor = weight * engine.world.world_size / max(batch.label_tokens, 1)
             scored = engine.loss_path.score(inputs, labels, factor * engine.loss_scale, inspected=True)
             engine.backward(scored.loss * factor, last=index == len(weights) - 1)
+        return self._taken_gradients()
+
+    def _taken_gradients(self) -> dict[str, torch.Tensor]:
+        """The reduced gradients by parameter name, FP64, which the engine then discards."""
+        engine = self._engine
         own = {name: whole_gradient(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
         found = {name: gradient.double() for name, gradient in own.items() if gradient is not None}
         engine.gradients.norm()
@@ -232,13 +283,14 @@ class StepParity:
             if name not in gradients:
                 continue
             group, gradient = engine.group_of[id(parameter)], gradients[name]
+            decay, factor = self._rules[name]
             given = UpdateInputs(
                 before.masters[name],
                 gradient * exact,
                 before.states[name],
                 section=section,
-                weight_decay=group["weight_decay"],
-                lr=lr * group["lr_factor"],
+                weight_decay=decay,
+                lr=lr * factor,
                 step=step,
                 matrix=group["matrix"],
             )
@@ -268,7 +320,8 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
         batch = batches.next_step()
         repeated = {"loss_with_dropout": steps.loss_with_dropout(batch)} if steps.no_dropout and not measured else {}
         summed = {} if measured else {"accumulation_error": steps.accumulation_errors(batch)}
-        found = repeated | summed | steps.step(batch, applied=progress.applied + applied)
+        weighted = {} if measured else steps.weighting_errors(batch)
+        found = repeated | summed | weighted | steps.step(batch, applied=progress.applied + applied)
         applied += found["applied"]
         measured.append({"step": progress.step + len(measured) + 1, **found})
     return measured
@@ -321,6 +374,11 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     """||found - expected|| / ||expected||; 0 where both are 0."""
     size, off = float(expected.norm()), float((found - expected).norm())
     return off / size if size else (0.0 if off == 0 else math.inf)
+
+
+def _relative(found: float, expected: float) -> float:
+    """|found - expected| / |expected|; 0 where both are 0."""
+    return abs(found - expected) / abs(expected) if expected else (0.0 if found == 0 else math.inf)
 
 
 def _norm(gradients: dict[str, torch.Tensor]) -> float:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from config.schema import ParitySection
+from modeling import parameter_groups
 from modeling.build import model_config
 from precision.observe import Observation
 from precision.parity import Check, judge_signatures
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from training.distributed import World
+from training.engine import optimizer
 from training.engine.rng import generators, restore_generators
 from training.parity.reference import Reference
 from training.parity.steps import StepParity
@@ -83,6 +86,24 @@ def gradients_with(
         return {"check": check, "parts": parts, "not_measured": rows[0]["signature"]["not_measured"]}
 
 
+def decaying_norms(world: World, *, stage: int, compute: str, steps: int) -> list[dict[str, Any]]:
+    """Some real steps of an engine whose groups all have the matrices' weight decay."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    right = parameter_groups.parameter_groups
+
+    def wrong(model: Any, section: Any) -> Any:
+        return [{**group, "weight_decay": section.weight_decay} for group in right(model, section)]
+
+    with (
+        patch.object(parameter_groups, "parameter_groups", wrong),
+        patch.object(optimizer, "parameter_groups", wrong),
+        engine_of(world, resolved) as engine,
+    ):
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        return [parity.step(batch_of(world, 2, seed=number), applied=number) for number in range(steps)]
+
+
 def with_rounded_moment(world: World, *, stage: int, compute: str, key: str, steps: int) -> list[dict[str, Any]]:
     """Some real steps of an engine that keeps one of Adam's moments in BF16 from each step to the next."""
     resolved = resolve(world, stage=stage, compute=compute, micro=2)
@@ -124,6 +145,37 @@ def summed(
             parameter.register_hook(adding(number))
         parity = StepParity(engine, Reference(resolved, shape, world), resolved)
         return parity.accumulation_errors(batch_of(world, 2, seed=1))
+
+
+def weighted(
+    world: World, *, stage: int, compute: str, planted: str = "", overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The errors of how micro-batches of different numbers of labels are weighted.
+
+    planted: by the means of the micro-batches or of the ranks; or the sum of losses is reported in FP16.
+    """
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    batch = batch_of(world, 2, seed=1)
+    counts = torch.from_numpy(batch.counted.sum(1)).double()
+    with engine_of(world, resolved) as engine:
+        if planted == "micro-batches":
+            wrong = counts.mean() / counts
+            engine._defects.weighted = lambda weight, index: weight * wrong[index]  # type: ignore[method-assign]
+        if planted == "ranks":
+            every = float(world.sum(counts.sum()[None])[0])
+            factor = every / (float(counts.sum()) * world.world_size)
+            engine._defects.weighted = lambda weight, index: weight * factor  # type: ignore[method-assign]
+        if planted == "reported":
+            right = engine.forward_backward
+
+            def forward_backward(*args: Any, **options: Any) -> Any:
+                outcome = right(*args, **options)
+                return replace(outcome, loss_sum=outcome.loss_sum.half().double())
+
+            engine.forward_backward = forward_backward  # type: ignore[method-assign]
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        return parity.weighting_errors(batch)
 
 
 def with_dropout(world: World, *, stage: int, compute: str, overrides: Sequence[str]) -> dict[str, Any]:

@@ -205,6 +205,37 @@ def test_known_gradients_are_added_up_in_fp32_or_every_module_is_named(pair, sta
 
 
 @pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("stage", "compute", "overrides"),
+    [
+        *((stage, compute, []) for compute in ("bf16", "fp16") for stage in (2, 3, 1)),
+        (0, "fp32", []),
+        (2, "fp32", manifest("bf16")),
+    ],
+)
+def test_every_label_counts_the_same_or_the_weighting_is_named(pair, stage, compute, overrides):
+    """Whatever the precision: the passes compared are rounded alike."""
+    of_case = {"stage": stage, "compute": compute, "overrides": ["precision.loss_scale.initial=1024", *overrides]}
+    for found in pair.run(parity_cases.weighted, **of_case):
+        assert found["weighting_error"] and max(found["weighting_error"].values()) < BOUNDS.weighting_error / 10
+        assert found["loss_error"] < BOUNDS.loss_error / 10
+    for planted in ("micro-batches", "ranks"):
+        for found in pair.run(parity_cases.weighted, planted=planted, **of_case):
+            assert min(found["weighting_error"].values()) > 10 * BOUNDS.weighting_error
+            assert found["loss_error"] < BOUNDS.loss_error / 10
+    for found in pair.run(parity_cases.weighted, planted="reported", **of_case):
+        assert max(found["weighting_error"].values()) < BOUNDS.weighting_error < 10 * found["loss_error"]
+
+
+def test_weight_decay_on_what_should_have_none_is_named(pair):
+    """The update is judged by the rule that the config states, not by what the engine's groups say."""
+    for steps in pair.run(parity_cases.decaying_norms, stage=2, compute="bf16", steps=2):
+        checks = judged(steps)
+        assert "update_error" in failed(checks)
+        assert NORM in checks["update_error"].modules
+
+
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("key", ["exp_avg_sq", "exp_avg"])
 def test_a_moment_that_is_kept_in_bf16_is_found_by_its_rounding(pair, stage, key):

@@ -20,28 +20,46 @@ Direction = Callable[[nn.Parameter, dict[str, Any], dict[str, Any]], torch.Tenso
 """Of a parameter with its gradient, its state and its group: what the learning rate multiplies, decay included."""
 
 
-def optimizer_of(model: Any, section: OptimizerSection) -> torch.optim.Optimizer:
-    """The optimizer of what a model trains; each group has the factor of the scheduled rate as `factor`.
+def decay_and_factor(model: Any, section: OptimizerSection) -> dict[str, tuple[float, float]]:
+    """Of each parameter that is trained, by name, its weight decay and the factor of the scheduled learning rate.
 
-    Matrices decay; norms, biases and embeddings do not. Hidden matrices, which Muon has a rule for, are the 2-D
-    parameters that decay, but for the output embedding, and those of fused experts, one for each of them.
+    model: with whole parameters. Matrices decay; norms, biases and embeddings do not.
     """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    head = model.get_output_embeddings()
-    outside = embeddings | ({id(head.weight)} if head is not None else set())
-    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    embeddings, found = _embeddings(model), {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        weight = parameter.dim() >= 2 and not name.endswith("bias")
-        usual = section.weight_decay if weight and id(parameter) not in embeddings else 0.0
+        usual = section.weight_decay if _is_weight(name, parameter) and id(parameter) not in embeddings else 0.0
         decay, factor = usual, 1.0
         for group in section.groups:
             if fnmatchcase(name, group.match):  # the last one that matches
                 decay = usual if group.weight_decay is None else group.weight_decay
                 factor = 1.0 if group.learning_rate is None else group.learning_rate / section.learning_rate
+        found[name] = decay, factor
+    return found
+
+
+def _embeddings(model: Any) -> set[int]:
+    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def _is_weight(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.dim() >= 2 and not name.endswith("bias")
+
+
+def optimizer_of(model: Any, section: OptimizerSection) -> torch.optim.Optimizer:
+    """The optimizer of what a model trains; each group has the factor of the scheduled rate as `factor`.
+
+    Hidden matrices, which Muon has a rule for, are the 2-D
+    parameters that decay, but for the output embedding, and those of fused experts, one for each of them.
+    """
+    head = model.get_output_embeddings()
+    outside = _embeddings(model) | ({id(head.weight)} if head is not None else set())
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    for name, (decay, factor) in decay_and_factor(model, section).items():
+        parameter = model.get_parameter(name)
         experts = parameter.dim() == 3 and "expert" in name
-        matrix = weight and (parameter.dim() == 2 or experts) and id(parameter) not in outside
+        matrix = _is_weight(name, parameter) and (parameter.dim() == 2 or experts) and id(parameter) not in outside
         groups.setdefault((decay, factor, matrix), []).append(parameter)
     listed = [
         {"params": found, "weight_decay": decay, "factor": factor, "matrix": matrix}
