@@ -96,8 +96,8 @@ def require_layout(session: dict[str, Any], resolved: Resolved) -> None:
         before = session.get(f"{key}_ranks", ranks)  # runs of earlier versions do not say
         if before != ranks:
             raise UserError(
-                f"{resolved.config_path}: is from a later session, with parallel.{key} = {ranks}; the step was made with "
-                f"{before}, which adds up in another order"
+                f"{resolved.config_path}: is from a later session, with parallel.{key} = {ranks}; the step was made "
+                f"with {before}, which adds up in another order"
             )
     attention = resolved.config.model.attention
     before = session.get("attention", attention)  # runs of earlier versions do not say
