@@ -179,6 +179,8 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
         model=type(engine.model).__name__,
         attention=config.model.attention,
         accumulation=resolved.batch.accumulation,
+        sequence_ranks=resolved.batch.sequence,
+        tensor_ranks=resolved.batch.tensor,
         hypothesis=config.run.hypothesis,
         regions=engine.regions.dtypes if engine.regions is not None else None,
     )

@@ -106,19 +106,25 @@ class Session:
 
 @contextmanager
 def session(
-    resolved: Resolved, *, corpus: Corpus | None = None, world: World | None = None, trains: bool = False
+    resolved: Resolved,
+    *,
+    corpus: Corpus | None = None,
+    world: World | None = None,
+    trains: bool = False,
+    sliced_matrices: bool = False,
 ) -> Iterator[Session]:
     """Join the process group, prepare the data, build model, engine and batches; close them afterwards. A collective.
 
     corpus: the data, where it is prepared already. world: the process group, where it was joined already; it is then
     left as it is, and the engine closed, so that another session can follow. trains: this is the job of `train.py`
     itself: lost ranks are watched for from here on, so that none waits for ever for data that a rank was preparing, and
-    its run folder is opened before anything is built.
+    its run folder is opened before anything is built. sliced_matrices: what follows is shown right where ranks share
+    matrices.
 
     Raises UserError for what only shows now, such as weights that cannot be loaded or a folder that cannot be written.
     """
     config = resolved.config
-    if config.parallel.tensor > 1 and not trains:
+    if config.parallel.tensor > 1 and not (trains or sliced_matrices):
         raise UserError(
             f"parallel.tensor = {config.parallel.tensor}: this command is verified with whole matrices on each rank; "
             "set it to 1"

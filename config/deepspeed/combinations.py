@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 
 from config.errors import UserError
 
-COMPUTES = {"cast": ("fp32", "bf16", "fp16"), "manifest": ("bf16", "fp16", "mixed")}
-"""Path to its dtypes; mixed is a manifest that names both BF16 and FP16."""
+COMPUTES = {"cast": ("fp32", "bf16", "fp16"), "manifest": ("bf16", "fp16", "mixed", "fp8", "fp8_bf16")}
+"""Path to its dtypes. mixed: a manifest that names both BF16 and FP16; fp8: FP8 with FP32 around it; fp8_bf16: with
+BF16."""
+FP8 = ("fp8", "fp8_bf16")
+"""Compared with plain torch whose products are those of FP8, too."""
 OFFLOADS = {
     0: ("none",),
     1: ("none", "optimizer"),
@@ -31,7 +34,7 @@ class Combination(NamedTuple):
     path: str
     """cast or manifest."""
     compute: str
-    """fp32, bf16, fp16 or mixed."""
+    """One of COMPUTES."""
     stage: int
     """ZeRO stage."""
     offload: str = "none"
@@ -40,7 +43,8 @@ class Combination(NamedTuple):
     def __str__(self) -> str:
         offload = "" if self.offload == "none" else f", {self.offload} on the CPU"
         manifest = "" if self.path == "cast" else " manifest"
-        return f"{self.compute.upper()}{manifest}, ZeRO-{self.stage}{offload}"
+        compute = self.compute.upper().replace("_", " in ")
+        return f"{compute}{manifest}, ZeRO-{self.stage}{offload}"
 
 
 @dataclass(frozen=True)

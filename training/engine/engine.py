@@ -546,6 +546,8 @@ def _regions(model: PreTrainedModel, resolved: Resolved, *, stage: int) -> Regio
     regions = Regions(model, load_manifest(REPOSITORY / precision.manifest), precision.fp8)
     sixteen_bit = [compute for compute in ("bf16", "fp16") if regions.uses(compute)]
     kind = "mixed" if len(sixteen_bit) == 2 else (sixteen_bit or ["fp32"])[0]
-    path = "manifest" if sixteen_bit else "cast"
+    if regions.uses("fp8"):
+        kind = {"fp32": "fp8", "bf16": "fp8_bf16"}.get(kind, kind)
+    path = "cast" if kind == "fp32" else "manifest"
     refuse_combination(f"precision.manifest = {precision.manifest}", Combination(path, kind, stage, resolved.offload))
     return regions

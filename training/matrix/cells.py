@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from config.cli import REPOSITORY
-from config.deepspeed.combinations import COMPUTES, SETTINGS, STAGES, Combination, Setting, combinations, refusal
+from config.deepspeed.combinations import COMPUTES, FP8, SETTINGS, STAGES, Combination, Setting, combinations, refusal
 from config.deepspeed.document import read_document
 from config.deepspeed.resolve import resolve_unverified
 from config.load import load_config
@@ -27,8 +27,8 @@ from precision.tolerance import tolerance
 
 VOCABULARY, SEQUENCE = 64, 16
 """[tokens]"""
-COARSEST = DTYPES | {"mixed": torch.bfloat16}
-"""The coarsest dtype of a run, by what it computes in."""
+COARSEST = DTYPES | {"mixed": torch.bfloat16, "fp8": torch.float32, "fp8_bf16": torch.bfloat16}
+"""The coarsest dtype of a run, by what it computes in, besides FP8."""
 ROUNDINGS = 16
 """Roundings in a row between a batch and its loss: in each of two blocks norm, projection, scores, attention, output,
 norm, MLP in, MLP out."""
@@ -53,6 +53,10 @@ RULE_BOUNDS = {"muon": 1e-4, "lion": 0.03, "lamb": 1e-5, "stable_adamw": 1e-5, "
 which counts where they move little. Muon's quintic steps enlarge what a direction has the least of up to 485 times.
 Lion steps by signs, and those of averages next to zero are rounding's: one that flips is 5e-3."""
 
+FP8_BOUND = 1e-5
+"""[fraction] The least that may be asked where products are of FP8: FP32 sums in another order are off by 1e-7, and
+where that moves a value across the middle between two FP8 numbers it is rounded to the other, 6% away."""
+
 # eps is as large as Adam's sqrt(v), about 0.01 here, so that the update depends on the size of the gradient. With the
 # usual 1e-8 it is little more than its sign, which hides a halved gradient and turns rounding noise into whole steps.
 _RUN = """
@@ -72,10 +76,13 @@ _SMALL_ZERO3 = {
     "stage3_param_persistence_threshold": 1000,
     "sub_group_size": 8192,
 }
+_FP8_RULES = [{"match": "*.layers.*", "module_class": "Linear", "compute": "fp8", "reason": "the matrix"}]
 _MANIFESTS: dict[str, dict[str, Any] | Path] = {
     "bf16": REPOSITORY / "config/manifests/bf16.json",
     "fp16": {"default": "fp16", "rules": []},
     "mixed": REPOSITORY / "config/manifests/llama_mixed.json",
+    "fp8": {"default": "fp32", "rules": _FP8_RULES},
+    "fp8_bf16": {"default": "bf16", "rules": _FP8_RULES},
 }
 
 
@@ -97,6 +104,8 @@ class Cell:
     """A setting that differs from Mantissa's own JSONs."""
     optimizer: str = "adamw"
     """optimizer.name."""
+    ranks: int | None = None
+    """[processes] None: as many as the matrix is started on."""
 
     @property
     def dtype(self) -> str:
@@ -106,12 +115,18 @@ class Cell:
     @property
     def bound(self) -> float:
         """Largest relative error of the loss, the gradient norm and the masters that counts as verified."""
-        return max(tolerance(ROUNDINGS, COARSEST[self.combination.compute]), RULE_BOUNDS.get(self.optimizer, 0.0))
+        least = max(RULE_BOUNDS.get(self.optimizer, 0.0), FP8_BOUND if self.fp8 else 0.0)
+        return max(tolerance(ROUNDINGS, COARSEST[self.combination.compute]), least)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether its linear layers compute in FP8, and the reference's too."""
+        return self.combination.compute in FP8
 
     @property
     def plain(self) -> bool:
-        """Whether it has neither a setting nor an optimizer of its own."""
-        return self.setting is None and self.optimizer == "adamw"
+        """Whether it has neither a setting nor an optimizer of its own, nor FP8."""
+        return self.setting is None and self.optimizer == "adamw" and not self.fp8
 
     @property
     def sharing(self) -> int:
@@ -124,6 +139,7 @@ class Cell:
         parts = [str(self.combination), f"accumulation {self.accumulation}"]
         parts += [f"clipping {'on' if self.clipping else 'off'}", f"checkpointing {self.checkpointing}"]
         parts += [str(self.setting)] if self.setting else []
+        parts += [f"ranks {self.ranks}"] if self.ranks else []
         return ", ".join(parts if self.optimizer == "adamw" else [*parts, f"optimizer.name = {self.optimizer}"])
 
     def prepare(self, folder: Path) -> tuple[list[str], Path]:
@@ -188,8 +204,8 @@ class Cell:
 
 
 def all_cells() -> Iterator[Cell]:
-    """The full matrix: every combination crossed with accumulation, clipping and checkpointing, then the settings, then
-    the optimizers at every stage with and without clipping.
+    """The full matrix: every combination crossed with accumulation, clipping and checkpointing, FP8 at every stage on
+    one process too, then the settings, then the optimizers at every stage with and without clipping.
 
     Settings and optimizers are measured with 4 micro-batches, settings without clipping: gradients are summed, and an
     error of their size shows.
@@ -199,6 +215,10 @@ def all_cells() -> Iterator[Cell]:
             for clipping in (False, True):
                 for checkpointing in CHECKPOINTINGS:
                     yield Cell(combination, accumulation, clipping, checkpointing)
+    for combination in (Combination("manifest", compute, stage) for compute in FP8 for stage in STAGES):
+        for accumulation in ACCUMULATIONS:
+            for clipping in (False, True):
+                yield Cell(combination, accumulation, clipping, ranks=1)
     for setting in SETTINGS:
         for combination in setting.combinations:
             yield Cell(combination, accumulation=4, setting=setting)

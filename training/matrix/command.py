@@ -1,10 +1,11 @@
 """Compare every combination of precision, ZeRO stage and offload with plain torch in FP32: the precision matrix.
 
-    python -m training.matrix [--out docs/precision-matrix.md] [--only TEXT] [--processes N] [--steps N]
+    python -m training.matrix [--out docs/precision-matrix.md] [--only TEXT [--into PAGE]] [--processes N] [--steps N]
 
 Starts itself on several processes, runs one cell after the other in them, and appends every result to
 FOLDER/results.jsonl, so that an interrupted matrix resumes where it stopped. The page is written when every cell is
-there. Exit code 0: every cell is as config/deepspeed/combinations.py expects; 3: some are not; 2: it cannot be done.
+there; --into replaces those sections of an earlier page whose cells were all measured. Exit code 0: every cell is as
+config/deepspeed/combinations.py expects; 3: some are not; 2: it cannot be done.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from config.cli import REPOSITORY, Arguments, entry_point, positive_int
 from config.errors import UserError
 from tracking.environment import environment
 from training.jobs import add_processes_option, default_processes, error_line_of, launch
-from training.matrix.cells import all_cells
-from training.matrix.page import page, unexpected
+from training.matrix.cells import Cell, all_cells
+from training.matrix.page import page, unexpected, updated
 from training.matrix.rules import RULES
 
 AS_EXPECTED, UNEXPECTED = 0, 3
@@ -37,6 +38,7 @@ _CODE = [
     *("modeling/linear_cross_entropy", "modeling/parameter_groups", "modeling/activation_checkpointing"),
     *("modeling/sequence_parallel", "data/sequence_slices", "modeling/tensor_parallel"),
     *("training/engine/tensor_slices", "training/distributed"),
+    *("precision/fp8", "precision/fp8_reference"),
     *("precision/regions", "precision/manifest", "precision/loss_scale", "config/deepspeed/combinations"),
 ]
 """Modules whose code determines what a cell measures."""
@@ -79,8 +81,8 @@ def work(options: argparse.Namespace) -> int:
         timeout_minutes=_HANG_MINUTES,
     )
     now = json.loads(options.worker)
-    for name in world.from_main(_missing(options, now)):
-        cell = next(cell for cell in all_cells() if cell.name == name)
+    for cell in world.from_main(_missing(options, now, world.world_size)):
+        name = cell.name
         if world.is_main:
             print(f"cell: {name}", flush=True)
         start = time.monotonic()
@@ -96,17 +98,18 @@ def work(options: argparse.Namespace) -> int:
 def lead(options: argparse.Namespace) -> int:
     """Start the processes until no cell is missing, then write the page."""
     log, now = options.folder / "matrix.log", conditions(options.processes, options.steps)
-    while missing := _missing(options, now):
-        print(f"{len(missing)} cells to go; tail -f {log}", flush=True)
-        program = ["-m", "training.matrix", "--worker", json.dumps(now), "--folder", str(options.folder)]
-        program += ["--steps", str(options.steps), "--only", options.only]
-        code = launch(program, processes=options.processes, log=log)
-        left = _missing(options, now)
-        if left and code != 0:
-            if f"cell: {left[0]}" not in log.read_text(errors="replace", encoding="utf-8"):
-                raise UserError(f"the processes did not start: {error_line_of(log)}; see {log}")
-            crashed = {"verdict": "raised", "reason": error_line_of(log), "errors": {}}
-            _append(options.folder, {"cell": left[0], **crashed, "seconds": 0.0, "conditions": now})
+    for processes in sorted({cell.ranks or options.processes for cell in _missing(options, now)}, reverse=True):
+        while missing := _missing(options, now, processes):
+            print(f"{len(missing)} cells to go on {processes} processes; tail -f {log}", flush=True)
+            program = ["-m", "training.matrix", "--worker", json.dumps(now), "--folder", str(options.folder)]
+            program += ["--steps", str(options.steps), "--only", options.only]
+            code = launch(program, processes=processes, log=log)
+            left = _missing(options, now, processes)
+            if left and code != 0:
+                if f"cell: {left[0].name}" not in log.read_text(errors="replace", encoding="utf-8"):
+                    raise UserError(f"the processes did not start: {error_line_of(log)}; see {log}")
+                crashed = {"verdict": "raised", "reason": error_line_of(log), "errors": {}}
+                _append(options.folder, {"cell": left[0].name, **crashed, "seconds": 0.0, "conditions": now})
     found = results(options.folder / "results.jsonl", now)
     cells = [cell for cell in all_cells() if options.only in cell.name]
     different = unexpected(cells, found)
@@ -116,13 +119,19 @@ def lead(options: argparse.Namespace) -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(page(cells, found, now), encoding="utf-8")
         print(f"wrote {options.out}")
+    elif options.into and not different:
+        text = options.into.read_text(encoding="utf-8")
+        options.into.write_text(updated(text, cells, found, now), encoding="utf-8")
+        print(f"updated {options.into}")
     print(f"{len(cells)} cells, {len(different)} not as config/deepspeed/combinations.py expects")
     return UNEXPECTED if different else AS_EXPECTED
 
 
-def _missing(options: argparse.Namespace, now: dict[str, Any]) -> list[str]:
-    done = results(options.folder / "results.jsonl", now)
-    return [cell.name for cell in all_cells() if options.only in cell.name and cell.name not in done]
+def _missing(options: argparse.Namespace, now: dict[str, Any], processes: int | None = None) -> list[Cell]:
+    """Cells without a result, of those that are measured on so many processes, or of all."""
+    done, usual = results(options.folder / "results.jsonl", now), now["processes"]
+    wanted = (cell for cell in all_cells() if processes in (None, cell.ranks or usual))
+    return [cell for cell in wanted if options.only in cell.name and cell.name not in done]
 
 
 def _append(folder: Path, result: dict[str, Any]) -> None:
@@ -135,7 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Start the processes, or be one of them."""
     parser = Arguments("python -m training.matrix", __doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/matrix/precision-matrix.md"), help="the page")
-    parser.add_argument("--only", default="", help="only cells whose name has this text; writes no page")
+    parser.add_argument("--only", default="", help="only cells whose name has this text; writes no page of its own")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="with --only: the page whose sections to replace")
     add_processes_option(parser)
     parser.add_argument("--steps", type=positive_int, default=6, help="optimizer steps of each cell")
     parser.add_argument("--folder", type=Path, default=Path("runs/matrix"), help="folder of results and log")
@@ -144,6 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker:
         return work(options)
     options.processes = options.processes or default_processes()
+    if options.into and not options.only:
+        raise UserError(f"--into {options.into}: is for --only; the whole page goes to --out")
+    if options.into and not options.into.is_file():
+        raise UserError(f"--into {options.into}: there is no such page; write it with --out")
     if not any(options.only in cell.name for cell in all_cells()):
         raise UserError(f"--only {options.only}: no cell has this in its name, such as {next(all_cells()).name}")
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from config.deepspeed.combinations import COMPUTES, SETTINGS, STAGES, UPSTREAM, Combination, combinations, refusal
+from config.deepspeed.combinations import COMPUTES, FP8, SETTINGS, STAGES, UPSTREAM, Combination, combinations, refusal
+from config.errors import UserError
 from config.markdown import table
 from precision.tolerance import tolerance
-from training.matrix.cells import COARSEST, ROUNDINGS, Cell
+from training.matrix.cells import ACCUMULATIONS, COARSEST, ROUNDINGS, Cell, all_cells
 
 Results = dict[str, dict[str, Any]]
 """Results of `training.matrix.run.measure` by the cell's name."""
@@ -44,17 +46,49 @@ def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) ->
     """The whole page as Markdown. Needs a result for every cell."""
     parts = [_opening(cells, results, conditions), _summary(cells, results), _upstream_section(cells, results)]
     parts += [_path_section(path, cells, results) for path in COMPUTES]
-    parts += [_settings_section(cells, results), optimizers_section(cells, results), _limits()]
-    return "\n\n".join(parts) + "\n"
+    parts += [fp8_section(cells, results, conditions), _settings_section(cells, results)]
+    return "\n\n".join([*parts, optimizers_section(cells, results, conditions), _limits()]) + "\n"
+
+
+def updated(text: str, cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
+    """A page with the sections of these cells put in or replaced, and the numbers of cells at its top.
+
+    text: the page. cells: all those of one section or more, each measured and found as the table says.
+
+    Raises UserError for cells that make up no section that can be replaced by itself.
+    """
+    opening, *sections = re.split(r"(?m)^(?=## )", text)
+    by_title = {section.split("\n", 1)[0].removeprefix("## "): section for section in sections}
+    left, every = set(cells), list(all_cells())
+    for title, (belongs, write) in _BY_THEMSELVES.items():
+        wanted = [cell for cell in every if belongs(cell)]
+        if left.issuperset(wanted):
+            minutes = sum(results[cell.name]["seconds"] for cell in wanted) / 60
+            when = f"Measured by themselves on {conditions['machine']}, in {minutes:.0f} minutes."
+            by_title[title] = f"{write(wanted, results, conditions)}\n\n{when}\n\n"
+            left.difference_update(wanted)
+    if left:
+        some = next(cell.name for cell in cells if cell in left)
+        raise UserError(f"{some} is of no section that is replaced by itself, or some of that were not measured")
+    verdicts = [expected_verdict(cell) for cell in every]
+    opening = re.sub(r"(?m)^\d+ cells: [^.]*\.", lambda _: _counted(verdicts), opening, count=1)
+    last = ("FP8", "Other settings", "Other optimizers", "Limits")
+    titles = sorted(by_title, key=lambda title: last.index(title) if title in last else -1)
+    return opening + "".join(by_title[title] for title in titles)
+
+
+def _counted(verdicts: Sequence[str]) -> str:
+    """How many cells have which verdict."""
+    found = ", ".join(f"{verdicts.count(sign)} {sign}" for sign in _SIGNS if sign in verdicts)
+    return f"{len(verdicts)} cells: {found}."
 
 
 def _opening(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
     minutes = sum(results[cell.name]["seconds"] for cell in cells) / 60
-    counts = {sign: sum(results[cell.name]["verdict"] == sign for cell in cells) for sign in _SIGNS}
+    counted = _counted([results[cell.name]["verdict"] for cell in cells])
     wrong = sum(results[cell.name].get("upstream", {}).get("verdict") == "wrong" for cell in cells)
     compared = sum("upstream" in results[cell.name] for cell in cells)
     bounds = ", ".join(f"{tolerance(ROUNDINGS, COARSEST[name]):.1e} in {name.upper()}" for name in COMPUTES["cast"])
-    verdicts = ", ".join(f"{count} {sign}" for sign, count in counts.items() if count)
     return f"""# The precision matrix
 
 Which combinations of precision, ZeRO stage, offload, accumulation, clipping and activation checkpointing train as FP32
@@ -62,7 +96,7 @@ does, which are refused, and where DeepSpeed alone is wrong. `make matrix` write
 [config/deepspeed/combinations.py](../config/deepspeed/combinations.py), the table by which the config refuses: do not
 edit it.
 
-{len(cells)} cells: {verdicts}. Bare DeepSpeed, compared in {compared} of them, is wrong in {wrong}.
+{counted} Bare DeepSpeed, compared in {compared} of them, is wrong in {wrong}.
 
 Each cell trains a Llama of 2 layers and 20 thousand parameters for {conditions["steps"]} AdamW steps on different
 batches on {conditions["processes"]} processes, through the real config and engine. It is compared with **one process of
@@ -92,7 +126,7 @@ def _summary(cells: Sequence[Cell], results: Results) -> str:
     """Dtype by stage: Mantissa's largest error of the masters, and bare DeepSpeed's where it is wrong."""
     rows = []
     for path, computes in COMPUTES.items():
-        for compute in computes:
+        for compute in [compute for compute in computes if compute not in FP8]:
             row = [f"{path} {compute.upper()}"]
             for stage in STAGES:
                 here = [c for c in _plain(cells) if c.combination[:3] == (path, compute, stage)]
@@ -155,7 +189,7 @@ def _path_section(path: str, cells: Sequence[Cell], results: Results) -> str:
         note += " MIXED is `config/manifests/llama_mixed.json`: BF16 with FP16 queries and keys and an FP32 head."
     rows = []
     for combination in combinations():
-        if combination.path == path:
+        if combination.path == path and combination.compute not in FP8:
             rows += _combination_rows(combination, _plain(cells), results)
     return f"{title}\n\n{note}\n\n{table(columns, rows).rstrip()}"
 
@@ -172,6 +206,29 @@ def _combination_rows(combination: Combination, cells: Sequence[Cell], results: 
                 row += _numbers([results[cell.name]["upstream"] for cell in corner])
             rows.append(row)
     return rows
+
+
+def fp8_section(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
+    """FP8 compared with plain torch that multiplies FP8 operands as well, on one process and on all."""
+    rows = []
+    for combination in combinations():
+        here = [cell for cell in cells if cell.fp8 and cell.combination == combination]
+        for ranks in sorted({cell.ranks for cell in here}, key=lambda ranks: ranks or conditions["processes"]):
+            for accumulation in ACCUMULATIONS:
+                corner = [cell for cell in here if (cell.ranks, cell.accumulation) == (ranks, accumulation)]
+                found = _numbers([results[cell.name] for cell in corner])
+                place = [str(combination), str(ranks or conditions["processes"]), str(accumulation)]
+                rows.append([*place, *found, f"{corner[0].bound:.1e}"])
+    return (
+        "## FP8\n\n"
+        "All linear layers of the blocks compute in [FP8](fp8.md), emulated. The plain torch of one process that they"
+        " are compared with multiplies FP8 operands in these layers, made by FP8's definition in FP64"
+        " (`precision/fp8_reference.py`), and rounds nothing else below FP32: so these are not FP8's errors, but those"
+        " of everything else. With FP32 around it nothing may depend on ranks, stage and micro-batches, but for single"
+        " values that sums in another order move across the middle between two FP8 numbers. Errors are the largest"
+        " without and with clipping, and on several ranks without and with activation checkpointing.\n\n"
+        + table(["", "ranks", "accumulation", "loss", "norm", "masters", "bound"], rows).rstrip()
+    )
 
 
 def _settings_section(cells: Sequence[Cell], results: Results) -> str:
@@ -197,7 +254,7 @@ def _settings_section(cells: Sequence[Cell], results: Results) -> str:
     )
 
 
-def optimizers_section(cells: Sequence[Cell], results: Results) -> str:
+def optimizers_section(cells: Sequence[Cell], results: Results, _: dict[str, Any]) -> str:
     """Every other optimizer: a row for each dtype, stage and clipping."""
     rows = []
     for cell in cells:
@@ -213,6 +270,13 @@ def optimizers_section(cells: Sequence[Cell], results: Results) -> str:
         " A rule rounds more than a gradient does, so its bound is its own.\n\n"
         + table(["optimizer", "dtype", "ZeRO", "clipping", "loss", "norm", "masters", "bound"], rows).rstrip()
     )
+
+
+_BY_THEMSELVES: dict[str, tuple[Callable[[Cell], bool], Callable[[Sequence[Cell], Results, dict[str, Any]], str]]] = {
+    "FP8": (lambda cell: cell.fp8, fp8_section),
+    "Other optimizers": (lambda cell: cell.optimizer != "adamw", optimizers_section),
+}
+"""Sections that can be replaced by themselves: which cells are in one, and what writes it."""
 
 
 def _limits() -> str:
@@ -240,5 +304,5 @@ def _largest(numbers: Iterable[dict[str, float]], name: str) -> str:
 
 
 def _plain(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells without a setting or an optimizer of their own."""
+    """The cells without a setting or an optimizer of their own, and without FP8."""
     return [cell for cell in cells if cell.plain]

@@ -1,8 +1,10 @@
 """Measure one cell of the precision matrix: Mantissa's engine, bare DeepSpeed and plain torch on the same batches.
 
 The reference is plain torch in FP32 in one process, the whole batch at once, with torch's own AdamW and clipping:
-neither DeepSpeed nor Mantissa's engine. It starts from the same weights, on the cast path rounded to the cell's dtype,
-as the masters are there. With another optimizer it is in FP64, with the rule of `rules.py`.
+neither DeepSpeed nor Mantissa's engine. Of an FP8 cell it multiplies FP8 operands as well, made by
+`precision.fp8_reference`, so that what is left is everything but FP8's own error. It starts from the same weights, on
+the cast path rounded to the cell's dtype, as the masters are there. With another optimizer it is in FP64, with the
+rule of `rules.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config
 from modeling.linear_cross_entropy import IGNORED, label_loss_sum
 from modeling.parameter_groups import parameter_groups
+from precision.fp8_reference import in_fp8
 from training.distributed import World, allow_fp16_on_cpu
 from training.engine import Engine, build_engine
 from training.engine.tensors import whole_master
@@ -75,7 +78,7 @@ def measure(world: World, cell: Cell, *, steps: int, upstream: bool = True) -> d
         folder = Path(name)
         overrides, path = cell.prepare(folder)
         config = load_config(path, overrides, None)
-        expected = reference(config, cell.dtype, clipping=cell.clipping, steps=steps, world=world)
+        expected = reference(config, cell.dtype, clipping=cell.clipping, steps=steps, world=world, fp8=cell.fp8)
         found = _judge(world, cell, expected, lambda: mantissa(world, cell.resolve(folder), steps=steps))
         if upstream and cell.combination.path == "cast" and cell.plain:
             document = cell.resolve_document(folder)
@@ -146,8 +149,11 @@ def fp32_model(section: ModelSection, *, seed: int) -> PreTrainedModel:
     return build_model(section, shape, seed=seed, gather=lambda _: nullcontext(True))
 
 
-def reference(config: Config, dtype: str, *, clipping: bool, steps: int, world: World) -> Trajectory:
-    """Plain torch, FP32 or, with another optimizer than AdamW, FP64, from weights rounded to `dtype`."""
+def reference(config: Config, dtype: str, *, clipping: bool, steps: int, world: World, fp8: bool = False) -> Trajectory:
+    """Plain torch, FP32 or, with another optimizer than AdamW, FP64, from weights rounded to `dtype`.
+
+    fp8: linear layers of the blocks multiply what FP8's definition makes of their operands; nothing else is rounded.
+    """
     device, size = world.device, global_size(world.world_size)
     model: torch.nn.Module = fp32_model(config.model, seed=config.run.seed)
     model = model.to(DTYPES[dtype]).float().to(device).train()
@@ -158,13 +164,16 @@ def reference(config: Config, dtype: str, *, clipping: bool, steps: int, world: 
     else:
         optimizer = PlainOptimizer(model.double(), section)
     found = Trajectory(_weights(model))
+    linear = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    eight_bit = [name for name in linear if fp8 and ".layers." in name]
     for step in range(1, steps + 1):
         inputs, labels = (tensor.to(device) for tensor in rows(step, size))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(section.learning_rate, step)
         optimizer.zero_grad()
-        loss = label_loss_sum(model(input_ids=inputs).logits, labels) / (labels != IGNORED).sum()
-        loss.backward()
+        with in_fp8(model, eight_bit, config.precision.fp8):
+            loss = label_loss_sum(model(input_ids=inputs).logits, labels) / (labels != IGNORED).sum()
+            loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING if clipping else math.inf)
         optimizer.step()
         found.losses.append(float(loss.detach()))

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.func import functional_call
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from modeling.tensor_parallel import Cut
 from precision import fp8_reference
 from precision.dtypes import DTYPES
 from precision.findings import tensors_of
@@ -140,7 +142,15 @@ def again(plan: Plan, call: Call, dtype: torch.dtype | None, leaves: Leaves | No
 class Plan:
     """What the plan says of the dtype of each module."""
 
-    def __init__(self, reference: torch.nn.Module, compute: torch.dtype, regions: Regions | None) -> None:
+    def __init__(
+        self,
+        reference: torch.nn.Module,
+        compute: torch.dtype,
+        regions: Regions | None,
+        cuts: Mapping[str, Cut] | None = None,
+    ) -> None:
+        """cuts: how the run's ranks share parameters, by name; on the cast path."""
+        self._cuts = cuts or {}
         self.modules = dict(reference.named_modules())
         self._kinds = find_regions(reference)
         self._compute, self._regions = compute, regions
@@ -223,6 +233,9 @@ class Plan:
         regions = self._regions
         if regions is None:
             with torch.autocast(device, enabled=False):
+                how = self._cuts.get(f"{name}.weight")
+                if how is not None:
+                    return _by_slices(how, own, args[0] if args else kwargs["input"])
                 return functional_call(module, own, args, kwargs)
         compute = self._dtypes.get(name)
         if compute is None:
@@ -241,6 +254,21 @@ class Plan:
         if name in self._heads:
             return output
         return _converted(output, given if kind == "norm" else ambient)
+
+
+def _by_slices(how: Cut, own: Any, given: torch.Tensor) -> torch.Tensor:
+    """A linear layer of ranks that share its weight: sums over them are of what each has rounded.
+
+    Forwards where each has some of the columns, and backwards, of the gradients of what it got, where it has rows.
+    """
+    weights, bias = own["weight"].split(how.sizes, how.dimension), own.get("bias")
+    if how.dimension == 0:
+        biases = bias.split(how.sizes) if bias is not None else [None] * len(weights)
+        return torch.cat([functional.linear(given, *both) for both in zip(weights, biases, strict=True)], -1)
+    parts = zip(given.split(how.sizes, -1), weights, strict=True)
+    output = sum(functional.linear(values, weight) for values, weight in parts)
+    assert isinstance(output, torch.Tensor)
+    return output if bias is None else output + bias
 
 
 class as_fp64(TorchFunctionMode):

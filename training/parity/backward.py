@@ -32,6 +32,7 @@ from modeling.objectives.objective import Objective
 from precision.manifest import is_router
 from precision.signature import FIELDS, GRADIENT, Kind, sums_of
 from training.parity.again import Call, Leaves, Plan, again, as_fp64, fewer_rows, terms_of
+from training.parity.slices import Slices
 
 LOSS = "(loss)"
 _Gradients = dict[str, torch.Tensor]
@@ -40,8 +41,8 @@ _Gradients = dict[str, torch.Tensor]
 class Backward:
     """What a run's backward pass did, of the calls that `enter` and `leave` were told of."""
 
-    def __init__(self, plan: Plan, candidate: torch.nn.Module) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, candidate: torch.nn.Module, slices: Slices) -> None:
+        self._plan, self._slices = plan, slices
         named = list(candidate.named_parameters(remove_duplicate=False))
         owners = Counter(id(parameter) for _, parameter in named)
         self._trained = {name: item for name, item in named if item.requires_grad}
@@ -100,7 +101,11 @@ class Backward:
         calls, self._calls = self._calls, []
         if not calls and self._trained:
             blind["(backward pass)"] = "the first pass through the modules had no gradients"
-        for call in calls:
+        for name in self._trained:
+            if name in self._of_parameters:
+                whole = self._slices.parameter(self._of_parameters[name], self._trained[name])
+                self._of_parameters[name] = whole
+        for call in map(self._slices.call, calls):
             try:
                 rows += self._compare(call)
             except Exception as error:  # a module that cannot be differentiated again is left out, by name
@@ -165,7 +170,7 @@ class Backward:
         return self._rows(call.name, kind, terms, run, computed)
 
     def _compare_loss(self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor) -> list[dict[str, Any]]:
-        whole, head = self._whole, self._chunked_head()
+        whole, head = self._whole and self._slices.call(self._whole), self._chunked_head()
         if whole is None or not isinstance(objective, LabelPrediction):
             raise ValueError("only the cross-entropy of labels is computed again")
         if head is not None and not self._plan.computes_as_default(head):

@@ -24,6 +24,7 @@ from precision.fp8_reference import in_fp8
 from precision.manifest import find_regions
 from precision.regions import Regions
 from training.distributed import World
+from training.parity.slices import Slices
 
 SAMPLE = 65536
 """Values of an output that are kept for the output error, at most."""
@@ -39,9 +40,10 @@ class OutputErrors:
         *,
         regions: Regions | None = None,
         world: World | None = None,
+        slices: Slices | None = None,
     ) -> None:
         """regions: the candidate's, of the manifest path. world: whose ranks each have a part of the step; None where
-        this process has all of it."""
+        this process has all of it. slices: those that have a part of each module; None where each has all of it."""
         kinds = find_regions(reference)
         self._reference = dict(reference.named_modules())
         self._candidate = {
@@ -54,6 +56,7 @@ class OutputErrors:
         both = (*reference.modules(), *candidate.modules())
         self._adapted = [module for module in both if hasattr(module, "_disable_adapters")]
         self._world = world
+        self._slices = slices or Slices(None)
         self._outputs: dict[str, torch.Tensor] = {}
         self._own: dict[str, torch.Tensor] = {}
         self._planned: dict[str, torch.Tensor] = {}
@@ -115,6 +118,7 @@ class OutputErrors:
         if output is None or name in self._own or name in self._not_measured:
             return
         module = self._reference[name]
+        (args, kwargs), output = self._slices.inputs(name, args, kwargs), self._slices.output(name, output)
         try:
             with torch.autocast(output.device.type, enabled=False):
                 exact = _first(module(*_in_fp32(args), **_in_fp32(kwargs)))

@@ -34,6 +34,7 @@ from precision.signature import FIELDS, sums_of
 from training.distributed import World
 from training.parity.again import Call, Plan, again, fewer_rows, floats_of, parts_of, terms_of
 from training.parity.backward import Backward
+from training.parity.slices import Slices, cuts_of
 
 
 class Signatures:
@@ -47,13 +48,16 @@ class Signatures:
         compute: torch.dtype,
         regions: Regions | None = None,
         world: World | None = None,
+        slices: Slices | None = None,
     ) -> None:
         """reference: in FP32, its weights the masters. compute: the dtype that the plan says on the cast path.
 
         regions: those of the manifest path, whose dtypes are the plan; None on the cast path. world: whose ranks each
-        have a part of the step; None where this process has all of it.
+        have a part of the step; None where this process has all of it. slices: those that have a part of each module;
+        None where each has all of it.
         """
-        self._plan = Plan(reference, compute, regions)
+        self._slices = slices or Slices(None)
+        self._plan = Plan(reference, compute, regions, cuts_of(candidate))
         self._candidate = {name: module for name, module in candidate.named_modules() if name in self._plan.modules}
         self._adapted = [module for module in self._candidate.values() if hasattr(module, "_disable_adapters")][:1]
         """A layer that tells whether the candidate computes as its base, which is what it is compared with in DPO."""
@@ -62,7 +66,7 @@ class Signatures:
         self._done: set[str] = set()
         self._rows: list[dict[str, Any]] = []
         self._not_measured: dict[str, str] = {}
-        self._backward = Backward(self._plan, candidate)
+        self._backward = Backward(self._plan, candidate, self._slices)
 
     @contextmanager
     def of_candidate(self) -> Iterator[None]:
@@ -91,6 +95,8 @@ class Signatures:
     def measured(self) -> dict[str, Any]:
         """{"parts": rows for `precision.signature.pooled`, "not_measured": reason by module}. A collective."""
         ranks = [self._rows] if self._world is None else self._world.gather_objects(self._rows)
+        group = self._slices.group
+        ranks = ranks[:: group.size] if group is not None else ranks  # each of a group has measured the same
         found: dict[tuple[str, str], dict[str, Any]] = {}
         for row in (row for rows in ranks for row in rows):
             known = found.setdefault((row["module"], row["part"]), row)
@@ -130,6 +136,7 @@ class Signatures:
 
     @torch.no_grad()
     def _compare(self, call: Call) -> None:
+        call = self._slices.call(call)
         changed = next((inner.name for inner in call.inside if inner.versions != inner.now()), None)
         if changed is not None:
             self._not_measured[call.name] = f"it changes in place what {changed} got or returned"

@@ -69,6 +69,7 @@ from training.parity.oracle.optimizers import decay_and_factor
 from training.parity.outputs import OutputErrors
 from training.parity.reference import Reference, clip_coefficient
 from training.parity.signature import Signatures
+from training.parity.slices import Slices
 from training.progress import Progress
 from training.schedule import scheduled_rate
 from training.session import session
@@ -108,11 +109,14 @@ class StepParity:
         for model in (engine.model, reference.model):
             model.train(not self.no_dropout)
         compute, regions, world = DTYPES[engine.compute], engine.regions, engine.world
-        errors = OutputErrors(reference.model, engine.model, regions=regions, world=world)
-        with errors.of_reference():
+        slices = Slices(world.tensor)
+        errors = OutputErrors(reference.model, engine.model, regions=regions, world=world, slices=slices)
+        with errors.of_reference(), slices.of_reference(reference.model):
             loss, gradients = reference.loss_and_gradients(batch)
         planned = self._planned_agreement(batch, gradients)
-        signatures = Signatures(reference.model, engine.model, compute=compute, regions=regions, world=world)
+        signatures = Signatures(
+            reference.model, engine.model, compute=compute, regions=regions, world=world, slices=slices
+        )
         watch = signatures.watch_loss(reference.objective, *next(batch.micro_batches(world.device)))
         products = Fp8Products(reference.model, engine.model, regions, world=world)
         with errors.of_candidate(), signatures.of_candidate(), products.of_candidate():
@@ -334,7 +338,7 @@ def measure(
 
     world: the process group, where it was joined already.
     """
-    with session(resolved, world=world) as opened:
+    with session(resolved, world=world, sliced_matrices=True) as opened:
         engine, batches = opened.engine, opened.batches
         checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
         record = Record.silent()

@@ -10,6 +10,7 @@ import pytest
 from config.deepspeed.combinations import Combination
 from data.loader import Batch
 from modeling.linear_cross_entropy import IGNORED
+from precision import fp8
 from training.distributed import World
 from training.engine.pieces import Pieces, ShardedPieces
 from training.loss_scaler import LossScaler
@@ -59,6 +60,15 @@ def loses_a_micro_batch(world: World, *, path: str, compute: str) -> dict[str, A
         patch.setattr(matrix_run, "batch_of", batch_of)
         cell = Cell(Combination(path, compute, 2), accumulation=4, clipping=True)
         return matrix_run.measure(world, cell, steps=STEPS, upstream=False)
+
+
+def weights_by_way_of_bf16(world: World) -> dict[str, Any]:
+    """A cell of FP8 whose operands are rounded to BF16 first."""
+    rounded = fp8.rounded
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8, "rounded", lambda values, *how: rounded(values.bfloat16(), *how))
+        cell = Cell(Combination("manifest", "fp8", 2), accumulation=4)
+        return matrix_run.measure(world, cell, steps=UNSCALED_STEPS, upstream=False)
 
 
 def norms_of_pieces(world: World) -> dict[str, Any]:

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from config.cli import REPOSITORY
-from config.deepspeed.combinations import SETTINGS, UPSTREAM, combinations, refusal
+from config.deepspeed.combinations import FP8, OFFLOADS, SETTINGS, UPSTREAM, combinations, refusal
+from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from tests.training.matrix import matrix_cases
 from training.matrix.cells import ACCUMULATIONS, CHECKPOINTINGS, Cell, all_cells
 from training.matrix.command import main
-from training.matrix.page import page, unexpected
+from training.matrix.page import page, unexpected, updated
 from training.matrix.rules import RULES
 
-PAGE = REPOSITORY / "docs" / "precision-matrix.md"
+PAGE, README = REPOSITORY / "docs" / "precision-matrix.md", REPOSITORY / "README.md"
 
 
 def covering(cells: Sequence[Cell]) -> list[Cell]:
@@ -49,6 +50,8 @@ def pairs(cell: Cell) -> frozenset[tuple[tuple[str, Any], tuple[str, Any]]]:
 CELLS = list(all_cells())
 PLAIN = [cell for cell in CELLS if cell.plain]
 OF_OPTIMIZERS = [cell for cell in CELLS if cell.optimizer != "adamw"]
+IN_FP8 = [cell for cell in CELLS if cell.fp8]
+IN_16_OR_32_BITS = [combination for combination in combinations() if combination.compute not in FP8]
 
 
 COVERING = covering(PLAIN)
@@ -56,7 +59,9 @@ COVERING = covering(PLAIN)
 
 def test_the_matrix_is_the_product_of_its_dimensions_and_the_settings() -> None:
     assert len(CELLS) == len({cell.name for cell in CELLS})
-    assert len(PLAIN) == len(list(combinations())) * len(ACCUMULATIONS) * 2 * len(CHECKPOINTINGS)
+    assert len(PLAIN) == len(IN_16_OR_32_BITS) * len(ACCUMULATIONS) * 2 * len(CHECKPOINTINGS)
+    every = len(FP8) * sum(map(len, OFFLOADS.values())) * len(ACCUMULATIONS) * 2 * len(CHECKPOINTINGS)
+    assert len(IN_FP8) == every + len(FP8) * len(OFFLOADS) * len(ACCUMULATIONS) * 2
     assert {cell.setting for cell in CELLS if cell.setting} == {row for row in SETTINGS if not row.refused}
     assert {cell.optimizer for cell in CELLS} == OPTIMIZERS.keys() == RULES.keys()
     for optimizer, computes in (("muon", 3), ("lamb", 3), ("lion", 1)):
@@ -82,6 +87,20 @@ def test_it_comes_out_as_the_table_says(pair, half) -> None:
 def test_an_optimizer_comes_out_as_its_rule_in_fp64(pair, cell) -> None:
     for results in pair.run(matrix_cases.measure, cells=[cell], upstream=False):
         assert unexpected([cell], results) == []
+
+
+@pytest.mark.one_in(len(IN_FP8) // 3)
+@pytest.mark.parametrize("cell", IN_FP8, ids=lambda cell: cell.name)
+def test_fp8_comes_out_as_its_definition(pair, solo, cell) -> None:
+    """Also on one process: the step does not depend on how its batch is cut."""
+    for results in (solo if cell.ranks else pair).run(matrix_cases.measure, cells=[cell], upstream=False):
+        assert unexpected([cell], results) == []
+
+
+def test_operands_that_are_rounded_twice_are_found(pair) -> None:
+    for result in pair.run(matrix_cases.weights_by_way_of_bf16):
+        assert result["verdict"] == "wrong"
+        assert result["errors"]["masters"] > 100 * 1e-5
 
 
 def test_norms_of_a_ranks_own_pieces_are_found(pair) -> None:
@@ -119,7 +138,9 @@ def test_a_scale_that_grows_in_the_middle_of_the_step_is_found(pair, stage) -> N
         assert result["errors"]["masters"] > 0.1
 
 
-@pytest.mark.parametrize(("path", "compute"), [("cast", "fp32"), ("cast", "bf16"), ("manifest", "mixed")])
+@pytest.mark.parametrize(
+    ("path", "compute"), [("cast", "fp32"), ("cast", "bf16"), ("manifest", "mixed"), ("manifest", "fp8")]
+)
 def test_a_lost_micro_batch_is_found(pair, path, compute) -> None:
     for result in pair.run(matrix_cases.loses_a_micro_batch, path=path, compute=compute):
         assert result["verdict"] == "wrong"
@@ -150,7 +171,7 @@ def made_up(**changes: Any) -> dict[str, dict[str, Any]]:
 def test_the_committed_page_and_the_table_agree() -> None:
     text = PAGE.read_text(encoding="utf-8")
     rows = rows_of(text)
-    for combination in combinations():
+    for combination in IN_16_OR_32_BITS:
         corners = [row for row in rows if row[0] == str(combination)]
         wanted = itertools.product(("off", "on"), map(str, ACCUMULATIONS))
         assert [tuple(row[1:3]) for row in corners] == list(wanted), combination
@@ -163,6 +184,14 @@ def test_the_committed_page_and_the_table_agree() -> None:
     measured = {f"`{row}`, {compute.upper()}" for row in SETTINGS if not row.refused for compute in row.computes}
     assert {row[0] for row in rows if row[0].startswith("`")} == refused_settings.keys() | measured
     assert {row[0]: row[2] for row in rows if row[0] in refused_settings} == refused_settings
+    for combination in [combination for combination in combinations() if combination.compute in FP8]:
+        ranks = ("2",) if combination.offload != "none" else ("1", "2")
+        corners = [tuple(row[1:3]) for row in rows if row[0] == str(combination)]
+        assert corners == list(itertools.product(ranks, map(str, ACCUMULATIONS))), combination
+    verdicts = [bool(refusal(cell.combination)) for cell in CELLS]
+    counted = f"{len(CELLS)} cells: {verdicts.count(False)} verified, {verdicts.count(True)} refused."
+    assert f"\n{counted} " in text
+    assert f"{verdicts.count(False)} verified, {verdicts.count(True)} refused" in README.read_text(encoding="utf-8")
     places = {(row[0], row[1].lower(), row[2], row[3]) for row in rows if row[0] in OPTIMIZERS}
     assert places == {
         (c.optimizer, c.combination.compute, str(c.combination.stage), "on" if c.clipping else "off")
@@ -178,3 +207,34 @@ def test_what_is_not_as_the_table_says_stands_out() -> None:
     results = made_up(**{cell.name: {"verdict": "wrong", "reason": "masters 3.0e-01"}})
     assert "**WRONG**" in page(CELLS, results, conditions)
     assert f"{cell.name}: wrong, not verified: masters 3.0e-01" in unexpected(CELLS, results)
+
+
+def test_sections_that_were_measured_alone_take_their_place() -> None:
+    conditions = {
+        "processes": 2,
+        "steps": 6,
+        "deepspeed": "d",
+        "torch": "t",
+        "transformers": "f",
+        "machine": "my machine",
+    }
+    refused = {cell.name: {"verdict": "refused", "errors": {}} for cell in CELLS if refusal(cell.combination)}
+    whole = page(CELLS, made_up(**refused), conditions)
+    found = updated(whole, IN_FP8, made_up(), conditions)
+    added = "Measured by themselves on my machine, in 3 minutes.\n\n"
+    assert found.replace(added, "") == whole and found.count(added) == 1
+    assert updated(found, IN_FP8, made_up(), conditions) == found
+    start, end = whole.index("## FP8"), whole.index("## Other settings")
+    before = f"{whole[:start]}{whole[end:]}".replace(f"{len(CELLS)} cells: ", "7 cells: ")
+    assert updated(before, IN_FP8, made_up(), conditions) == found
+    for cells in (IN_FP8[1:], [*IN_FP8, PLAIN[0]]):
+        with pytest.raises(UserError, match="is of no section that is replaced by itself"):
+            updated(whole, cells, made_up(), conditions)
+
+
+def test_a_page_to_replace_sections_of_has_to_exist(capsys, tmp_path) -> None:
+    page = str(tmp_path / "none.md")
+    assert main(["--only", "FP8", "--into", page, "--folder", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --into {page}: there is no such page")
+    assert main(["--into", page, "--folder", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --into {page}: is for --only")

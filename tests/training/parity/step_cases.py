@@ -15,6 +15,7 @@ from modeling.build import model_config
 from precision.observe import Observation
 from precision.parity import Check, judge_signatures
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
+from tests.training.engine.tensor_cases import MODEL, of_kind
 from training.distributed import World
 from training.engine import optimizer
 from training.engine.rng import generators, restore_generators
@@ -196,3 +197,45 @@ def with_dropout(world: World, *, stage: int, compute: str, overrides: Sequence[
             "repeated": parity.loss_with_dropout(batch),
             "step": parity.step(batch, applied=0),
         }
+
+
+def of_shared_matrices(
+    world: World, *, stage: int, compute: str, steps: int, overrides: Sequence[str], kind: str | None = None
+) -> list[dict[str, Any]]:
+    """As `measured_steps`, of two ranks that share every matrix and so have the same sequences. kind: of model."""
+    model = of_kind(kind) if kind else MODEL % "false"
+    given = ["parallel.tensor=2", "telemetry.every_steps=0", model, *overrides]
+    world = world.sharing_tensors(2, timeout_minutes=2)
+    alone, rows, applied = World(0, 1, 0, world.device), [], 0
+    resolved = resolve(world, stage=stage, compute=compute, micro=4, overrides=given)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    with engine_of(world, resolved) as engine:
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        for step in range(1, steps + 1):
+            batch = replace(batch_of(alone, 4, seed=step), position=step - 1)
+            summed = {} if rows else {"accumulation_error": parity.accumulation_errors(batch)}
+            rows.append({**summed, **parity.step(batch, applied=applied)})
+            applied += rows[-1]["applied"]
+    return rows
+
+
+def spoiled_slice(
+    world: World, *, stage: int, module: str, forward: bool, overrides: Sequence[str] = ()
+) -> tuple[Check, list[dict[str, Any]]]:
+    """The judgement on two BF16 steps in which rank 1's slice of what one module makes is 1% too large, or its
+    gradients are; and what was measured."""
+    world = world.sharing_tensors(2, timeout_minutes=2)
+    given = ["parallel.tensor=2", "telemetry.every_steps=0", MODEL % "false", *overrides]
+    resolved = resolve(world, stage=stage, compute="bf16", micro=4, overrides=given)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    alone = World(0, 1, 0, world.device)
+
+    def spoil(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * 1.01 if forward else 1.01 * output - 0.01 * output.detach()
+
+    with engine_of(world, resolved) as engine:
+        steps = StepParity(engine, Reference(resolved, shape, world), resolved)
+        if world.rank == 1:
+            engine.model.get_submodule(module).register_forward_hook(spoil)
+        rows = [steps.step(batch_of(alone, 4, seed=step), applied=step) for step in range(2)]
+        return judge_signatures(rows, ParitySection()), rows

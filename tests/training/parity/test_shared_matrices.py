@@ -1,0 +1,81 @@
+"""Single steps of ranks that share matrices against FP32 on whole ones: sound ones pass, planted defects are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.forked_launcher import forked_launcher
+from tests.training.parity import step_cases
+from tests.training.parity.test_gate import DEMO, SMALL
+from tests.training.parity.test_steps import CLIPPED, LINEAR, NORM, failed, judged
+from training.parity import gate as parity
+
+SCALE = ["precision.loss_scale.initial=1024", "precision.loss_scale.window=2"]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("stage", "compute", "overrides"),
+    [
+        *((stage, compute, []) for stage, compute in ((2, "bf16"), (3, "fp16"), (1, "bf16"), (3, "bf16"))),
+        (2, "bf16", ["model.activation_checkpointing=full"]),
+        (2, "bf16", ["model.loss=chunked", "model.loss_chunk_tokens=8"]),
+        (0, "fp32", []),
+        (3, "fp32", []),
+    ],
+)
+def test_every_module_is_measured_and_none_is_blamed(pair, stage, compute, overrides):
+    given = {"stage": stage, "compute": compute, "steps": 3, "overrides": [CLIPPED, *SCALE, *overrides]}
+    for steps in pair.run(step_cases.of_shared_matrices, **given):
+        checks = judged(steps)
+        assert not failed(checks), {name: checks[name] for name in failed(checks)}
+        assert steps[0]["accumulation_error"]
+        names = set(steps[0]["order"])
+        assert {"model.embed_tokens", NORM, LINEAR, "model.layers.1.self_attn", "model.norm"} <= names
+        assert {f"model.layers.0.self_attn.{one}_proj" for one in "qkvo"} <= names
+        chunked = {"lm_head"} if any("chunked" in text for text in overrides) else set()  # as on one rank
+        assert steps[0]["not_measured"].keys() == chunked
+        parts = {(row["module"], row["part"]) for row in steps[0]["signature"]["parts"]}
+        assert {("model.layers.0.mlp.up_proj", "output"), (LINEAR, "gradient of its input")} <= parts
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_neox", "gemma3_text", "opt"])
+def test_other_kinds_of_models_are_measured_as_well(pair, kind):
+    """Norms of heads, fused queries, keys and values, biases."""
+    given = {"stage": 2, "compute": "bf16", "steps": 2, "overrides": [CLIPPED], "kind": kind}
+    for steps in pair.run(step_cases.of_shared_matrices, **given):
+        checks = judged(steps)
+        assert not failed(checks), {name: checks[name] for name in failed(checks)}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("module", ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.v_proj"])
+def test_one_ranks_slice_that_is_wrong_is_named(pair, module, forward):
+    for check, _ in pair.run(step_cases.spoiled_slice, stage=2, module=module, forward=forward):
+        assert not check.passed and check.modules == (module,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("compute", "stage"), [("bf16", 2), ("fp16", 3)])
+def test_the_gate_says_of_two_ranks_what_it_says_of_one(tmp_path, compute, stage):
+    """Twin and run share the matrices alike; both FP32 twins are the same training."""
+    found = {}
+    for ranks in (1, 2):
+        given = [*SMALL, f"data.cache_dir={tmp_path}/cache", f"parallel.tensor={ranks}", "batch.micro_size=4"]
+        given += [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
+        with forked_launcher(ranks) as launcher:
+            folder = tmp_path / str(ranks)
+            chosen = parity.plan(DEMO, given, folder=folder, steps=12, processes=ranks, launcher=launcher)
+            found[ranks] = parity.gate(chosen)
+    assert found[2]["verdict"] == found[1]["verdict"] == "parity"
+    one, two = ({check["name"]: check for check in found[ranks]["checks"]} for ranks in (1, 2))
+    assert one.keys() == two.keys()
+    assert {name: check["passed"] for name, check in one.items()} == {
+        name: check["passed"] for name, check in two.items()
+    }
+    twins = [found[ranks]["trajectories"]["fp32"][0]["losses"] for ranks in (1, 2)]
+    assert twins[1] == pytest.approx(twins[0], rel=1e-5)
+    assert two["module_error"]["measured"] == pytest.approx(one["module_error"]["measured"], rel=0.5)
+    assert all(walk["recorded_loss"] == walk["steps"][0]["loss"] for walk in found[2]["walks"])
