@@ -28,7 +28,7 @@ from config.schema import (
     ValidationSection,
 )
 from config.secrets import ADVICE, WITH_PASSWORD
-from config.task import ENCODER_TASKS, OWN, ROW_FORMATS, is_url
+from config.task import CAUSAL_LM, ENCODER_TASKS, OWN, ROW_FORMATS, is_url, model_class_of
 
 # Arguments of a Hugging Face config that a key of the run config decides.
 _OWNED_MODEL_ARGUMENTS = {
@@ -43,10 +43,10 @@ _OF_DOCUMENTS = ("text", "megatron")
 
 _QUANTISING = ("quantization_config", "load_in_4bit", "load_in_8bit")
 QUANTISED_BASES = (
-    "4-bit and 8-bit bases are not supported; give the model in BF16, FP16 or FP32 (adapter.kind = lora holds it once, "
-    "in precision.compute)"
+    "give the model in BF16, FP16 or FP32, and set adapter.base = nf4 or int8 (with adapter.kind = lora) to hold it in "
+    "4 or 8 bits"
 )
-"""What is said of a base that is quantised, or shall be."""
+"""What is said of a base that is quantised already, or shall be by other keys."""
 QUANTISED_TEACHERS = (
     "4-bit and 8-bit teachers are not supported; give the teacher in BF16, FP16 or FP32 (distill.sharded = true "
     "divides it over the ranks, distill.top_k asks it before training and lets it go)"
@@ -110,7 +110,7 @@ def _model(config: Config) -> Iterator[Problem]:
             yield f"model.config.{argument}", f"is decided by {owner}; remove it here and set {owner}"
     for argument in _QUANTISING:
         if argument in model.config:
-            yield f"model.config.{argument}", f"asks for a quantised base; remove it: {QUANTISED_BASES}"
+            yield f"model.config.{argument}", f"asks for a quantised base; remove it and {QUANTISED_BASES}"
 
 
 def _routers(config: Config) -> Iterator[Problem]:
@@ -427,6 +427,25 @@ def _adapter(config: Config) -> Iterator[Problem]:
         yield "adapter.target_modules", "is empty; name modules, or all-linear"
     if len(adapter.target_modules) > 1 and "all-linear" in adapter.target_modules:
         yield "adapter.target_modules", "names all-linear and others; all-linear stands alone"
+    yield from _quantised_base(config)
+
+
+def _quantised_base(config: Config) -> Iterator[Problem]:
+    adapter, model, given = config.adapter, config.model, f"= {config.adapter.base}"
+    if adapter.double_quant and adapter.base != "nf4":
+        yield "adapter.double_quant", f"= true is only read by adapter.base = nf4, not {adapter.base}; remove it"
+    if adapter.base == "compute":
+        return
+    if model_class_of(config) != CAUSAL_LM:
+        yield "adapter.base", f"{given} is verified for causal language models, not task = {config.task}; remove it"
+    for key, value in (
+        ("adapter.kind", "dora" if adapter.kind == "dora" else None),
+        ("model.compile", model.compile or None),
+        ("precision.manifest", config.precision.manifest),
+        ("deepspeed.offload", config.deepspeed.offload if config.deepspeed.offload == "cpu" else None),
+    ):
+        if value is not None:
+            yield "adapter.base", f"{given} is not verified with {key} = {value}; set one of them to its default"
 
 
 def _mixture(config: Config) -> Iterator[Problem]:

@@ -122,6 +122,12 @@ class AdapterSection:
     """[names] Modules that are trained whole and saved with the adapter, such as [lm_head]."""
     init: Literal["default", "gaussian"] = "default"
     """[choice] How A is drawn: default is uniform as torch's linear layers, gaussian is normal. B starts at zero."""
+    base: Literal["compute", "nf4", "int8"] = "compute"
+    """[choice] How the frozen linear layers are held. compute: in precision.compute. nf4: 4 bits a weight and a scale
+    of each 64, as load_in_4bit with bnb_4bit_quant_type nf4. int8: 8 bits and a scale of each row. Both need the
+    package bitsandbytes and compute in precision.compute (docs/finetuning.md)."""
+    double_quant: bool = False
+    """[true or false] With nf4: hold the scales in 8 bits, as bnb_4bit_use_double_quant: 4.13 bits a weight for 4.5."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ from transformers.initialization import no_init_weights
 
 from config.errors import UserError, one_line
 from config.rules import QUANTISED_BASES
-from config.schema import ModelSection
+from config.schema import AdapterSection, ModelSection
 from config.task import CAUSAL_LM, KINDS, SEQ2SEQ_LM
+from modeling.quantised_base import freeze_quantised, loading_options, quantised_parameters
 from modeling.tensor_parallel import cut
 
 Gather = Callable[[Sequence[torch.nn.Parameter]], AbstractContextManager[bool]]
@@ -100,13 +101,19 @@ def without_dropout(config: PretrainedConfig, *, kept: Mapping[str, Any]) -> lis
 
 
 def build_model(
-    section: ModelSection, config: PretrainedConfig, *, seed: int, gather: Gather, model_class: str = CAUSAL_LM
+    section: ModelSection,
+    config: PretrainedConfig,
+    *,
+    seed: int,
+    gather: Gather,
+    model_class: str = CAUSAL_LM,
+    adapter: AdapterSection | None = None,
 ) -> PreTrainedModel:
     """The model in FP32 (in the DeepSpeed config's dtype under ZeRO-3, where each rank holds only its partition).
 
     Under ZeRO-3 the caller keeps an HfDeepSpeedConfig alive; transformers then constructs and loads the model inside
     `deepspeed.zero.Init`. `gather` gives access to full parameters while the weights are drawn. model_class: of
-    config/task.py.
+    config/task.py. adapter: whose base may be in 4 or 8 bits; its linear layers then hold codes, on every rank all.
 
     Raises UserError when the attention implementation cannot be used here or the weights cannot be loaded.
     """
@@ -118,7 +125,12 @@ def build_model(
         _require_flex_attention_on_cpu()
     try:
         if section.name_or_path is not None:
+            quantised = adapter is not None and adapter.base != "compute"
+            if adapter is not None and quantised:
+                options |= loading_options(adapter, auto, config, options)
             model = _loaded(auto, section, config, options, seed=seed, gather=gather)
+            if quantised:
+                freeze_quantised(model)
             unround_rotary_tables(model)
             return model
         with no_init_weights():
@@ -253,8 +265,11 @@ def attention_of(model: PreTrainedModel) -> str:
 
 def count_parameters(model: torch.nn.Module) -> int:
     """Number of parameters, shared ones once, whole ones also under ZeRO-3 and where ranks share them."""
-    found = 0
+    found, coded = 0, quantised_parameters(model)
     for parameter in model.parameters():
+        if id(parameter) in coded:
+            found += coded[id(parameter)].whole_shape.numel()
+            continue
         shape, how = torch.Size(getattr(parameter, "ds_shape", parameter.shape)), cut(parameter)
         found += (how.whole(shape) if how else shape).numel()
     return found

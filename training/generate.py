@@ -20,6 +20,7 @@ from config import json_text
 from config.cli import Arguments, entry_point, positive_int, positive_number
 from config.errors import UserError, one_line
 from config.printable import printable
+from config.schema import AdapterSection
 
 
 @entry_point()
@@ -80,6 +81,7 @@ def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+    from modeling.quantised_base import compute_as_inputs, settings
     from precision.dtypes import DTYPES
 
     _require_generative(folder)
@@ -89,11 +91,18 @@ def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
 
             answers = _settings(folder, "adapter_config.json").get("task_type") == "SEQ_2_SEQ_LM"
             adapted = AutoPeftModelForSeq2SeqLM if answers else AutoPeftModelForCausalLM
-            model: Any = adapted.from_pretrained(str(folder), dtype=DTYPES[dtype])
+            section = _base_of(folder)
+            quantised = section.base != "compute"
+            further = {"quantization_config": settings(section)} if quantised else {}
+            model: Any = adapted.from_pretrained(str(folder), dtype=DTYPES[dtype], **further)
+            if quantised:
+                compute_as_inputs(model)
         else:
             auto = AutoModelForSeq2SeqLM if _has_encoder(folder) else AutoModelForCausalLM
             model = auto.from_pretrained(str(folder), dtype=DTYPES[dtype])
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except UserError:
+        raise
     except Exception as error:  # the Rust tokenizers raise plain Exception for a file that they cannot parse
         raise UserError(f"{folder}: cannot be loaded ({one_line(error)}); export the checkpoint again") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,6 +116,16 @@ def _settings(folder: Path, file: str = "config.json") -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _base_of(folder: Path) -> AdapterSection:
+    """How the base of an exported adapter was held in training; in floats where nothing is said."""
+    facts = _settings(folder, "mantissa.json").get("adapter")
+    known = facts if isinstance(facts, dict) else {}
+    base, double = known.get("base"), known.get("double_quant") is True
+    if base == "nf4":
+        return AdapterSection(base="nf4", double_quant=double)
+    return AdapterSection(base="int8") if base == "int8" else AdapterSection()
 
 
 def _has_encoder(folder: Path) -> bool:

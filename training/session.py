@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from config.errors import UserError
 from config.resolved import Resolved
-from config.schema import Config
+from config.schema import AdapterSection, Config
 from config.task import ENCODER_TASKS
 from data.corpus import Corpus
 from data.loader import Batch, Batches, next_tokens, validation_batches
@@ -87,7 +87,7 @@ class Session:
             "task": config.task,
             "what is predicted": _predicted(config),
             "run.seed": config.run.seed,
-            "adapter": json.dumps(dataclasses.asdict(config.adapter)) if config.adapter.kind != "none" else None,
+            "adapter": _adapter(config.adapter),
             "the base model": self.base,
             "the teacher": self.teacher,
             "world size": self.resolved.world_size,
@@ -174,6 +174,16 @@ def session(
         batches = Batches(corpus.train, seed=config.run.seed, mixture=corpus.mixture, **cut)
         ends.callback(batches.close)
         yield Session(resolved, corpus, shape, world, engine, batches, base, teacher)
+
+
+def _adapter(section: AdapterSection) -> str | None:
+    """The adapter's settings; a base in floats is left out, as in checkpoints from before there was another."""
+    if section.kind == "none":
+        return None
+    own = dataclasses.asdict(section)
+    if section.base == "compute":
+        del own["base"], own["double_quant"]
+    return json.dumps(own)
 
 
 def _predicted(config: Config) -> str | None:

@@ -19,6 +19,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+OF_A_MODEL = ["model.architecture=null", "model.name_or_path=gpt2"]
 REFUSED = [
     (["model.architecture=null"], "model.architecture is missing"),
     (["model.name_or_path=gpt2"], "model.name_or_path = 'gpt2' excludes model.architecture = 'llama'"),
@@ -84,7 +85,21 @@ REFUSED = [
     (["task=distill", "distill.teacher=./gone"], "distill.teacher = './gone' is not a folder"),
     (
         ["model.config={load_in_4bit: true}"],
-        "model.config.load_in_4bit asks for a quantised base; remove it: 4-bit and",
+        "model.config.load_in_4bit asks for a quantised base; remove it and give the model in BF16, FP16 or FP32",
+    ),
+    (["adapter.base=nf4"], "adapter.base = nf4 is not read by adapter.kind = none; set adapter.kind=lora"),
+    (["adapter={kind: lora, base: fp4}"], "adapter.base = 'fp4' is not one of compute, nf4, int8"),
+    (
+        [*OF_A_MODEL, "adapter={kind: lora, base: int8, double_quant: true}"],
+        "adapter.double_quant = true is only read by adapter.base = nf4, not int8; remove it",
+    ),
+    (
+        [*OF_A_MODEL, "task=classify", "adapter={kind: lora, base: nf4}"],
+        "adapter.base = nf4 is verified for causal language models",
+    ),
+    (
+        [*OF_A_MODEL, "adapter={kind: lora, base: nf4}", "model.compile=true"],
+        "adapter.base = nf4 is not verified with model.compile",
     ),
     (["sft.neftune_alpha=5"], "sft.neftune_alpha = 5.0 is only read by task = sft; remove it, or set task=sft"),
     (["sft.loss=row"], "sft.loss = row is only read by task = sft; remove it, or set task=sft"),

@@ -167,8 +167,8 @@ def test_a_quantised_base_is_refused(tmp_path, given):
         build(ModelSection(name_or_path=str(tmp_path)))
     assert str(caught.value) == (
         f"model.name_or_path = {tmp_path}: its weights are quantised (quantization_config in config.json: "
-        f"{given['quant_method']}); 4-bit and 8-bit bases are not supported; give the model in BF16, FP16 or FP32 "
-        "(adapter.kind = lora holds it once, in precision.compute)"
+        f"{given['quant_method']}); give the model in BF16, FP16 or FP32, and set adapter.base = nf4 or int8 (with "
+        "adapter.kind = lora) to hold it in 4 or 8 bits"
     )
 
 

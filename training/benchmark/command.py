@@ -143,6 +143,7 @@ def _require_shared(file: str, config: Config) -> None:
         "preference.label_smoothing": ("dpo", config.preference.label_smoothing, 0.0),
         "preference.sft_weight": ("dpo", config.preference.sft_weight, 0.0),
         "adapter.dropout": (config.task, config.adapter.dropout, 0.0),
+        "adapter.base": (config.task, config.adapter.base, "compute"),
     }
     for key, (task, value, needed) in own.items():
         if task == config.task and value != needed:

@@ -54,11 +54,14 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         teacher = Teacher(resolved, world, vocabulary=model_config.get_text_config().vocab_size)
     # transformers builds and loads the model partitioned while this object exists and is set to ZeRO-3.
     # Where ranks share matrices each of them builds the whole, and DeepSpeed partitions the slice that it cuts from it.
-    partitioned = resolved.zero_stage == 3 and world.tensor is None
+    # A quantised base is partitioned when it is whole, since zero.Init knows floats only.
+    partitioned = resolved.zero_stage == 3 and world.tensor is None and config.adapter.base == "compute"
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if partitioned else None
     gather = _gather_partitioned(world) if zero3 else _no_gather
     model_class, seed = model_class_of(config), config.run.seed
-    model = build_model(config.model, model_config, seed=seed, gather=gather, model_class=model_class)
+    model = build_model(
+        config.model, model_config, seed=seed, gather=gather, model_class=model_class, adapter=config.adapter
+    )
     if config.adapter.kind != "none":
         model = add_adapter(model, config.adapter, seed=seed, model_class=model_class)
     notes = drawn_notes(model) + choose_kernels(model, resolved, world)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from config.errors import UserError
+from modeling.quantised_base import quantised_parameters, stored_tensors
 from precision.dtypes import DTYPES
 from training.engine.engine import Engine
 from training.engine.masters import local_masters, local_states
@@ -39,8 +40,10 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     """
     optimizer = engine.deepspeed.optimizer
     compute = DTYPES[engine.compute]
-    parameters = [getattr(p, "ds_tensor", p).data for p in engine.model.parameters()]
-    frozen = [getattr(p, "ds_tensor", p).data for p in engine.model.parameters() if not p.requires_grad]
+    coded = quantised_parameters(engine.model)
+    floats = [p for p in engine.model.parameters() if id(p) not in coded]
+    parameters = [getattr(p, "ds_tensor", p).data for p in floats]
+    frozen = [getattr(p, "ds_tensor", p).data for p in floats if not p.requires_grad]
     _require_no_state_of_frozen(engine)
     masters = local_masters(optimizer)
     states = engine.optimizer_spec.states
@@ -60,6 +63,7 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     return [
         _entry("parameters", parameters),
         *([_entry("of these frozen", frozen)] if frozen else []),
+        *([_entry("quantised base", list(stored_tensors(engine.model)))] if coded else []),
         _entry("masters", masters) if engine.split_masters is None else _split_entry(engine.split_masters),
         _entry("moments", moments, absent="float32, from the first step on" if states else "none"),
         Entry("gradients of a micro-batch", _name(compute), 0),

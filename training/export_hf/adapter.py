@@ -1,6 +1,7 @@
 """An adapter as a folder of `peft`, or merged into its base.
 
 The merge is computed in FP32 from the masters, on the base in the dtype that the run computed it in, and rounded once.
+A base in 4 or 8 bits is the weights that its codes stand for; what the adapter does on those in its files is measured.
 A merge into 16 bits can undo a fine-tuning: an update smaller than half a unit in the last place of a weight is lost.
 So what is lost is measured: by layer, and on rows of the run's own data.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from config.files import flush
 from config.schema import Config
 from config.task import CAUSAL_LM, SEQ2SEQ_LM, model_class_of
 from modeling.adapter import adapter_config, base_name, peft_name, whole_modules
+from modeling.build import build_model
+from modeling.quantised_base import dequantise
 from precision.dtypes import DTYPES
 from training.checkpoint.partitions import SavedModel, SavedTensor
 from training.export_hf.gap import summary, token_gap
@@ -95,16 +99,10 @@ def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: 
     from peft import get_peft_model
 
     name, model_class = str(config.model.name_or_path), model_class_of(config)
-    options = {"dtype": DTYPES[str(config.precision.compute)], "trust_remote_code": config.model.trust_remote_code}
-    try:
-        # a head of the base's own with another number of labels is replaced by the adapter's
-        base = getattr(transformers, model_class).from_pretrained(
-            name, config=copy.deepcopy(shape), ignore_mismatched_sizes=True, **options
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.name_or_path = {name}: the base cannot be loaded ({one_line(error)})") from error
+    base = _base(config, shape)
+    quantised = _as_computed(base, config, shape)
     own = adapter_config(config.adapter, model_class=model_class, whole=whole_modules(trained(saved)))
-    wrapped = get_peft_model(base.float(), own, autocast_adapter_dtype=False)
+    wrapped = get_peft_model(base, own, autocast_adapter_dtype=False)
     adapted: Any = wrapped.get_base_model()
     parameters = dict(adapted.named_parameters())
     for key in trained(saved):
@@ -121,7 +119,10 @@ def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: 
         "weights that did not change": sum(kept for _, kept in lost.values()) / max(len(lost), 1),
     }
     if model_class == CAUSAL_LM:
-        facts |= _on_rows(model, dtype, [(row, None) for row in rows_of_run(corpus, config)])
+        rows = [(row, None) for row in rows_of_run(corpus, config)]
+        facts |= _on_rows(model, dtype, rows)
+        if config.adapter.base != "compute":
+            facts |= {"base": config.adapter.base, "on the base in floats": _on_original(model, quantised, rows)}
     elif model_class == SEQ2SEQ_LM:
         facts |= _on_rows(model, dtype, pairs_of_run(corpus, config))
     tensors = {key: SavedTensor(value.shape, _read(value.detach())) for key, value in model.named_parameters()}
@@ -129,6 +130,56 @@ def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: 
         tensors.setdefault(key, SavedTensor(value.shape, value.detach().clone))
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     return Merged(SavedModel(stage=saved.stage, ranks=saved.ranks, tensors=tensors), facts, tied)
+
+
+def _base(config: Config, shape: PretrainedConfig) -> Any:
+    """The base's files in the dtype that the run computes in, as FP32. Raises UserError."""
+    name, model_class = str(config.model.name_or_path), model_class_of(config)
+    options = {"dtype": DTYPES[str(config.precision.compute)], "trust_remote_code": config.model.trust_remote_code}
+    try:
+        # a head of the base's own with another number of labels is replaced by the adapter's
+        base = getattr(transformers, model_class).from_pretrained(
+            name, config=copy.deepcopy(shape), ignore_mismatched_sizes=True, **options
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.name_or_path = {name}: the base cannot be loaded ({one_line(error)})") from error
+    return base.float()
+
+
+def _as_computed(base: Any, config: Config, shape: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Give a base in 4 or 8 bits the weights that its codes stand for, which the adapter was trained on, in place.
+
+    By the names of the layers, what was taken from each of the weights in the files. Raises UserError.
+    """
+    if config.adapter.base == "compute":
+        return {}
+    model = build_model(
+        config.model, copy.deepcopy(shape), seed=0, gather=lambda _: nullcontext(True), adapter=config.adapter
+    )
+    taken = {}
+    for name in dequantise(model, computed_in=DTYPES[str(config.precision.compute)]):
+        weight, stands_for = base.get_submodule(name).weight, model.get_submodule(name).weight
+        if type(base.get_submodule(name)).__name__ == "Conv1D":
+            stands_for = stands_for.T
+        taken[name] = weight - stands_for
+        weight.copy_(stands_for)
+    return taken
+
+
+def _on_original(
+    model: PreTrainedModel, taken: dict[str, torch.Tensor], rows: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+) -> dict[str, float]:
+    """What changes in the log-probabilities where the same adapter is put on the weights in the files.
+
+    model: merged, FP32. taken: of `_as_computed`.
+    """
+    if not rows:
+        return {}
+    other: Any = copy.deepcopy(model.eval())
+    for name, difference in taken.items():
+        other.get_submodule(name).weight.add_(difference)
+    found = summary([token_gap(model, other, row, target) for row, target in rows])
+    return {"kl": found["kl"], "largest kl": found["largest kl"], "largest": found["largest difference"]}
 
 
 def words_of(facts: dict[str, Any], dtype: str) -> list[str]:
@@ -142,6 +193,13 @@ def words_of(facts: dict[str, Any], dtype: str) -> list[str]:
         lines.append(
             f"on {facts['rows']} rows, against base and adapter in FP32: KL {facts['kl']:.3g} nats a token, largest "
             f"difference of a log-probability {facts['largest']:.3g}"
+        )
+    if "base" in facts:
+        gap = facts["on the base in floats"]
+        apart = f": KL {gap['kl']:.3g} nats a token, largest {gap['largest']:.3g}" if gap else ""
+        lines.append(
+            f"merged into the weights that the codes of adapter.base = {facts['base']} stand for, which it was trained "
+            f"on; on those in the base's files the same adapter computes something else{apart}"
         )
     if worst[1] > 0.5:
         lines.append("more than half of an update was lost: export in fp32 or fp16, or the adapter by itself")

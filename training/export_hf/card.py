@@ -40,6 +40,8 @@ def model_card(facts: Mapping[str, Any]) -> str:
         causal = model["auto_class"] == CAUSAL_LM
         labels = f", num_labels={len(adapter['labels']) or 1}" if adapter["labels"] is not None else ""
         example = _ADAPTER_EXAMPLE if causal else _BASE_EXAMPLE.format(model["auto_class"], labels)
+        if adapter.get("base", "compute") != "compute":
+            example = _QUANTISED_EXAMPLES[adapter["base"]].format(adapter["double_quant"])
     sections.append(f"```python\n{example}```")
     if adapter is not None:
         sections.append(_section("Adapter", {key: _listed(value) for key, value in adapter.items() if key != "merged"}))
@@ -66,6 +68,20 @@ from transformers import AutoTokenizer
 model = AutoPeftModelForCausalLM.from_pretrained(FOLDER)
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 """
+
+
+_QUANTISED_EXAMPLE = """from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer, BitsAndBytesConfig
+
+held = BitsAndBytesConfig({0})
+model = AutoPeftModelForCausalLM.from_pretrained(FOLDER, quantization_config=held)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+"""
+_QUANTISED_EXAMPLES = {
+    "nf4": _QUANTISED_EXAMPLE.format('load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={0}'),
+    "int8": _QUANTISED_EXAMPLE.format("load_in_8bit=True"),
+}
+"""By adapter.base."""
 
 
 _BASE_EXAMPLE = """from peft import PeftModel

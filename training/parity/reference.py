@@ -1,8 +1,9 @@
 """The reference for half precision: the same model in plain torch and FP32, unpartitioned, without DeepSpeed.
 
 It shares only the Hugging Face architecture and the loss with the engine: not the engine's accumulation, reduction,
-scaling or optimizer. Each rank holds the whole model with its gradients, 8 bytes a parameter, and
-the activations of a micro-batch (under the run's own activation checkpointing).
+scaling or optimizer. A base in 4 or 8 bits is plain layers here, with the weights that its codes stand for. Each rank
+holds the whole model with its gradients, 8 bytes a parameter, and the activations of a micro-batch (under the run's own
+activation checkpointing).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.adapter import add_adapter
 from modeling.build import build_model
 from modeling.objectives.objective import Forward
+from modeling.quantised_base import dequantise
 from modeling.router_balance import router_balance
 from modeling.sequence_parallel import SequenceAttention
 from training.distributed import World
@@ -40,8 +42,14 @@ class Reference:
         section, seed = resolved.config.model, resolved.config.run.seed
         model_class = model_class_of(resolved.config)
         self.model: PreTrainedModel = build_model(
-            section, shape, seed=seed, gather=lambda _: nullcontext(True), model_class=model_class
+            section,
+            shape,
+            seed=seed,
+            gather=lambda _: nullcontext(True),
+            model_class=model_class,
+            adapter=resolved.config.adapter,
         )
+        dequantise(self.model)
         if resolved.config.adapter.kind != "none":
             self.model = add_adapter(self.model, resolved.config.adapter, seed=seed, model_class=model_class)
         self._attention = None

@@ -28,6 +28,7 @@ from config.load import load_config
 from config.schema import Config
 from data.corpus import Corpus
 from modeling.build import build_model, dropout_keys
+from modeling.quantised_base import dequantise
 from precision.dtypes import DTYPES
 from precision.signature import ROUNDOFF_FP8
 from precision.tolerance import unit_roundoff
@@ -108,7 +109,10 @@ def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
     drops = dropout_keys(shape)
     if drops:
         raise UserError(f"{run}: the model has {drops[0]} = {getattr(shape, drops[0])}; the oracle knows no dropout")
-    model = build_model(config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True))
+    model = build_model(
+        config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True), adapter=config.adapter
+    )
+    dequantise(model)
     if config.adapter.kind == "lora":
         drawn: Sequence[str] = getattr(model, "drawn", ())
         if drawn:

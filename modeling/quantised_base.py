@@ -1,0 +1,118 @@
+"""A frozen base in 4 or 8 bits: how it is loaded, what it holds, and the weights that it stands for.
+
+transformers loads it tensor by tensor with `bitsandbytes`, from the values of the model's own files: the codes do not
+depend on precision.compute, nor on rank or ZeRO stage. Embeddings, norms and the output embedding stay floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from config.errors import UserError
+from config.schema import AdapterSection
+
+
+def require_library(section: AdapterSection) -> None:
+    """Raises UserError where the base shall be quantised and the library for it is not installed."""
+    if section.base != "compute" and find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"adapter.base = {section.base}: the package bitsandbytes is not installed; pip install bitsandbytes, or "
+            "set adapter.base=compute"
+        )
+
+
+def loading_options(section: AdapterSection, auto: Any, config: PretrainedConfig, options: dict) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for a quantised base; none for one in floats.
+
+    auto: the class that loads it. options: what it is built with. Raises UserError without the library.
+    """
+    if section.base == "compute":
+        return {}
+    with torch.device("meta"):
+        model = auto.from_config(config, **options)
+    head = model.get_output_embeddings()
+    skipped = [*(name for name, module in model.named_modules() if module is head), *section.modules_to_save]
+    return {"quantization_config": settings(section, skipped=skipped)}
+
+
+def settings(section: AdapterSection, *, skipped: list[str] | None = None) -> Any:
+    """The `BitsAndBytesConfig` of a base in 4 or 8 bits.
+
+    skipped: names of modules that stay floats; None: as transformers chooses them, embeddings and the output. Raises
+    UserError without the library.
+    """
+    require_library(section)
+    from transformers import BitsAndBytesConfig
+
+    if section.base == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=section.double_quant,
+        bnb_4bit_compute_dtype=torch.float32,  # decides the dtype in which peft makes factors; no layer reads it here
+        llm_int8_skip_modules=skipped,
+    )
+
+
+def compute_as_inputs(model: torch.nn.Module) -> None:
+    """Let quantised layers compute in the dtype of their input, in place (see `modeling.quantised_layers`)."""
+    from modeling.quantised_layers import freeze
+
+    for module in model.modules():
+        freeze(module)
+
+
+def freeze_quantised(model: PreTrainedModel) -> None:
+    """`compute_as_inputs`, and let the model be an ordinary one, in place.
+
+    transformers would refuse to cast it, and write the settings into whatever is saved. `peft` still recognises it.
+    """
+    from accelerate.hooks import remove_hook_from_module
+
+    remove_hook_from_module(model, recurse=True)
+    compute_as_inputs(model)
+    for name in ("hf_quantizer", "quantization_method", "is_quantized", "hf_device_map"):
+        model.__dict__.pop(name, None)
+    for shape in (model.config, model.config.get_text_config()):
+        shape.__dict__.pop("quantization_config", None)
+
+
+def quantised_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """The quantised layers by name: each knows its `scales()`, its `whole_shape` and its weights, `rebuilt(dtype)`."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "rebuilt")}
+
+
+def quantised_parameters(model: torch.nn.Module) -> dict[int, Any]:
+    """The layers by the id of their weight, which holds codes."""
+    return {id(layer.weight): layer for layer in quantised_layers(model).values()}
+
+
+@torch.no_grad()
+def dequantise(model: PreTrainedModel, *, computed_in: torch.dtype = torch.float32) -> list[str]:
+    """Replace quantised layers by plain ones that hold the weights in FP32 for which the codes stand, in place.
+
+    computed_in: what the weights are rounded to first. Returns the layers' names.
+    """
+    layers = quantised_layers(model)
+    for name, layer in layers.items():
+        plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        plain.weight = torch.nn.Parameter(layer.rebuilt(computed_in).float(), requires_grad=False)
+        if layer.bias is not None:
+            plain.bias = layer.bias
+        model.set_submodule(name, plain)
+    for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
+        model.__dict__.pop(flag, None)
+    return list(layers)
+
+
+def stored_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Codes, as far as this rank holds them, and scales."""
+    for layer in quantised_layers(model).values():
+        yield getattr(layer.weight, "ds_tensor", layer.weight).data
+        yield from layer.scales()

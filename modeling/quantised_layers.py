@@ -1,0 +1,111 @@
+"""Linear layers of `bitsandbytes` that compute in the dtype of their input, and in no other.
+
+The library's own depart from that. Its 8-bit layer rounds inputs to FP16 and then to 8 bits, on a CPU in evaluation
+but not in training. Its 4-bit layer rounds inputs to a dtype that its first call sets, and on CPUs with BF16
+instructions it packs its weights anew in the first forward pass in evaluation, under ZeRO-3 in every other copy of
+them as well. Here every pass rebuilds the weights from their codes and scales and multiplies; the backward pass
+rebuilds them once more, so that only codes and scales are kept.
+
+Imported where a config asks for it: it needs the package.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + b of a frozen layer, whose W is rebuilt in the dtype of x in both passes."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, layer: Any, bias: torch.Tensor | None) -> Any:
+        """x: (..., inputs), any float. bias: frozen, like W."""
+        context.layer = layer
+        return torch.nn.functional.linear(x, layer.rebuilt(x.dtype), bias)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        # of the layer as it is now: ZeRO-3 has gathered it again, and what was gathered before is not kept
+        return gradient @ context.layer.rebuilt(gradient.dtype), None, None
+
+
+class _Frozen:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., outputs) in the dtype of x, or of the autocast region around."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        found: torch.Tensor = _Product.apply(x, self, bias)
+        return found
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Codes and bias only: scales are made from the model's files at each start, and no checkpoint has the base."""
+        torch.nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)  # type: ignore[arg-type]
+
+
+class FrozenLinear4bit(_Frozen, Linear4bit):
+    """4-bit codes, two in a byte."""
+
+    def rebuilt(self, dtype: torch.dtype) -> torch.Tensor:
+        """(outputs, inputs): the weights, code times scale in FP32, rounded once."""
+        state: Any = copy.copy(self.quant_state)
+        size, block = self.whole_shape.numel(), state.blocksize
+        # a block a row: bitsandbytes 0.50.2 begins a new one with each row on a CPU, and rows may end inside a block
+        state.shape = (size // block, block) if size % block == 0 else (1, size)
+        state.dtype = dtype
+        found: torch.Tensor = dequantize_4bit(self.weight.data.view(-1, 1), state)
+        return found.view(self.whole_shape)
+
+    def scales(self) -> list[torch.Tensor]:
+        """What is held beside the codes."""
+        state: Any = self.quant_state
+        nested = [state.state2.absmax, state.offset] if state.nested else []
+        return [state.absmax, *nested]
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """(outputs, inputs)."""
+        return torch.Size(self.quant_state.shape)
+
+
+class FrozenLinear8bit(_Frozen, Linear8bitLt):
+    """8-bit codes and the largest magnitude of each row."""
+
+    largest: torch.Tensor
+    """(outputs,) FP32. No buffer, which would be rounded with the model."""
+
+    def rebuilt(self, dtype: torch.dtype) -> torch.Tensor:
+        """(outputs, inputs): the weights, code times scale in FP32, rounded once."""
+        codes = self.weight.data.to(dtype)  # of 8 bits: exact in every float
+        return codes.mul_((self.largest / 127).unsqueeze(1))
+
+    def scales(self) -> list[torch.Tensor]:
+        """What is held beside the codes."""
+        return [self.largest]
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """(outputs, inputs)."""
+        return torch.Size((self.out_features, self.in_features))
+
+
+def freeze(layer: Any) -> None:
+    """Make a quantised layer of the library one of the above, in place; any other module stays as it is."""
+    if isinstance(layer, Linear4bit):
+        layer.__class__ = FrozenLinear4bit
+        layer.quant_state = layer.weight.quant_state
+    elif isinstance(layer, Linear8bitLt):
+        layer.__class__ = FrozenLinear8bit
+        layer.largest = layer.weight.SCB.float()
+        # second references, which would keep the whole of what ZeRO-3 partitions
+        layer.weight.CB, layer.state.CB = None, None

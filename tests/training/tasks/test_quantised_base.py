@@ -1,0 +1,140 @@
+"""Adapters on a base in 4 or 8 bits equal plain peft on plain bitsandbytes; the base stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.support.chats import write_base, write_chats
+from tests.support.process_group import ProcessGroup
+from tests.training.checkpoint import resume_cases
+from tests.training.export_hf.test_adapter import exported
+from tests.training.tasks import quantised_cases as cases
+from tests.training.tasks import sft_cases
+from tests.training.tasks.test_resume import SFT
+from tests.training.tasks.test_sft import require_equal
+from training import generate
+from training.checkpoint.partitions import open_saved_model
+
+GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+BASES = {
+    "nf4": "adapter={kind: lora, r: 4, alpha: 8, base: nf4}",
+    "nf4, double": "adapter={kind: lora, r: 4, alpha: 8, base: nf4, double_quant: true}",
+    "int8": "adapter={kind: lora, r: 4, alpha: 8, base: int8}",
+}
+
+
+STAGES = (0, 1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and chats; bitsandbytes itself computes right on a CPU where rows are whole blocks of 64."""
+    made = tmp_path_factory.mktemp("quantised")
+    write_base(made / "base", hidden_size=64, intermediate_size=128)
+    write_chats(made / "chats.jsonl", 60)
+    return made
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize(("kind", "stage"), list(product(BASES, STAGES)))
+def test_two_ranks_equal_plain_peft(pair: ProcessGroup, folder: Path, kind: str, stage: int) -> None:
+    found, *_ = pair.run(cases.steps, folder=folder, stage=stage, overrides=(BASES[kind],))
+    base = cases.loaded(folder, kind.partition(",")[0], double="double" in kind)
+    model = cases.peft_on(base, GIVEN, found["before"])
+    exact = sft_cases.oracle(folder, [step["rows"] for step in found["steps"]], model)
+    require_equal(found, exact)
+    first, last = found["codes"]
+    assert first == last, "an evaluation and steps leave the base as it is"
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(("kind", "stage"), [("nf4", 2), ("int8", 2), ("nf4", 3), ("int8", 3)])
+def test_single_steps_are_compared_with_plain_layers(pair: ProcessGroup, folder: Path, kind: str, stage: int) -> None:
+    """The reference knows nothing of bitsandbytes' kernels, only the weights that the codes stand for."""
+    for compute, loose, update in (("fp32", 1e-6, 1e-4), ("bf16", 0.01, None)):
+        [step, _], _ = pair.run(
+            sft_cases.parity_steps, folder=folder, stage=stage, compute=compute, overrides=(BASES[kind],)
+        )
+        assert step["loss"] == pytest.approx(step["reference_loss"], rel=loose)
+        assert step["grad_norm"] == pytest.approx(step["reference_grad_norm"], rel=10 * loose)
+        assert max(step["drift"].values()) == 0
+        assert update is None or max(step["update_error"].values()) < update
+        assert all(".lora_" in name for name in step["parameters"])
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(2, "nf4"), (3, "int8")])
+def test_the_ledger_says_what_the_base_takes(pair: ProcessGroup, folder: Path, stage: int, kind: str) -> None:
+    rows = pair.run(sft_cases.ledger, folder=folder, stage=stage, compute="bf16", overrides=(BASES[kind],))[0]
+    entry = {row.what: row for row in rows}
+    # q, k, v, o, gate, up, down of two layers with hidden_size 64 and one of two heads for keys and values
+    sizes = 2 * [(64, 64), (32, 64), (32, 64), (64, 64), (128, 64), (128, 64), (64, 128)]
+    weights, outputs = sum(out * into for out, into in sizes), sum(out for out, _ in sizes)
+    held = {"nf4": weights // 2 + weights // 64 * 4, "int8": weights // (1 if stage < 3 else 2) + outputs * 4}
+    assert entry["quantised base"].bytes == held[kind]
+    assert entry["quantised base"].dtype == {"nf4": "float32, uint8", "int8": "float32, int8"}[kind]
+    assert entry["of these frozen"].dtype == entry["parameters"].dtype == "bfloat16"
+
+
+def test_a_job_resumes_bit_for_bit_and_its_adapter_loads_with_plain_peft(
+    pair: ProcessGroup, folder: Path, tmp_path: Path
+) -> None:
+    overrides = [item.replace("{folder}", str(folder)) for item in SFT]
+    overrides += ["adapter={kind: lora, r: 4, base: nf4}", "precision.compute=bf16", "deepspeed.stage=2"]
+    whole = pair.run(resume_cases.job, folder=str(folder), name="nf4", overrides=overrides, passes=None)
+    pair.run(resume_cases.job, folder=str(folder), name="nf4-broken", overrides=overrides, passes=6)
+    broken = pair.run(resume_cases.job, folder=str(folder), name="nf4-broken", overrides=overrides, passes=None)
+    assert resume_cases.sessions_resumed(str(folder), "nf4-broken") == 1
+    assert broken == whole
+    assert [result["exit_code"] for result in whole] == [0, 0]
+    checkpoint = folder / "runs/nf4/checkpoints/step-10"
+    saved = open_saved_model(checkpoint / "deepspeed")
+    assert all(".lora_" in name for name in saved.tensors)
+
+    facts, _ = exported(checkpoint, tmp_path / "adapter", "fp32")
+    assert facts["adapter"]["base"] == "nf4"
+    assert 'bnb_4bit_quant_type="nf4"' in (tmp_path / "adapter/README.md").read_text()
+    model = PeftModel.from_pretrained(cases.loaded(folder, "nf4"), tmp_path / "adapter")
+    model.train()  # its evaluation packs the base anew, with scales in BF16, where the CPU has BF16 instructions
+    loaded = dict(model.get_base_model().named_parameters())
+    for name in saved.tensors:
+        assert torch.equal(loaded[name], saved.tensors[name].read()), name
+    _, said = exported(checkpoint, tmp_path / "merged", "fp32", merged=True)
+    assert "merged into the weights that the codes of adapter.base = nf4 stand for" in " ".join(said)
+    print(said)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.arange(40)[None] * 7 % 300
+    with torch.no_grad():
+        held = rounded_to_bf16(model)(input_ids=ids).logits
+        assert torch.allclose(merged(input_ids=ids).logits, held, atol=2e-5)
+        generating, _ = generate.load(tmp_path / "adapter", dtype="fp32")
+        assert torch.allclose(generating(input_ids=ids).logits, model(input_ids=ids).logits, atol=2e-5)
+    facts = json.loads((tmp_path / "merged/mantissa.json").read_text())["adapter"]["merged"]
+    assert facts["on the base in floats"]["kl"] > 0
+
+
+def rounded_to_bf16(model: Any) -> Any:
+    """The same with the base's values as a BF16 run computes them, FP32."""
+    copied = copy.deepcopy(model)
+    for name, module in copied.named_modules():
+        if name.endswith(".base_layer"):
+            weight = dequantize_4bit(module.weight.data, module.weight.quant_state)
+            plain = torch.nn.Linear(module.in_features, module.out_features, bias=False)
+            plain.weight = torch.nn.Parameter(weight.bfloat16().float(), requires_grad=False)
+            copied.set_submodule(name, plain)
+    for name, parameter in copied.named_parameters():
+        if ".lora_" not in name and parameter.is_floating_point():
+            parameter.data = parameter.data.bfloat16().float()
+    return copied
