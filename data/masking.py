@@ -20,14 +20,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from config.errors import UserError
 from config.schema import Config
 from data.corpus import Corpus
 from data.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, on_host
 from data.row_shards import RowShards
 from data.sampler import mix
 from data.shards import TokenShards
-from data.tokenizer import load_tokenizer, vocabulary_size
+from data.tokenizer import load_tokenizer, mask_token, vocabulary_size
 
 MASKED, REPLACED = 0.8, 0.1
 """Shares of the chosen tokens that become the mask token, or another one."""
@@ -51,16 +50,14 @@ class Masking:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast, *, probability: float, whole_word: bool) -> Masking:
         """Raises UserError where the tokenizer has no mask token."""
-        if tokenizer.mask_token_id is None:
-            raise UserError("data.tokenizer: has no mask token, which task = mlm needs; use that of an encoder")
-        vocabulary = tokenizer.get_vocab()
+        mask, vocabulary = mask_token(tokenizer), tokenizer.get_vocab()
         size = vocabulary_size(tokenizer)
         special = np.ones(size, dtype=bool)  # ids without a token, too
         special[list(vocabulary.values())] = False
         special[tokenizer.all_special_ids] = True
         special[[i for i, token in tokenizer.added_tokens_decoder.items() if token.special]] = True
         begins, ends = _word_edges(tokenizer, vocabulary, size)
-        return cls(int(tokenizer.mask_token_id), special, begins, ends, probability, whole_word)
+        return cls(mask, special, begins, ends, probability, whole_word)
 
     def __call__(self, ids: np.ndarray, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(n,) int64 ids -> what the model sees, and its labels, IGNORED_LABEL where nothing was chosen."""

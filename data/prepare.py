@@ -45,7 +45,7 @@ from data.shards import FORMAT_VERSION, token_dtype, write_shard
 from data.sources import Source, open_source
 from data.tokenizer import (
     load_tokenizer,
-    make_encoder_tokenizer,
+    make_masking_tokenizer,
     make_tokenizer,
     tokenizer_identity,
     vocabulary_size,
@@ -66,14 +66,14 @@ def prepare(data: DataSection, *, progress: bool, for_encoder: bool = False) -> 
     """Open the corpus that a config names, preparing it first if need be.
 
     progress: show a progress bar (plain lines when there is no terminal), also while another process prepares.
-    for_encoder: with the tokenizer of `make_encoder_tokenizer`.
+    for_encoder: with the tokenizer of `make_masking_tokenizer`.
     It does not depend on the run's seed: runs that differ by seed share one preparation and one validation set.
 
     Raises UserError for a source or tokenizer that cannot be read, an empty source, another process that prepares it
     and makes no progress for data.wait_minutes, damaged prepared data, and a cache folder that cannot be written.
     """
     source, fingerprint = identified(data, partial(corpus_fingerprint, for_encoder=for_encoder))
-    fill = partial(_fill_text, make=make_encoder_tokenizer if for_encoder else make_tokenizer)
+    fill = partial(_fill_text, make=make_masking_tokenizer if for_encoder else make_tokenizer)
     folder = published(data, source, fingerprint, fill, progress=progress, work=_work)
     corpus = open_corpus(folder, verify=data.verify)
     if data.hold_out == "auto" and data.validation_fraction and not corpus.validation_documents:

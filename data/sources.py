@@ -209,6 +209,8 @@ def _megatron_source(path: str, label: str) -> Source:
     whole = Path(path).expanduser()
     prefix = whole.with_suffix("") if whole.suffix == ".bin" else whole
     index = Path(f"{prefix}.idx")
+    if whole.suffix == ".bin" and not index.is_file():
+        raise UserError(f"data.path={path}: {index} is missing, which says where the documents of a .bin begin")
     root, found = (index.parent, [index]) if index.is_file() else _local_files(path, "megatron")
     files = sorted(file for file in found if file.suffix != ".bin")
     tokens = [megatron.bin_of(file) for file in files]

@@ -79,6 +79,20 @@ def make_encoder_tokenizer(spec: str, source: Source, validation_fraction: float
     return tokenizer
 
 
+def make_masking_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:
+    """`make_encoder_tokenizer` for task mlm. Raises UserError where it has no mask token, too."""
+    tokenizer = make_encoder_tokenizer(spec, source, validation_fraction)
+    mask_token(tokenizer)
+    return tokenizer
+
+
+def mask_token(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The id of what stands for a hidden token. Raises UserError where there is none."""
+    if tokenizer.mask_token_id is None:
+        raise UserError("data.tokenizer: has no mask token, which task = mlm needs; use that of an encoder")
+    return int(tokenizer.mask_token_id)
+
+
 def is_made(spec: str) -> bool:
     """Whether the tokenizer that data.tokenizer names is made from the data, and no other has its tokens."""
     return spec == "bytes" or _bpe_vocabulary(spec) is not None

@@ -52,7 +52,7 @@ def model_config(
     given: arguments of the config that the task decides, such as the names of labels.
 
     Raises UserError when the architecture or one of its keys does not exist, when the folder or hub id cannot be read,
-    or when the model's vocabulary or context is smaller than the data's.
+    when the model's vocabulary or context is smaller than the data's, or when an encoder would see what it predicts.
     """
     if section.name_or_path is not None:
         config = _saved_config(section, model_class)
@@ -74,6 +74,8 @@ def model_config(
         )
     if model_class == SEQ2SEQ_LM:
         _require_decoder_start(section, config)
+    if model_class == CAUSAL_LM:
+        _require_causal(section, config)
     config.use_cache = False
     return config
 
@@ -334,6 +336,16 @@ def _require_class(section: ModelSection, config: PretrainedConfig, model_class:
         f"model.name_or_path = {section.name_or_path}: transformers has no {KINDS[model_class]} of type "
         f"{config.model_type}; {fix}"
     )
+
+
+def _require_causal(section: ModelSection, config: PretrainedConfig) -> None:
+    """Raises UserError for an encoder such as BERT, of which transformers makes a model that sees all tokens."""
+    is_encoder = type(config) in transformers.AutoModelForMaskedLM._model_mapping and not config.is_encoder_decoder
+    if is_encoder and getattr(config, "is_decoder", None) is False:
+        raise UserError(
+            f"model {section.name_or_path or section.architecture}: a {config.model_type} sees the tokens that it "
+            "should predict; set task=mlm or task=classify, or model.config.is_decoder=true to hide later ones"
+        )
 
 
 _BY_LANGUAGE = ("mbart", "m2m_100", "nllb-moe", "plbart", "seamless_m4t", "seamless_m4t_v2")

@@ -79,6 +79,8 @@ def plot_run(events: Path, png: Path) -> Path:
             _draw_metrics(axis, steps, evals, title, names)
         for axis in axes[-1][len(metrics) :] if metrics else ():
             axis.set_visible(False)
+            axes[-2][1].tick_params(labelbottom=True)
+            axes[-2][1].set_xlabel("optimizer step")
         for axis in axes[-1]:
             axis.set_xlabel("optimizer step")
         save_png(figure, png)

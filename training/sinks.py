@@ -10,6 +10,7 @@ from config.load import to_dict
 from config.resolved import Resolved
 from config.schema import Config
 from data.prepare import Corpus
+from data.row_shards import RowShards
 from modeling.build import count_parameters
 from precision.dtypes import DTYPES
 from precision.half_on_cpu import multiply_through_fp32
@@ -40,7 +41,7 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
                 "folder": str(corpus.folder),
                 "vocab_size": corpus.vocab_size,
                 "tail_tokens": corpus.tail_tokens,
-                "train_tokens": corpus.train.label_tokens(config.data.sequence_length),
+                "train_tokens": _tokens_of_epoch(corpus, config.data.sequence_length),
                 **({"rows": corpus.counts} if corpus.counts else {}),
             },
             "model": type(engine.model).__name__,
@@ -109,3 +110,9 @@ def _accelerator(world: World) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "devices": torch.cuda.device_count(),
     }
+
+
+def _tokens_of_epoch(corpus: Corpus, sequence_length: int) -> int:
+    """Counted as `Batch.tokens` of a step: inputs, whether they have labels or not, padding aside."""
+    train = corpus.train
+    return int(train.places.sum()) if isinstance(train, RowShards) else train.label_tokens(sequence_length)

@@ -46,6 +46,9 @@ def test_every_way_to_name_them(tmp_path: Path) -> None:
         assert files(path) == ["a.idx"]
     for path in ("", "*", "*.idx", "[ab]*"):
         assert files(path) == ["a.idx", "b.idx"]
+    (tmp_path / "d.bin").write_bytes(b"ab")
+    with pytest.raises(UserError, match="d.idx is missing, which says where the documents of a .bin begin"):
+        files("d.bin")
     with pytest.raises(UserError, match="c: no file there"):
         files("c")
     before = open_source(DataSection(source="megatron", path=str(tmp_path))).identity

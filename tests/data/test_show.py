@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from data.show import main
 from tests.support.chats import write_base, write_chats
@@ -117,6 +118,18 @@ def test_a_masked_model_s_labels_are_the_words_that_are_hidden(
     shown = out[: out.index("---\n")]
     assert shown.count("[CLS]") == 4 and 5 < len(hidden := re.findall(r"\[(word\d+)\]", shown)) < 60
     assert set(hidden) <= set(words)
+
+
+def test_a_tokenizer_without_a_mask_token_is_refused_before_anything_is_tokenized(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a"}))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "padded")
+    assert shown(base, tmp_path, "task=mlm", f"data.tokenizer={tmp_path}/padded") == 2
+    err = capsys.readouterr().err
+    assert "error: data.tokenizer: has no mask token, which task = mlm needs" in err and "tokenizing" not in err
 
 
 def row(**fields: Any) -> str:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from config.errors import UserError
 from config.schema import ModelSection
+from config.task import MASKED_LM
 from modeling.build import attention_of, build_model, count_parameters, model_config, unround_rotary_tables
 from tests.support.small_models import small_model
 
@@ -122,6 +123,19 @@ def test_shared_parameters_count_once(tied):
     whole = sum(value.numel() for value in model.state_dict().values())
     assert count_parameters(model) == whole - 64 * 32 * tied
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
+
+
+def test_an_encoder_that_would_see_what_it_predicts_is_refused():
+    """transformers makes a language model of BERT, and warns; its loss goes to 0 on whatever text."""
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    section = ModelSection(architecture="bert", config=small)
+    with pytest.raises(UserError, match="model bert: a bert sees the tokens that it should predict; set task=mlm"):
+        build(section)
+    model = build(replace(section, config=small | {"is_decoder": True})).eval()
+    ids = torch.arange(8)[None]
+    changed = torch.cat([ids[:, :-1], ids[:, -1:] + 1], 1)
+    assert torch.equal(model(input_ids=ids).logits[:, :-1], model(input_ids=changed).logits[:, :-1])
+    assert not model_config(section, vocab_size=64, sequence_length=16, model_class=MASKED_LM).is_decoder
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,14 @@ def test_the_report_holds_the_page_a_reader_needs(told_run: RunDir) -> None:
         assert part in text, part
     assert "wandb None" not in text and "None" not in text
     assert (told_run.plots / "run.png").stat().st_size > 30_000
+
+
+def test_the_report_names_the_sources_of_a_mixture(told_run: RunDir) -> None:
+    sources = [{"path": "a.jsonl", "name": "chats", "source": "jsonl"}, {"path": "b", "name": "facts", "source": "hub"}]
+    given = {"task": "sft", "data": {"source": "stdlib", "sources": sources}}
+    (told_run.path / "config.yaml").write_text(json.dumps(given))
+    text = write_report(told_run, sample="", resume_command="x").read_text()
+    assert "| task | sft |" in text and "| data | chats, jsonl, a.jsonl; facts, hub, b |" in text
 
 
 def test_a_later_report_keeps_the_sample(told_run: RunDir) -> None:

@@ -61,13 +61,22 @@ def in_words(names: Iterable[str], most: int = 3) -> str:
         kinds.setdefault((place.stem, place.kind), []).extend([] if place.index is None else [place.index])
     parts = []
     for (stem, kind), indices in kinds.items():
-        last = kind.rpartition(".")[2] if kind else ""
+        last = _last(kind)
         numbers = _runs(sorted(set(indices)))
         blocks = stem.rpartition(".")[2]
         blocks = f"{blocks.removesuffix('s') if numbers.isdecimal() else blocks} {numbers}"
         parts.append(f"{blocks} {last}".strip() if indices else stem.removeprefix("model."))
     more = f" and {len(parts) - most} more" if len(parts) > most else ""
     return ", ".join(parts[:most]) + more
+
+
+def _last(kind: str) -> str:
+    """What a kind is called: `down_proj`, and of an adapter's module `q_proj.lora_A`, not its adapter's name."""
+    inside, _, last = kind.rpartition(".")
+    layer, _, adapter = inside.rpartition(".")
+    if adapter.startswith("lora_"):
+        return f"{layer.rpartition('.')[2]}.{adapter}"
+    return f"{adapter}.{last}" if last == "base_layer" else last
 
 
 def _runs(numbers: Sequence[int]) -> str:

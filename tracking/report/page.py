@@ -239,7 +239,8 @@ def _what_ran(
     model = start.get("model") or setting(config, "model.name_or_path") or setting(config, "model.architecture")
     rows = [
         ("model", f"{model or '?'}, {start['parameters']:,} parameters"),
-        ("data", _join(setting(config, "data.source"), setting(config, "data.path"), setting(config, "data.name"))),
+        ("task", str(setting(config, "task") or "")),
+        ("data", _data(config)),
         ("tokenizer", str(setting(config, "data.tokenizer") or "")),
         (
             "batch",
@@ -254,6 +255,14 @@ def _what_ran(
         ("config sha256", str(start["config_sha256"])[:16]),
     ]
     return [row for row in rows if row[1]]
+
+
+def _data(config: dict[str, Any]) -> str:
+    """Source and path, or those of a mixture."""
+    sources = setting(config, "data.sources")
+    if sources:
+        return "; ".join(_join(item.get("name"), item.get("source"), item.get("path")) for item in sources)
+    return _join(setting(config, "data.source"), setting(config, "data.path"), setting(config, "data.name"))
 
 
 def _hardware(environment: dict[str, Any], world_size: int) -> str:

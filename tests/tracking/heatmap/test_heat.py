@@ -118,6 +118,8 @@ def test_a_folded_row_holds_its_modules_and_opens_again():
 def test_names_in_few_words():
     assert in_words([f"model.layers.{n}.mlp.down_proj" for n in (20, 21, 22, 5)]) == "layers 5, 20-22 down_proj"
     assert in_words(["model.layers.3.mlp.up_proj"]) == "layer 3 up_proj"
+    assert in_words(["model.layers.3.mlp.up_proj.lora_B.default"]) == "layer 3 up_proj.lora_B"
+    assert in_words(["model.layers.3.mlp.up_proj.base_layer"]) == "layer 3 up_proj.base_layer"
     assert in_words(["lm_head", "model.norm", "a", "b"]) == "lm_head, norm, a and 1 more"
     assert folded_name("model.layers.3.mlp.experts.7.up_proj", "kinds") == "model.layers.*.mlp.experts.*.up_proj"
     assert folded_name("a.99999999999999999999.b", "kinds") == "a.99999999999999999999.b"

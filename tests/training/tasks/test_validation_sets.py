@@ -149,6 +149,9 @@ def test_a_job_records_each_set_and_names_what_it_left_out(pair: ProcessGroup, f
     assert [event["by_source"] for event in evaluated] == [{"easy": event["loss"]} for event in evaluated]
     assert evaluated[0]["step"] == 0 and evaluated[1]["step"] == 5
     assert evaluated[1]["loss"] < evaluated[0]["loss"]
+    recorded = json.loads((folder / "runs" / "sets" / "environment.json").read_text())["data"]
+    rows = recorded["rows"]
+    assert recorded["train_tokens"] == rows["tokens"] - rows["rows"] > rows["trained"], "inputs, as steps count them"
     accuracy = [event["metrics"]["token_accuracy"] for event in evaluated]
     assert 0 <= accuracy[0] <= accuracy[-1] <= 1
     said = "\n".join(prepare(cases.resolve(folder, overrides=(sets_of(folder, "easy"),)).config, progress=False).notes)
