@@ -190,7 +190,7 @@ def _how(conditions: dict[str, Any]) -> str:
 - What runs is what `train.py` and `training.parity` run (session, build, train, restore, single steps, the gate's
   checks with their default bounds), in processes that stay up instead of new ones. Single steps are compared after
   step {last}, restored from its checkpoint, and of healthy runs at the start as well; the gate has three points unless
-  it is told otherwise. The oracle recomputes the first {recomputed} steps; it refuses dropout. The checks for silent
+  it is told otherwise. The oracle recomputes the first {recomputed} steps. The checks for silent
   corruption are on where a bit flips and in nine healthy runs: slices of the update as long as a rank's part, every
   fourth step made again, copies compared once in four steps, where a bit flips in each.
 - A defect is planted by patching the built engine, or a name of a module, in the run only; where *both* is said in its
