@@ -1,27 +1,32 @@
 """Plant defects that the product does not know into small runs, and tabulate what its judge says of each.
 
-    python -m tests.detection [--out docs/detection.md] [--only TEXT] [--folder DIR] [--minutes N]
+    python -m tests.detection [--out docs/detection.md] [--only TEXT] [--folder DIR] [--minutes N] [--jobs N]
 
-Runs one cell after the other in two processes that stay up, and appends every result to FOLDER/results.jsonl, so that
-an interrupted table resumes where it stopped. The page is written from what is there, and says what is not.
+Each job runs one cell after another in two processes that stay up, and every result is appended to FOLDER/results.jsonl
+as soon as it is there, so that an interrupted table resumes where it stopped. Results and FP32 twins know the code that
+made them (`made_of`): those of other code are not used, and made again. The page is written from what is there, and
+says what is not.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments, entry_point
+from config.cli import Arguments, entry_point, positive_int
 from config.command_line import read_command_line
 from data.prepare import prepare
 from tests.detection import run
 from tests.detection.cells import Cell, all_cells, base, write_documents
 from tests.detection.defects import DEFECTS, Defect
+from tests.detection.made_of import PACKAGES, made_of
 from tests.detection.page import page
 from tests.support.process_group import ProcessGroup
 from tracking.environment import environment
@@ -29,62 +34,109 @@ from tracking.environment import environment
 SECONDS = 600.0
 """For one cell, on a machine that others keep busy."""
 HALVINGS = 16
+_TWINS = threading.Lock()
+"""Of the jobs one at a time looks for a twin, and makes it where it is not there."""
+_NOT_SAID = ("did not answer within", "did not start")
+
+
+class NoAnswer(Exception):
+    """Nothing was said of a defect: its twin failed, or processes were too slow. The next table tries it again."""
+
+
+class Cells:
+    """Runs cells in a pair of processes of its own, in a folder that other jobs may share."""
+
+    def __init__(self, pair: ProcessGroup, folder: Path, code: str, job: int = 0) -> None:
+        """code: what `made_of` says."""
+        self._pair, self._folder, self._code, self._job = pair, folder, code, job
+
+    def result(self, cell: Cell, size: float | None = None) -> dict[str, Any]:
+        """What was found of one cell. A run that a process refuses is a finding, too, by the line that says why.
+
+        Raises NoAnswer.
+        """
+        folder, name = str(self._folder), run.twin_name(cell)
+        try:
+            with _TWINS:
+                self._pair.run(run.twin, folder=folder, cell=cell, name=name, code=self._code, seconds=SECONDS)
+        except AssertionError as problem:
+            if not run.shares_defect(cell):
+                raise NoAnswer(f"{cell.name}: its FP32 twin failed: {_last_line(problem)}") from problem
+            return self._refused(cell, problem)
+        try:
+            found: dict[str, Any] = self._pair.run(
+                run.run, folder=folder, cell=cell, name=f"candidate-{self._job}", size=size, seconds=SECONDS
+            )[0]
+        except AssertionError as problem:
+            return self._refused(cell, problem)
+        return found
+
+    def smallest(self, defect: Defect) -> dict[str, Any]:
+        """The smallest size, by halving, of which single steps in BF16 at ZeRO-2 say that something is wrong.
+
+        Of a flipped bit the lowest position, in a whole run.
+        """
+        cell = Cell(defect.name, "bf16", 2, defect.variant, 0, defect.overrides)
+        found, size = None, defect.size
+        for _ in range(HALVINGS):
+            if defect.unit == "bit":
+                judged = self.result(cell, size)
+            else:
+                name = f"steps-alone-{self._job}"
+                where = {"folder": str(self._folder), "cell": cell, "name": name, "size": size}
+                try:
+                    judged = self._pair.run(run.steps_alone, **where, seconds=SECONDS)[0]
+                except AssertionError as problem:
+                    raise NoAnswer(f"smallest {defect.name}: {_last_line(problem)}") from problem
+            if not judged["found_by"]:
+                break
+            found = {"size": size, "found_by": judged["found_by"]}
+            if size == 0:
+                break
+            size = float(size // 2) if defect.unit == "bit" else size / 2
+        return {"smallest": found, "not_found": size if found is None or size != found["size"] else None}
+
+    def _refused(self, cell: Cell, problem: AssertionError) -> dict[str, Any]:
+        line = _last_line(problem)
+        if any(text in line for text in _NOT_SAID):
+            raise NoAnswer(f"{cell.name}: {line}") from problem
+        (self._folder / f"refused-{self._job}.txt").write_text(f"{cell.name}\n{problem}\n", encoding="utf-8")
+        kind, _, said = line.partition(": ")
+        by = [f"refused: {kind.rpartition('.')[2]}"]
+        return {"found_by": by, "said": [said[:300]], "modules": [], "ranks": [], "oracle": ""}
+
+
+def _last_line(problem: AssertionError) -> str:
+    return [text for text in str(problem).splitlines() if text.strip()][-1].strip()
 
 
 def conditions() -> dict[str, Any]:
     """What the page says of where it was measured."""
     machine = environment({})
+    git = machine["git"] or {}
     return {
-        **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        **{name: version(name) for name in PACKAGES},
         "machine": f"{machine['cpu']['usable_cores']} cores of {machine['cpu']['model']}",
+        "commit": (git.get("commit") or "unknown")[:12],
     }
 
 
-def results(path: Path) -> dict[str, dict[str, Any]]:
-    """The newest result of each cell by its name."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {found["cell"]: found for found in map(json.loads, lines)}
+def results(path: Path, code: str) -> tuple[dict[str, dict[str, Any]], int]:
+    """The newest result of each cell by its name, of those that this code has made; and how many other code has made.
 
-
-def cell_result(pair: ProcessGroup, folder: Path, cell: Cell, size: float | None = None) -> dict[str, Any]:
-    """What was found of one cell. A run that a process refuses is a finding, too, by the line that says why."""
-    name = run.twin_name(cell)
-    try:
-        pair.run(run.twin, folder=str(folder), cell=cell, name=name, seconds=SECONDS)
-        found: dict[str, Any] = pair.run(run.run, folder=str(folder), cell=cell, size=size, seconds=SECONDS)[0]
-    except AssertionError as problem:
-        (folder / "refused.txt").write_text(f"{cell.name}\n{problem}\n", encoding="utf-8")
-        line = [text for text in str(problem).splitlines() if text.strip()][-1].strip()
-        kind, _, said = line.partition(": ")
-        return {
-            "found_by": [f"refused: {kind.rpartition('.')[2]}"],
-            "said": [said[:300]],
-            "modules": [],
-            "ranks": [],
-            "oracle": "",
-        }
-    return found
-
-
-def smallest(pair: ProcessGroup, folder: Path, defect: Defect) -> dict[str, Any]:
-    """The smallest size, by halving, of which single steps in BF16 at ZeRO-2 say that something is wrong.
-
-    Of a flipped bit the lowest position, in a whole run.
+    A line that an interruption has cut short is none.
     """
-    cell = Cell(defect.name, "bf16", 2, defect.variant, 0, defect.overrides)
-    found, size = None, defect.size
-    for _ in range(HALVINGS):
-        if defect.unit == "bit":
-            judged = cell_result(pair, folder, cell, size)
+    known, others = {}, 0
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if found.get("code") == code:
+            known[found["cell"]] = found
         else:
-            judged = pair.run(run.steps_alone, folder=str(folder), cell=cell, size=size, seconds=SECONDS)[0]
-        if not judged["found_by"]:
-            break
-        found = {"size": size, "found_by": judged["found_by"]}
-        if size == 0:
-            break
-        size = float(size // 2) if defect.unit == "bit" else size / 2
-    return {"smallest": found, "not_found": size if found is None or size != found["size"] else None}
+            others += 1
+    return known, others
 
 
 def prepare_data(folder: Path) -> None:
@@ -95,33 +147,73 @@ def prepare_data(folder: Path) -> None:
         prepare(read_command_line([*base(folder, variant)]).config.data, progress=False)
 
 
-def measure(options: argparse.Namespace) -> None:
-    """Every cell that is missing, for as long as there is time."""
+def measure(options: argparse.Namespace, code: str) -> None:
+    """Every cell that is missing, for as long as there is time, `options.jobs` of them side by side."""
     path = options.folder / "results.jsonl"
-    known, ends = results(path), time.monotonic() + 60 * options.minutes
+    known, others = results(path, code)
+    if others:
+        print(f"{path}: {others} results of other code are not used", flush=True)
     cells = [cell for cell in all_cells() if options.only in cell.name and cell.name not in known]
     sizes = [defect for defect in DEFECTS if defect.halving and "bf16" in defect.paths]
     scalable = [defect for defect in sizes if options.only in defect.name and f"smallest {defect.name}" not in known]
-    with ProcessGroup(2) as pair:
-        for number, cell in enumerate(cells):
-            if time.monotonic() > ends:
-                break
-            started = time.monotonic()
-            found = cell_result(pair, options.folder, cell)
-            _append(path, {"cell": cell.name, **found, "seconds": time.monotonic() - started})
-            print(f"{number + 1}/{len(cells)} {cell.name}: {', '.join(found['found_by']) or 'nothing'}", flush=True)
-        for defect in scalable:
-            if time.monotonic() > ends:
-                break
-            started = time.monotonic()
-            found = smallest(pair, options.folder, defect)
-            _append(path, {"cell": f"smallest {defect.name}", **found, "seconds": time.monotonic() - started})
-            print(f"smallest {defect.name}: {found}", flush=True)
+    tasks: list[tuple[str, Callable[[Cells], dict[str, Any]]]] = [
+        *((cell.name, lambda cells, cell=cell: cells.result(cell)) for cell in cells),  # type: ignore[misc]
+        *((f"smallest {one.name}", lambda cells, one=one: cells.smallest(one)) for one in scalable),  # type: ignore[misc]
+    ]
+    if tasks:
+        _Table(path, code, tasks, ends=time.monotonic() + 60 * options.minutes).make(options.folder, options.jobs)
 
 
-def _append(path: Path, result: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(result) + "\n")
+class _Table:
+    """Cells that are made side by side, and their lines in the file of results."""
+
+    def __init__(
+        self, path: Path, code: str, tasks: Sequence[tuple[str, Callable[[Cells], dict[str, Any]]]], *, ends: float
+    ) -> None:
+        self._path, self._code, self._ends = path, code, ends
+        self._left, self._all, self._done = list(reversed(tasks)), len(tasks), 0
+        self._started, self._lock = time.monotonic(), threading.Lock()
+
+    def make(self, folder: Path, jobs: int) -> None:
+        """All of them; whatever a job raises ends it, and is raised here once the others have ended their cells."""
+        with ThreadPoolExecutor(jobs) as pool:
+            ended = [pool.submit(self._work, folder, job) for job in range(jobs)]
+            try:
+                for job in ended:
+                    job.result()
+            finally:
+                self._ends = 0.0
+
+    def _work(self, folder: Path, job: int) -> None:
+        with ProcessGroup(2) as pair:
+            cells = Cells(pair, folder, self._code, job)
+            while (task := self._next()) is not None:
+                name, make = task
+                started = time.monotonic()
+                try:
+                    found = make(cells)
+                except NoAnswer as problem:
+                    self._say(f"no result: {problem}")
+                    continue
+                self._keep({"cell": name, **found, "code": self._code, "seconds": time.monotonic() - started})
+
+    def _next(self) -> tuple[str, Callable[[Cells], dict[str, Any]]] | None:
+        with self._lock:
+            return self._left.pop() if self._left and time.monotonic() < self._ends else None
+
+    def _keep(self, result: dict[str, Any]) -> None:
+        whole = not self._path.exists() or self._path.read_bytes()[-1:] in (b"", b"\n")
+        with self._lock, self._path.open("a", encoding="utf-8") as file:
+            file.write(("" if whole else "\n") + json.dumps(result) + "\n")
+        found = result["smallest"] if "smallest" in result else ", ".join(result["found_by"]) or "nothing"
+        self._say(f"{result['cell']}: {found}")
+
+    def _say(self, line: str) -> None:
+        with self._lock:
+            self._done += 1
+            minutes = (time.monotonic() - self._started) / 60
+            left = minutes / self._done * (self._all - self._done)
+            print(f"{self._done}/{self._all}, {minutes:.1f} min, about {left:.0f} more: {line}", flush=True)
 
 
 @entry_point()
@@ -131,15 +223,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/detection/detection.md"), help="the page")
     parser.add_argument("--only", default="", help="only cells whose name has this text; writes no page")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no cell after so many minutes")
+    parser.add_argument("--jobs", type=positive_int, default=1, help="cells side by side, two processes each")
     parser.add_argument("--folder", type=Path, default=Path("runs/detection"), help="folder of results and runs")
     options = parser.parse_args(arguments)
     options.folder = options.folder.resolve()
     options.folder.mkdir(parents=True, exist_ok=True)
+    code = made_of()
     prepare_data(options.folder)
-    measure(options)
+    measure(options, code)
     if not options.only:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        found = results(options.folder / "results.jsonl")
+        found, _ = results(options.folder / "results.jsonl", code)
         minutes = sum(each["seconds"] for each in found.values()) / 60
         options.out.write_text(page(all_cells(), found, conditions() | {"minutes": minutes}), encoding="utf-8")
         print(f"wrote {options.out}")

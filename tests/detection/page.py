@@ -24,9 +24,6 @@ _TITLES = {
     "the team's own": "The nine of `make parity-defects`",
 }
 
-_WHY: dict[str, str] = {}
-"""Of defects that were not found, why the checks that there are pass them, where that is known."""
-
 
 def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
     """The whole page as Markdown; a cell without a result is said to be not run."""
@@ -90,8 +87,6 @@ gate ([parity.md](parity.md)), the oracle outside of the engine, and the checks 
         f"Not found: {', '.join(never) or 'none'}."
         + (f" Found in some of their runs only: {', '.join(sometimes)}." if sometimes else ""),
     ]
-    reasons = [f"- {name}: {_WHY[name]}." for name in (*never, *sometimes) if name in _WHY]
-    lines += ["\n".join(reasons)] if reasons else []
     if left:
         lines.append(f"{left} of the {len(planted)} runs with a defect have not been made yet (`-` in the tables).")
     return "\n\n".join(lines)
@@ -195,7 +190,7 @@ def _how(conditions: dict[str, Any]) -> str:
 - What runs is what `train.py` and `training.parity` run (session, build, train, restore, single steps, the gate's
   checks with their default bounds), in processes that stay up instead of new ones. Single steps are compared after
   step {last}, restored from its checkpoint, and of healthy runs at the start as well; the gate has three points unless
-  it is told otherwise. The oracle recomputes the first {recomputed} steps; it refuses dropout. The checks for silent
+  it is told otherwise. The oracle recomputes the first {recomputed} steps. The checks for silent
   corruption are on where a bit flips and in nine healthy runs: slices of the update as long as a rank's part, every
   fourth step made again, copies compared once in four steps, where a bit flips in each.
 - A defect is planted by patching the built engine, or a name of a module, in the run only; where *both* is said in its
@@ -205,8 +200,8 @@ def _how(conditions: dict[str, Any]) -> str:
   serves all of a seed and model. ZeRO-3 partitions all but the norms.
 - A check that a healthy run of the same model and precision failed as well has found nothing in the others.
 - *Named*: a check that failed names the module, and of a flipped bit the rank. *Refused*: the run ended itself.
-- `python -m tests.detection --only TEXT` runs part of it; results are kept in `runs/detection/results.jsonl`, and what
-  is there is not run again.
+- `python -m tests.detection --only TEXT` runs part of it, `--jobs N` N cells side by side; results are kept in
+  `runs/detection/results.jsonl`, and what the same code has made there is not made again, nor are FP32 twins.
 
-Measured with torch {conditions["torch"]}, DeepSpeed {conditions["deepspeed"]} and transformers
-{conditions["transformers"]} on {conditions["machine"]}, which others kept busy: {minutes:.0f} minutes in all."""
+Measured at commit {conditions["commit"]} with torch {conditions["torch"]}, DeepSpeed {conditions["deepspeed"]} and
+transformers {conditions["transformers"]} on {conditions["machine"]}: {minutes:.0f} minutes, the runs one by one."""

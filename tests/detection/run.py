@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from config.command_line import read_command_line
+from config.files import write_atomically
 from config.resolved import Resolved
 from tests.detection.cells import Cell, base, precision
 from tests.detection.judge import judged, judged_steps
+from tests.detection.made_of import made_with
 from tests.detection.plants.site import Plant, planted
 from tracking.run_dir import RunDir
 from training.build import build
@@ -21,30 +23,37 @@ from training.session import locked_run_dir, run_dir_of, session
 WALK = 2
 
 
-def twin(world: World, *, folder: str, cell: Cell, name: str) -> None:
-    """The FP32 run that a cell is compared with, unless it is there."""
+def twin(world: World, *, folder: str, cell: Cell, name: str, code: str) -> None:
+    """The FP32 run that a cell is compared with, unless it is there, made by this code from the same arguments."""
     where = Path(folder)
-    if (where / "runs" / name / "done").exists():
-        return
+    mark = where / "runs" / name / "made_of.json"
     overrides = [*precision(where, "fp32", 2), "checkpoint.every_steps=0", "checkpoint.at_end=false"]
+    made = made_with(code, [*_arguments(where, cell, name), *overrides])
+    if world.from_main(mark.exists() and mark.read_text(encoding="utf-8") == made):
+        return
     plant, size = (cell.defect.plant, cell.defect.size) if cell.defect and cell.defect.shared else (None, 0.0)
     _train(world, _resolve(where, cell, name, overrides), plant, size)
     if world.is_main:
-        (where / "runs" / name / "done").touch()
+        write_atomically(mark, made.encode())
     world.gather_objects(None)
 
 
 def twin_name(cell: Cell) -> str:
     """The run of its twin; that of a defect which both have is its own."""
-    shared = cell.defect is not None and cell.defect.shared
-    return f"fp32-{cell.variant}-{cell.seed}" + (f"-{_plain(cell.defect.name)}" if shared and cell.defect else "")
+    shared = f"-{_plain(cell.defect.name)}" if cell.defect is not None and shares_defect(cell) else ""
+    return f"fp32-{cell.variant}-{cell.seed}{shared}"
 
 
-def run(world: World, *, folder: str, cell: Cell, size: float | None = None) -> dict[str, Any] | None:
-    """Train, compare single steps, judge; what was found, on rank 0."""
+def shares_defect(cell: Cell) -> bool:
+    """Whether the twin has the cell's defect, too."""
+    return cell.defect is not None and cell.defect.shared
+
+
+def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None = None) -> dict[str, Any] | None:
+    """Train as the run `name`, compare single steps, judge; what was found, on rank 0."""
     where, started, cpu = Path(folder), time.monotonic(), time.process_time()
     overrides = [f"checkpoint.every_steps={cell.every}", "checkpoint.keep=3", *cell.overrides]
-    resolved = _resolve(where, cell, "candidate", [*precision(where, cell.path, cell.stage), *overrides])
+    resolved = _resolve(where, cell, name, [*precision(where, cell.path, cell.stage), *overrides])
     plant = cell.defect.plant if cell.defect else None
     size = size if size is not None else cell.defect.size if cell.defect else 0.0
     code = _train(world, resolved, plant, size)
@@ -57,10 +66,10 @@ def run(world: World, *, folder: str, cell: Cell, size: float | None = None) -> 
     return {**found, "seconds": time.monotonic() - started, "cpu": time.process_time() - cpu}
 
 
-def steps_alone(world: World, *, folder: str, cell: Cell, size: float) -> dict[str, Any] | None:
+def steps_alone(world: World, *, folder: str, cell: Cell, name: str, size: float) -> dict[str, Any] | None:
     """The first two steps of a run compared with FP32, and nothing else: for the smallest size that is found."""
     where = Path(folder)
-    resolved = _resolve(where, cell, "steps-alone", [*precision(where, cell.path, cell.stage), *cell.overrides])
+    resolved = _resolve(where, cell, name, [*precision(where, cell.path, cell.stage), *cell.overrides])
     assert cell.defect is not None
     with planted(cell.defect.plant, world, size):
         measured = measure(run_dir_of(resolved), resolved, [0], length=WALK, world=world)
@@ -87,9 +96,11 @@ def _train(world: World, resolved: Resolved, plant: Plant | None, size: float) -
 
 
 def _resolve(folder: Path, cell: Cell, name: str, overrides: list[str]) -> Resolved:
-    return read_command_line(
-        [*base(folder, cell.variant, seed=cell.seed, steps=cell.steps), f"run.name={name}", *overrides]
-    )
+    return read_command_line([*_arguments(folder, cell, name), *overrides])
+
+
+def _arguments(folder: Path, cell: Cell, name: str) -> list[str]:
+    return [*base(folder, cell.variant, seed=cell.seed, steps=cell.steps), f"run.name={name}"]
 
 
 def _remove(path: Path) -> None:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.detection import run
 from tests.detection.cells import Cell, all_cells
-from tests.detection.command import cell_result, prepare_data
+from tests.detection.command import Cells, main, prepare_data, results
 from tests.detection.defects import DEFECTS, PATHS, defect_of
+from tests.detection.made_of import made_of
 from tests.detection.page import is_found, is_named, page
 from tests.detection.plants.bits import HIT
 from tests.detection.plants.site import ATTENTION, BAD_RANK
 from tests.support.process_group import ProcessGroup
+from tracking.jsonl import read_events
 
 SCALED = "attention of one layer times 1.01"
-CONDITIONS = {"torch": "1", "deepspeed": "2", "transformers": "3", "machine": "4 cores", "minutes": 5.0}
+CONDITIONS = {
+    "torch": "1",
+    "deepspeed": "2",
+    "transformers": "3",
+    "machine": "4 cores",
+    "commit": "abc",
+    "minutes": 5.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def result(pair: ProcessGroup, folder: Path, cell: Cell) -> dict[str, Any]:
-    return cell_result(pair, folder, replace(cell, steps=6))
+    return Cells(pair, folder, "this").result(replace(cell, steps=6))
 
 
 def test_a_healthy_run_raises_no_alarm_and_a_planted_defect_is_named(pair: ProcessGroup, folder: Path) -> None:
@@ -40,6 +51,64 @@ def test_a_healthy_run_raises_no_alarm_and_a_planted_defect_is_named(pair: Proce
     assert is_found(found) and is_named(defect_of(SCALED), found)
 
 
+def test_a_twin_that_other_code_or_other_arguments_made_is_made_again(pair: ProcessGroup, folder: Path) -> None:
+    """Or everything would seem to be found."""
+    cell = Cell(None, "bf16", 2, seed=7, steps=2)
+    name = run.twin_name(cell)
+    events = folder / "runs" / name / "events.jsonl"
+
+    def made(cell: Cell, code: str) -> str:
+        pair.run(run.twin, folder=str(folder), cell=cell, name=name, code=code)
+        return events.read_text(encoding="utf-8")
+
+    first = made(cell, "this")
+    assert made(cell, "this") == first
+    other = made(cell, "other")
+    assert other != first
+    assert made(replace(cell, steps=4), "other") != other
+    assert max(event["step"] for event in read_events(events) if event["event"] == "step") == 4
+
+
+def test_results_of_other_code_and_lines_cut_short_are_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    lines = [{"cell": "a", "code": "old"}, {"cell": "a", "code": "this", "n": 1}, {"cell": "b"}, {"cell": "c"}]
+    path.write_text("\n".join(map(json.dumps, lines))[:-3], encoding="utf-8")
+    assert results(path, "this") == ({"a": lines[1]}, 2)
+    assert results(tmp_path / "none", "this") == ({}, 0)
+
+
+def test_what_a_result_is_made_of(tmp_path: Path) -> None:
+    for name in ("config/a.py", "tests/detection/cells.py", "tests/detection/page.py", "docs/b.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    before = made_of(tmp_path)
+    for name, counts in (("docs/b.md", False), ("tests/detection/page.py", False), ("config/a.py", True)):
+        (tmp_path / name).write_text("2")
+        assert (made_of(tmp_path) != before) is counts
+    (tmp_path / "config/a.py").write_text("1")
+    (tmp_path / "tests/detection/cells.py").write_text("2")
+    assert made_of(tmp_path) != before
+
+
+@pytest.mark.slow
+def test_a_table_of_two_jobs_resumes_where_it_was_cut(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = ["--only", "one norm times 1.01 |", "--folder", str(folder), "--jobs", "2"]
+    path = folder / "results.jsonl"
+    assert main(line) == 0
+    assert len(results(path, made_of())[0]) == 3
+    kept = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([*kept[:2], kept[2][:40]]), encoding="utf-8")
+    capfd.readouterr()
+    assert main(line) == 0
+    assert "1/1, " in capfd.readouterr().out
+    again, others = results(path, made_of())
+    assert others == 0 and {name: found["found_by"] for name, found in again.items()} == {
+        found["cell"]: found["found_by"] for found in map(json.loads, kept)
+    }
+    assert main(line) == 0
+    assert "one norm" not in capfd.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "path", "stage", "by"),
@@ -47,6 +116,10 @@ def test_a_healthy_run_raises_no_alarm_and_a_planted_defect_is_named(pair: Proce
         ("second moment rounded to BF16", "bf16", 1, "update_rounding"),
         ("both: learning rate one step late", "manifest", 3, "oracle: learning rate"),
         ("bit of a weight flipped on one rank", "fp16", 2, "corruption"),
+        ("mean of micro-batches' means", "fp16", 3, "weighting_error"),
+        ("both: mean of micro-batches' means", "bf16", 1, "weighting_error"),
+        ("loss of micro-batches summed in FP16", "manifest", 2, "loss_error"),
+        ("both: decay on norms and embeddings", "bf16", 3, "update_error"),
         ("moments lost at a load", "bf16", 2, "restored_share"),
     ],
 )
@@ -55,7 +128,7 @@ def test_each_kind_of_check_has_its_defect(
 ) -> None:
     defect = defect_of(name)
     cell = Cell(name, path, stage, defect.variant, 0, defect.overrides)
-    assert by in cell_result(pair, folder, cell)["found_by"]
+    assert by in Cells(pair, folder, "this").result(cell)["found_by"]
 
 
 def test_every_defect_has_a_run_on_each_of_its_paths_and_every_stage_sees_every_kind() -> None:

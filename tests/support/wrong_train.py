@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import train
-from data import loader
+from data import loader, masking
 from data.loader import Batch
 from data.mixture import Mixture
 from modeling import parameter_groups
-from training import step
+from modeling.objectives.divergence import Distillation
+from modeling.objectives.preference import Preference
+from training import session, step
 from training.engine import build
 from training.engine.defects import Defects
 from training.engine.engine import Engine
@@ -76,11 +80,75 @@ def shares_swapped() -> None:
     Mixture._shares = lambda self: right(self)[::-1]  # type: ignore[method-assign]
 
 
+def _change_batches(change: Callable[[Batch], Batch]) -> None:
+    right = loader.Batches.next_step
+    loader.Batches.next_step = lambda self: change(right(self))  # type: ignore[method-assign]
+
+
+def shifted_labels() -> None:
+    """Each label is the token after the next one."""
+    _change_batches(lambda batch: replace(batch, labels=torch.roll(batch.labels, -1, dims=-1)))
+
+
+def labels_of_neighbours() -> None:
+    """Each text of a micro-batch has the label, or the number, of another one."""
+
+    def wrong(batch: Batch) -> Batch:
+        further = {name: values.roll(1, 1) if name == "targets" else values for name, values in batch.further.items()}
+        return replace(batch, labels=batch.labels.roll(1, 1), further=further)
+
+    _change_batches(wrong)
+
+
+def answers_swapped() -> None:
+    """Of the first pair of each micro-batch the rejected answer is taken for the chosen one, its reference too."""
+
+    def wrong(batch: Batch) -> Batch:
+        both = {"input_ids": batch.input_ids, **batch.further}
+        found = {name: torch.cat([values[:, :1].flip(2), values[:, 1:]], 1) for name, values in both.items()}
+        return replace(batch, input_ids=found.pop("input_ids"), further=found)
+
+    _change_batches(wrong)
+
+
+def wrong_beta() -> None:
+    """The margin of two answers counts 1% too much."""
+    right = Preference.__init__
+
+    def wrong(self: Any, section: Any, adapter_off: Any) -> None:
+        right(self, replace(section, beta=1.01 * section.beta), adapter_off)
+
+    Preference.__init__ = wrong  # type: ignore[method-assign]
+
+
+def always_masked() -> None:
+    """Every chosen token becomes the mask token."""
+    masking.MASKED = 1.0
+
+
+def wrong_temperature() -> None:
+    """Logits of teacher and student are divided by 1% more than the config says."""
+    right = Distillation.__init__
+
+    def wrong(self: Any, *, temperature: float, **options: Any) -> None:
+        right(self, temperature=1.01 * temperature, **options)
+
+    Distillation.__init__ = wrong  # type: ignore[method-assign]
+
+
+def same_draws() -> None:
+    """All ranks drop the same values."""
+    right = session.seed_everything
+    session.seed_everything = lambda seed: right(seed - int(os.environ.get("RANK", 0)))
+
+
 MISTAKES: dict[str, Callable[[], None]] = {
     mistake.__name__: mistake
     for mistake in (
         *(late_rate, mean_of_means, swapped_batches),
         *(ratio_of_pieces, head_as_matrix, wrong_factor, shares_swapped),
+        *(shifted_labels, labels_of_neighbours, answers_swapped, wrong_beta, always_masked, wrong_temperature),
+        same_draws,
     )
 }
 

@@ -22,9 +22,11 @@ from data.mixture import Mixture
 from data.sampler import permute
 from modeling.parameter_groups import group_of_each
 from precision.loss_scale import make_policy
-from tests.support.chats import LENGTH, write_base, write_chats
+from tests.support import labelled, seq2seq
+from tests.support.chats import LENGTH, write_base, write_chats, write_pairs
 from tests.support.launches import command, finish
 from tests.support.small_models import small_model
+from tests.training.tasks.mlm_cases import write_text
 from training.engine.optimizer import implementation
 from training.engine.optimizers.rule import UpdateInputs
 from training.parity.gate import main
@@ -47,6 +49,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_chats(made / "rows.jsonl", 80)
     (made / "short.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return made
+
+
+@pytest.fixture(scope="module")
+def task_files(folder: Path) -> Path:
+    """Rows of every task, and models to start from."""
+    write_pairs(folder / "pairs.jsonl", 40)
+    labelled.write_encoder(folder / "bert")
+    for kind in ("sequence", "regression", "token"):
+        labelled.write_rows(folder / f"{kind}.jsonl", kind, 60, pair=kind != "token")
+    write_text(folder / "text", 20)
+    write_base(folder / "teacher", seed=1)
+    seq2seq.write_model(folder / "t5")
+    seq2seq.write_rows(folder / "seq2seq.jsonl", 60)
+    return folder
 
 
 def judged(folder: Path, name: str, *overrides: str, mistake: str = "") -> Judged:
@@ -206,6 +222,113 @@ def advanced(section: OptimizerSection, given: UpdateInputs) -> list[torch.Tenso
     return [keep * state + (1 - keep) * power for keep, state, power in zip(keeps, given.states, powers, strict=False)]
 
 
+DROPS = (
+    *("model.architecture=gpt2", "model.config={n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.1, attn_pdrop: 0.1}"),
+    *("model.activation_checkpointing=full", "evaluate.every_steps=2", "evaluate.batches=1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute"),
+    [(2, "fp32"), *(pytest.param(*cell, marks=SLOW) for cell in ((0, "fp32"), (1, "bf16"), (3, "fp32"), (3, "fp16")))],
+)
+def test_so_are_runs_with_dropout(folder: Path, stage: int, compute: str) -> None:
+    """The same values are dropped, by each rank's own generator."""
+    more = (f"deepspeed.stage={stage}", f"precision.compute={compute}")
+    found = judged(folder, f"drops-{stage}-{compute}", *MORE, *DROPS, *more)
+    assert found.holds and found.steps == 4, found.lines()
+
+
+TRAINED = ("model.architecture=null", "model.config={}", "model.activation_checkpointing=none", "data.source=auto")
+BERT, SHORT = "model.name_or_path=FOLDER/bert", f"data.sequence_length={labelled.LENGTH}"
+TASKS: dict[str, tuple[str, ...]] = {
+    "dpo": ("task=dpo", "model.name_or_path=FOLDER/base", "data.path=FOLDER/pairs.jsonl"),
+    "dpo, ipo": (
+        *("task=dpo", "model.name_or_path=FOLDER/base", "data.path=FOLDER/pairs.jsonl"),
+        *("preference={loss: ipo, sft_weight: 0.3}", "adapter={kind: lora, r: 4, alpha: 8}"),
+    ),
+    "dpo, smoothed": (
+        *("task=dpo", "model.name_or_path=FOLDER/base", "data.path=FOLDER/pairs.jsonl"),
+        "preference={label_smoothing: 0.2, beta: 0.5}",
+    ),
+    "classify": ("task=classify", BERT, "data.path=FOLDER/sequence.jsonl", SHORT),
+    "words": ("task=classify", "classify.kind=token", BERT, "data.path=FOLDER/token.jsonl", SHORT),
+    "regression": (
+        *("task=classify", "classify.kind=regression"),
+        *(BERT, "data.path=FOLDER/regression.jsonl", SHORT),
+    ),
+    "mlm": (*("task=mlm", BERT, "data.source=text", "data.path=FOLDER/text", SHORT, "data.validation_fraction=0.2"),),
+    "mlm, by token": (
+        *("task=mlm", "mlm.whole_word=false", BERT, "data.source=text", "data.path=FOLDER/text", SHORT),
+        "data.validation_fraction=0.2",
+    ),
+    "seq2seq": (
+        *("task=seq2seq", "model.name_or_path=FOLDER/t5", "data.path=FOLDER/seq2seq.jsonl"),
+        *(f"data.sequence_length={seq2seq.SOURCE}", f"data.target_length={seq2seq.TARGET}"),
+    ),
+    "distill": (
+        *("task=distill", "data.format=messages", "model.name_or_path=FOLDER/base", "data.path=FOLDER/rows.jsonl"),
+        "distill={teacher: FOLDER/teacher, temperature: 2.0, ce_weight: 0.25}",
+    ),
+    "distill, likeliest": (
+        *("task=distill", "data.format=messages", "model.name_or_path=FOLDER/base", "data.path=FOLDER/rows.jsonl"),
+        "distill={teacher: FOLDER/teacher, loss: jsd, beta: 0.3, temperature: 1.5, ce_weight: 0.5, top_k: 5}",
+    ),
+    "distill, documents": (
+        *("task=distill", "model.name_or_path=FOLDER/base", "data.source=jsonl", "data.document_masking=true"),
+        "distill={teacher: FOLDER/teacher, loss: reverse_kl}",
+    ),
+}
+
+
+def of_task(folder: Path, name: str, what: str, *more: str, mistake: str = "") -> Judged:
+    given = (*MORE, *TRAINED, "data.tokenizer=model", f"data.sequence_length={LENGTH}", "data.validation_fraction=0")
+    overrides = [override for override in TASKS[what] if not override.startswith("model.name_or_path")]
+    start = [override for override in TASKS[what] if override.startswith("model.name_or_path")]
+    return judged(folder, name, *given, *start, *overrides, *more, mistake=mistake)
+
+
+FAST = ("dpo", "words", "mlm", "seq2seq", "distill, likeliest")
+
+
+@pytest.mark.parametrize("what", [pytest.param(what, marks=() if what in FAST else SLOW) for what in TASKS])
+def test_so_are_runs_of_other_tasks(task_files: Path, what: str) -> None:
+    found = of_task(task_files, f"task-{what.replace(', ', '-')}", what, "deepspeed.stage=3")
+    assert found.holds and found.steps == 4, found.lines()
+    print("\n".join(found.lines()))
+
+
+@pytest.mark.parametrize(
+    ("what", "mistake", "named"),
+    [
+        pytest.param(what, mistake, named, marks=() if (what, mistake) in (("mlm", "always_masked"),) else SLOW)
+        for what, mistake, named in (
+            ("dpo", "answers_swapped", {"loss", "norm"}),
+            ("dpo, smoothed", "wrong_beta", {"norm"}),
+            ("classify", "labels_of_neighbours", {"loss", "norm"}),
+            ("regression", "labels_of_neighbours", {"loss", "norm"}),
+            ("words", "mean_of_means", {"norm", "masters"}),
+            ("words", "shifted_labels", {"loss", "norm"}),
+            ("mlm", "mean_of_means", {"norm", "masters"}),
+            ("mlm", "always_masked", {"loss", "norm"}),
+            ("seq2seq", "mean_of_means", {"norm", "masters"}),
+            ("seq2seq", "shifted_labels", {"loss", "norm"}),
+            ("distill", "mean_of_means", {"norm", "masters"}),
+            ("distill, likeliest", "wrong_temperature", {"loss", "norm"}),
+        )
+    ],
+)
+def test_a_mistake_in_other_tasks_is_named(task_files: Path, what: str, mistake: str, named: set[str]) -> None:
+    found = of_task(task_files, f"{mistake}-{what.replace(', ', '-')}", what, mistake=mistake)
+    assert failed(found) >= named, found.lines()
+
+
+@SLOW
+def test_ranks_that_drop_the_same_values_are_named(folder: Path) -> None:
+    found = judged(folder, "same-draws", *MORE, *DROPS, mistake="same_draws")
+    assert failed(found) >= {"loss", "norm"}, found.lines()
+
+
 @pytest.mark.parametrize(("packing", "loss"), [("best_fit", "row"), pytest.param("none", "token", marks=SLOW)])
 def test_so_are_runs_on_chats(folder: Path, packing: str, loss: str) -> None:
     base, rows = write_base(folder / f"base-{packing}"), write_chats(folder / f"{packing}.jsonl", 80)
@@ -317,7 +440,7 @@ def test_the_command_line(finished: Path, tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"task: pretrain": "task: mlm"}, "task = mlm: the oracle does not compute it"),
+        ({"balance_loss: 0.0": "balance_loss: 0.1"}, "model.balance_loss = 0.1: the oracle does not compute it"),
         (
             {"name: adamw": "name: muon", "orthogonalization: fp32": "orthogonalization: bf16"},
             "optimizer.orthogonalization = bf16: the oracle does not compute it",

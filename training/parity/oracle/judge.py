@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from config.errors import UserError
 from config.load import load_config
 from config.schema import Config
+from config.task import model_class_of
 from data.corpus import Corpus
 from modeling.build import build_model, dropout_keys
 from modeling.quantised_base import dequantise
@@ -38,13 +39,13 @@ from tracking.summary import read_inputs
 from training.checkpoint.partitions import open_saved_model
 from training.parity.oracle.low_rank import add_low_rank
 from training.parity.oracle.optimizers import optimizer_of
-from training.parity.oracle.rules import IGNORED, Order, loss_scale, schedule
-from training.tasks.shape import shape_of_model
+from training.parity.oracle.rules import loss_scale, schedule
+from training.parity.oracle.tasks import TASKS, DroppedOut, Task, undropped
+from training.tasks.shape import settle_labels, shape_of_model
 from training.tasks.task import prepare
 
 STEPS = 10
 """Recomputed unless told otherwise."""
-TASKS = ("pretrain", "sft")
 UNKNOWN = "the oracle does not compute it"
 Log = Callable[[str], Any]
 
@@ -102,15 +103,28 @@ def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
     events = surviving(read_run_events(run_dir.events))
     recorded, notes = _first_steps(run, events, steps or STEPS)
     corpus = prepare(config, progress=True)
-    used = read_inputs(run_dir)[2].get("data", {}).get("fingerprint")
+    environment = read_inputs(run_dir)[2]
+    used = environment.get("data", {}).get("fingerprint")
     if used != corpus.fingerprint:
         raise UserError(f"{run}: its data are gone; what its config names now is {corpus.fingerprint}, and was {used}")
+    config = settle_labels(config, corpus)
     shape = shape_of_model(config, corpus)
-    drops = dropout_keys(shape)
-    if drops:
-        raise UserError(f"{run}: the model has {drops[0]} = {getattr(shape, drops[0])}; the oracle knows no dropout")
+    if config.task == "dpo":  # whose reference has none
+        for key in set(dropout_keys(shape)) - config.model.config.keys():
+            setattr(shape, key, 0.0)
+    drops, start = dropout_keys(shape), next(event for event in events if event["event"] == "run_start")
+    device = (environment.get("accelerator") or {}).get("device", "cpu")
+    why = undropped(config, device) if drops else None
+    if why is not None:
+        raise UserError(f"{run}: the model has {drops[0]} = {getattr(shape, drops[0])}; {why}")
+    shape.use_cache = False
     model = build_model(
-        config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True), adapter=config.adapter
+        config.model,
+        shape,
+        seed=config.run.seed,
+        gather=lambda _: nullcontext(True),
+        model_class=model_class_of(config),
+        adapter=config.adapter,
     )
     dequantise(model)
     if config.adapter.kind == "lora":
@@ -118,8 +132,10 @@ def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
         if drawn:
             raise UserError(f"{run}: the base's files lack {drawn[0]}, which is trained whole; {UNKNOWN}")
         add_low_rank(model, config.adapter, seed=config.run.seed)
-    oracle = _Oracle(config, corpus, model.double().train())
-    compared = _comparisons(config, next(event for event in events if event["event"] == "run_start"))
+    given = config, corpus, shape, model.double().train()
+    task = DroppedOut(*given, ranks=start["world_size"]) if drops else TASKS[config.task](*given)
+    oracle = _Oracle(config, corpus, task, model)
+    compared = _comparisons(config, start, teacher=getattr(task, "computes", None))
     for event in recorded:
         oracle.step(event, compared, log)
         checkpoint = run_dir.checkpoints / f"step-{event['step']}" / "deepspeed"
@@ -135,7 +151,6 @@ def _require_known(config: Config) -> None:
     """Raises UserError, naming the key, for what the oracle does not compute."""
     model, adapter, optimizer = config.model, config.adapter, config.optimizer
     for key, value, known in (
-        ("task", config.task, config.task in TASKS),
         ("adapter.kind", adapter.kind, adapter.kind != "dora"),
         ("adapter.dropout", adapter.dropout, not adapter.dropout),
         ("adapter.modules_to_save", ", ".join(adapter.modules_to_save), not adapter.modules_to_save),
@@ -163,13 +178,15 @@ def _first_steps(run: Path, events: Sequence[Mapping[str, Any]], count: int) -> 
     return found, notes
 
 
-def _comparisons(config: Config, start: Mapping[str, Any]) -> dict[str, Comparison]:
+def _comparisons(config: Config, start: Mapping[str, Any], *, teacher: str | None) -> dict[str, Comparison]:
     """What is compared, within bounds several times what was measured (docs/parity.md). start: the `run_start` event.
+    teacher: the dtype that one computes in.
 
     Those of 16 bits are multiples of the unit roundoff. Single masters are not compared there: Adam's first steps go by
     a gradient's sign, and that of the smallest ones is rounding.
     """
     computed = {start["compute"], *(start["regions"] or {}).values()}  # of a manifest's run the first is FP32
+    computed |= {teacher} if teacher is not None else set()
     bounds = {"samples": 0.0, "tokens": 0.0, "learning rate": 1e-9}
     if "fp16" in computed:
         bounds["loss scale"] = 0.0
@@ -178,6 +195,8 @@ def _comparisons(config: Config, start: Mapping[str, Any]) -> dict[str, Comparis
     else:
         roundoff = max(ROUNDOFF_FP8 if name == "fp8" else unit_roundoff(DTYPES[name]) for name in computed)
         bounds |= {"loss": roundoff / 2, "norm": 4 * roundoff, "distance moved": roundoff}
+    if config.task in ("dpo", "distill"):  # differences of many log-probabilities that may nearly cancel
+        bounds["loss"], bounds["norm"] = 16 * bounds["loss"], 4 * bounds["norm"]
     if config.optimizer.name == "lion":  # it goes by the sign of a sum, also where that is rounding
         bounds.pop("masters", None)
         bounds["distance moved"] *= 8
@@ -189,11 +208,9 @@ def _comparisons(config: Config, start: Mapping[str, Any]) -> dict[str, Comparis
 class _Oracle:
     """The model, its optimizer and its data order, step by step."""
 
-    def __init__(self, config: Config, corpus: Corpus, model: PreTrainedModel) -> None:
-        self._config, self._model = config, model
-        by_source = corpus.mixture.samples if corpus.mixture is not None else ()
+    def __init__(self, config: Config, corpus: Corpus, task: Task, model: PreTrainedModel) -> None:
+        self._config, self._task, self._model, self._order = config, task, model, task.order
         self._names = corpus.mixture.names if corpus.mixture is not None else ()
-        self._order = Order(config, corpus.train, end_of_document=corpus.end_of_document, by_source=by_source)
         self._optimizer = optimizer_of(model, config.optimizer)
         peak, total = config.optimizer.learning_rate, config.scheduled_steps
         self._rate = schedule(config.schedule, peak=peak, total=total)
@@ -205,8 +222,8 @@ class _Oracle:
     def step(self, event: Mapping[str, Any], compared: Mapping[str, Comparison], log: Log) -> None:
         """One step, compared with its event. A step that the run did not apply is not applied here."""
         ids, where = self._order.batch(event["position"]), f"step {event['step']}"
-        rate, (loss, by_source) = self._rate(self._applied), self._gradients(ids)
-        self._tokens += self._order.places(ids)
+        rate, (loss, by_source) = self._rate(self._applied), self._gradients(ids, event["position"])
+        self._tokens += self._task.tokens(ids)
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in self._model.parameters() if p.grad is not None))
         compared["samples"].add(float(event["sample_ids_sha256"] != _sha256(ids)), where)
         compared["tokens"].add(float(event["tokens"] != self._tokens), where)
@@ -232,29 +249,23 @@ class _Oracle:
         self._optimizer.zero_grad()
         log(f"{where}: loss {loss:.8g}, recorded {event['loss']:.8g}; norm {norm:.6g}, {event['grad_norm']:.6g}")
 
-    def _gradients(self, ids: Sequence[int]) -> tuple[float, dict[int, tuple[float, float]]]:
-        """The loss of a global batch [nats], whose gradient is left in the parameters: the mean over all its labels.
+    def _gradients(self, ids: Sequence[int], position: int) -> tuple[float, dict[int, tuple[float, float]]]:
+        """The loss of a global batch, whose gradient is left in the parameters: the mean over everything that counts.
 
-        With sft.loss = row it is the mean over its rows of each row's mean. And of a mixture by source what counts, and
-        the sum of its losses.
+        And of a mixture by source what counts, and the sum of its losses.
         """
-        counts = [int((labels != IGNORED).sum()) for _, _, labels in self._order.sequences(ids)]
-        by_row, loss = self._config.sft.loss == "row", 0.0
-        everything = sum(count > 0 for count in counts) if by_row else sum(counts)
+        parts = list(self._task.parts(ids, position))
+        everything, loss = sum(part.count for part in parts), 0.0
         by_source: dict[int, tuple[float, float]] = {}
-        for count, (sample, inputs, labels) in zip(counts, self._order.sequences(ids), strict=True):
-            if not count:
-                continue
-            logits = self._model(input_ids=inputs[None], use_cache=False).logits[0].double()
-            part = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-            part = part / count if by_row else part
-            (part / everything).backward()
-            value = float(part.detach())
+        for part in parts:
+            summed = part.loss()
+            (summed / everything).backward()
+            value = float(summed.detach())
             loss += value / everything
             if self._names:
-                number = self._order.source(sample)
-                known, total = by_source.get(number, (0.0, 0.0))
-                by_source[number] = known + (1 if by_row else count), total + value
+                number = self._order.source(part.sample)
+                count, total = by_source.get(number, (0.0, 0.0))
+                by_source[number] = count + part.count, total + value
         return loss, by_source
 
     @torch.no_grad()

@@ -39,8 +39,10 @@ class Order:
         *,
         end_of_document: int,
         by_source: Sequence[int] = (),
+        places: Callable[[int], int] | None = None,
     ) -> None:
-        """by_source: samples of each of data.sources; none where there is one source."""
+        """by_source: samples of each of data.sources; none where there is one source. places: inputs of a sample,
+        where these are not those of the sequences of next tokens."""
         self._shards, self._length = shards, config.data.sequence_length
         self._seed, self._size = config.run.seed, config.batch.global_size
         self._apart, self._end = config.keeps_documents_apart, end_of_document
@@ -49,6 +51,7 @@ class Order:
         if isinstance(shards, TokenShards):
             self._arrays = [shard.array for shard in shards.shards]
             self._samples = sum(self._windows(array) for array in self._arrays)
+        self._given_places = places
         self._ends = list(accumulate(by_source))
         self._mixed = Mixed(config.data.sources, by_source, seed=self._seed) if by_source else None
 
@@ -78,7 +81,7 @@ class Order:
                     labels = np.where(trained[1:].astype(bool), tokens[1:].astype(np.int64), IGNORED)
                     yield sample, *_pair(tokens[:-1], labels)
                 continue
-            window = self._window(sample).astype(np.int64)
+            window = self.window(sample).astype(np.int64)
             inputs, labels = window[:-1], window[1:].copy()
             if not self._apart:
                 yield sample, *_pair(inputs, labels)
@@ -90,6 +93,8 @@ class Order:
                     yield sample, *_pair(inputs[start:end], labels[start:end])
 
     def _places(self, sample: int) -> int:
+        if self._given_places is not None:
+            return self._given_places(sample)
         if isinstance(self._shards, TokenShards):
             return self._length
         return sum(len(tokens) - 1 for tokens, _ in self._shards.sequence(sample))
@@ -98,7 +103,8 @@ class Order:
         """So many windows a shard has; each begins with the last token of the one before."""
         return (len(array) - 1) // self._length if len(array) else 0
 
-    def _window(self, sample: int) -> np.ndarray:
+    def window(self, sample: int) -> np.ndarray:
+        """(length + 1,) tokens of documents end to end; the last is only a label."""
         for array in self._arrays:
             if sample < self._windows(array):
                 return array[sample * self._length : (sample + 1) * self._length + 1]
@@ -174,6 +180,11 @@ def _mixed(value: int) -> int:
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _WORD
     return value ^ value >> 31
+
+
+def unit_interval(state: int, place: int) -> float:
+    """Number `place` of the stream in [0, 1) that SplitMix64 makes of a state (Steele, Lea and Flood 2014)."""
+    return (_mixed(state + (place + 1) * 0x9E3779B97F4A7C15 & _WORD) >> 11) * 2.0**-53
 
 
 def schedule(section: ScheduleSection, *, peak: float, total: int) -> Callable[[int], float]:
