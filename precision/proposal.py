@@ -37,6 +37,7 @@ FP16_LARGEST = 65504.0
 SCALED = ("gradients", "weight_gradients")
 _USUAL: tuple[Compute, ...] = ("fp8", "fp16", "bf16", "fp32")
 """Dtypes that a rule may give, that first which a pattern's rule gets when as many of its regions have another."""
+_NOT_FP8 = "FP8 is for linear layers other than the output embedding"
 _LOST_BELOW = -25
 """FP16 rounds magnitudes up to 2^-25 to zero; a histogram bin lies below it or not."""
 _SCALES = range(41)
@@ -231,7 +232,7 @@ def propose_fp8(
                 choices[name] = Choice("bf16", f"too sensitive for FP8: {measured}", shares[name], unit.errors["bf16"])
         errors = with_it if bears else errors
     for unit in units:
-        why = f"not finite in FP8: {_fp8_errors(unit)}" if "fp8" in unit.errors else "FP8 is for other linear layers"
+        why = f"not finite in FP8: {_fp8_errors(unit)}" if "fp8" in unit.errors else _NOT_FP8
         for name in unit.names:
             compute, reason = _held("bf16", why, (casts or {}).get(name, {}))
             choices.setdefault(name, Choice(compute, reason, shares[name], unit.errors.get(compute, 0.0)))

@@ -131,28 +131,37 @@ def rejection_reason(result: dict[str, Any]) -> str | None:
     return None
 
 
-HEAD = ("region", "count", "dtype", "of BF16's squared error", "of the FLOPs")
-
-
 def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows under `HEAD`: one for the regions of one pattern and dtype, the most sensitive first."""
+    """The head and a row for the regions of one pattern and dtype, the most sensitive first.
+
+    Sensitive to BF16; to FP8 where that was asked for, of which regions that cannot have it have no share.
+    """
     choices, units = result["proposal"]["choices"], result["units"]
+    alone = "fp8" if result["limits"]["fp8"] else "bf16"
+    everywhere = sum(_squared(unit, alone) for unit in units) or 1.0
     total = sum(unit["flops"] for unit in units) + result["other_flops"]
     rows: dict[tuple[str, str], list[tuple[str, float, float]]] = {}
     for unit in units:
         count = len(unit["names"])
         for name in unit["names"]:
             row = rows.setdefault((pattern_of(name), choices[name]["compute"]), [])
-            row.append((name, choices[name]["sensitivity"] / count, unit["flops"] / count / total))
+            row.append((name, _squared(unit, alone) / everywhere / count, unit["flops"] / count / total))
     found = []
     for (pattern, compute), members in rows.items():
         what = pattern if len(members) > 1 else members[0][0]
         error, flops = sum(member[1] for member in members), sum(member[2] for member in members)
         found.append((error, what, len(members), compute, flops))
-    return [
-        (what, str(count), compute, f"{error:.1%}", f"{flops:.1%}")
+    head = ("region", "count", "dtype", f"of {alone.upper()}'s squared error", "of the FLOPs")
+    return [head] + [
+        (what, str(count), compute, f"{error:.1%}" if error else "-", f"{flops:.1%}")
         for error, what, count, compute, flops in sorted(found, reverse=True)
     ]
+
+
+def _squared(unit: dict[str, Any], dtype: str) -> float:
+    """The squared gradient error of a unit alone in a dtype; 0 where it was not measured or is not finite."""
+    error = unit["errors"].get(dtype)
+    return float(error) ** 2 if error is not None and math.isfinite(float(error)) else 0.0
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -203,9 +212,9 @@ def _publish(out: Path, result: dict[str, Any]) -> int:
     target.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     load_manifest(target)
     rows = table(result)
-    write_page(out, result, reason=reason, verdict=verdict(result), regions=(HEAD, *rows))
+    write_page(out, result, reason=reason, verdict=verdict(result), regions=rows)
     rules = [f"{rule['match']}: {rule['reason']}" for rule in manifest["rules"]]
-    print("\n".join(map(line, [*_aligned([HEAD, *rows]), "", *rules, "", *verdict(result)])))
+    print("\n".join(map(line, [*_aligned(rows), "", *rules, "", *verdict(result)])))
     if "parity" in result:
         parity = result["parity"]
         print(f"training.parity over {parity['steps']} steps: {parity['verdict']}; see {parity['report']}")

@@ -26,6 +26,7 @@ def write_page(
     parity = result.get("parity")
     judged = f" `training.parity` over {parity['steps']} steps: {text(parity['verdict'])}." if parity else ""
     outcome = f"**rejected**: {text(reason)}." if reason else f"**accepted**: written to {code(out.name)}."
+    alone = "FP8" if result["limits"]["fp8"] else "BF16"
     rules = result["proposal"]["manifest"]["rules"]
     parts = [
         f"# Precision manifest for {text(Path(result['config']).name)}\n",
@@ -38,8 +39,8 @@ def write_page(
         table(regions[0], [(code(region), *map(text, rest)) for region, *rest in regions[1:]]),
         "## How it was measured\n",
         "The gradient error is the relative distance of the gradients from FP32's on held-out batches. A region's "
-        "share of BF16's squared error is measured with that region alone in BF16. docs/analyze.md has the method"
-        + (", and docs/fp8.md says what FP8 is.\n" if result["limits"]["fp8"] else ".\n"),
+        f"share of {alone}'s squared error is measured with that region alone in {alone}. docs/analyze.md has the "
+        "method" + (", and docs/fp8.md says what FP8 is.\n" if result["limits"]["fp8"] else ".\n"),
         f"Config {code(result['config'])}, overrides {code(' '.join(result['overrides']) or 'none')}, "
         f"{result['steps']} FP32 steps before the measurement.\n",
     ]

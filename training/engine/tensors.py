@@ -100,9 +100,10 @@ def whole_state(engine: Engine, parameter: torch.nn.Parameter, name: str) -> tor
 
     DeepSpeed's own getter is linked too late for a first step at ZeRO-1 and 2.
     """
-    shape, group = shape_of(parameter), engine.world.tensor
-    slices = torch.zeros(group.size if group else 1, shape.numel(), device=engine.world.device)
-    own = slices[group.rank if group else 0]
+    shape, group, how = shape_of(parameter), engine.world.tensor, cut(parameter)
+    longest = shape.numel() if how is None else shape.numel() // shape[how.dimension] * max(how.sizes)
+    slices = torch.zeros(group.size if group else 1, longest, device=engine.world.device)
+    own = slices[group.rank if group else 0][: shape.numel()]
     shard = shard_of(engine, parameter)
     held = shard.states(engine) if shard is not None else {}
     if shard is not None and name in held:

@@ -148,9 +148,11 @@ class Plan:
         compute: torch.dtype,
         regions: Regions | None,
         cuts: Mapping[str, Cut] | None = None,
+        given: Mapping[str, tuple[int, list[int]]] | None = None,
     ) -> None:
-        """cuts: how the run's ranks share parameters, by name; on the cast path."""
-        self._cuts = cuts or {}
+        """cuts: how the run's ranks share parameters, by name; on the cast path. given: by module along which dimension
+        each has a slice of what it gets, and how large all are."""
+        self._cuts, self._given = cuts or {}, given if given is not None else {}
         self.modules = dict(reference.named_modules())
         self._kinds = find_regions(reference)
         self._compute, self._regions = compute, regions
@@ -236,6 +238,10 @@ class Plan:
                 how = self._cuts.get(f"{name}.weight")
                 if how is not None:
                     return _by_slices(how, own, args[0] if args else kwargs["input"])
+                if name in self._given and self.kind(name) == "norm":  # of heads: each sums up the gradient of its own
+                    dim, sizes = self._given[name]
+                    parts = args[0].split(sizes, dim)
+                    return torch.cat([functional_call(module, own, (part, *args[1:]), kwargs) for part in parts], dim)
                 return functional_call(module, own, args, kwargs)
         compute = self._dtypes.get(name)
         if compute is None:

@@ -57,7 +57,7 @@ class Signatures:
         None where each has all of it.
         """
         self._slices = slices or Slices(None)
-        self._plan = Plan(reference, compute, regions, cuts_of(candidate))
+        self._plan = Plan(reference, compute, regions, cuts_of(candidate), self._slices.given)
         self._candidate = {name: module for name, module in candidate.named_modules() if name in self._plan.modules}
         self._adapted = [module for module in self._candidate.values() if hasattr(module, "_disable_adapters")][:1]
         """A layer that tells whether the candidate computes as its base, which is what it is compared with in DPO."""

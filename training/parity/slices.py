@@ -28,6 +28,8 @@ class Slices:
     def __init__(self, group: TensorGroup | None) -> None:
         """group: None where each rank has whole matrices; then everything is whole as it is."""
         self.group = group
+        self.given: dict[str, tuple[int, list[int]]] = {}
+        """Of modules that get a slice: along which dimension, and the sizes of all slices."""
         self._inputs: dict[str, _Shapes] = {}
         self._outputs: dict[str, _Shapes] = {}
 
@@ -46,7 +48,12 @@ class Slices:
 
     def inputs(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What a module got, as (args, kwargs)."""
-        found: tuple[Any, Any] = self._tree((args, kwargs), self._inputs.get(name, ()))
+        shapes, floats = self._inputs.get(name, ()), _floats((args, kwargs))
+        if self.group is not None and name not in self.given and shapes and floats:
+            dim = _smaller(floats[0].shape, shapes[0])
+            if dim is not None:
+                self.given[name] = dim, self._sizes(floats[0], dim)
+        found: tuple[Any, Any] = self._tree((args, kwargs), shapes)
         return found
 
     def output(self, name: str, output: Any) -> Any:
@@ -92,14 +99,10 @@ class Slices:
     def _whole(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """`values`, joined along the dimension in which they are smaller than `shape`."""
         assert self.group is not None
-        if values.dim() != len(shape):
+        dim = _smaller(values.shape, shape)
+        if dim is None:
             return values
-        smaller = [dim for dim, (own, whole) in enumerate(zip(values.shape, shape, strict=True)) if own < whole]
-        if len(smaller) != 1:
-            return values
-        (dim,) = smaller
-        own = torch.tensor([values.shape[dim]], device=values.device)
-        sizes = [int(size) for size in self.group.gather(own)]
+        sizes = self._sizes(values, dim)
         padded = list(values.shape)
         padded[dim] = max(sizes)
         row = values.new_zeros(padded)
@@ -107,11 +110,25 @@ class Slices:
         rows = zip(self.group.gather(row), sizes, strict=True)
         return torch.cat([found.narrow(dim, 0, size) for found, size in rows], dim)
 
+    def _sizes(self, values: torch.Tensor, dim: int) -> list[int]:
+        """Of the slices of all ranks along a dimension."""
+        assert self.group is not None
+        own = torch.tensor([values.shape[dim]], device=values.device)
+        return [int(size) for size in self.group.gather(own)]
+
 
 def cuts_of(model: torch.nn.Module) -> dict[str, Cut]:
     """How the parameters that are cut are, by name."""
     found = ((name, cut(parameter)) for name, parameter in model.named_parameters())
     return {name: how for name, how in found if how is not None}
+
+
+def _smaller(own: torch.Size, whole: torch.Size) -> int | None:
+    """The dimension in which a tensor is a slice; None where it is whole, or another tensor."""
+    if len(own) != len(whole):
+        return None
+    found = [dim for dim, (size, of_whole) in enumerate(zip(own, whole, strict=True)) if size != of_whole]
+    return found[0] if len(found) == 1 and own[found[0]] < whole[found[0]] else None
 
 
 def _is_float(item: Any) -> bool:

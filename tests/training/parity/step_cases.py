@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from pytest import MonkeyPatch
 
 from config.schema import ParitySection
 from modeling import parameter_groups
 from modeling.build import model_config
 from precision.observe import Observation
 from precision.parity import Check, judge_signatures
+from tests.support import small_run
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from tests.training.engine.tensor_cases import MODEL, of_kind
 from training.distributed import World
@@ -200,16 +203,28 @@ def with_dropout(world: World, *, stage: int, compute: str, overrides: Sequence[
 
 
 def of_shared_matrices(
-    world: World, *, stage: int, compute: str, steps: int, overrides: Sequence[str], kind: str | None = None
+    world: World,
+    *,
+    stage: int,
+    compute: str,
+    steps: int,
+    overrides: Sequence[str],
+    kind: str | None = None,
+    vocabulary: int = VOCABULARY,
 ) -> list[dict[str, Any]]:
-    """As `measured_steps`, of two ranks that share every matrix and so have the same sequences. kind: of model."""
+    """As `measured_steps`, of two ranks that share every matrix and so have the same sequences. kind: of model.
+
+    vocabulary: an odd one gives one rank a row more of the head.
+    """
     model = of_kind(kind) if kind else MODEL % "false"
     given = ["parallel.tensor=2", "telemetry.every_steps=0", model, *overrides]
     world = world.sharing_tensors(2, timeout_minutes=2)
     alone, rows, applied = World(0, 1, 0, world.device), [], 0
     resolved = resolve(world, stage=stage, compute=compute, micro=4, overrides=given)
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
-    with engine_of(world, resolved) as engine:
+    shape = model_config(resolved.config.model, vocab_size=vocabulary, sequence_length=SEQUENCE)
+    with MonkeyPatch.context() as patch, ExitStack() as ends:
+        patch.setattr(small_run, "VOCABULARY", vocabulary)
+        engine = ends.enter_context(engine_of(world, resolved))
         parity = StepParity(engine, Reference(resolved, shape, world), resolved)
         for step in range(1, steps + 1):
             batch = replace(batch_of(alone, 4, seed=step), position=step - 1)

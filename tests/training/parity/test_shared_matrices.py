@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.forked_launcher import forked_launcher
+from tests.support.small_run import VOCABULARY
 from tests.training.parity import step_cases
 from tests.training.parity.test_gate import DEMO, SMALL
 from tests.training.parity.test_steps import CLIPPED, LINEAR, NORM, failed, judged
@@ -37,6 +38,16 @@ def test_every_module_is_measured_and_none_is_blamed(pair, stage, compute, overr
         assert steps[0]["not_measured"].keys() == chunked
         parts = {(row["module"], row["part"]) for row in steps[0]["signature"]["parts"]}
         assert {("model.layers.0.mlp.up_proj", "output"), (LINEAR, "gradient of its input")} <= parts
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow)])
+def test_slices_of_the_head_may_differ_by_a_row(pair, stage):
+    compute = "bf16" if stage else "fp32"
+    given = {"stage": stage, "compute": compute, "steps": 2, "overrides": [CLIPPED], "vocabulary": VOCABULARY - 1}
+    for steps in pair.run(step_cases.of_shared_matrices, **given):
+        checks = judged(steps)
+        assert not failed(checks), {name: checks[name] for name in failed(checks)}
+        assert steps[0]["signature"]["not_measured"] == {} and "lm_head" in steps[0]["order"]
 
 
 @pytest.mark.one_in(2)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launches import command, events, finish
+from training.replay.what_if import numbers
 
 SHARED = ("parallel.tensor=2", "batch.micro_size=4", "telemetry.every_steps=0", "generate.tokens=0")
 FAULT = "faults=[{kind: nan_activation, step: 4, rank: 1, module: model.layers.1.mlp.up_proj}]"
@@ -50,3 +51,37 @@ def test_a_step_of_another_session_with_whole_matrices_is_no_such_step(tmp_path)
         finish(job, ranks=2)
     said = replayed(tmp_path, "two", 2, ranks=2, exit_code=2)
     assert "with parallel.tensor = 1; the step was made with 2" in said
+
+
+def bisected(folder: Path, name: str, *overrides: str, exit_code: int) -> list[str]:
+    given = ["precision.compute=bf16", "deepspeed.config=ds_configs/zero2_bf16.json", "run.steps=4"]
+    finish(command("python", folder, name, *SHARED, *given, "evaluate.every_steps=0", *overrides), ranks=2)
+    job = ["python", "-m", "training.replay", str(folder / "runs" / name), "--bisect"]
+    return finish(job, exit_code=exit_code, ranks=2).splitlines()
+
+
+@pytest.mark.slow
+def test_a_sound_run_stays_with_its_fp32_twin_and_a_flipped_bit_of_one_slice_is_found(tmp_path):
+    assert bisected(tmp_path, "sound", exit_code=0)[-1].startswith("the run stays with its FP32 twin")
+    flip = "faults=[{kind: flipped_bit, place: weight, bit: 14, step: 3, rank: 1, module: model.layers.1.mlp.up_proj}]"
+    lines = bisected(tmp_path, "flipped", flip, "checkpoint.every_steps=0", exit_code=3)
+    assert "leaves its FP32 twin at step 3, in model.layers.1.mlp.up_proj" in lines[-1]
+
+
+@pytest.mark.slow
+def test_what_would_have_been_is_what_a_run_resumed_under_it_does(tmp_path):
+    fp16 = ["precision.compute=fp16", "deepspeed.config=ds_configs/zero2_fp16.json", "evaluate.every_steps=0"]
+    grows = ["optimizer.groups=[{match: model.layers.1.mlp.down_proj.weight, learning_rate: 200.0, weight_decay: 0.0}]"]
+    grows += ["model.config.initializer_range=1.0", "precision.loss_scale={initial: 64, hysteresis: 1}"]
+    grows += ["schedule.name=constant", "schedule.warmup_steps=0", "checkpoint.every_steps=1", "run.steps=3"]
+    job = command("python", tmp_path, "large", *SHARED, *fp16, *grows, "guard.reactions=[abort]")
+    finish(job, exit_code=3, ranks=2)
+    assert [event["applied"] for event in events(tmp_path, "large", "step")] == [True, False]
+    other = ["precision.compute=fp32", "deepspeed.config=ds_configs/zero2_fp32.json"]
+    what_if = ["python", "-m", "training.replay", str(tmp_path / "runs/large"), "--step", "2", "--what-if", other[0]]
+    lines = finish(what_if, ranks=2).splitlines()
+    assert "survived: step 2 is applied" in lines[-1], lines
+    resume = f"run.resume={tmp_path}/runs/large/checkpoints/step-1"
+    finish(command("python", tmp_path, "resumed", *SHARED, *fp16[2:], *grows, *other, resume), ranks=2)
+    truth = events(tmp_path, "resumed", "step")[0]
+    assert any(line.startswith(f"step 2: {numbers(truth)}, applied") for line in lines)
