@@ -44,14 +44,14 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
     from stage 2 on gradients, at stage 3 parameters; also an FP32 run keeps masters beside its parameters then. Split
     masters are kept in the parameters and what is given here. Frozen parameters have none of these.
     """
-    whole, part = float(shape.parameters), shape.trained_parameters / layout.zero_ranks
+    part = shape.trained_parameters / layout.zero_ranks
     gradients = 4 * (float(shape.trained_parameters) if layout.stage < 2 else part)
     kept = _state_bytes(shape, layout)
     if layout.stage == 0:
-        items = {"parameters": 4 * whole, "moments": kept, "gradients": gradients}
+        items = {"parameters": shape.weight_bytes(4), "moments": kept, "gradients": gradients}
     else:
         items = {
-            "parameters": layout.width * (whole / layout.zero_ranks if layout.stage == 3 else whole),
+            "parameters": shape.weight_bytes(layout.width, ranks=layout.zero_ranks if layout.stage == 3 else 1),
             "masters": (SPLIT_BYTES if layout.split_masters else 4) * part,
             "moments": kept / layout.zero_ranks,
             "gradients": gradients,
@@ -132,6 +132,8 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     at_first = {**states, "gradients": states.get("gradients", 0.0) if begun else 0.0}
     working = recomputed + layout.block_tokens * layout.width * (2 * shape.intermediate + 2 * shape.hidden)
     in_flight = layout.width * max(shape.trained_block, shape.largest_trained)
+    # a layer in codes has its weights while it computes
+    rebuilt = {"rebuilt weights": layout.width * float(shape.codes.largest)} if shape.codes is not None else {}
     before = 0.0 if layout.on_cpu else buffer  # where nothing is written into it yet, it takes no memory on a CPU
     # Gradients are reduced when they fill a bucket; by then the activations of the blocks they come from are freed.
     left = 1 - min(1.0, layout.size("reduce_bucket_size", trained) / trained)
@@ -147,7 +149,8 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
             "buckets": before,
             "gradients in flight": in_flight,
             "gathered parameters": live + arriving,
-        },
+        }
+        | rebuilt,
         "the reduction of gradients": states
         | {
             "activations": left * kept + working,
@@ -155,7 +158,7 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
             "gathered parameters": live + left * arriving,
         }
         | whole,
-        **({"the start": _start(whole_shape, layout, device, process)} if _starts_whole(layout) else {}),
+        **({"the start": _start(whole_shape, layout, device, process)} if _starts_whole(shape, layout) else {}),
         "the optimizer step": states | {"gathered parameters": 0.0, "second copy": second, "step": step} | whole,
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
@@ -194,13 +197,18 @@ def _gathered(shape: Shape, layout: Layout) -> tuple[float, float]:
     if layout.stage < 3:
         return 0.0, 0.0
     sizes = (float(layout.zero.get(key, ZERO_DEFAULTS[key])) for key in _GATHER_SIZES)
-    live, arriving = (layout.width * min(shape.parameters, size) for size in sizes)
+    scales = shape.codes.scales if shape.codes is not None else 0.0  # are not divided
+    each = (shape.weight_bytes(layout.width) - scales) / shape.parameters
+    live, arriving = (each * min(shape.parameters, size) for size in sizes)
     return live, arriving
 
 
-def _starts_whole(layout: Layout) -> bool:
-    """Whether the start counts: ranks on a CPU build the whole model, also where they then share its matrices."""
-    return layout.on_cpu and (layout.stage < 3 or layout.tensor > 1)
+def _starts_whole(shape: Shape, layout: Layout) -> bool:
+    """Whether the start counts: ranks on a CPU build the whole model, also where they then share its matrices.
+
+    One in 4 or 8 bits is loaded whole where it computes, and partitioned then.
+    """
+    return shape.codes is not None or (layout.on_cpu and (layout.stage < 3 or layout.tensor > 1))
 
 
 def _second_copy(shape: Shape, layout: Layout) -> float:
@@ -213,10 +221,11 @@ def _second_copy(shape: Shape, layout: Layout) -> float:
 
 def _start(shape: Shape, layout: Layout, device: dict[str, float], process: float) -> dict[str, float]:
     """The model is built in FP32, in host memory, then cut where ranks share its matrices, and rounded."""
-    whole = float(shape.parameters)
+    codes = shape.codes
+    whole = float(shape.parameters if codes is None else shape.parameters - codes.parameters)
     masters = 4 * shape.own.trained_parameters / layout.zero_ranks if "masters" in device else 0.0  # whole until then
     return {
-        "parameters": layout.width * float(shape.own.parameters),
+        "parameters": shape.own.weight_bytes(layout.width),
         "masters": masters,
         "loading": 4 * whole,
         "process": process,

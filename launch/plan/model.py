@@ -13,6 +13,7 @@ from config.optimizers import OPTIMIZERS, has_matrices, is_decayed, unmatched_gr
 from config.schema import AdapterSection, Config, OptimizerSection
 from config.task import CAUSAL_LM, ENCODER_TASKS, model_class_of
 from launch.plan.build import adapted, hugging_face_config, new_model, saved_config
+from launch.plan.codes import Codes, codes_of
 from launch.plan.counted import Counted, count_activations
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class Shape:
     """Activations that were counted, in place of formulas."""
     teacher: Teacher | None = None
     """That answers in every micro-batch."""
+    codes: Codes | None = None
+    """Frozen layers in 4 or 8 bits; None where all weights are floats."""
     counted_attention: float | None = None
     """[FLOP] Of a token's products inside attention where no formula knows them: an encoder-decoder's."""
     slice: Shape | None = None
@@ -111,6 +114,13 @@ class Shape:
     def own(self) -> Shape:
         """What one rank computes with."""
         return self.slice or self
+
+    def weight_bytes(self, width: int, *, ranks: int = 1) -> float:
+        """[bytes] Of all weights on one of the ranks that divide them. width: [bytes] of one that is a float."""
+        if self.codes is None:
+            return width * self.parameters / ranks
+        floats = width * (self.parameters - self.codes.parameters)
+        return (floats + self.codes.codes) / ranks + self.codes.scales
 
     @property
     def hidden_matrix_parameters(self) -> int:
@@ -245,7 +255,7 @@ def _measured(
     norms = {name: kind for name, kind in norms.items() if "Norm" in kind}
     gated = bool(names & {"gate_proj", "gate_up_proj"})
     dropout = any(type(module).__name__ == "Dropout" and module.p > 0 for module in block.modules())
-    looked_up = _embeddings(model)
+    looked_up, codes = _embeddings(model), codes_of(model, adapter)
     if adapter.kind != "none":
         adapted(model, adapter, model_class=model_class)
     parameters = {name: (item, item.numel()) for name, item in model.named_parameters()}
@@ -284,6 +294,7 @@ def _measured(
         trained_head=plain and head.weight.requires_grad,
         exact="experts" not in names and (gated or model.config.model_type == "gpt2"),
         attention=str(model.config._attn_implementation),
+        codes=codes,
     )
 
 

@@ -107,12 +107,11 @@ def _of_states(shape: Shape, layout: Layout) -> Traffic:
         BUFFERED_ALLREDUCE if layout.stage == 0 or layout.bf16_optimizer else layout.size("reduce_bucket_size", whole)
     )
     times = math.ceil(whole / bucket)
-    all_of = float(shape.parameters)
     if layout.stage == 0:
         return Traffic(2 * whole * layout.reduced, _teacher_traffic(shape, layout), times)
     if layout.stage == 3:
         passes = 2 + layout.reference_pass
-        gathered = passes * every * all_of * layout.width + exchanged + _teacher_traffic(shape, layout)
+        gathered = passes * every * shape.weight_bytes(layout.width) + exchanged + _teacher_traffic(shape, layout)
         return Traffic(every * whole * layout.reduced, gathered, every * (times + 2 * (shape.layers + 2)))
     reductions = every if layout.stage == 2 else 1
     sent = whole * layout.width + exchanged + _teacher_traffic(shape, layout)

@@ -216,6 +216,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _sizes(shape: Shape) -> str:
     trained = f" ({_count(shape.trained_parameters)} trained)" if shape.has_adapter else ""
+    trained += f", {_count(shape.codes.parameters)} in codes" if shape.codes is not None else ""
     teacher = f", a teacher of {_count(shape.teacher.shape.parameters)}" if shape.teacher else ""
     return f"{_count(shape.parameters)} parameters{trained}{teacher}"
 

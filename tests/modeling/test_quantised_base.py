@@ -52,7 +52,7 @@ def nearest(weight: torch.Tensor, *, scale: torch.Tensor | None = None) -> torch
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_four_bits_are_those_of_the_definition_whatever_the_shape(shape: tuple[int, int]) -> None:
-    """bitsandbytes 0.50.2 itself is wrong on a CPU where a row ends inside a block: 0.2 to 0.7 away from the weights."""
+    """bitsandbytes 0.50.2 itself is wrong on a CPU where a row ends inside a block, by 20% to 70% of the weights."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     torch.manual_seed(0)
     weight = torch.randn(shape) * 0.2

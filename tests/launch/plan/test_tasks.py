@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,8 +40,10 @@ from launch.plan.model import Shape, _blocks, _measured, read_shape
 from launch.plan.speed import computed_flops
 from launch.plan.step import step_bytes
 from modeling.adapter import add_adapter
+from modeling.build import build_model
 from modeling.objectives.divergence import IDS, LOG_PROBS, Distillation
 from modeling.parameter_groups import parameter_groups
+from modeling.quantised_base import quantised_layers, stored_tensors
 from tests.launch.plan import plan_cases
 from tests.launch.plan.test_memory import FAMILIES, MODEL, hugging_face
 
@@ -450,3 +453,39 @@ def test_the_planner_counts_what_an_optimizer_makes(base: Path) -> None:
     many = replace(layout, world=1024)
     # one matrix, as it arrived and whole, in the iteration with its products
     assert step_bytes(muon, many) == 4 * matrices / 1024 + 16 * largest + 8 * 256**2
+
+
+CODED = "adapter={{kind: lora, r: 8, base: {}}}"
+
+
+@pytest.mark.parametrize("base_of", ["nf4", "nf4, double_quant: true", "int8"])
+def test_codes_and_scales_are_those_of_the_real_layers(base: Path, base_of: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    overrides = on_base(base, CODED.format(base_of), "precision.compute=bf16")
+    shape, layout = planned(overrides)
+    config = read_command_line([*DEMO, *overrides], as_launched(2)).config
+    model = build_model(
+        config.model,
+        AutoConfig.from_pretrained(base),
+        seed=0,
+        gather=lambda _: nullcontext(True),
+        adapter=config.adapter,
+    )
+    codes = shape.codes
+    assert codes is not None
+    held = sum(tensor.nbytes for tensor in stored_tensors(model))
+    assert codes.codes + codes.scales == pytest.approx(held, rel=0.001)  # double_quant keeps an offset of each layer
+    assert codes.parameters == sum(layer.whole_shape.numel() for layer in quantised_layers(model).values())
+    floats = sum(p.numel() for p in model.parameters() if p.is_floating_point())
+    items, _ = model_states(shape, layout)
+    assert items["parameters"] == pytest.approx(held + 2 * (floats + shape.trained_parameters), rel=0.001)
+    thirds, _ = model_states(shape, replace(layout, stage=3))
+    assert thirds["parameters"] == pytest.approx((items["parameters"] + codes.scales) / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "base_of"), [(2, "nf4"), (2, "int8"), (3, "nf4")])
+def test_the_peak_of_a_base_in_codes_is_what_tensors_take(pair, base, tmp_path, stage: int, base_of: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    overrides = on_base(base, "batch.micro_size=4", "batch.global_size=8", *rounded(tmp_path, stage))
+    assert_peak(pair, [*overrides, CODED.format(base_of)], 512, 0.1)

@@ -1,0 +1,57 @@
+"""What a frozen base in 4 or 8 bits takes (`adapter.base`): codes, and the scales that bitsandbytes keeps in FP32.
+
+NF4 has a scale for each 64 weights (Dettmers et al. 2023, QLoRA); `double_quant` holds these in 8 bits, with a scale of
+their own for each 256. int8 has one for each row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from config.schema import AdapterSection
+
+_BLOCK, _SCALES = 64, 256
+"""[weights] That share a scale, and [scales] that share one of theirs."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """The layers that hold codes."""
+
+    parameters: int
+    """[parameters] For which they stand."""
+    codes: float
+    """[bytes] Divided by the ranks at stage 3."""
+    scales: float
+    """[bytes] Whole on every rank."""
+    largest: int
+    """[parameters] Of the largest layer, whose weights are rebuilt while it computes."""
+
+
+def codes_of(model: Any, section: AdapterSection) -> Codes | None:
+    """Of the linear layers of a model without its adapter, but for the output and what is trained whole.
+
+    None where the base is in floats.
+    """
+    if section.base == "compute":
+        return None
+    head = model.get_output_embeddings()
+    shapes = [
+        tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D")
+        and module is not head
+        and not any(name.endswith(one) for one in section.modules_to_save)
+    ]
+    sizes = [math.prod(shape) for shape in shapes]
+    blocks = sum(math.ceil(size / _BLOCK) for size in sizes)
+    rows = sum(shape[0] for shape in shapes)
+    if section.base == "int8":
+        codes, scales = float(sum(sizes)), 4.0 * rows
+    elif section.double_quant:
+        codes, scales = sum(sizes) / 2, blocks + 4.0 * sum(math.ceil(size / _BLOCK / _SCALES) for size in sizes)
+    else:
+        codes, scales = sum(sizes) / 2, 4.0 * blocks
+    return Codes(sum(sizes), codes, scales, max(sizes, default=0))
