@@ -55,8 +55,8 @@ def plan_batch(
     where: the file that errors name.
 
     Raises:
-        UserError: `sequence`, `tensor` or `expert` does not divide world_size, or micro_size x data ranks does not divide
-            global_size; says which numbers would.
+        UserError: `sequence`, `tensor` or `expert` does not divide world_size, or micro_size x data ranks does not
+            divide global_size; says which numbers would.
     """
     sharing = sequence * tensor
     key = "parallel.sequence" if tensor == 1 else "parallel.tensor"

@@ -22,7 +22,7 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
     3-D ones of fused experts, which are a matrix for each expert; but not the layer that makes the logits, of which an
     adapter may train a copy.
 
-    moe, name: of experts that ranks share (`parallel.expert`), which DeepSpeed partitions over other ranks than the rest.
+    moe, name: of experts that ranks share (`parallel.expert`), which DeepSpeed partitions over fewer ranks.
 
     Frozen parameters are left out. Shapes are read from `ds_shape` where ZeRO-3 has already partitioned a parameter to
     an empty tensor. Raises UserError for a group of the config that matches no parameter.

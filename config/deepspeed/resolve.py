@@ -105,15 +105,15 @@ def _check_expert_stage(config: Config, path: Path, document: dict[str, Any]) ->
     if config.parallel.expert == 1 or stage in EXPERT_STAGES:
         return
     reason = (
-        "without ZeRO, DeepSpeed 0.19.8 clips by the mean of the ranks' gradient norms, which differ where their experts "
-        "do (masters off by 2.6e-2)"
+        "without ZeRO, DeepSpeed 0.19.8 clips by the mean of the ranks' gradient norms, which differ where their "
+        "experts do (masters off by 2.6e-2)"
         if stage == 0
         else "at ZeRO-3, DeepSpeed 0.19.8 shares the experts of its own AutoEP only, which does not start with "
         "transformers 5"
     )
     raise UserError(
-        f"{path}: ZeRO stage {stage} with parallel.expert = {config.parallel.expert}: {reason}; set deepspeed.stage=1 or "
-        "2, or parallel.expert=1"
+        f"{path}: ZeRO stage {stage} with parallel.expert = {config.parallel.expert}: {reason}; set deepspeed.stage=1 "
+        "or 2, or parallel.expert=1"
     )
 
 

@@ -44,7 +44,7 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
     from stage 2 on gradients, at stage 3 parameters; also an FP32 run keeps masters beside its parameters then. Split
     masters are kept in the parameters and what is given here. Frozen parameters have none of these.
     """
-    whole, part = float(shape.parameters), shape.trained_parameters / layout.zero_ranks
+    whole, part = float(shape.parameters), shape.divided / layout.zero_ranks
     gradients = 4 * (float(shape.trained_parameters) if layout.stage < 2 else part)
     kept = _state_bytes(shape, layout)
     if layout.stage == 0:
@@ -177,7 +177,7 @@ def saved_bytes(shape: Shape, layout: Layout) -> float:
     shape = shape.own
     trained = shape.trained_parameters / (layout.zero_ranks if layout.stage == 3 else 1)
     share = layout.zero_ranks if layout.stage else 1
-    masters = 4 * shape.trained_parameters / share if layout.stage else 0.0
+    masters = 4 * shape.divided / share if layout.stage else 0.0
     return masters + _state_bytes(shape, layout) / share + layout.width * trained
 
 
@@ -186,7 +186,8 @@ def checkpoint_bytes(shape: Shape, layout: Layout) -> float:
     if layout.tensor > 1:
         return layout.tensor * checkpoint_bytes(shape.own, replace(layout, tensor=1))
     masters = 4 * shape.trained_parameters if layout.stage else 0
-    return masters + _state_bytes(shape, layout) + layout.width * shape.trained_parameters
+    # of shared experts the file of weights has those of rank 0
+    return masters + _state_bytes(shape, layout) + layout.width * shape.own.trained_parameters
 
 
 def _gathered(shape: Shape, layout: Layout) -> tuple[float, float]:
@@ -214,7 +215,7 @@ def _second_copy(shape: Shape, layout: Layout) -> float:
 def _start(shape: Shape, layout: Layout, device: dict[str, float], process: float) -> dict[str, float]:
     """The model is built in FP32, in host memory, then cut where ranks share its matrices, and rounded."""
     whole = float(shape.parameters)
-    masters = 4 * shape.own.trained_parameters / layout.zero_ranks if "masters" in device else 0.0  # whole until then
+    masters = 4 * shape.own.divided / layout.zero_ranks if "masters" in device else 0.0  # whole until then
     return {
         "parameters": layout.width * float(shape.own.parameters),
         "masters": masters,

@@ -121,5 +121,5 @@ def test_a_value_that_is_not_finite_is_blamed_on_the_rank_where_it_began(tmp_pat
 
 
 def test_a_model_without_experts_is_refused_in_one_line(tmp_path: Path) -> None:
-    output = job(tmp_path, "dense", SHARED, "model={architecture: llama, balance_loss: 0}", ranks=2, exit_code=2)
+    output = finish(command("python", tmp_path, "dense", SHARED), ranks=2, exit_code=2)
     assert "parallel.expert = 2: cannot be had for model llama: it is verified for " in output

@@ -196,7 +196,7 @@ def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadF
 
 
 def _sharing_experts(states: list[dict[str, Any]], index: int) -> int:
-    """How many ranks share the parameters of a group (`parallel.expert`): it is partitioned over so many times fewer."""
+    """How many ranks share a group's parameters (`parallel.expert`): it is partitioned over so many times fewer."""
     partitions = states[0].get("partition_count", len(states))
     return len(states) // partitions[index] if isinstance(partitions, list) else 1
 

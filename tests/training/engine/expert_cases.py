@@ -23,7 +23,8 @@ LR = 0.01
 MEASURED = {
     "mixtral": "num_local_experts: 4",
     "qwen3_moe": "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16",
-    "qwen2_moe": "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, shared_expert_intermediate_size: 16",
+    "qwen2_moe": "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, "
+    "shared_expert_intermediate_size: 16",
     "olmoe": "num_experts: 4, num_experts_per_tok: 2",
     "phimoe": "num_local_experts: 4, router_jitter_noise: 0.0, input_jitter_noise: 0.0",
     "deepseek_v3": "n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, n_group: 1, topk_group: 1, "
