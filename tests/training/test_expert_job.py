@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.launches import command, events, finish
+from tests.support.launches import command, events, finish, replay
 from tests.training.test_sequence_job import assert_close, numbers
 from training.checkpoint.manifest import read_state
 
@@ -118,6 +118,12 @@ def test_a_value_that_is_not_finite_is_blamed_on_the_rank_where_it_began(tmp_pat
     job(tmp_path, "bad", SHARED, fault, "run.steps=4", ranks=2)
     causes = events(tmp_path, "bad", "nonfinite")
     assert [(cause["rank"], cause["module"]) for cause in causes][:1] == [(1, "model.layers.0.mlp.experts")]
+
+
+def test_tools_that_need_all_experts_on_each_rank_refuse(folder: Path) -> None:
+    assert "parallel.expert = 2: this command is verified with all experts" in replay(
+        folder, "two", 4, exit_code=2, ranks=2
+    )
 
 
 def test_a_model_without_experts_is_refused_in_one_line(tmp_path: Path) -> None:

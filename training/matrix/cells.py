@@ -66,8 +66,8 @@ precision: {loss_scale: {initial: 256, window: 2}}
 run: {seed: 0, steps: 100}
 """
 _MIXTURE = (
-    "model={architecture: qwen3_moe, config: {num_experts: 4, num_experts_per_tok: 4, moe_intermediate_size: 16, "
-    "decoder_sparse_step: 1, head_dim: 16}}"
+    "model={architecture: qwen3_moe, config: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, "
+    "num_key_value_heads: 2, head_dim: 16, num_experts: 4, num_experts_per_tok: 4, moe_intermediate_size: 16}}"
 )
 """In place of the Llama, where ranks share experts. A token takes all, so that rounding does not choose others."""
 _SMALL = {"reduce_bucket_size": 4096, "allgather_bucket_size": 4096}

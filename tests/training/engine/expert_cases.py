@@ -5,12 +5,16 @@ The oracle is plain torch on one rank: all experts, the whole global batch, torc
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from config.resolved import Resolved
+from modeling.expert_parallel import share_experts
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from precision.dtypes import DTYPES
@@ -99,4 +103,32 @@ def against_one_rank(
         "experts": max(float((masters[n] - weights[n]).norm() / (weights[n] - start[n]).norm()) for n in experts),
         "norm": expected[1],
         "held": held / sum(parameter.numel() for parameter in drawn.parameters()),
+    }
+
+
+def dispatched(world: World, *, chosen: int) -> dict[str, Any]:
+    """A layer's output and gradients against those of experts that are not shared, where each token takes `chosen`."""
+    world = world.sharing_experts(2, timeout_minutes=2)
+    assert world.experts is not None
+    torch.manual_seed(0)
+    plain = MixtralExperts(MixtralConfig(hidden_size=8, intermediate_size=6, num_local_experts=4))
+    for parameter in plain.parameters():
+        torch.nn.init.normal_(parameter)
+    layer = copy.deepcopy(plain)
+    share_experts(torch.nn.ModuleList([layer]), world.experts, "ep_size_2")
+    index = torch.full((5, 1), chosen)
+    every = torch.randn(2, 5, 8)
+    found = []
+    for module, hidden in ((layer, every[world.rank].clone()), (plain, every.flatten(0, 1).clone())):
+        hidden.requires_grad_()
+        output = module(hidden, index.repeat(len(hidden) // 5, 1), torch.full((len(hidden), 1), 0.5))
+        output.square().sum().backward()
+        found.append((output.detach(), hidden.grad, [parameter.grad for parameter in module.parameters()]))
+    (output, gradient, own), (whole, gradients, of_all) = found
+    mine, experts = slice(world.rank * 5, world.rank * 5 + 5), slice(world.rank * 2, world.rank * 2 + 2)
+    return {
+        "output": float((output - whole[mine]).abs().max()),
+        "hidden": float((gradient - gradients[mine]).abs().max()),
+        "experts": max(float((a - b[experts]).abs().max()) for a, b in zip(own, of_all, strict=True)),
+        "idle": all(not bool(value.any()) for value in own),
     }

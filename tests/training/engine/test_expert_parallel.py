@@ -59,3 +59,10 @@ def test_four_ranks_share_by_two_and_by_four() -> None:
             for found in four.run(expert_cases.against_one_rank, stage=stage, ranks=ranks):
                 assert found["start"] == 0
                 assert max(found["numbers"], found["masters"], found["experts"]) < CLOSE["fp32"]
+
+
+@pytest.mark.parametrize("chosen", [0, 3])
+def test_a_rank_whose_experts_get_no_token_takes_part(pair: ProcessGroup, chosen: int) -> None:
+    for rank, found in enumerate(pair.run(expert_cases.dispatched, chosen=chosen)):
+        assert max(found["output"], found["hidden"], found["experts"]) < 1e-4
+        assert found["idle"] is (rank != chosen // 2), "its gradients are there, and zero"
