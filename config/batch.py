@@ -24,6 +24,8 @@ class BatchPlan:
     """[processes] That share each sequence."""
     tensor: int = 1
     """[processes] That share each matrix, and have the same sequences."""
+    expert: int = 1
+    """[processes] That share the experts of each layer, and have sequences of their own."""
 
     @property
     def sharing(self) -> int:
@@ -37,28 +39,38 @@ class BatchPlan:
 
 
 def plan_batch(
-    global_size: int, micro_size: int, world_size: int, *, where: str, sequence: int = 1, tensor: int = 1
+    global_size: int,
+    micro_size: int,
+    world_size: int,
+    *,
+    where: str,
+    sequence: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
 ) -> BatchPlan:
     """Divide the batch among `world_size` ranks, of which `sequence` share each sequence, or `tensor` each matrix.
+
+    expert: ranks that share experts, which divides their number and nothing else.
 
     where: the file that errors name.
 
     Raises:
-        UserError: `sequence` or `tensor` does not divide world_size, or micro_size x data ranks does not divide
-            global_size; says which numbers would.
+        UserError: `sequence`, `tensor` or `expert` does not divide world_size, or micro_size x data ranks does not
+            divide global_size; says which numbers would.
     """
     sharing = sequence * tensor
     key = "parallel.sequence" if tensor == 1 else "parallel.tensor"
-    if world_size % sharing:
-        numbers = _listed(divisors(world_size))
-        raise UserError(
-            f"{where}: {key} = {sharing} does not divide {world_size} "
-            f"process{'es' if world_size > 1 else ''}; set it to one of {numbers}, or run on a multiple of it"
-        )
+    for name, ranks in ((key, sharing), ("parallel.expert", expert)):
+        if world_size % ranks:
+            numbers = _listed(divisors(world_size))
+            raise UserError(
+                f"{where}: {name} = {ranks} does not divide {world_size} "
+                f"process{'es' if world_size > 1 else ''}; set it to one of {numbers}, or run on a multiple of it"
+            )
     data_ranks = world_size // sharing
     accumulation, left_over = divmod(global_size, micro_size * data_ranks)
     if not left_over:
-        return BatchPlan(global_size, micro_size, accumulation, world_size, sequence, tensor)
+        return BatchPlan(global_size, micro_size, accumulation, world_size, sequence, tensor, expert)
     problem = (
         f"{where}: batch.global_size = {global_size} cannot be cut into micro-batches of "
         f"batch.micro_size = {micro_size} on {world_size} process{'es' if world_size > 1 else ''}"

@@ -70,7 +70,19 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
     """
     for rule in (
         *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _sft, _preference, _distill),
-        *(_parallel, _tensor, _encoder, _seq2seq, _adapter, _mixture, _validation, _data, _documents, _optimizer),
+        *(
+            _parallel,
+            _tensor,
+            _expert,
+            _encoder,
+            _seq2seq,
+            _adapter,
+            _mixture,
+            _validation,
+            _data,
+            _documents,
+            _optimizer,
+        ),
         *(_schedule, _precision, _loss_scale, _evaluate, _tracking, _guard, _faults, _canary),
     ):
         for key, text in rule(config):
@@ -353,6 +365,49 @@ def _tensor(config: Config) -> Iterator[Problem]:
     ):
         if unread:
             yield key, f"{given}: {name} would compare slices with whole matrices; remove one of them"
+
+
+def _expert(config: Config) -> Iterator[Problem]:
+    ranks, model, guard, key = config.parallel.expert, config.model, config.guard, "parallel.expert"
+    if ranks == 1:
+        return
+    given = f"= {ranks}"
+    for other in ("sequence", "tensor"):
+        if getattr(config.parallel, other) > 1:
+            fix = "set one of them to 1"
+            yield key, f"{given} is not verified with parallel.{other} = {getattr(config.parallel, other)}; {fix}"
+    if config.task != "pretrain":
+        yield key, f"{given} is verified with task = pretrain, not {config.task}; set it to 1"
+    if config.adapter.kind != "none":
+        yield key, f"{given} is not verified with adapter.kind = {config.adapter.kind}; set one of them to its default"
+    if config.precision.path == "manifest":
+        yield key, f"{given} is not verified with precision.path = manifest; use the cast path"
+    if config.precision.masters == "split":
+        yield key, f"{given} is not verified with precision.masters = split; remove one of them"
+    if config.optimizer.name not in _BY_VALUE:
+        fix = f"use one of {', '.join(_BY_VALUE)}"
+        yield key, f"{given}: optimizer.name = {config.optimizer.name} looks at whole parameters, of slices here; {fix}"
+    if model.compile:
+        yield key, f"{given} is not verified with model.compile = true; remove one of them"
+    if model.kernels == "liger":
+        yield key, f"{given} is not verified with model.kernels = liger; remove one of them"
+    if model.activation_checkpointing in ("budget", "ops"):
+        fix = "set that to full, selective or attention"
+        yield (
+            key,
+            f"{given} is not verified with model.activation_checkpointing = {model.activation_checkpointing}; {fix}",
+        )
+    if model.checkpointing_reentrant:
+        yield key, f"{given} is not verified with model.checkpointing_reentrant = true; remove one of them"
+    for name, unread in (
+        ("guard.replica_checks", guard.replica_checks),
+        ("guard.update_checks", guard.update_checks),
+        ("guard.reexecute", guard.reexecute != "never"),
+        ("telemetry.probe", config.telemetry.probe),
+        ("defects", config.defects),
+    ):
+        if unread:
+            yield key, f"{given}: {name} would compare a rank's experts with all of them; remove one of them"
 
 
 _BY_VALUE = ("adamw", "lion", "sgd")

@@ -379,6 +379,9 @@ class ParallelSection:
     tensor: int = limit(1, at_least=1)
     """[ranks] That share each matrix of a block, a part of its heads or of its MLP each, and compute the same sequences
     with it. It divides the number of processes and the attention heads. 1: every rank computes with whole matrices."""
+    expert: int = limit(1, at_least=1)
+    """[ranks] That share the experts of each layer of a mixture, a part of them each, and send each other the tokens of
+    theirs. It divides the number of processes and of experts. 1: every rank has all experts."""
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,8 @@ class Run:
     micro_size: int
     sequence: int = 1
     """[processes] That share a sequence, or matrices."""
+    expert: int = 1
+    """[processes] That share experts."""
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Run:
@@ -95,12 +97,12 @@ class Run:
         run, batch = config.run, config.batch
         sharing = config.parallel.sequence * config.parallel.tensor
         events = Path(run.dir).expanduser() / run.name / "events.jsonl"
-        return cls(events, run.max_minutes, batch.global_size, batch.micro_size, sharing)
+        return cls(events, run.max_minutes, batch.global_size, batch.micro_size, sharing, config.parallel.expert)
 
     def fits(self, processes: int) -> bool:
         """Whether the global batch divides among so many processes."""
         groups, left_over = divmod(processes, self.sequence)
-        return not left_over and self.global_size % (self.micro_size * groups) == 0
+        return not left_over and processes % self.expert == 0 and self.global_size % (self.micro_size * groups) == 0
 
     def events_end(self) -> tuple[int, int]:
         """Inode and size of events.jsonl now: what is written after it is the next session's."""

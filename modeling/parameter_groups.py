@@ -22,6 +22,8 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
     3-D ones of fused experts, which are a matrix for each expert; but not the layer that makes the logits, of which an
     adapter may train a copy.
 
+    moe, name: of experts that ranks share (`parallel.expert`), which DeepSpeed partitions over fewer ranks.
+
     Frozen parameters are left out. Shapes are read from `ds_shape` where ZeRO-3 has already partitioned a parameter to
     an empty tensor. Raises UserError for a group of the config that matches no parameter.
     """
@@ -46,7 +48,12 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
             decay = decay if chosen.weight_decay is None else chosen.weight_decay
             factor = 1.0 if chosen.learning_rate is None else chosen.learning_rate / section.learning_rate
         options = {"weight_decay": decay, "lr_factor": factor, "matrix": matrix}
-        groups.setdefault((not matrix, not decays, own), {"params": [], **options})["params"].append(parameter)
+        experts = getattr(parameter, "group_name", None)
+        if experts is not None:
+            options |= {"moe": True, "name": experts}
+        groups.setdefault((not matrix, not decays, own, experts or ""), {"params": [], **options})["params"].append(
+            parameter
+        )
     for group, found in zip(section.groups, matched, strict=True):
         if not found:
             example = next(name for name, parameter in model.named_parameters() if parameter.requires_grad)

@@ -47,7 +47,7 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
     found = [
         (rank, finding) for rank, findings in enumerate(engine.world.gather_objects(local)) for finding in findings
     ]
-    shared = engine.world.sequence or engine.world.tensor
+    shared = engine.world.sequence or engine.world.tensor or engine.world.experts
     if found and shared is not None:
         found = _without_consequences(found, engine.model, ranks=shared.size)
     if found:
@@ -62,7 +62,7 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
 def _without_consequences(
     found: list[tuple[int, Finding]], model: nn.Module, *, ranks: int
 ) -> list[tuple[int, Finding]]:
-    """Leave out what reached a rank from another one that has a slice of the same sequences, or matrices.
+    """Leave out what reached a rank from another one that has a slice of the same sequences or matrices, or experts.
 
     So many `ranks` share them. Of each group and micro-batch the rank is kept whose finding was made first:
     forward passes end in one order of modules on all ranks, backward passes in the reverse of that in which they begin.

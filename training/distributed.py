@@ -45,11 +45,11 @@ class SequenceGroup:
 
 
 @dataclass(frozen=True)
-class TensorGroup:
-    """The ranks that share matrices: consecutive ones. They compute the same sequences."""
+class SliceGroup:
+    """Consecutive ranks that have a slice each of the same parameters."""
 
     rank: int
-    """Which slice of each matrix is this rank's, from 0."""
+    """Which slice is this rank's, from 0."""
     size: int
     group: dist.ProcessGroup
 
@@ -58,6 +58,25 @@ class TensorGroup:
         rows = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(rows, values.contiguous(), group=self.group)
         return rows
+
+
+@dataclass(frozen=True)
+class ExpertGroup(SliceGroup):
+    """The ranks that share the experts of each layer. They have sequences of their own."""
+
+    def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ...
+
+        A collective of the group.
+        """
+        result = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.group)
+        return result
+
+
+@dataclass(frozen=True)
+class TensorGroup(SliceGroup):
+    """The ranks that share matrices. They compute the same sequences."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """In-place sum over the group."""
@@ -84,6 +103,8 @@ class World:
     """The ranks that this one shares sequences with; None where none are shared."""
     tensor: TensorGroup | None = None
     """The ranks that this one shares matrices with; None where each has whole ones."""
+    experts: ExpertGroup | None = None
+    """The ranks that this one shares experts with; None where each has all of them."""
 
     @property
     def zero_rank(self) -> int:
@@ -164,6 +185,13 @@ class World:
             return self
         group = self._consecutive(ranks, timeout_minutes)
         return replace(self, tensor=TensorGroup(self.rank % ranks, ranks, group))
+
+    def sharing_experts(self, ranks: int, *, timeout_minutes: float) -> World:
+        """The same ranks, so many of which share the experts of each layer. A collective."""
+        if ranks == 1:
+            return self
+        group = self._consecutive(ranks, timeout_minutes)
+        return replace(self, experts=ExpertGroup(self.rank % ranks, ranks, group))
 
     def _consecutive(self, ranks: int, timeout_minutes: float) -> Any:
         """This rank's group of so many consecutive ones, which divide all. A collective: each rank makes each group."""

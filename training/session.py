@@ -93,6 +93,7 @@ class Session:
             "world size": self.resolved.world_size,
             "parallel.sequence": self.resolved.batch.sequence,
             "parallel.tensor": self.resolved.batch.tensor,
+            "parallel.expert": self.resolved.batch.expert,
             "ZeRO stage": self.resolved.zero_stage,
             "precision.compute": self.resolved.compute,
             "offload": self.resolved.offload,
@@ -129,6 +130,11 @@ def session(
             f"parallel.tensor = {config.parallel.tensor}: this command is verified with whole matrices on each rank; "
             "set it to 1"
         )
+    if config.parallel.expert > 1 and not trains:
+        raise UserError(
+            f"parallel.expert = {config.parallel.expert}: this command is verified with all experts on each rank; set "
+            "it to 1"
+        )
     with ExitStack() as ends:
         joined = world is None
         if world is None:
@@ -137,6 +143,7 @@ def session(
         parallel, minutes = config.parallel, config.run.timeout_minutes
         world = world.sharing_sequences(parallel.sequence, timeout_minutes=minutes)
         world = world.sharing_tensors(parallel.tensor, timeout_minutes=minutes)
+        world = world.sharing_experts(parallel.expert, timeout_minutes=minutes)
         if trains:
             crash, owned = Crash(run_dir_of(resolved).events, world.rank), list[bool]()
 

@@ -85,6 +85,9 @@ def read_plan(
     if whole.parallel.tensor > 1:
         problem = "its FP32 twin is verified with whole matrices on each rank; set it to 1"
         raise UserError(f"{config}: parallel.tensor = {whole.parallel.tensor}: {problem}")
+    if whole.parallel.expert > 1:
+        problem = "its FP32 twin is verified with all experts on each rank; set it to 1"
+        raise UserError(f"{config}: parallel.expert = {whole.parallel.expert}: {problem}")
     if whole.checkpoint.dir is not None:
         raise UserError(f"{config}: checkpoint.dir: the canary goes back in the run folder only; leave it out")
     return Plan(arguments, resolved, processes, tuple(launch), tuple(check_launch))

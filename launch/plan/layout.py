@@ -41,6 +41,8 @@ class Layout:
     """[ranks] That share each sequence."""
     tensor: int
     """[ranks] That share each matrix, and compute the same sequences."""
+    expert: int
+    """[ranks] That share the experts of each layer, and have sequences of their own."""
     rows: int
     """[sequences] Of one sample: two of a pair of answers."""
     compute: str
@@ -143,6 +145,7 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         targets=config.data.label_length if config.task == "seq2seq" else 0,
         sharing=resolved.batch.sequence,
         tensor=resolved.batch.tensor,
+        expert=resolved.batch.expert,
         rows=2 if config.task == "dpo" else 1,
         compute=resolved.compute,
         manifest=config.precision.path == "manifest",

@@ -44,7 +44,7 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
     from stage 2 on gradients, at stage 3 parameters; also an FP32 run keeps masters beside its parameters then. Split
     masters are kept in the parameters and what is given here. Frozen parameters have none of these.
     """
-    part = shape.trained_parameters / layout.zero_ranks
+    part = shape.divided / layout.zero_ranks
     gradients = 4 * (float(shape.trained_parameters) if layout.stage < 2 else part)
     kept = _state_bytes(shape, layout)
     if layout.stage == 0:
@@ -180,7 +180,7 @@ def saved_bytes(shape: Shape, layout: Layout) -> float:
     shape = shape.own
     trained = shape.trained_parameters / (layout.zero_ranks if layout.stage == 3 else 1)
     share = layout.zero_ranks if layout.stage else 1
-    masters = 4 * shape.trained_parameters / share if layout.stage else 0.0
+    masters = 4 * shape.divided / share if layout.stage else 0.0
     return masters + _state_bytes(shape, layout) / share + layout.width * trained
 
 
@@ -189,7 +189,8 @@ def checkpoint_bytes(shape: Shape, layout: Layout) -> float:
     if layout.tensor > 1:
         return layout.tensor * checkpoint_bytes(shape.own, replace(layout, tensor=1))
     masters = 4 * shape.trained_parameters if layout.stage else 0
-    return masters + _state_bytes(shape, layout) + layout.width * shape.trained_parameters
+    # of shared experts the file of weights has those of rank 0
+    return masters + _state_bytes(shape, layout) + layout.width * shape.own.trained_parameters
 
 
 def _gathered(shape: Shape, layout: Layout) -> tuple[float, float]:
@@ -223,7 +224,7 @@ def _start(shape: Shape, layout: Layout, device: dict[str, float], process: floa
     """The model is built in FP32, in host memory, then cut where ranks share its matrices, and rounded."""
     codes = shape.codes
     whole = float(shape.parameters if codes is None else shape.parameters - codes.parameters)
-    masters = 4 * shape.own.trained_parameters / layout.zero_ranks if "masters" in device else 0.0  # whole until then
+    masters = 4 * shape.own.divided / layout.zero_ranks if "masters" in device else 0.0  # whole until then
     return {
         "parameters": shape.own.weight_bytes(layout.width),
         "masters": masters,

@@ -102,7 +102,14 @@ class Shape:
     counted_attention: float | None = None
     """[FLOP] Of a token's products inside attention where no formula knows them: an encoder-decoder's."""
     slice: Shape | None = None
-    """What one of the ranks that share matrices has; None where none do."""
+    """What one of the ranks that share matrices or experts has; None where none do."""
+    trained_by_all: int = 0
+    """[parameters] Trained on all ranks that share experts, over all of which ZeRO divides them; 0 where none do."""
+    expert_parameters: int = 0
+    """[parameters] Of the experts that this rank has, where ranks share them."""
+    expert_layers: int = 0
+    """[layers] With such experts."""
+    experts_per_token: int = 0
     columns: int = 0
     """[layers] Of one block whose matrices are cut by rows, so that gradients of their inputs are summed over ranks."""
     rows: int = 0
@@ -121,6 +128,11 @@ class Shape:
             return width * self.parameters / ranks
         floats = width * (self.parameters - self.codes.parameters)
         return (floats + self.codes.codes) / ranks + self.codes.scales
+
+    @property
+    def divided(self) -> int:
+        """[parameters] With masters and an optimizer's state, of which each of ZeRO's ranks has an equal part."""
+        return self.trained_by_all or self.trained_parameters
 
     @property
     def hidden_matrix_parameters(self) -> int:
@@ -169,6 +181,8 @@ def read_shape(config: Config, layout: Layout) -> Shape:
     shape = _measured(model, config.adapter, config.optimizer, model_class=model_class_of(config))
     if layout.tensor > 1:
         shape = replace(shape, slice=_slice(model, shape, config.optimizer, ranks=layout.tensor))
+    if layout.expert > 1:
+        shape = replace(shape, slice=_with_experts_shared(model, shape, config.optimizer, ranks=layout.expert))
     if config.distill.teacher is not None and not config.distill.top_k:
         shape = replace(shape, teacher=_teacher(config, vocabulary=shape.vocabulary))
     if shape.exact and not shape.has_adapter and not encoder and not layout.targets:
@@ -225,6 +239,39 @@ def _slice(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int)
         columns=found["colwise"],
         rows=found["rowwise"],
         head_share=ranks if cut_head else 1,
+    )
+
+
+def _with_experts_shared(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int) -> Shape:
+    """What each of so many ranks has that share the experts of a model (on the meta device, changed in place).
+
+    Raises UserError for a model whose experts are not in tensors of three dimensions, or are not divided by `ranks`.
+    """
+    layers = experts = 0
+    for module in model.modules():
+        fused = {name: item for name, item in module.named_parameters(recurse=False) if item.dim() == 3}
+        if not type(module).__name__.endswith("Experts") or not fused:
+            continue
+        layers += 1
+        for name, item in module.named_parameters(recurse=False):
+            if item.shape[0] % ranks:
+                raise UserError(
+                    f"parallel.expert = {ranks}: does not divide the {item.shape[0]} experts of model "
+                    f"{whole.architecture}; set it to a divisor"
+                )
+            own = item.detach().new_empty([item.shape[0] // ranks, *item.shape[1:]])
+            experts += own.numel()
+            setattr(module, name, type(item)(own))
+    if not layers:
+        raise UserError(f"parallel.expert = {ranks}: model {whole.architecture} has no fused experts; set it to 1")
+    text = model.config.get_text_config()
+    return replace(
+        _measured(model, AdapterSection(), optimizer),
+        groups=whole.groups,  # ZeRO divides them by all ranks
+        trained_by_all=whole.trained_parameters,
+        expert_parameters=experts,
+        expert_layers=layers,
+        experts_per_token=int(getattr(text, "num_experts_per_tok", None) or 1),
     )
 
 

@@ -73,7 +73,7 @@ class Planner:
         options = []
         for world in WORLDS:
             together = layout.sharing * layout.tensor
-            if world % together:
+            if world % together or world % layout.expert:
                 continue
             each = max(1, sequences * together // world)
             micro = max(size for size in divisors(each) if size <= max(layout.micro, 1))

@@ -41,15 +41,23 @@ class Traffic:
     """[bytes] Through the ring of the ranks that share matrices, before the factor (n - 1) / n of these."""
     reductions: float = 0.0
     """[collectives] Of these ranks in one step."""
+    tokens: float = 0.0
+    """[bytes] Of tokens traded among the ranks that share experts, before the factor (n - 1) / n of these, which is
+    what leaves a rank where all experts are used alike."""
+    dispatches: float = 0.0
+    """[collectives] Of these ranks in one step."""
+    of_experts: float = 0.0
+    """[bytes] Gradients and parameters of shared experts through the ring of the ranks that have the same ones, before
+    the factor (n - 1) / n of these."""
 
     @property
     def sent(self) -> float:
         """[bytes] Of all kinds."""
-        return self.gradients + self.parameters + self.sequences + self.sums
+        return self.gradients + self.parameters + self.sequences + self.sums + self.tokens + self.of_experts
 
 
 def traffic(shape: Shape, layout: Layout) -> Traffic:
-    """Bytes of one optimizer step: of gradients and parameters, and of shared sequences or matrices.
+    """Bytes of one optimizer step: of gradients and parameters, and of shared sequences, matrices or experts.
 
     Jacobs et al. 2023, section 3.2: queries, keys, values and the output of each block cross the network in its forward
     pass, their gradients in its backward pass; a recomputed block sends them once more.
@@ -63,6 +71,8 @@ def traffic(shape: Shape, layout: Layout) -> Traffic:
     found = _of_states(shape, layout)
     if layout.tensor > 1:
         return _with_sums(found, shape, layout)
+    if layout.expert > 1:
+        return _with_experts(found, shape, layout)
     if layout.sharing == 1:
         return found
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim * shared_copies(shape, layout)
@@ -87,6 +97,27 @@ def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
     elif cut_head:
         sent, reductions = sent + layout.width * layout.tokens * float(shape.vocabulary), reductions + 1
     return replace(found, sums=layout.accumulation * sent, reductions=layout.accumulation * reductions)
+
+
+def _with_experts(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
+    """With the tokens that ranks send each other's experts and get back, in both passes, once more where a block is
+    recomputed; a reentrant one is refused. Gradients and parameters of experts have a ring of their own."""
+    block = block_bytes(shape, layout) * layout.tokens
+    again = min(recomputed_blocks(shape, layout, block), shape.expert_layers)
+    passes = 2 * shape.expert_layers + again
+    rows = layout.tokens * shape.experts_per_token
+    sent = 2.0 * passes * layout.width * rows * shape.hidden
+    counts = shape.expert_layers + again
+    share = shape.expert_parameters / shape.trained_parameters
+    own = share * (found.gradients + found.parameters)
+    return replace(
+        found,
+        gradients=(1 - share) * found.gradients,
+        parameters=(1 - share) * found.parameters,
+        of_experts=own,
+        tokens=layout.accumulation * sent,
+        dispatches=layout.accumulation * (2.0 * passes + counts),
+    )
 
 
 def _attention_again(shape: Shape, layout: Layout, block: float) -> int:
@@ -186,6 +217,11 @@ def speed(
         ring = moved.sums * (layout.tensor - 1) / layout.tensor
         communication += ring / (ring_bandwidth(device, layout.tensor) * efficiency)
         communication += moved.reductions * latency * math.log2(layout.tensor)
+    if layout.expert > 1:
+        ring, same = moved.tokens * (layout.expert - 1) / layout.expert, world // layout.expert
+        communication += ring / (ring_bandwidth(device, layout.expert) * efficiency)
+        communication += moved.dispatches * latency * math.log2(layout.expert)
+        communication += moved.of_experts * (same - 1) / same / (ring_bandwidth(device, world) * efficiency)
     step = max(compute, communication) if layout.overlap else compute + communication
     return Speed(world, compute, communication, step, tokens * layout.zero_ranks)
 
@@ -203,8 +239,11 @@ def mfu_of(tokens_per_second: float, shape: Shape, layout: Layout, device: Devic
 
 
 def computed_flops(shape: Shape, layout: Layout) -> float:
-    """[FLOP] Of one token on one rank: forward, backward, what is recomputed, passes of a reference and a teacher."""
-    shape = shape.own
+    """[FLOP] Of one token on one rank: forward, backward, what is recomputed, passes of a reference and a teacher.
+
+    Ranks that share experts compute for each other's tokens: as much as with all experts.
+    """
+    shape = shape.own if layout.expert == 1 else shape
     block = block_bytes(shape, layout) * layout.tokens
     again = recomputed_share(shape, layout, block) + layout.reference_pass
     flops = shape.flops_per_token(layout.sequence) + again * shape.forward_flops(layout.sequence)

@@ -20,13 +20,13 @@ def step_bytes(shape: Shape, layout: Layout) -> float:
     rule = max((_rule_bytes(group, layout) for group in shape.groups), default=0.0)
     if layout.split_masters:
         piece = SPLIT_PIECE if layout.on_cpu else SPLIT_PIECE_ON_A_GPU
-        rule += _OF_A_PIECE * min(piece, shape.trained_parameters / layout.zero_ranks)
+        rule += _OF_A_PIECE * min(piece, shape.divided / layout.zero_ranks)
     return _copied_gradients(shape, layout) + rule
 
 
 def _copied_gradients(shape: Shape, layout: Layout) -> float:
     """[bytes] FP32 gradients that are flattened."""
-    part = shape.trained_parameters / layout.zero_ranks
+    part = shape.divided / layout.zero_ranks
     if layout.stage == 0 or layout.bf16_optimizer or "optimizer" in layout.offload:
         return 0.0
     if layout.stage == 3:

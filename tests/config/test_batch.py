@@ -67,6 +67,13 @@ def test_ranks_that_share_sequences_count_as_one(global_size: int, micro_size: i
         assert (plan.accumulation, plan.data_ranks) == (alone.accumulation, groups)
 
 
+def test_ranks_that_share_experts_have_sequences_of_their_own() -> None:
+    plan = plan_batch(8, 1, 8, where="", expert=2)
+    assert (plan.data_ranks, plan.accumulation) == (8, 1)
+    with pytest.raises(UserError, match="parallel.expert = 3 does not divide 8 processes; set it to one of 1, 2, 4, 8"):
+        plan_batch(8, 1, 8, where="", expert=3)
+
+
 def test_ranks_that_share_matrices_have_the_same_sequences() -> None:
     plan = plan_batch(8, 1, 8, where="", tensor=2)
     assert (plan.data_ranks, plan.accumulation) == (4, 2)

@@ -204,6 +204,21 @@ REFUSED = [
         "parallel.tensor = 2: model.activation_checkpointing = ops keeps matmul results, which are summed in place",
     ),
     (["parallel.tensor=2", "guard.replica_checks=9"], "parallel.tensor = 2: guard.replica_checks would compare slices"),
+    (["parallel={expert: 2, tensor: 2}"], "parallel.expert = 2 is not verified with parallel.tensor = 2; set one"),
+    (["parallel={expert: 2, sequence: 2}"], "parallel.expert = 2 is not verified with parallel.sequence = 2; set one"),
+    (["parallel.expert=2", "task=sft"], "parallel.expert = 2 is verified with task = pretrain, not sft"),
+    (
+        ["parallel.expert=2", "optimizer.name=muon"],
+        "parallel.expert = 2: optimizer.name = muon looks at whole parameters",
+    ),
+    (
+        ["parallel.expert=2", "model.activation_checkpointing=ops"],
+        "parallel.expert = 2 is not verified with model.activation_checkpointing = ops; set that to full",
+    ),
+    (
+        ["parallel.expert=2", "guard.replica_checks=9"],
+        "parallel.expert = 2: guard.replica_checks would compare a rank's experts with all of them",
+    ),
     (["guard={spike_sigmas: 6, spike_window: 200}"], "guard.spike_window = 200 leaves nothing to judge in run.steps"),
     (
         ["precision={masters: split, compute: fp32}"],

@@ -140,6 +140,8 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
         raise UserError(f"parallel.sequence = {resolved.batch.sequence}: the contestants share none; set it to 1")
     if resolved.batch.tensor > 1:
         raise UserError(f"parallel.tensor = {resolved.batch.tensor}: the contestants share none; set it to 1")
+    if resolved.batch.expert > 1:
+        raise UserError(f"parallel.expert = {resolved.batch.expert}: the contestants share none; set it to 1")
     corpus = prepare(config, progress=True)
     length, steps = config.data.sequence_length, config.run.steps
     pretrains = config.task == "pretrain"

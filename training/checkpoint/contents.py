@@ -40,7 +40,7 @@ def save_state(files: Files, folder: Path, engine: Engine, state: dict[str, Any]
     files.save(generators(world.device), folder / f"rng-rank-{world.rank}.pt")
     if world.is_main:
         state = {**state, "parameters": parameter_shapes(engine.model), "checksums": checksums}
-        if world.tensor is not None:
+        if world.tensor is not None or world.experts is not None:
             parameters = engine.model.named_parameters(remove_duplicate=False)
             found = {name: cut(parameter) for name, parameter in parameters}
             state["tensor_slices"] = {name: (how.dimension, how.sizes) for name, how in found.items() if how}
@@ -68,13 +68,14 @@ def manifest_of(engine: Engine, progress: Progress, validation_loss: float | Non
 _START_ANEW = "start anew with run.resume=never or another run.name"
 
 
-LAYOUT = ("world size", "parallel.sequence", "parallel.tensor", "ZeRO stage", "precision.compute", "offload")
+_PARALLEL = ("parallel.sequence", "parallel.tensor", "parallel.expert")
+LAYOUT = ("world size", *_PARALLEL, "ZeRO stage", "precision.compute", "offload")
 """What may change on resume: how masters and sequences are shared out, and the compute dtype (docs/elastic.md)."""
 
 
 ATTENTION = "model.attention"
 """May change on resume too, and is noted: another implementation rounds differently. Older checkpoints do not say."""
-_DEFAULTS = {"data.document_masking": False, "task": "pretrain", "parallel.sequence": 1, "parallel.tensor": 1}
+_DEFAULTS = {"data.document_masking": False, "task": "pretrain", **dict.fromkeys(_PARALLEL, 1)}
 """Values for checkpoints that were written before the key existed."""
 
 

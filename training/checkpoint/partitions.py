@@ -180,34 +180,41 @@ def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadF
     saved = SavedModel(stage=2, ranks=len(states), second_source="the weights in the model file, rounded alike")
     _set_buffers(saved, state)
     module, shared = state["module"], state["shared_params"] or {}
-    parts: dict[str, list[torch.Tensor]] = {}
-    kept: dict[str, list[Any]] = {}
-    places: dict[str, list[slice]] = {}
-    for partition in states:
-        groups = partition["single_partition_of_fp32_groups"]
-        flats = _flat_states(partition["base_optimizer_state"])
-        for index, addresses in enumerate(partition["param_slice_mappings"]):
-            for name, address in addresses.items():
-                # an address may end in the padding that was cut off the last rank's partition
-                where = slice(address.start, address.start + address.numel)
-                parts.setdefault(name, []).append(groups[index][where])
-                kept.setdefault(name, []).append(flats[index])
-                places.setdefault(name, []).append(where)
-    for shapes in state["param_shapes"]:
+    for index, shapes in enumerate(state["param_shapes"]):
+        sharing = _sharing_experts(states, index)
         for name, shape in shapes.items():
-            _require_size(folder, name, shape, sum(part.numel() for part in parts.get(name, [])))
-            saved.tensors[name] = SavedTensor(
-                shape,
-                _joined(parts[name], shape),
-                _constant(module[name]),
-                Pieces(parts[name], shape.numel()),
-                _joined_state(folder, name, kept[name], places[name], shape.numel()),
-            )
+            slices = [_open_flat(folder, states[first::sharing], index, name, shape) for first in range(sharing)]
+            if sharing == 1:
+                saved.tensors[name] = replace(slices[0], second_copy=_constant(module[name]))
+            else:  # the model file has the first slice only
+                saved.tensors[name] = _join_tensor(slices, Cut(0, (shape[0],) * sharing))
     for name, weight in module.items():
         if name not in saved.tensors and name not in saved.buffers and name not in shared:
             saved.frozen.add(name)
             saved.tensors[name] = SavedTensor(weight.shape, _constant(weight))
     return saved
+
+
+def _sharing_experts(states: list[dict[str, Any]], index: int) -> int:
+    """How many ranks share a group's parameters (`parallel.expert`): it is partitioned over so many times fewer."""
+    partitions = states[0].get("partition_count", len(states))
+    return len(states) // partitions[index] if isinstance(partitions, list) else 1
+
+
+def _open_flat(folder: Path, states: list[dict[str, Any]], index: int, name: str, shape: torch.Size) -> SavedTensor:
+    """A parameter of a group in the flat partitions of the ranks that have it, or one slice of it."""
+    parts, kept, places = [], [], []
+    for partition in states:
+        address = partition["param_slice_mappings"][index].get(name)
+        if address is not None:
+            # an address may end in the padding that was cut off the last rank's partition
+            where = slice(address.start, address.start + address.numel)
+            parts.append(partition["single_partition_of_fp32_groups"][index][where])
+            kept.append(_flat_states(partition["base_optimizer_state"])[index])
+            places.append(where)
+    _require_size(folder, name, shape, sum(part.numel() for part in parts))
+    state = _joined_state(folder, name, kept, places, shape.numel())
+    return SavedTensor(shape, _joined(parts, shape), None, Pieces(parts, shape.numel()), state)
 
 
 def _open_stage_3(

@@ -24,6 +24,7 @@ from training.checkpoint.partitions import SavedModel, SavedTensor, open_saved_m
 from training.checkpoint.pieces import AnyPieces, SlicedPieces
 from training.checkpoint.reader import PLAIN, Opener, Reader
 from training.engine import Engine
+from training.engine.tensor_slices import slice_group
 from training.engine.tensors import (
     Checksums,
     as_text,
@@ -219,7 +220,7 @@ def _restore_padding(engine: Engine, updates: int) -> None:
 def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
     """The computing weight: the master, rounded; at ZeRO-3 this rank's partition of it."""
     if engine.stage < 3:
-        whole, how, group = tensor.read(), cut(parameter), engine.world.tensor
+        whole, how, group = tensor.read(), cut(parameter), slice_group(parameter, engine.world)
         parameter.data.copy_(whole if group is None or how is None else how.slice_of(whole, group.rank))
         return
     part = parameter.ds_tensor
@@ -235,7 +236,7 @@ def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None
 
 def _own(engine: Engine, parameter: Any, whole: AnyPieces) -> AnyPieces:
     """This rank's slice of a whole tensor, where ranks share it."""
-    how, group = cut(parameter), engine.world.tensor
+    how, group = cut(parameter), slice_group(parameter, engine.world)
     if group is None or how is None:
         return whole
     shape = shape_of(parameter)

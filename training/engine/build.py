@@ -21,6 +21,7 @@ from modeling.adapter import add_adapter
 from modeling.build import Gather, build_model, drawn_notes
 from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
+from modeling.expert_parallel import require_shareable_experts, share_experts
 from modeling.kernels import require_liger
 from modeling.sequence_parallel import (
     LARGEST_IN_16_BITS,
@@ -32,6 +33,7 @@ from modeling.tensor_parallel import require_shareable
 from precision.routers import compute_routers_in_fp32
 from training.distributed import SequenceGroup, World
 from training.engine.engine import Engine
+from training.engine.expert_slices import experts_name
 from training.engine.kernels import choose_fp8_kernel, choose_kernels
 from training.engine.pieces import tell_pieces
 from training.engine.plant import tell_faults
@@ -49,6 +51,8 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         require_liger(model_config.model_type, world.device)
     if world.tensor is not None:
         require_shareable(model_config, world.tensor.size)
+    if world.experts is not None:
+        require_shareable_experts(model_config, world.experts.size)
     teacher = None
     if config.distill.teacher is not None and not config.distill.top_k:
         teacher = Teacher(resolved, world, vocabulary=model_config.get_text_config().vocab_size)
@@ -62,6 +66,8 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     model = build_model(
         config.model, model_config, seed=seed, gather=gather, model_class=model_class, adapter=config.adapter
     )
+    if world.experts is not None:
+        share_experts(model, world.experts, experts_name(world.experts))
     if config.adapter.kind != "none":
         model = add_adapter(model, config.adapter, seed=seed, model_class=model_class)
     notes = drawn_notes(model) + choose_kernels(model, resolved, world)

@@ -39,6 +39,7 @@ from precision.regions import Regions
 from precision.step_health import Health
 from training.distributed import World, allow_fp16_on_cpu
 from training.engine.defects import Defects
+from training.engine.expert_slices import forget_groups, shared_experts
 from training.engine.faults import Faults
 from training.engine.gradients import ReducedGradients
 from training.engine.health import Evaluation, Outcome, RanksDisagree, Update, difference, require_equal
@@ -94,17 +95,18 @@ class Engine:
         if world.tensor is None:
             self._plant(resolved, model)
         import_muon_uncompiled()
-        self.deepspeed, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=build_optimizer(
-                model,
-                optimizer_section,
-                masters=resolved.config.precision.masters,
-                offload=resolved.offload != "none",
-                device=world.device,
-            ),
-            config=_config_for(resolved),
-        )
+        with shared_experts(model, world):
+            self.deepspeed, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=build_optimizer(
+                    model,
+                    optimizer_section,
+                    masters=resolved.config.precision.masters,
+                    offload=resolved.offload != "none",
+                    device=world.device,
+                ),
+                config=_config_for(resolved),
+            )
         if world.tensor is not None:  # modules that a fault may name were replaced
             self._plant(resolved, model)
         tell_slices(self.model, world.tensor)
@@ -454,6 +456,8 @@ class Engine:
             path, _ = self.deepspeed.load_checkpoint(
                 str(folder), tag=tag, load_lr_scheduler_states=False, load_module_strict=not self.has_frozen_base
             )
+        if self.world.experts is not None:  # the file of weights has the experts of rank 0
+            self.deepspeed.optimizer.update_lp_params()
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder / tag}")
         for group, setting in zip(self.deepspeed.optimizer.param_groups, settings, strict=True):
@@ -465,10 +469,12 @@ class Engine:
     @contextmanager
     def _checkpoints_through(self, files: CheckpointEngine) -> Iterator[None]:
         original, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, files
+        # of its own layers, DeepSpeed would save each expert in a file by the layer's name
+        experts, self.deepspeed.has_moe_layers = self.deepspeed.has_moe_layers, False
         try:
             yield
         finally:
-            self.deepspeed.checkpoint_engine = original
+            self.deepspeed.checkpoint_engine, self.deepspeed.has_moe_layers = original, experts
 
     def momentum_norm(self) -> float | None:
         """Global norm of the optimizer's momentum, in gradient units; None where it keeps none."""
@@ -502,6 +508,8 @@ class Engine:
         if group := groups._get_zero_param_intra_parallel_group():
             # DeepSpeed leaves the group of zero_hpz_partition_size behind and refuses to make the next engine's.
             deepspeed.comm.destroy_process_group(group)
+        if self.world.experts is not None:
+            forget_groups()
         if self.teacher is not None:
             self.teacher.close()
         if self._attention is not None:

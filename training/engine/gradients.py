@@ -18,7 +18,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils import groups, safe_get_full_grad
 
 from training.distributed import TensorGroup
 from training.engine.tensor_slices import counts_here
@@ -64,7 +64,12 @@ class ReducedGradients:
                 norm = self._tensor.sum(norm.double().square()).sqrt()
         elif isinstance(self._engine.optimizer, BF16_Optimizer):
             shared = self._engine.mpu if self._tensor is not None else None
-            norm = torch.as_tensor(get_global_norm_of_tensors(input_tensors=self._tensors_for_norm()[0], mpu=shared))
+            whole, of_experts = self._tensors_for_norm()
+            norm = torch.as_tensor(get_global_norm_of_tensors(input_tensors=whole, mpu=shared))
+            for name, gradients in of_experts.items():  # each rank has those of its own experts
+                group = groups._get_expert_parallel_group(name)
+                other = get_global_norm_of_tensors(input_tensors=gradients, moe_ep_group=group)
+                norm = combine_grad_norm_groups([norm, torch.as_tensor(other)])
         elif self._stage == 3:
             norm = combine_grad_norm_groups(self._norm_groups())
         else:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from modeling.tensor_parallel import CUT, cut, cut_of
-from training.distributed import TensorGroup, World
+from training.distributed import SliceGroup, TensorGroup, World
 from training.engine.flips import bit_sum
 from training.engine.health import RanksDisagree
 
@@ -76,11 +76,21 @@ def replicas(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if cut(parameter) is None)
 
 
-def joined(values: torch.Tensor, parameter: Any, group: TensorGroup | None) -> torch.Tensor:
+def slice_group(parameter: Any, world: World) -> SliceGroup | None:
+    """The ranks that have the slices of a parameter; None of one that is whole here."""
+    return None if cut(parameter) is None else world.tensor or world.experts
+
+
+def joined(values: torch.Tensor, parameter: Any, world: World) -> torch.Tensor:
     """The whole of what `values`, in the shape of this rank's slice, are of; a replica's as they are.
 
     A collective of the group.
     """
+    return joined_in(slice_group(parameter, world), values, parameter)
+
+
+def joined_in(group: SliceGroup | None, values: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """The same of a group that has the slices of all parameters that are cut; None: nothing is."""
     how = cut(parameter)
     if group is None or how is None:
         return values

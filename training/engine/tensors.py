@@ -26,7 +26,7 @@ from training.engine.engine import Engine
 from training.engine.gradients import reduced_gradient
 from training.engine.masters import local_masters
 from training.engine.split_masters import SplitMaster
-from training.engine.tensor_slices import counts_here, joined
+from training.engine.tensor_slices import counts_here, joined, slice_group
 
 
 def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
@@ -48,7 +48,7 @@ def whole_gradient(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tenso
     gradient = reduced_gradient(parameter, engine.stage)
     if gradient is None:
         return None
-    return joined(gradient.detach().float() / engine.loss_scale, parameter, engine.world.tensor)
+    return joined(gradient.detach().float() / engine.loss_scale, parameter, engine.world)
 
 
 def local_gradient(parameter: Any, shard: Shard, stage: int) -> torch.Tensor | None:
@@ -83,7 +83,7 @@ def whole_master(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
         return _whole_split_master(engine, parameter)
     master = parameter.data if engine.stage == 0 else safe_get_full_fp32_param(parameter)
     own = master.detach().float().clone().view(shape_of(parameter))
-    return joined(own, parameter, engine.world.tensor)
+    return joined(own, parameter, engine.world)
 
 
 def _whole_split_master(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -100,7 +100,8 @@ def whole_state(engine: Engine, parameter: torch.nn.Parameter, name: str) -> tor
 
     DeepSpeed's own getter is linked too late for a first step at ZeRO-1 and 2.
     """
-    shape, group, how = shape_of(parameter), engine.world.tensor, cut(parameter)
+    shape, how = shape_of(parameter), cut(parameter)
+    group = engine.world.tensor or slice_group(parameter, engine.world)
     longest = shape.numel() if how is None else shape.numel() // shape[how.dimension] * max(how.sizes)
     slices = torch.zeros(group.size if group else 1, longest, device=engine.world.device)
     own = slices[group.rank if group else 0][: shape.numel()]
@@ -110,14 +111,14 @@ def whole_state(engine: Engine, parameter: torch.nn.Parameter, name: str) -> tor
         own[shard.start : shard.start + shard.length] = held[name]
     if engine.stage > 0:
         engine.world.sum(slices)
-    return joined(own.view(shape), parameter, group)
+    return joined(own.view(shape), parameter, engine.world)
 
 
 def whole_weight(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
     """A copy of the weight that the module computes with, in its own dtype."""
     with deepspeed.zero.GatheredParameters([parameter]) if engine.stage == 3 else nullcontext():
         own = parameter.data.detach().clone()
-    return joined(own, parameter, engine.world.tensor)
+    return joined(own, parameter, engine.world)
 
 
 _CHUNK, _CHUNK_ON_A_GPU = 1 << 16, 1 << 22
@@ -230,10 +231,10 @@ def checksums_of(engine: Engine) -> Checksums:
     sums = torch.zeros(len(parameters), len(names), 2, dtype=torch.int64)
     exists = torch.zeros(len(names), device=engine.world.device)
     exists[0] = 1.0  # masters are always there
-    group = engine.world.tensor
     for row, parameter in zip(sums, parameters.values(), strict=True):
         shard, how = shard_of(engine, parameter), cut(parameter)
-        if shard is None or not counts_here(parameter, group):
+        group = slice_group(parameter, engine.world)
+        if shard is None or not counts_here(parameter, engine.world.tensor):
             continue
         for kind, values in shard.tensors(engine).items():
             column = names.index(kind)
@@ -247,8 +248,8 @@ def checksums_of(engine: Engine) -> Checksums:
     halves = torch.stack([sums & (_HALF - 1), (sums >> 32) & (_HALF - 1)]).to(engine.world.device)
     if engine.stage > 0:
         engine.world.sum(halves)
-    elif group is not None:
-        group.sum(halves)
+    elif engine.world.tensor is not None:
+        engine.world.tensor.sum(halves)
     low, high = halves.tolist()
     anywhere = engine.world.sum(exists).tolist()
     return {

@@ -23,6 +23,7 @@ from modeling.quantised_base import quantised_parameters
 from modeling.tensor_parallel import cut
 from training.engine.engine import Engine
 from training.engine.ledger import PrecisionError
+from training.engine.tensor_slices import slice_group
 from training.engine.tensors import shape_of, shard_of, whole_master, whole_shape_of, whole_weight
 
 
@@ -87,7 +88,7 @@ def _refresh_adapter(engine: Engine, section: AdapterSection, *, seed: int) -> N
 def _set_master(engine: Engine, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Give this rank's part of a parameter's master its value; a frozen one has none, at ZeRO-0 it is the parameter."""
     shard = shard_of(engine, parameter) if parameter.requires_grad else None
-    how, group = cut(parameter), engine.world.tensor
+    how, group = cut(parameter), slice_group(parameter, engine.world)
     if group is not None and how is not None:
         value = how.slice_of(value, group.rank)
     if shard is not None and engine.stage > 0:

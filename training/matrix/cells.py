@@ -69,6 +69,11 @@ optimizer: {learning_rate: 0.02, weight_decay: 0.1, betas: [0.9, 0.95], eps: 0.0
 precision: {loss_scale: {initial: 256, window: 2}}
 run: {seed: 0, steps: 100}
 """
+_MIXTURE = (
+    "model={architecture: qwen3_moe, config: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, "
+    "num_key_value_heads: 2, head_dim: 16, num_experts: 4, num_experts_per_tok: 4, moe_intermediate_size: 16}}"
+)
+"""In place of the Llama, where ranks share experts. A token takes all, so that rounding does not choose others."""
 _SMALL = {"reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
 _SMALL_ZERO3 = {
     "reduce_bucket_size": 4096,
@@ -131,7 +136,9 @@ class Cell:
     @property
     def sharing(self) -> int:
         """[processes] That share each sequence, or each matrix."""
-        return self.setting.other if self.setting and self.setting.key.startswith("parallel.") else 1
+        return (
+            self.setting.other if self.setting and self.setting.key in ("parallel.sequence", "parallel.tensor") else 1
+        )
 
     @property
     def name(self) -> str:
@@ -194,7 +201,8 @@ class Cell:
         """Write the setting into `document`, or return the override that sets it."""
         assert self.setting is not None
         if not self.setting.in_json:
-            return [f"{self.setting.key}={self.setting.other}"]
+            model = [_MIXTURE] if self.setting.key == "parallel.expert" else []
+            return [f"{self.setting.key}={self.setting.other}", *model]
         *parents, key = self.setting.key.split(".")
         section = document
         for parent in parents:

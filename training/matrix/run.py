@@ -187,6 +187,7 @@ def mantissa(world: World, resolved: Resolved, *, steps: int) -> Trajectory:
     config = resolved.config
     world = world.sharing_sequences(resolved.batch.sequence, timeout_minutes=config.run.timeout_minutes)
     world = world.sharing_tensors(resolved.batch.tensor, timeout_minutes=config.run.timeout_minutes)
+    world = world.sharing_experts(resolved.batch.expert, timeout_minutes=config.run.timeout_minutes)
     shape = model_config(config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     engine = build_engine(resolved, shape, world)
     try:

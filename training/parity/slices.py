@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from modeling.tensor_parallel import Cut, cut
 from training.distributed import TensorGroup
-from training.engine.tensor_slices import joined
+from training.engine.tensor_slices import joined_in
 from training.parity.again import Call
 
 _Shapes = Sequence[torch.Size]
@@ -82,7 +82,7 @@ class Slices:
 
     def parameter(self, gradient: torch.Tensor, parameter: Any) -> torch.Tensor:
         """The gradient of a whole parameter, of that of this rank's slice."""
-        return joined(gradient, parameter, self.group)
+        return joined_in(self.group, gradient, parameter)
 
     def _tree(self, tree: Any, shapes: _Shapes) -> Any:
         if self.group is None or len(_floats(tree)) != len(shapes):

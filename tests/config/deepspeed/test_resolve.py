@@ -77,6 +77,19 @@ def test_ranks_that_share_matrices_are_told_to_deepspeed(make: Any) -> None:
     assert said.startswith("zero_optimization.overlap_comm = true is not verified with parallel.tensor = 2; remove one")
 
 
+def test_ranks_share_experts_at_the_stages_that_are_right(make: Any) -> None:
+    resolved = resolve_json(make("parallel.expert=2"), HERE, document(zero_optimization={"stage": 2}), world_size=4)
+    assert (resolved["train_batch_size"], resolved["gradient_accumulation_steps"]) == (16, 2), "they have data"
+    for stage, reason in ((0, "by the mean of the ranks' gradient norms"), (3, "its own AutoEP only")):
+        given = document(zero_optimization={"stage": stage}, bf16={"enabled": False})
+        said = error_of(make("parallel.expert=2"), given, world_size=4)
+        assert said.startswith(f"ZeRO stage {stage} with parallel.expert = 2: ")
+        assert reason in said and said.endswith("set deepspeed.stage=1 or 2, or parallel.expert=1")
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    said = error_of(make("parallel.expert=2"), document(zero_optimization=zero), world_size=4)
+    assert said.startswith("offloads optimizer, which is not verified with parallel.expert = 2")
+
+
 def test_there_is_a_file_for_every_stage_and_dtype() -> None:
     names = {path.stem for path in FILES}
     dtypes = ("fp32", "bf16", "fp16")

@@ -63,6 +63,7 @@ def traffic_of(world: World, *, overrides: Sequence[str], vocabulary: int) -> di
 def resolve(overrides: Sequence[str], world: World) -> tuple[Resolved, World]:
     resolved = read_command_line(["--config", str(REPOSITORY / "config/recipes/demo.yaml"), *overrides])
     world = world.sharing_sequences(resolved.batch.sequence, timeout_minutes=2)
+    world = world.sharing_experts(resolved.batch.expert, timeout_minutes=2)
     return resolved, world.sharing_tensors(resolved.batch.tensor, timeout_minutes=2)
 
 

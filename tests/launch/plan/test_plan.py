@@ -102,6 +102,31 @@ def test_traffic_of_shared_matrices_is_what_is_sent(pair, tied: str, checkpointi
         assert 2 * sent["all_reduce"] - said.gradients == pytest.approx(said.sums - gathered, rel=0.01)
 
 
+MIXTURE = (
+    "model={architecture: mixtral, activation_checkpointing: %s, config: {num_hidden_layers: 2, hidden_size: 64, "
+    "intermediate_size: 96, num_attention_heads: 2, num_key_value_heads: 2, num_local_experts: 4}}"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_traffic_of_shared_experts_is_what_is_sent(pair, checkpointing: str) -> None:
+    """What a rank sends, and gets: two ranks together send as many rows as they get. Two micro-batches."""
+    overrides = ["data.sequence_length=64", "batch.micro_size=2", "batch.global_size=8", "parallel.expert=2"]
+    overrides += [MIXTURE % checkpointing, "deepspeed.config=ds_configs/zero2_bf16.json", "precision.compute=bf16"]
+    resolved = read_command_line([*DEMO, *overrides], as_launched(2))
+    layout = layout_of(resolved, world=2, on_cpu=True)
+    said = traffic(read_shape(resolved.config, layout), layout)
+    assert layout.accumulation == 2
+    found = pair.run(plan_cases.traffic_of, overrides=overrides, vocabulary=1024)
+    # of each exchange the larger of what is sent and got is counted
+    assert said.tokens <= sum(sent["all_to_all_single"] for sent in found) / 2 < 1.25 * said.tokens
+    for sent in found:
+        assert 2 * sent["all_reduce"] == pytest.approx(
+            said.gradients + said.of_experts * said.gradients / (said.gradients + said.parameters), rel=0.01
+        )
+
+
 def test_a_ring_over_nodes_runs_at_the_speed_of_their_adapters(big) -> None:
     shape, layout = big
     device = replace(DEVICES["h100"], network=100e9)

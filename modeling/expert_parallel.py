@@ -1,0 +1,130 @@
+"""Experts of a mixture that are shared out among ranks (`parallel.expert`): each has E / N of every layer's E experts.
+
+The ranks of a group have sequences of their own. In each layer a rank sends every (token, expert) pair to the rank that
+has the expert, which computes it and sends the result back (Lepikhin et al. 2021, "GShard"); none is dropped. The
+sender weighs the results and adds them up, so routers, their gradients and the counts of `router_balance` are those of
+experts that are not shared.
+
+transformers keeps a layer's experts in tensors of three dimensions, the first of which counts experts: a rank's slice
+of it is E / N consecutive experts, computed by the model's own module as if there were no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from config.errors import UserError
+from modeling.tensor_parallel import CUT, Cut
+
+MEASURED = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v3", "glm4_moe", "granitemoe"})
+"""Kinds of models whose masters, losses and norms were compared with those of one rank (docs/moe.md)."""
+
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Keys of the number of experts of a layer."""
+
+
+class Group(Protocol):
+    """The ranks that share experts, in the order of their slices."""
+
+    @property
+    def rank(self) -> int:
+        """Which slice is this rank's, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+
+    def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ..."""
+
+
+def expert_count(shape: PretrainedConfig) -> int | None:
+    """Experts of a layer by a model's config; None where it names none."""
+    text = shape.get_text_config()
+    return next((int(getattr(text, key)) for key in _COUNTS if getattr(text, key, None)), None)
+
+
+def require_shareable_experts(shape: PretrainedConfig, ranks: int) -> None:
+    """Raises UserError, with the reason, for a model whose experts cannot be shared among so many ranks."""
+    kind, count = shape.get_text_config().model_type, expert_count(shape)
+    reason = None
+    if kind not in MEASURED:
+        reason = f"it is verified for {', '.join(sorted(MEASURED))}"
+    elif count is None or count % ranks:
+        reason = f"its {count} experts do not divide among {ranks} ranks"
+    if reason is not None:
+        raise UserError(f"parallel.expert = {ranks}: cannot be had for model {kind}: {reason}; set it to 1")
+
+
+def share_experts(model: nn.Module, group: Group, name: str) -> int:
+    """Keep this rank's experts of each layer and exchange tokens for them; the number of layers. Changes the model.
+
+    name: DeepSpeed's of the group, by which it knows over which ranks a slice's gradient is summed.
+    """
+    layers = 0
+    for module in _layers_of_experts(model):
+        count, own = int(module.num_experts), int(module.num_experts) // group.size
+        how = Cut(0, (own,) * group.size)
+        for key, whole in list(module.named_parameters(recurse=False)):
+            if whole.shape[0] != count:
+                raise ValueError(f"{type(module).__name__}.{key} has {whole.shape[0]} rows for {count} experts")
+            # a copy: a view would keep the whole in memory
+            parameter: Any = nn.Parameter(how.slice_of(whole.detach(), group.rank).clone())
+            parameter.allreduce, parameter.group_name = False, name
+            setattr(parameter, CUT, how)
+            setattr(module, key, parameter)
+        module.num_experts = own
+        module.forward = partial(_dispatched, module, group)
+        layers += 1
+    if not layers:
+        raise ValueError("no layer has experts in tensors of three dimensions")
+    return layers
+
+
+def _layers_of_experts(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if type(module).__name__.endswith("Experts") and any(parameter.dim() == 3 for parameter in own):
+            yield module
+
+
+def _dispatched(
+    experts: Any, group: Group, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """As the experts' own forward pass. A collective of the group, and so is its backward pass.
+
+    hidden: (tokens, width). index: (tokens, k) int64, of all experts. weights: (tokens, k).
+    """
+    own, size, k = experts.num_experts, group.size, index.shape[1]
+    order = index.flatten().argsort(stable=True)
+    by_expert = torch.bincount(index.flatten(), minlength=own * size)
+    of_mine = group.exchange(by_expert.view(size, own), [1] * size, [1] * size)
+    sent, received = torch.stack([by_expert.view(size, own).sum(1), of_mine.sum(1)]).tolist()
+    rows = _Exchange.apply(hidden.repeat_interleave(k, 0)[order], sent, received, group)
+    ids = torch.arange(own, device=index.device).repeat(size).repeat_interleave(of_mine.flatten())
+    idle = not len(rows)
+    if idle:  # a row whose result nobody uses, so that the backward pass is the same, collectives included
+        rows, ids = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), ids.new_zeros(1)
+    found = type(experts).forward(experts, rows, ids[:, None], rows.new_ones(len(rows), 1))
+    found = _Exchange.apply(found[:-1] if idle else found, received, sent, group)
+    pairs = found[order.argsort()].view(*index.shape, -1)
+    return (pairs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+class _Exchange(torch.autograd.Function):
+    """Send rows to the ranks of a group, and in the backward pass their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
+        ctx.way = received, sent, group
+        return group.exchange(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.way[2].exchange(gradients[0], *ctx.way[:2]), None, None, None

@@ -1,0 +1,134 @@
+"""Experts that ranks share, through the engine; run on real ranks by test_expert_parallel.py.
+
+The oracle is plain torch on one rank: all experts, the whole global batch, torch's own AdamW and clipping.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from config.resolved import Resolved
+from modeling.expert_parallel import share_experts
+from modeling.linear_cross_entropy import label_loss_sum
+from modeling.parameter_groups import parameter_groups
+from precision.dtypes import DTYPES
+from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
+from training.distributed import World
+from training.matrix.run import fp32_model
+
+STEPS = 3
+LR = 0.01
+MEASURED = {
+    "mixtral": "num_local_experts: 4",
+    "qwen3_moe": "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16",
+    "qwen2_moe": "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, "
+    "shared_expert_intermediate_size: 16",
+    "olmoe": "num_experts: 4, num_experts_per_tok: 2",
+    "phimoe": "num_local_experts: 4, router_jitter_noise: 0.0, input_jitter_noise: 0.0",
+    "deepseek_v3": "n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, n_group: 1, topk_group: 1, "
+    "first_k_dense_replace: 1, q_lora_rank: 16, kv_lora_rank: 16, qk_rope_head_dim: 8, qk_nope_head_dim: 8, "
+    "v_head_dim: 16, n_shared_experts: 1",
+    "glm4_moe": "n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, n_group: 1, topk_group: 1, "
+    "first_k_dense_replace: 1, n_shared_experts: 1, head_dim: 16",
+    "granitemoe": "num_local_experts: 4, num_experts_per_tok: 2",
+}
+"""Kind of model to what its config needs beside the sizes of all."""
+
+
+def resolved_of(
+    world: World, kind: str, *, stage: int, compute: str, ranks: int, micro: int, overrides: Sequence[str] = ()
+) -> Resolved:
+    """A run of a small model of a kind of MEASURED, of which so many ranks share experts."""
+    shape = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2"
+    shape += f", initializer_range: 0.2, num_key_value_heads: 2, {MEASURED[kind]}"
+    given = [f"model.architecture={kind}", f"model.config={{{shape}}}", f"parallel.expert={ranks}"]
+    given += ["optimizer.eps=0.01", "telemetry.every_steps=0", *overrides]
+    return resolve(world, stage=stage, compute=compute, micro=micro, overrides=given)
+
+
+def against_one_rank(
+    world: World,
+    *,
+    stage: int,
+    compute: str = "fp32",
+    kind: str = "mixtral",
+    ranks: int = 2,
+    micro: int = 2,
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Errors of losses, norms, the evaluation and the masters after three steps. kind: of MEASURED."""
+    world = world.sharing_experts(ranks, timeout_minutes=2)
+    resolved = resolved_of(world, kind, stage=stage, compute=compute, ranks=ranks, micro=micro, overrides=overrides)
+    section, found, expected = resolved.config.optimizer, [], []
+    with engine_of(world, resolved) as engine:
+        start = masters_of(engine)
+        for step in range(1, STEPS + 1):
+            health = engine.health(engine.forward_backward(batch_of(world, micro, seed=step), step=step))
+            found += [health.loss, health.grad_norm]
+            assert engine.step(health, LR / step).applied
+        found.append(engine.evaluate([batch_of(world, micro, seed=9)]).loss)
+        masters = masters_of(engine)
+        held = sum(parameter.numel() for parameter in engine.model.parameters())
+    drawn = fp32_model(resolved.config.model, seed=resolved.config.run.seed).to(DTYPES[compute]).float()
+    plain = plain_model(resolved, start)
+    optimizer = torch.optim.AdamW(parameter_groups(plain, section), betas=section.betas, eps=section.eps)
+    one = World(0, 1, 0, world.device)
+    for step in (*range(1, STEPS + 1), 9):
+        batch = batch_of(one, 8, seed=step)
+        logits = plain(input_ids=batch.input_ids[0], use_cache=False).logits
+        loss = label_loss_sum(logits, batch.labels[0]) / batch.label_tokens
+        expected.append(float(loss.detach()))
+        if step == 9:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), section.gradient_clipping or torch.inf)
+        expected.append(float(norm))
+        for group in optimizer.param_groups:
+            group["lr"] = LR / step
+        optimizer.step()
+    weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    off, moved = (sum(float((masters[n] - o[n]).double().square().sum()) for n in masters) for o in (weights, start))
+    experts = [n for n in masters if ".experts." in n]
+    return {
+        "start": max(float((start[name] - value).detach().abs().max()) for name, value in drawn.named_parameters()),
+        "numbers": max(abs(one / other - 1) for one, other in zip(found, expected, strict=True)),
+        "masters": (off / moved) ** 0.5,
+        "experts": max(float((masters[n] - weights[n]).norm() / (weights[n] - start[n]).norm()) for n in experts),
+        "norm": expected[1],
+        "held": held / sum(parameter.numel() for parameter in drawn.parameters()),
+    }
+
+
+def dispatched(world: World, *, chosen: int) -> dict[str, Any]:
+    """A layer's output and gradients against those of experts that are not shared, where each token takes `chosen`."""
+    world = world.sharing_experts(2, timeout_minutes=2)
+    assert world.experts is not None
+    torch.manual_seed(0)
+    plain = MixtralExperts(MixtralConfig(hidden_size=8, intermediate_size=6, num_local_experts=4))
+    for parameter in plain.parameters():
+        torch.nn.init.normal_(parameter)
+    layer = copy.deepcopy(plain)
+    share_experts(torch.nn.ModuleList([layer]), world.experts, "ep_size_2")
+    index = torch.full((5, 1), chosen)
+    every = torch.randn(2, 5, 8)
+    found = []
+    for module, hidden in ((layer, every[world.rank].clone()), (plain, every.flatten(0, 1).clone())):
+        hidden.requires_grad_()
+        output = module(hidden, index.repeat(len(hidden) // 5, 1), torch.full((len(hidden), 1), 0.5))
+        output.square().sum().backward()
+        found.append((output.detach(), hidden.grad, [parameter.grad for parameter in module.parameters()]))
+    (output, gradient, own), (whole, gradients, of_all) = found
+    mine, experts = slice(world.rank * 5, world.rank * 5 + 5), slice(world.rank * 2, world.rank * 2 + 2)
+    return {
+        "output": float((output - whole[mine]).abs().max()),
+        "hidden": float((gradient - gradients[mine]).abs().max()),
+        "experts": max(float((a - b[experts]).abs().max()) for a, b in zip(own, of_all, strict=True)),
+        "idle": all(not bool(value.any()) for value in own),
+    }
