@@ -122,6 +122,8 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     trained = shape.trained_parameters
     kept, recomputed, loss = activations(shape, layout)
     live, arriving = _gathered(shape, layout)
+    # A bucket stays until the last parameter of it is used. Where all may stay gathered, none arrives on the way back.
+    again = arriving if live < layout.width * shape.parameters else 0.0
     buffer, copy = _buckets(shape, layout)
     second = _second_copy(shape, layout)
     if "param" in layout.offload.split("+"):
@@ -130,7 +132,8 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     states["second copy"] = second * (1 - live / (layout.width * shape.parameters))
     begun = layout.accumulation > 1 or layout.stage == 3 or layout.bf16_optimizer
     at_first = {**states, "gradients": states.get("gradients", 0.0) if begun else 0.0}
-    working = recomputed + layout.block_tokens * layout.width * (2 * shape.intermediate + 2 * shape.hidden)
+    forward = layout.block_tokens * layout.width * (2 * shape.intermediate + 2 * shape.hidden)
+    working = recomputed + forward
     in_flight = layout.width * max(shape.trained_block, shape.largest_trained)
     before = 0.0 if layout.on_cpu else buffer  # where nothing is written into it yet, it takes no memory on a CPU
     # Gradients are reduced when they fill a bucket; by then the activations of the blocks they come from are freed.
@@ -139,20 +142,22 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     step = step_bytes(shape, layout)
     if "optimizer" in layout.offload:
         host, step = {**host, "step": step}, 0.0
+    on_the_way = {"activations": kept + forward, "buckets": buffer, "gathered parameters": live + arriving}
     moments = {
+        **({"the forward pass": at_first | on_the_way} if layout.stage == 3 else {}),
         "the loss": at_first | {"activations": kept, "logits": loss, "buckets": buffer if layout.stage == 3 else 0.0},
         "the backward pass": at_first
         | {
             "activations": kept + working,
             "buckets": before,
             "gradients in flight": in_flight,
-            "gathered parameters": live + arriving,
+            "gathered parameters": live + again,
         },
         "the reduction of gradients": states
         | {
             "activations": left * kept + working,
             "buckets": buffer + copy,
-            "gathered parameters": live + left * arriving,
+            "gathered parameters": live + left * again,
         }
         | whole,
         **({"the start": _start(whole_shape, layout, device, process)} if _starts_whole(layout) else {}),
