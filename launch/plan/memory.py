@@ -121,9 +121,9 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     device, host = model_states(shape, layout)
     trained = shape.trained_parameters
     kept, recomputed, loss = activations(shape, layout)
-    live, arriving = _gathered(shape, layout)
+    live, first = _gathered(shape, layout)
     # A bucket stays until the last parameter of it is used. Where all may stay gathered, none arrives on the way back.
-    again = arriving if live < layout.width * shape.parameters else 0.0
+    arriving = first if live < layout.width * shape.parameters else 0.0
     buffer, copy = _buckets(shape, layout)
     second = _second_copy(shape, layout)
     if "param" in layout.offload.split("+"):
@@ -142,7 +142,7 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     step = step_bytes(shape, layout)
     if "optimizer" in layout.offload:
         host, step = {**host, "step": step}, 0.0
-    on_the_way = {"activations": kept + forward, "buckets": buffer, "gathered parameters": live + arriving}
+    on_the_way = {"activations": kept + forward, "buckets": buffer, "gathered parameters": live + first}
     moments = {
         **({"the forward pass": at_first | on_the_way} if layout.stage == 3 else {}),
         "the loss": at_first | {"activations": kept, "logits": loss, "buckets": buffer if layout.stage == 3 else 0.0},
@@ -151,13 +151,13 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
             "activations": kept + working,
             "buckets": before,
             "gradients in flight": in_flight,
-            "gathered parameters": live + again,
+            "gathered parameters": live + arriving,
         },
         "the reduction of gradients": states
         | {
             "activations": left * kept + working,
             "buckets": buffer + copy,
-            "gathered parameters": live + left * again,
+            "gathered parameters": live + left * arriving,
         }
         | whole,
         **({"the start": _start(whole_shape, layout, device, process)} if _starts_whole(layout) else {}),
