@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from config.errors import UserError
 from modeling.activation_checkpointing import blocks_of, recompute_blocks
 
 GIB = 2**30
+_CHECKPOINT = "_gradient_checkpointing_func"
+"""Attribute of a block: torch's checkpoint, as transformers calls it."""
 
 
 @dataclass(frozen=True)
@@ -142,16 +143,17 @@ class _Counter:
         # A weak reference keeps the address of a freed storage from being reused.
         self._seen: set[StorageWeakRef] = set()
         self._handles: list[Any] = []
-        self._checkpointing: dict[GradientCheckpointingLayer, Callable[..., Any]] = {}
+        self._checkpoints: list[tuple[dict[str, Any], Callable[..., Any]]] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed)
 
     def __enter__(self) -> _Counter:
         for index, block in enumerate(self.blocks):
             self._handles.append(block.register_forward_pre_hook(self._enters(index)))
             self._handles.append(block.register_forward_hook(self._leaves))
-            if "_gradient_checkpointing_func" in vars(block):
-                self._checkpointing[block] = block._gradient_checkpointing_func
-                block._gradient_checkpointing_func = self._inside(index, block._gradient_checkpointing_func)
+            own: dict[str, Any] = vars(block)
+            if _CHECKPOINT in own:
+                self._checkpoints.append((own, own[_CHECKPOINT]))
+                own[_CHECKPOINT] = self._inside(index, own[_CHECKPOINT])
         self._hooks.__enter__()
         return self
 
@@ -159,8 +161,8 @@ class _Counter:
         self._hooks.__exit__(kind, value, trace)
         for handle in self._handles:
             handle.remove()
-        for block, function in self._checkpointing.items():
-            block._gradient_checkpointing_func = function
+        for own, function in self._checkpoints:
+            own[_CHECKPOINT] = function
 
     def _inside(self, index: int, function: Callable[..., Any]) -> Callable[..., Any]:
         """torch's checkpoint of a block, which saves its input; transformers before 5.20 or so runs hooks inside."""

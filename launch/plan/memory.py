@@ -121,7 +121,9 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     device, host = model_states(shape, layout)
     trained = shape.trained_parameters
     kept, recomputed, loss = activations(shape, layout)
-    live, arriving = _gathered(shape, layout)
+    live, first = _gathered(shape, layout)
+    # A bucket stays until the last parameter of it is used. Where all may stay gathered, none arrives on the way back.
+    arriving = first if live < layout.width * shape.parameters else 0.0
     buffer, copy = _buckets(shape, layout)
     second = _second_copy(shape, layout)
     if "param" in layout.offload.split("+"):
@@ -130,7 +132,8 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     states["second copy"] = second * (1 - live / (layout.width * shape.parameters))
     begun = layout.accumulation > 1 or layout.stage == 3 or layout.bf16_optimizer
     at_first = {**states, "gradients": states.get("gradients", 0.0) if begun else 0.0}
-    working = recomputed + layout.block_tokens * layout.width * (2 * shape.intermediate + 2 * shape.hidden)
+    forward = layout.block_tokens * layout.width * (2 * shape.intermediate + 2 * shape.hidden)
+    working = recomputed + forward
     in_flight = layout.width * max(shape.trained_block, shape.largest_trained)
     # a layer in codes has its weights while it computes
     rebuilt = {"rebuilt weights": layout.width * float(shape.codes.largest)} if shape.codes is not None else {}
@@ -141,7 +144,9 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     step = step_bytes(shape, layout)
     if "optimizer" in layout.offload:
         host, step = {**host, "step": step}, 0.0
+    on_the_way = {"activations": kept + forward, "buckets": buffer, "gathered parameters": live + first}
     moments = {
+        **({"the forward pass": at_first | on_the_way} if layout.stage == 3 else {}),
         "the loss": at_first | {"activations": kept, "logits": loss, "buckets": buffer if layout.stage == 3 else 0.0},
         "the backward pass": at_first
         | {

@@ -210,6 +210,7 @@ CAUSAL = [
     (2, ["adapter={kind: dora, r: 8}", "model.activation_checkpointing=ops"], 0.1),
     (2, [LORA, "task=sft"], 0.1),
     (3, [LORA], 0.1),
+    (3, [LORA, "model.activation_checkpointing=full"], 0.1),
     (2, [LORA, "task=dpo"], 0.1),
     (2, ["task=distill", "distill.teacher=BASE"], 0.1),
     (2, ["task=distill", "distill.teacher=BASE", "distill.sharded=true"], 0.2),

@@ -15,7 +15,10 @@ from config.cli import REPOSITORY
 from tests.support.bare_machine import python_without, repack
 from training.gpu_check.items import PARTS
 
-LACKING = ("deepspeed", "hjson", "py-cpuinfo", "orjson", "dill", "multiprocess", "datasets")
+LACKING = (
+    *("deepspeed", "hjson", "py-cpuinfo", "orjson", "dill", "multiprocess", "datasets"),
+    *("cryptography", "cffi", "pycparser"),
+)
 NEEDS_A_GPU = {
     "kernels-liger": "liger-kernel is not installed",
     "nan-liger": "liger-kernel is not installed",
