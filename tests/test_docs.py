@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -116,3 +117,16 @@ def test_the_index_links_every_page() -> None:
     linked = {(index.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(index.read_text("utf-8"))}
     pages = {page.resolve() for page in PAGES if page.is_relative_to(index.parent)}
     assert pages - linked == {index.resolve()}
+
+
+def test_the_checkpoints_of_recipes_that_are_named_are_saved() -> None:
+    recipes = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in ROOT.glob("config/recipes/*.yaml")]
+    runs = {recipe["run"]["name"]: recipe for recipe in recipes}
+    wrong = []
+    for page in [*PAGES, *ROOT.glob("config/recipes/*.yaml")]:
+        for name, number in re.findall(r"runs/(\w+)/checkpoints/step-(\d+)", page.read_text(encoding="utf-8")):
+            if name in runs and int(number) != (last := runs[name]["run"]["steps"]):
+                every = runs[name].get("checkpoint", {}).get("every_steps", 0)
+                if int(number) > last or not every or int(number) % every:
+                    wrong.append(f"{page.name}: runs/{name} has no step-{number}, it ends at {last}")
+    assert not wrong

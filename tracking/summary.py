@@ -113,7 +113,7 @@ def summarise(run_dir: RunDir) -> Summary:
             [*rare.get("corruption", []), *rare.get("reexecution", [])],
             key=lambda event: (event["step"], event["time"]),
         ),
-        notes=[event["text"] for event in rare.get("note", [])],
+        notes=list(dict.fromkeys(event["text"] for event in rare.get("note", []))),  # which each session repeats
         tokens_per_second=float(np.median(steps.tokens_per_second)) if len(steps) else None,
         step_seconds=float(np.median(steps.step_seconds)) if len(steps) else None,
         wall_seconds=facts.wall_seconds,

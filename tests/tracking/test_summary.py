@@ -124,13 +124,15 @@ def test_a_crashed_and_resumed_run_is_summarised_as_one(run_dir: RunDir) -> None
         record = Record([JsonlSink(run_dir.events)], clock=lambda pause=pause: clock() + pause)
         resumed = f"checkpoints/step-{start}" if start else None
         record.event("run_start", step=start, tokens=start * 10, **start_fields(resumed_from=resumed))
+        record.event("note", step=start, tokens=start * 10, text="data: 4 rows")
         for step in range(start + 1, stop + 1):
             record.event("step", step=step, tokens=step * 10, **step_fields(step, loss=10.0 - step + pause / 1e6))
         with run_dir.events.open("a") as file:
             file.write('{"event":"step","st')
     summary = summarise(run_dir)
     assert (summary.sessions, summary.steps, summary.tokens) == (2, 12, 120)
-    assert summary.wall_seconds == pytest.approx(8 + 8)
+    assert summary.notes == ["data: 4 rows"], "what every session says is said once"
+    assert summary.wall_seconds == pytest.approx(8 + 8 + 2)
     assert summary.last_loss == pytest.approx(10.0 - 12 + 0.005)
     text = write_report(run_dir, sample=None, resume_command="python train.py").read_text()
     assert "**crashed** in 2 sessions: no process has the run folder" in text in text and "python train.py" in text
