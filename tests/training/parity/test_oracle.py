@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS, settings_of
@@ -59,7 +60,11 @@ def task_files(folder: Path) -> Path:
     for kind in ("sequence", "regression", "token"):
         labelled.write_rows(folder / f"{kind}.jsonl", kind, 60, pair=kind != "token")
     write_text(folder / "text", 20)
-    write_base(folder / "teacher", seed=1)
+    teacher = AutoModelForCausalLM.from_pretrained(write_base(folder / "teacher", seed=1))
+    with torch.no_grad():  # of a trained model's decision: small random weights give nearly equal probabilities
+        for parameter in teacher.parameters():
+            parameter.mul_(5 if parameter.dim() == 2 else 1)
+    teacher.save_pretrained(folder / "teacher")
     seq2seq.write_model(folder / "t5")
     seq2seq.write_rows(folder / "seq2seq.jsonl", 60)
     return folder
@@ -306,7 +311,7 @@ def test_so_are_runs_of_other_tasks(task_files: Path, what: str) -> None:
             ("dpo", "answers_swapped", {"loss", "norm"}),
             ("dpo, smoothed", "wrong_beta", {"norm"}),
             ("classify", "labels_of_neighbours", {"loss", "norm"}),
-            ("regression", "labels_of_neighbours", {"loss", "norm"}),
+            ("regression", "labels_of_neighbours", {"masters", "distance moved"}),
             ("words", "mean_of_means", {"norm", "masters"}),
             ("words", "shifted_labels", {"loss", "norm"}),
             ("mlm", "mean_of_means", {"norm", "masters"}),
@@ -314,7 +319,7 @@ def test_so_are_runs_of_other_tasks(task_files: Path, what: str) -> None:
             ("seq2seq", "mean_of_means", {"norm", "masters"}),
             ("seq2seq", "shifted_labels", {"loss", "norm"}),
             ("distill", "mean_of_means", {"norm", "masters"}),
-            ("distill, likeliest", "wrong_temperature", {"loss", "norm"}),
+            ("distill, likeliest", "wrong_temperature", {"loss"}),
         )
     ],
 )
