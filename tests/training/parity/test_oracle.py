@@ -293,7 +293,7 @@ def of_task(folder: Path, name: str, what: str, *more: str, mistake: str = "") -
     return judged(folder, name, *given, *start, *overrides, *more, mistake=mistake)
 
 
-FAST = ("dpo", "words", "mlm", "seq2seq", "distill, likeliest")
+FAST = ("dpo", "seq2seq")
 
 
 @pytest.mark.parametrize("what", [pytest.param(what, marks=() if what in FAST else SLOW) for what in TASKS])
@@ -301,6 +301,16 @@ def test_so_are_runs_of_other_tasks(task_files: Path, what: str) -> None:
     found = of_task(task_files, f"task-{what.replace(', ', '-')}", what, "deepspeed.stage=3")
     assert found.holds and found.steps == 4, found.lines()
     print("\n".join(found.lines()))
+
+
+@SLOW
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("what", TASKS)
+def test_so_are_other_tasks_in_16_bits(task_files: Path, what: str, compute: str) -> None:
+    more = ("deepspeed.stage=2", f"precision.compute={compute}", "precision.loss_scale.initial=256")
+    found = of_task(task_files, f"{compute}-{what.replace(', ', '-')}", what, *more)
+    print("\n".join(found.lines()))
+    assert found.holds and found.steps == 4, found.lines()
 
 
 @pytest.mark.parametrize(
