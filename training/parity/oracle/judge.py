@@ -193,7 +193,7 @@ def _comparisons(config: Config, start: Mapping[str, Any], *, teacher: str | Non
         bounds |= {"loss": 2e-6, "norm": 1e-5, "masters": 1e-3, "distance moved": 1e-5}
     else:
         roundoff = max(ROUNDOFF_FP8 if name == "fp8" else unit_roundoff(DTYPES[name]) for name in computed)
-        bounds |= {"loss": roundoff / 2, "norm": 4 * roundoff, "distance moved": roundoff}
+        bounds |= {"loss": roundoff / 2, "norm": 4 * roundoff, "distance moved": max(roundoff, 2.0**-10)}
     if config.task == "dpo":  # of a difference of sums of many log-probabilities
         bounds["loss"], bounds["norm"] = 16 * bounds["loss"], 4 * bounds["norm"]
     if config.task == "distill":  # of differences of log-probabilities that nearly cancel
