@@ -838,7 +838,7 @@ class ParitySection:
     engine: 1e-7 in FP32, 1e-4 and 1e-3 where something adds up in FP16 or BF16."""
     weighting_error: float = limit(1e-4, above=0.0)
     """[fraction] Largest relative distance of a module's reduced gradient from what the step's micro-batches add up to
-    when every label counts the same: 0 on a CPU, 0.02 where means of 58 to 64 labels are averaged."""
+    when every label counts the same: 0 on a CPU, 0.02 for a mean of means of packed short documents."""
     loss_error: float = limit(1e-6, above=0.0)
     """[fraction] Largest relative distance of the reported loss from the mean over all labels of the global batch."""
     gradient_error: float = limit(0.15, above=0.0)

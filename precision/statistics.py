@@ -29,6 +29,9 @@ from precision.sampling import largest_of
 
 NEGLIGIBLE = 1e-4
 """Gradients below this share of the others are rounding noise, such as those of a key's bias (softmax cancels it)."""
+SIGNLESS = 1e-3
+"""Values of a gradient below this share of its root mean square may have any sign in 16 bits: those of queries and keys
+in one projection with the values, where attention is still nearly even."""
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -39,8 +42,8 @@ class Agreement(NamedTuple):
     cosine: torch.Tensor
     """Of the angle between them, in [-1, 1]; 1 if both are zero, 0 if one is."""
     sign_agreement: torch.Tensor
-    """Share of values with the same sign (+, - or zero), of those that have one: not below NEGLIGIBLE of the root mean
-    square of the reference, such as those of the keys in the bias of one projection for queries, keys and values."""
+    """Share of values with the same sign (+, - or zero), of those that have one: not below SIGNLESS of the root mean
+    square of the reference."""
     relative_error: torch.Tensor
     """||gradient - reference|| / ||reference||; 0 if both are zero, inf if only the reference is."""
 
@@ -69,7 +72,7 @@ def compare_gradients(gradients: Named, reference: Named) -> dict[str, Agreement
         both_zero = (mine.norm() + other.norm()) == 0
         cosine = torch.where(norms == 0, both_zero.double(), (mine @ other) / norms)
         error = torch.where(both_zero, torch.zeros_like(difference), difference / other.norm())
-        floor = NEGLIGIBLE * other.square().mean().sqrt()
+        floor = SIGNLESS * other.square().mean().sqrt()
         noise = (other != 0) & (other.abs() < floor)
         same = ((mine.sign() == other.sign()) & ~noise).sum().double() / (~noise).sum()
         result[name] = Agreement(cosine.clamp(-1, 1), same, error)

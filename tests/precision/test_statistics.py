@@ -74,9 +74,9 @@ def test_gradients_are_compared_as_plain_python_does():
     assert measured["relative_error"] == pytest.approx(error)
 
 
-@pytest.mark.parametrize(("size", "agreement"), [(1e-6, 1900 / 2000), (1e-2, 2400 / 3000)])
+@pytest.mark.parametrize(("size", "agreement"), [(1e-6, 1900 / 2000), (1e-4, 1900 / 2000), (1e-2, 2400 / 3000)])
 def test_signs_of_rounding_noise_are_not_compared(size, agreement):
-    """A third of a fused bias's gradients, those of its keys, is noise at 1e-6 of the others, and none at 1e-2."""
+    """A third of a fused bias's gradients, those of its keys, is noise up to 1e-4 of the others, and none at 1e-2."""
     reference = torch.randn(3000, generator=torch.Generator().manual_seed(0)).abs().clamp(min=0.1)
     reference[:1000] *= size
     gradient = reference.clone()

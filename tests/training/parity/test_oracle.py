@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS, settings_of
@@ -59,7 +60,11 @@ def task_files(folder: Path) -> Path:
     for kind in ("sequence", "regression", "token"):
         labelled.write_rows(folder / f"{kind}.jsonl", kind, 60, pair=kind != "token")
     write_text(folder / "text", 20)
-    write_base(folder / "teacher", seed=1)
+    teacher = AutoModelForCausalLM.from_pretrained(write_base(folder / "teacher", seed=1))
+    with torch.no_grad():  # of a trained model's decision: small random weights give nearly equal probabilities
+        for parameter in teacher.parameters():
+            parameter.mul_(5 if parameter.dim() == 2 else 1)
+    teacher.save_pretrained(folder / "teacher")
     seq2seq.write_model(folder / "t5")
     seq2seq.write_rows(folder / "seq2seq.jsonl", 60)
     return folder
@@ -288,7 +293,7 @@ def of_task(folder: Path, name: str, what: str, *more: str, mistake: str = "") -
     return judged(folder, name, *given, *start, *overrides, *more, mistake=mistake)
 
 
-FAST = ("dpo", "words", "mlm", "seq2seq", "distill, likeliest")
+FAST = ("dpo", "seq2seq")
 
 
 @pytest.mark.parametrize("what", [pytest.param(what, marks=() if what in FAST else SLOW) for what in TASKS])
@@ -296,6 +301,16 @@ def test_so_are_runs_of_other_tasks(task_files: Path, what: str) -> None:
     found = of_task(task_files, f"task-{what.replace(', ', '-')}", what, "deepspeed.stage=3")
     assert found.holds and found.steps == 4, found.lines()
     print("\n".join(found.lines()))
+
+
+@SLOW
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("what", TASKS)
+def test_so_are_other_tasks_in_16_bits(task_files: Path, what: str, compute: str) -> None:
+    more = ("deepspeed.stage=2", f"precision.compute={compute}", "precision.loss_scale.initial=256")
+    found = of_task(task_files, f"{compute}-{what.replace(', ', '-')}", what, *more)
+    print("\n".join(found.lines()))
+    assert found.holds and found.steps == 4, found.lines()
 
 
 @pytest.mark.parametrize(
@@ -306,7 +321,7 @@ def test_so_are_runs_of_other_tasks(task_files: Path, what: str) -> None:
             ("dpo", "answers_swapped", {"loss", "norm"}),
             ("dpo, smoothed", "wrong_beta", {"norm"}),
             ("classify", "labels_of_neighbours", {"loss", "norm"}),
-            ("regression", "labels_of_neighbours", {"loss", "norm"}),
+            ("regression", "labels_of_neighbours", {"masters", "distance moved"}),
             ("words", "mean_of_means", {"norm", "masters"}),
             ("words", "shifted_labels", {"loss", "norm"}),
             ("mlm", "mean_of_means", {"norm", "masters"}),
@@ -314,7 +329,7 @@ def test_so_are_runs_of_other_tasks(task_files: Path, what: str) -> None:
             ("seq2seq", "mean_of_means", {"norm", "masters"}),
             ("seq2seq", "shifted_labels", {"loss", "norm"}),
             ("distill", "mean_of_means", {"norm", "masters"}),
-            ("distill, likeliest", "wrong_temperature", {"loss", "norm"}),
+            ("distill, likeliest", "wrong_temperature", {"loss"}),
         )
     ],
 )

@@ -46,6 +46,8 @@ from training.tasks.task import prepare
 
 STEPS = 10
 """Recomputed unless told otherwise."""
+_NOTHING = 1e-7
+"""Share of the whole gradient's norm below which a parameter's is FP32's rounding."""
 UNKNOWN = "the oracle does not compute it"
 Log = Callable[[str], Any]
 
@@ -194,9 +196,11 @@ def _comparisons(config: Config, start: Mapping[str, Any], *, teacher: str | Non
         bounds |= {"loss": 2e-6, "norm": 1e-5, "masters": 1e-3, "distance moved": 1e-5}
     else:
         roundoff = max(ROUNDOFF_FP8 if name == "fp8" else unit_roundoff(DTYPES[name]) for name in computed)
-        bounds |= {"loss": roundoff / 2, "norm": 4 * roundoff, "distance moved": roundoff}
-    if config.task in ("dpo", "distill"):  # differences of many log-probabilities that may nearly cancel
+        bounds |= {"loss": roundoff / 2, "norm": 4 * roundoff, "distance moved": max(roundoff, 2.0**-10)}
+    if config.task == "dpo":  # of a difference of sums of many log-probabilities
         bounds["loss"], bounds["norm"] = 16 * bounds["loss"], 4 * bounds["norm"]
+    if config.task == "distill":  # of differences of log-probabilities that nearly cancel
+        bounds["loss"] *= 2
     if config.optimizer.name == "lion":  # it goes by the sign of a sum, also where that is rounding
         bounds.pop("masters", None)
         bounds["distance moved"] *= 8
@@ -217,6 +221,8 @@ class _Oracle:
         self._scale = loss_scale(config.precision.loss_scale)
         self._trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
         self._start = {name: parameter.detach().clone() for name, parameter in self._trained.items()}
+        self._weight = dict.fromkeys(self._trained, 0.0)
+        """The largest share that a parameter's gradient had of the whole's norm in any step."""
         self._applied = self._tokens = 0
 
     def step(self, event: Mapping[str, Any], compared: Mapping[str, Comparison], log: Log) -> None:
@@ -224,7 +230,10 @@ class _Oracle:
         ids, where = self._order.batch(event["position"]), f"step {event['step']}"
         rate, (loss, by_source) = self._rate(self._applied), self._gradients(ids, event["position"])
         self._tokens += self._task.tokens(ids)
-        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in self._model.parameters() if p.grad is not None))
+        norms = {name: float(p.grad.norm()) for name, p in self._trained.items() if p.grad is not None}
+        norm = math.sqrt(sum(value**2 for value in norms.values()))
+        for name, value in norms.items():
+            self._weight[name] = max(self._weight[name], value / norm if norm else 0.0)
         compared["samples"].add(float(event["sample_ids_sha256"] != _sha256(ids)), where)
         compared["tokens"].add(float(event["tokens"] != self._tokens), where)
         compared["learning rate"].add(_relative(event["lr"], rate), where)
@@ -255,7 +264,7 @@ class _Oracle:
         And of a mixture by source what counts, and the sum of its losses.
         """
         parts = list(self._task.parts(ids, position))
-        everything, loss = sum(part.count for part in parts), 0.0
+        everything, loss = sum(part.counts for part in parts), 0.0
         by_source: dict[int, tuple[float, float]] = {}
         for part in parts:
             summed = part.loss()
@@ -265,18 +274,21 @@ class _Oracle:
             if self._names:
                 number = self._order.source(part.sample)
                 count, total = by_source.get(number, (0.0, 0.0))
-                by_source[number] = count + part.count, total + value
+                by_source[number] = count + part.counts, total + value
         return loss, by_source
 
     @torch.no_grad()
     def compare_masters(self, folder: Path, compared: Mapping[str, Comparison], where: str) -> None:
         """The masters of a checkpoint with these, against how far they have moved from the start.
 
-        An FP32 master is rounded once in each update, by 2^-24 of itself at most: so much is no difference.
+        An FP32 master is rounded once in each update, by 2^-24 of itself at most: so much is no difference. Parameters
+        whose gradient is nothing but rounding, as a bias of keys, are left out: Adam goes by its sign all the same.
         """
         saved = open_saved_model(folder).tensors
         along = squares = 0.0
         for name, parameter in self._trained.items():
+            if 0 < self._weight[name] < _NOTHING:
+                continue
             start, master = self._start[name], saved[name].read().double()
             moved, found = parameter - start, master - start
             along, squares = along + float((moved * found).sum()), squares + float(moved.square().sum())

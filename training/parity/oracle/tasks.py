@@ -32,7 +32,7 @@ class Part(NamedTuple):
     """A piece of a global batch that is computed by itself."""
 
     sample: int
-    count: int
+    counts: int
     """What counts in it: labels; rows with `sft.loss: row`; texts; pairs."""
     loss: Callable[[], torch.Tensor]
     """() FP64: summed over what counts."""
@@ -295,7 +295,9 @@ class Distilled(Task):
         section = config.distill
         trusted = config.model.trust_remote_code
         dtype: Any = "auto" if section.dtype == "auto" else DTYPES[section.dtype]
-        teacher: Any = AutoModelForCausalLM.from_pretrained(section.teacher, dtype=dtype, trust_remote_code=trusted)
+        teacher: Any = AutoModelForCausalLM.from_pretrained(
+            str(section.teacher), dtype=dtype, trust_remote_code=trusted
+        )
         self.computes = next(name for name, known in DTYPES.items() if known == teacher.dtype)
         """The name of the dtype that the run's teacher computes in."""
         self._teacher = teacher.double().eval().requires_grad_(False)
