@@ -83,7 +83,7 @@ def read_plan(
         problem = f"leaves nothing of run.steps = {whole.run.steps} to start; make it smaller"
         raise UserError(f"{config}: canary.steps = {section.steps} {problem}")
     if whole.parallel.tensor > 1:
-        problem = "its FP32 twin is verified with whole matrices on each rank; set it to 1"
+        problem = "the canary promotes modules by a manifest, which ranks that share matrices do not take; set it to 1"
         raise UserError(f"{config}: parallel.tensor = {whole.parallel.tensor}: {problem}")
     if whole.parallel.expert > 1:
         problem = "its FP32 twin is verified with all experts on each rank; set it to 1"

@@ -137,31 +137,35 @@ def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
     Sensitive to BF16; to FP8 where that was asked for, of which regions that cannot have it have no share.
     """
     choices, units = result["proposal"]["choices"], result["units"]
-    alone = "fp8" if result["limits"]["fp8"] else "bf16"
-    everywhere = sum(_squared(unit, alone) for unit in units) or 1.0
+    in_fp8 = bool(result["limits"]["fp8"])
+    everywhere = sum(map(_squared_in_fp8, units)) or 1.0
     total = sum(unit["flops"] for unit in units) + result["other_flops"]
     rows: dict[tuple[str, str], list[tuple[str, float, float]]] = {}
     for unit in units:
         count = len(unit["names"])
         for name in unit["names"]:
             row = rows.setdefault((pattern_of(name), choices[name]["compute"]), [])
-            row.append((name, _squared(unit, alone) / everywhere / count, unit["flops"] / count / total))
+            share = _squared_in_fp8(unit) / everywhere if in_fp8 else choices[name]["sensitivity"]
+            row.append((name, share / count, unit["flops"] / count / total))
     found = []
     for (pattern, compute), members in rows.items():
         what = pattern if len(members) > 1 else members[0][0]
         error, flops = sum(member[1] for member in members), sum(member[2] for member in members)
         found.append((error, what, len(members), compute, flops))
-    head = ("region", "count", "dtype", f"of {alone.upper()}'s squared error", "of the FLOPs")
-    return [head] + [
-        (what, str(count), compute, f"{error:.1%}" if error else "-", f"{flops:.1%}")
-        for error, what, count, compute, flops in sorted(found, reverse=True)
+    head = ("region", "count", "dtype", f"of {'FP8' if in_fp8 else 'BF16'}'s squared error", "of the FLOPs")
+    return [
+        head,
+        *(
+            (what, str(count), compute, f"{error:.1%}" if error or not in_fp8 else "-", f"{flops:.1%}")
+            for error, what, count, compute, flops in sorted(found, reverse=True)
+        ),
     ]
 
 
-def _squared(unit: dict[str, Any], dtype: str) -> float:
-    """The squared gradient error of a unit alone in a dtype; 0 where it was not measured or is not finite."""
-    error = unit["errors"].get(dtype)
-    return float(error) ** 2 if error is not None and math.isfinite(float(error)) else 0.0
+def _squared_in_fp8(unit: dict[str, Any]) -> float:
+    """The squared gradient error of a unit alone in FP8; 0 where it was not measured or is not finite."""
+    error = float(unit["errors"].get("fp8") or 0.0)
+    return error**2 if math.isfinite(error) else 0.0
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -254,7 +254,7 @@ def _settings_section(cells: Sequence[Cell], results: Results) -> str:
     )
 
 
-def optimizers_section(cells: Sequence[Cell], results: Results, _: dict[str, Any]) -> str:
+def optimizers_section(cells: Sequence[Cell], results: Results, _conditions: dict[str, Any]) -> str:
     """Every other optimizer: a row for each dtype, stage and clipping."""
     rows = []
     for cell in cells:

@@ -103,6 +103,28 @@ def test_what_bears_no_fp8_is_rejected():
 
 
 @pytest.mark.slow
+def test_the_table_shows_the_error_that_was_decided_by():
+    units = [
+        {"names": ["layers.0.q"], "flops": 6, "errors": {"bf16": 0.03, "fp8": 0.3}},
+        {"names": ["layers.1.q"], "flops": 6, "errors": {"bf16": 0.01, "fp8": 0.4}},
+        {"names": ["head"], "flops": 8, "errors": {"bf16": 0.0}},
+    ]
+    choices = {
+        name: {"compute": "fp8", "sensitivity": share} for name, share in (("layers.0.q", 0.9), ("layers.1.q", 0.1))
+    }
+    proposal = {"choices": choices | {"head": {"compute": "bf16", "sensitivity": 0.0}}}
+    result = {"proposal": proposal, "units": units, "other_flops": 0, "limits": {"fp8": 0.5}}
+    head, *rows = analyze.table(result)
+    assert head[3] == "of FP8's squared error"
+    assert [(row[0], *row[2:]) for row in rows] == [
+        ("layers.1.q", "bf16", "64.0%", "30.0%"),
+        ("layers.0.q", "fp8", "36.0%", "30.0%"),
+        ("head", "bf16", "-", "40.0%"),
+    ]
+    head, *rows = analyze.table({**result, "limits": {"fp8": 0.0}})
+    assert head[3] == "of BF16's squared error" and [row[3] for row in rows] == ["90.0%", "10.0%", "0.0%"]
+
+
 def test_patterns_stand_for_their_layers_when_there_are_too_many_regions(pair, tmp_path):
     changes = {"most_regions": 10, "steps": 1}
     result = pair.run(analyze_cases.surveyed, stage=1, folder=str(tmp_path), changes=changes)[0]["result"]
