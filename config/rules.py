@@ -496,8 +496,8 @@ def _quantised_base(config: Config) -> Iterator[Problem]:
     for key, value in (
         ("adapter.kind", "dora" if adapter.kind == "dora" else None),
         ("model.compile", model.compile or None),
-        ("precision.manifest", config.precision.manifest),
-        ("deepspeed.offload", config.deepspeed.offload if config.deepspeed.offload == "cpu" else None),
+        ("precision.path", "manifest" if config.precision.path == "manifest" else None),
+        ("deepspeed.offload", "cpu" if config.deepspeed.offload == "cpu" else None),
     ):
         if value is not None:
             yield "adapter.base", f"{given} is not verified with {key} = {value}; set one of them to its default"

@@ -36,8 +36,8 @@ class _Product(torch.autograd.Function):
 
 
 class _Frozen:
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: Any
+    bias: Any
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., outputs) in the dtype of x, or of the autocast region around."""
@@ -75,7 +75,8 @@ class FrozenLinear4bit(_Frozen, Linear4bit):
     @property
     def whole_shape(self) -> torch.Size:
         """(outputs, inputs)."""
-        return torch.Size(self.quant_state.shape)
+        state: Any = self.quant_state
+        return torch.Size(state.shape)
 
 
 class FrozenLinear8bit(_Frozen, Linear8bitLt):
@@ -101,11 +102,12 @@ class FrozenLinear8bit(_Frozen, Linear8bitLt):
 
 def freeze(layer: Any) -> None:
     """Make a quantised layer of the library one of the above, in place; any other module stays as it is."""
+    weight: Any = getattr(layer, "weight", None)
     if isinstance(layer, Linear4bit):
         layer.__class__ = FrozenLinear4bit
-        layer.quant_state = layer.weight.quant_state
+        layer.quant_state = weight.quant_state
     elif isinstance(layer, Linear8bitLt):
         layer.__class__ = FrozenLinear8bit
-        layer.largest = layer.weight.SCB.float()
+        layer.largest = weight.SCB.float()
         # second references, which would keep the whole of what ZeRO-3 partitions
-        layer.weight.CB, layer.state.CB = None, None
+        weight.CB, layer.state.CB = None, None

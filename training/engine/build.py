@@ -23,6 +23,7 @@ from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
 from modeling.expert_parallel import require_shareable_experts, share_experts
 from modeling.kernels import require_liger
+from modeling.quantised_base import require_library
 from modeling.sequence_parallel import (
     LARGEST_IN_16_BITS,
     LARGEST_IN_FP32,
@@ -47,6 +48,8 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     config = resolved.config
     if config.model.compile:
         require_compilable(resolved.zero_stage)
+    if config.adapter.base != "compute":
+        _require_quantisable(resolved)
     if config.model.kernels == "liger":
         require_liger(model_config.model_type, world.device)
     if world.tensor is not None:
@@ -99,6 +102,19 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     if config.model.compile:
         engine.notes.append(compile_blocks(engine.model, _one_micro_batch(engine, resolved)))
     return engine
+
+
+def _require_quantisable(resolved: Resolved) -> None:
+    """Raises UserError for what a DeepSpeed config may set that was not verified with a base in codes."""
+    base, zero = resolved.config.adapter.base, resolved.deepspeed.get("zero_optimization", {})
+    secondary = zero.get("zero_hpz_partition_size", 1)
+    for key, value, wrong in (
+        ("deepspeed.offload", resolved.offload, resolved.offload != "none"),
+        ("zero_optimization.zero_hpz_partition_size", secondary, secondary != 1),
+    ):
+        if wrong:
+            raise UserError(f"adapter.base = {base} is not verified with {key} = {value}; set one to its default")
+    require_library(resolved.config.adapter)
 
 
 def _require_documents_apart(engine: Engine) -> None:

@@ -131,9 +131,10 @@ def _find(engine: Engine, folder: Path) -> dict[str, tuple[str, str]]:
     return found
 
 
-_FARTHEST = 0.25
-"""Of a weight in codes from its own value, relative, in the Euclidean norm: NF4 is 0.09 away for normal weights, and
-weights that have nothing to do with each other are 1.4 apart."""
+_FARTHEST = 0.4
+"""Of weights in codes from their own values, relative, in the Euclidean norm. NF4 is 0.09 away for normal weights and
+0.34 at most (a block of one large weight and 63 of half the distance to the least code); weights that have nothing to
+do with each other are 1.4 apart."""
 
 
 def _distance(engine: Engine, name: str, layer: Any, value: torch.Tensor, whose: str) -> list[str]:

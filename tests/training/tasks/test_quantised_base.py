@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from bitsandbytes.functional import dequantize_4bit
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.support.chats import write_base, write_chats
+from tests.support.chats import write_base, write_chats, write_pairs
 from tests.support.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases
 from tests.training.export_hf.test_adapter import exported
+from tests.training.tasks import dpo_cases, sft_cases
 from tests.training.tasks import quantised_cases as cases
-from tests.training.tasks import sft_cases
+from tests.training.tasks.test_dpo import STARTED
 from tests.training.tasks.test_resume import SFT
 from tests.training.tasks.test_sft import require_equal
 from training import generate
@@ -86,6 +88,32 @@ def test_the_ledger_says_what_the_base_takes(pair: ProcessGroup, folder: Path, s
     assert entry["quantised base"].bytes == held[kind]
     assert entry["quantised base"].dtype == {"nf4": "float32, uint8", "int8": "float32, int8"}[kind]
     assert entry["of these frozen"].dtype == entry["parameters"].dtype == "bfloat16"
+
+
+def test_probe_attribution_and_meter_are_of_the_adapter(pair: ProcessGroup, folder: Path) -> None:
+    found = pair.run(sft_cases.telemetry, folder=folder, probe=True, compute="bf16", overrides=(BASES["nf4"],))[0]
+    assert found["drift"]["maximum"] == 0
+    assert found["probe"] and all(".lora_" in name for name in found["probe"])
+    assert all(agreement["cosine"] > 0.99 for name, agreement in found["probe"].items() if ".lora_B." in name)
+    module = "model.layers.1.self_attn.q_proj.base_layer"
+    fault = f"faults=[{{kind: nan_activation, step: 1, rank: 1, module: {module}}}]"
+    overrides = (BASES["nf4"], fault)
+    (rank, finding), *_ = pair.run(sft_cases.causes, folder=folder, compute="bf16", overrides=overrides)[0]
+    assert (rank, finding.module) == (1, module)
+    lost = pair.run(
+        sft_cases.lost_updates, folder=folder, stage=2, compute="bf16", rate=1e-5, overrides=(BASES["nf4"],)
+    )
+    assert lost[0]["said"] == lost[1]["said"] and max(lost[0]["said"].values()) > 0.5
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_preferences_start_from_margins_of_exactly_0(pair: ProcessGroup, folder: Path, stage: int) -> None:
+    """The base under the adapter that is off, in the same codes."""
+    write_pairs(folder / "pairs.jsonl", 40)
+    found = pair.run(dpo_cases.first_step, folder=folder, stage=stage, compute="bf16", overrides=(BASES["nf4"],))[0]
+    assert STARTED.items() <= found["metrics"].items()
+    assert found["loss"] == pytest.approx(math.log(2), abs=1e-7)
 
 
 def test_a_job_resumes_bit_for_bit_and_its_adapter_loads_with_plain_peft(
