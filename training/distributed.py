@@ -64,6 +64,9 @@ class SliceGroup:
 class ExpertGroup(SliceGroup):
     """The ranks that share the experts of each layer. They have sequences of their own."""
 
+    same: dist.ProcessGroup
+    """The ranks that have the same experts as this one, one of each group."""
+
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ...
 
@@ -190,8 +193,10 @@ class World:
         """The same ranks, so many of which share the experts of each layer. A collective."""
         if ranks == 1:
             return self
-        group = self._consecutive(ranks, timeout_minutes)
-        return replace(self, experts=ExpertGroup(self.rank % ranks, ranks, group))
+        group, timeout = self._consecutive(ranks, timeout_minutes), timedelta(minutes=timeout_minutes)
+        apart = [dist.new_group(list(range(slot, self.world_size, ranks)), timeout=timeout) for slot in range(ranks)]
+        own = self.rank % ranks
+        return replace(self, experts=ExpertGroup(own, ranks, group, apart[own]))
 
     def _consecutive(self, ranks: int, timeout_minutes: float) -> Any:
         """This rank's group of so many consecutive ones, which divide all. A collective: each rank makes each group."""

@@ -143,7 +143,7 @@ REFUSED: dict[str, str] = {
     "tensor_parallel": "with dropout DeepSpeed 0.19.8 lets the ranks' copies of a weight part (measured: by 3.5e-2 in"
     " 4 steps) while their gradient norms stay equal; set parallel.tensor in the run config, which keeps them alike",
     "expert_parallel": "DeepSpeed 0.19.8 does not start it with transformers 5.23, and without ZeRO clips by the mean"
-    " of the ranks' norms; use ZeRO-1, 2 or 3, which train experts as they are",
+    " of the ranks' norms; set parallel.expert in the run config, which shares transformers' own experts",
     "pipeline": "DeepSpeed 0.19.8 does not reduce tied gradients in FP16 (measured: update off by 34%) and needs ZeRO-0"
     " or 1; use ZeRO-3",
     "hybrid_engine": _NOT_DRIVEN,

@@ -39,16 +39,17 @@ def experts_name(group: ExpertGroup) -> str:
 
 @contextmanager
 def shared_experts(model: Any, world: World) -> Iterator[None]:
-    """Inside, DeepSpeed builds an engine for a model whose experts `world` shares, if any. A collective."""
-    if world.experts is None:
+    """Inside, DeepSpeed builds an engine for a model whose experts `world` shares, if any."""
+    shared = world.experts
+    if shared is None:
         yield
         return
-    forget_groups()
-    groups._EXPERT_PARALLEL_GROUP[experts_name(world.experts)] = world.experts.group
-    first = world.rank - world.experts.rank
-    groups._EXPERT_PARALLEL_GROUP_RANKS[experts_name(world.experts)] = range(first, first + world.experts.size)
-    groups._create_expert_and_data_parallel(world.experts.size)
-    model.add_module(_MARKER, _Marker(world.experts.size))
+    name, first = experts_name(shared), world.rank - shared.rank
+    groups._EXPERT_PARALLEL_GROUP[name] = shared.group
+    groups._EXPERT_PARALLEL_GROUP_RANKS[name] = range(first, first + shared.size)
+    groups._EXPERT_DATA_PARALLEL_GROUP[name] = shared.same
+    groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = range(shared.rank, world.world_size, shared.size)
+    model.add_module(_MARKER, _Marker(shared.size))
     try:
         yield
     finally:

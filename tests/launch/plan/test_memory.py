@@ -142,6 +142,28 @@ def test_the_peak_is_what_tensors_take(pair, tmp_path, stage: int, checkpointing
     assert peak_memory(*layout(*overrides)).total == pytest.approx(measured, rel=0.2)
 
 
+MIXTURE = (
+    "model={architecture: mixtral, activation_checkpointing: none, config: {num_hidden_layers: 4, hidden_size: 192, "
+    "intermediate_size: 256, num_attention_heads: 4, num_key_value_heads: 4, num_local_experts: 8, vocab_size: 512}}"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_peak_of_shared_experts_is_what_tensors_take(pair, tmp_path, stage: int) -> None:
+    """Activations of experts are not counted exactly; those of few tokens matter little."""
+    document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_bf16.json").read_text())
+    document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
+    (tmp_path / "ds.json").write_text(json.dumps(document))
+    overrides = [MIXTURE, "data.sequence_length=32", "batch.micro_size=2", "batch.global_size=8", "parallel.expert=2"]
+    overrides += [f"deepspeed.config={tmp_path}/ds.json", "precision.compute=bf16"]
+    measured = max(result["peak"] for result in pair.run(plan_cases.peak_of, overrides=overrides, vocabulary=512))
+    shape, found = layout(*overrides)
+    assert shape.own.parameters < 0.6 * shape.parameters
+    assert model_states(shape.own, found)[0]["masters"] == 4 * shape.parameters / 2, "ZeRO divides all of them"
+    assert peak_memory(shape, found).total == pytest.approx(measured, rel=0.2)
+
+
 HPZ = {"zero_hpz_partition_size": 2, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 
 

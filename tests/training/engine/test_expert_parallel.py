@@ -36,7 +36,8 @@ def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[
     for found in pair.run(expert_cases.against_one_rank, stage=stage, **given):
         close = CLOSE[given.get("compute", "fp32")]
         assert found["start"] == 0, "the weights of one rank, cut"
-        assert max(found["numbers"], found["masters"], found["experts"]) < close
+        assert max(found["masters"], found["experts"]) < close
+        assert found["numbers"] < min(close, 1e-2), "4.7e-2 where the norm leaves experts out"
         assert found["norm"] > 1.0, "clipping would do nothing"
         assert found["held"] < 0.8, "half of the experts"
 
