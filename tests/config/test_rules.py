@@ -69,7 +69,7 @@ REFUSED = [
         ["data={source: text, path: 'https://h/x?X-Amz-Signature=abcdef0123456789abcdef0123456789'}"],
         "data.path holds what looks like a credential, which would be recorded; take it out",
     ),
-    (["data={source: auto, path: 's3://b/x.txt'}"], "data.path = 's3://b/x.txt' is a URL, which source = hub does not"),
+    (["data={source: auto, path: 's3://b/x'}"], "data.path = 's3://b/x' is a URL, which source = hub does not"),
     (["data={source: megatron, path: 's3://b/x', tokenizer: bytes}"], "data.path = 's3://b/x' is a URL, and files of"),
     (
         ["data={tokenizer: bytes, sources: [{path: 'gs://b/x'}]}"],
