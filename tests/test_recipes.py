@@ -59,8 +59,8 @@ def show_config(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
 
 
 def test_there_are_recipes_for_cpu_and_for_1_8_and_64_gpus() -> None:
-    names = {"demo", "demo_fp16", "demo_fp8", "llama_1b_1gpu", "llama_1b_fp8_1gpu", "llama_8b_8gpu", "llama_8b_64gpu"}
-    assert names <= {path.stem for path in RECIPES}
+    cpu, gpu = {"demo", "demo_fp16", "demo_fp8"}, {"llama_1b_1gpu", "llama_1b_fp8_1gpu", "llama_8b_8gpu"}
+    assert cpu | gpu | {"llama_8b_64gpu", "llama_70b_64gpu"} <= {path.stem for path in RECIPES}
 
 
 @recipes
@@ -117,7 +117,12 @@ def parameter_count(shape: dict[str, Any], vocabulary: int) -> int:
 
 @pytest.mark.parametrize(
     ("name", "billions", "processes"),
-    [("llama_1b_1gpu", 1.24, 1), ("llama_8b_8gpu", 8.03, 8), ("llama_8b_64gpu", 8.03, 64)],
+    [
+        ("llama_1b_1gpu", 1.24, 1),
+        ("llama_8b_8gpu", 8.03, 8),
+        ("llama_8b_64gpu", 8.03, 64),
+        ("llama_70b_64gpu", 70.55, 64),
+    ],
 )
 def test_the_gpu_recipes_have_the_size_they_claim(name: str, billions: float, processes: int) -> None:
     config, deepspeed, world_size = show_config(REPOSITORY / "config" / "recipes" / f"{name}.yaml")

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.plan.devices import GIB
+from launch.plan.layout import Layout
 from launch.plan.memory import checkpoint_bytes
 from launch.plan.model import Shape
 from launch.plan.search import Option, communication_bound_from
@@ -75,22 +76,31 @@ def _memory_table(plan: Plan) -> Table:
     return table
 
 
-def _summary(plan: Plan) -> list[Text]:
-    """What dominates memory and the step, and what would change it."""
-    configured, layout = plan.configured, plan.configured.layout
-    name, size = max(configured.memory.device.items(), key=lambda item: item[1])
-    advice = {
-        "activations": "model.activation_checkpointing=full or a smaller batch.micro_size lowers them",
-        "logits": "model.loss=chunked or a smaller batch.micro_size lowers them; activation checkpointing does not",
-        "parameters": "ZeRO-3 divides them by the ranks",
+def _advice(item: str, layout: Layout) -> str:
+    """What would lower an item of the memory and is not set yet; empty: nothing that is known."""
+    smaller = ["a smaller batch.micro_size"] if layout.micro > 1 else []
+    if item == "activations":
+        recompute = [] if layout.checkpointing == "full" else ["model.activation_checkpointing=full"]
+        return " or ".join([*recompute, *smaller] or ["a larger parallel.sequence"]) + " lowers them"
+    if item == "logits":
+        return " or ".join(["model.loss=chunked", *smaller]) + " lowers them; activation checkpointing does not"
+    return {
+        "parameters": "" if layout.stage == 3 else "ZeRO-3 divides them by the ranks",
         "second copy": "a larger zero_hpz_partition_size divides it further",
         "teacher": "distill.sharded=true divides it by the ranks, distill.top_k asks it before training",
-        "gradients": "ZeRO-2 divides them by the ranks",
+        "gradients": "more ranks divide them" if layout.stage >= 2 else "ZeRO-2 divides them by the ranks",
         "masters": "more ranks divide them",
         "moments": "more ranks divide them",
         "gathered parameters": "a smaller stage3_max_live_parameters lowers them",
         "buckets": "a smaller reduce_bucket_size lowers them",
-    }.get(name, "")
+    }.get(item, "")
+
+
+def _summary(plan: Plan) -> list[Text]:
+    """What dominates memory and the step, and what would change it."""
+    configured, layout = plan.configured, plan.configured.layout
+    name, size = max(configured.memory.device.items(), key=lambda item: item[1])
+    advice = _advice(name, layout)
     moved, step = traffic(plan.shape, layout), configured.speed
     lines = [
         Text(f"Memory: mostly {name}, {size / GIB:.2f} GiB" + (f"; {advice}" if advice else "") + "."),

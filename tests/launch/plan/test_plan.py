@@ -200,6 +200,23 @@ def test_the_tables_say_what_dominates(capsys, monkeypatch) -> None:
     assert "the smallest that fits" in text
 
 
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        (("none", 1), "model.activation_checkpointing=full lowers them."),
+        (("none", 2), "model.activation_checkpointing=full or a smaller batch.micro_size lowers them."),
+        (("full", 2), "a smaller batch.micro_size lowers them."),
+        (("full", 1), "a larger parallel.sequence lowers them."),
+    ],
+)
+def test_no_advice_is_what_the_config_has_already(capsys, monkeypatch, settings, advice) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    checkpointing, micro = settings
+    long = ["--gpus", "8", "model.loss=chunked", "data.sequence_length=65536"]
+    plan.main([*BIG, *long, f"model.activation_checkpointing={checkpointing}", f"batch.micro_size={micro}"])
+    assert f"GiB; {advice}" in capsys.readouterr().out
+
+
 def test_nothing_that_fits_is_exit_code_3(capsys) -> None:
     assert plan.main([*BIG, "--gpus", "1", "--device", "a10g"]) == 3
     assert "Nothing fits" in capsys.readouterr().out
