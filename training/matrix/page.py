@@ -98,7 +98,8 @@ edit it.
 
 {counted} Bare DeepSpeed, compared in {compared} of them, is wrong in {wrong}.
 
-Each cell trains a Llama of 2 layers and 20 thousand parameters for {conditions["steps"]} AdamW steps on different
+Each cell trains a Llama of 2 layers and 20 thousand parameters, or with `parallel.expert` a
+Qwen3-MoE, for {conditions["steps"]} AdamW steps on different
 batches on {conditions["processes"]} processes, through the real config and engine. It is compared with **one process of
 plain torch in FP32** with the whole batch at once: no DeepSpeed, none of Mantissa's engine. Labels are masked unevenly,
 the learning rate changes at every step, and FP16's loss scale grows every second step. Both start from the same
