@@ -267,7 +267,7 @@ def test_logits_of_a_large_vocabulary_take_what_the_planner_says(way: str, compu
     command = [sys.executable, "-c", PEAK, way, compute]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # each thread has buffers of its own
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=one_thread)
-    shape: Any = SimpleNamespace(vocabulary=131072, hidden=16, plain_head=True, trained_head=True)
+    shape: Any = SimpleNamespace(vocabulary=131072, hidden=16, plain_head=True, trained_head=True, head_share=1)
     width = {"fp32": 4, "bf16": 2}[compute]
     model = ModelSection(loss=way)
     sizes = {"tokens": 1024, "label_tokens": 1024, "width": width}
