@@ -407,7 +407,8 @@ class Telemetry:
         masters = {
             name: whole_master(engine, parameter).requires_grad_() for name, parameter in self._parameters.items()
         }
-        weights = {name: whole_weight(engine, p).float() for name, p in _frozen(engine)}
+        frozen = ((name, whole_weight(engine, parameter)) for name, parameter in _frozen(engine))
+        weights = {name: weight.float() if weight.is_floating_point() else weight for name, weight in frozen}
         tokens = engine.world.sum(torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device))
 
         def forward(**options: Any) -> Any:
