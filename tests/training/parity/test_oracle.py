@@ -293,7 +293,7 @@ def of_task(folder: Path, name: str, what: str, *more: str, mistake: str = "") -
     return judged(folder, name, *given, *start, *overrides, *more, mistake=mistake)
 
 
-FAST = ("dpo", "seq2seq")
+FAST = ("dpo",)
 
 
 @pytest.mark.parametrize("what", [pytest.param(what, marks=() if what in FAST else SLOW) for what in TASKS])
@@ -316,7 +316,7 @@ def test_so_are_other_tasks_in_16_bits(task_files: Path, what: str, compute: str
 @pytest.mark.parametrize(
     ("what", "mistake", "named"),
     [
-        pytest.param(what, mistake, named, marks=() if (what, mistake) in (("mlm", "always_masked"),) else SLOW)
+        pytest.param(what, mistake, named, marks=() if (what, mistake) in (("dpo", "answers_swapped"),) else SLOW)
         for what, mistake, named in (
             ("dpo", "answers_swapped", {"loss", "norm"}),
             ("dpo, smoothed", "wrong_beta", {"norm"}),

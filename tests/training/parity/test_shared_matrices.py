@@ -14,7 +14,7 @@ from training.parity import gate as parity
 SCALE = ["precision.loss_scale.initial=1024", "precision.loss_scale.window=2"]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("stage", "compute", "overrides"),
     [
@@ -50,7 +50,7 @@ def test_slices_of_the_head_may_differ_by_a_row(pair, stage):
         assert steps[0]["signature"]["not_measured"] == {} and "lm_head" in steps[0]["order"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_neox", "gemma3_text", "opt"])
 def test_other_kinds_of_models_are_measured_as_well(pair, kind):
     """Norms of heads, fused queries, keys and values, biases."""
@@ -60,7 +60,7 @@ def test_other_kinds_of_models_are_measured_as_well(pair, kind):
         assert not failed(checks), {name: checks[name] for name in failed(checks)}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("forward", [True, False])
 @pytest.mark.parametrize("module", ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.v_proj"])
 def test_one_ranks_slice_that_is_wrong_is_named(pair, module, forward):

@@ -41,6 +41,7 @@ def test_a_failed_step_is_reproduced_to_the_bit_with_its_rank_and_module(tmp_pat
     assert said.rstrip().endswith("\nreproduced"), said
 
 
+@pytest.mark.slow
 def test_a_step_of_another_session_with_whole_matrices_is_no_such_step(tmp_path):
     """The config in the folder is that of the last session."""
     for overrides in (SHARED[:2], ("batch.micro_size=4",)):
