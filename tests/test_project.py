@@ -67,3 +67,15 @@ def test_setup_takes_torch_alone_from_another_index_and_remembers_which(tmp_path
     ]
     (tmp_path / ".requirements").unlink()
     assert [line for line in setup_commands(tmp_path) if '--index-url "https://index.example/whl"' in line]
+
+
+def test_a_command_of_make_meets_no_folder_on_its_path_that_may_not_be_entered(tmp_path: Path) -> None:
+    """`su` without a `-` leaves root's. To root, who may enter all, one that is not there stands for them."""
+    print_path = ["make", "--silent", "--eval=print-path: ; @echo '$(PATH)'", "print-path"]
+    spaced = tmp_path / "with a space"
+    spaced.mkdir()
+    variables = os.environ | {"PATH": os.pathsep.join([str(tmp_path / "gone"), os.environ["PATH"], str(spaced)])}
+    printed = subprocess.run(print_path, cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=True)
+    folders = printed.stdout.strip().split(os.pathsep)
+    assert folders[0] == str(REPOSITORY / ".venv/bin") and folders[-1] == str(spaced)
+    assert str(tmp_path / "gone") not in folders and "" not in folders
