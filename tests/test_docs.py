@@ -84,7 +84,23 @@ def missing_targets(page: Path) -> Iterator[str]:
                 yield f"no such target: make {name}"
 
 
-CHECKS = (broken_links, missing_modules, missing_paths, missing_targets)
+def stray_rows(page: Path) -> list[str]:
+    """Rows that belong to no table, or have another number of cells than its head."""
+    lines, wrong, cells = prose(page.read_text(encoding="utf-8")).splitlines(), [], 0
+    for line, below in zip(lines, [*lines[1:], ""], strict=True):
+        row = line.strip()
+        if not row.startswith("|"):
+            cells = 0
+            continue
+        found = len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", row))) - 1
+        if not cells and re.fullmatch(r"\|[\s|:-]+\|", below.strip()):
+            cells = found
+        if found != cells:
+            wrong.append(f"no row of a table: {row[:60]}")
+    return wrong
+
+
+CHECKS = (broken_links, missing_modules, missing_paths, missing_targets, stray_rows)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -97,6 +113,7 @@ def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
     page.write_text(
         "# Page\n[a](gone.md) [b](#page) [c](#other) `docs/gone.md` `config/recipes/*.yaml` `make gone`\n"
         "```\npython -m training.gone --config config/recipes/gone.yaml\npython -m training.parity\nmake test\n```\n"
+        "| far | from it |\n\n| a | b |\n|---|---|\n| `|` \\| | c |\n| of | a | third |\n"
     )
     assert [problem for check in CHECKS for problem in check(page)] == [
         "no such file: gone.md",
@@ -105,6 +122,8 @@ def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
         "no such path: config/recipes/gone.yaml",
         "no such path: docs/gone.md",
         "no such target: make gone",
+        "no row of a table: | far | from it |",
+        "no row of a table: | of | a | third |",
     ]
 
 
@@ -117,6 +136,14 @@ def test_the_index_links_every_page() -> None:
     linked = {(index.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(index.read_text("utf-8"))}
     pages = {page.resolve() for page in PAGES if page.is_relative_to(index.parent)}
     assert pages - linked == {index.resolve()}
+
+
+def test_every_script_of_upstream_has_one_row() -> None:
+    folder = ROOT / "docs/upstream"
+    rows = re.findall(
+        r"^\|[^|]+\| `(\w+\.py)`, [12] \|", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert sorted(rows) == sorted(script.name for script in folder.glob("*.py"))
 
 
 def test_the_checkpoints_of_recipes_that_are_named_are_saved() -> None:
