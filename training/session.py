@@ -34,6 +34,7 @@ from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
 from training.distributed import World
 from training.engine import Engine, build_engine
+from training.engine.work_time import forget_peak_memory
 from training.references import add_references
 from training.tasks.shape import settle_labels, shape_of_model
 from training.tasks.targets import documents_of
@@ -162,6 +163,7 @@ def session(
             owned.append(True)
         vocabulary = shape.get_text_config().vocab_size
         corpus, teacher = prepare_teacher(resolved, corpus, world, vocabulary=vocabulary)
+        forget_peak_memory(world.device)
         engine = build_engine(resolved, shape, world)
         if quiet:
             engine.notes.append(f"dropout of the model is off, as the reference has none: {', '.join(quiet)}")

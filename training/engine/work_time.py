@@ -11,7 +11,8 @@ import resource
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,18 @@ def _listed(values: list[Any]) -> list[Any] | dict[str, Any]:
         return values
     most = max(values)
     return {"least": min(values), "median": statistics.median(values), "most": most, "rank": values.index(most)}
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """The peak counts from here: what prepared the data is no part of the training's.
+
+    Where the system does not let the peak of a resident set be reset (Linux does) it counts from the process's start.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # proc(5)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
