@@ -82,7 +82,7 @@ def test_the_report_holds_the_page_a_reader_needs(told_run: RunDir) -> None:
     path = write_report(told_run, sample=sample, resume_command="deepspeed train.py --config demo.yaml")
     text = path.read_text()
     for part in (
-        *("# demo", "> FP16 with our scaler follows FP32", "**done**", "llama, 12,345,678 parameters"),
+        *("# demo", "> Hypothesis: FP16 with our scaler follows FP32", "**done**", "llama, 12,345,678 parameters"),
         *("8 sequences of 512 tokens, micro-batch 2, accumulation 2", "fp16 compute, FP32 masters", "stage 2, 2 proc"),
         *("node7: 2 x NVIDIA H100", "torch 2.13.0", "0123456789ab with local changes"),
         *("60 attempted, 58 applied, 2 skipped", "65536 -> 32768 (1 x growth, 2 x overflow)", "245,760"),

@@ -64,7 +64,7 @@ def write_report(
     parts = [f"# {markdown.text(summary.name)}\n"]
     hypothesis = setting(config, "run.hypothesis")
     if hypothesis:
-        parts.append(f"> {markdown.text(hypothesis)}\n")
+        parts.append(f"> Hypothesis: {markdown.text(hypothesis)}\n")
     cause = f": {markdown.text(summary.cause)}" if summary.cause else ""
     parts.append(f"**{markdown.text(summary.status)}**{_sessions(summary)}{cause}\n")
     parts.append("## What ran\n\n" + _rows(_what_ran(summary, config, deepspeed, environment)))
