@@ -15,9 +15,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from config.resolved import Resolved
 from modeling.expert_parallel import share_experts
-from modeling.linear_cross_entropy import label_loss_sum
-from modeling.parameter_groups import parameter_groups
 from precision.dtypes import DTYPES
+from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
 from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import World
 from training.matrix.run import fp32_model
@@ -65,41 +64,25 @@ def against_one_rank(
     """Errors of losses, norms, the evaluation and the masters after three steps. kind: of MEASURED."""
     world = world.sharing_experts(ranks, timeout_minutes=2)
     resolved = resolved_of(world, kind, stage=stage, compute=compute, ranks=ranks, micro=micro, overrides=overrides)
-    section, found, expected = resolved.config.optimizer, [], []
+    found = []
     with engine_of(world, resolved) as engine:
         start = masters_of(engine)
         for step in range(1, STEPS + 1):
             health = engine.health(engine.forward_backward(batch_of(world, micro, seed=step), step=step))
             found += [health.loss, health.grad_norm]
             assert engine.step(health, LR / step).applied
-        found.append(engine.evaluate([batch_of(world, micro, seed=9)]).loss)
+        found.append(engine.evaluate([batch_of(world, micro, seed=EVALUATED)]).loss)
         masters = masters_of(engine)
         held = sum(parameter.numel() for parameter in engine.model.parameters())
     drawn = fp32_model(resolved.config.model, seed=resolved.config.run.seed).to(DTYPES[compute]).float()
     plain = plain_model(resolved, start)
-    optimizer = torch.optim.AdamW(parameter_groups(plain, section), betas=section.betas, eps=section.eps)
-    one = World(0, 1, 0, world.device)
-    for step in (*range(1, STEPS + 1), 9):
-        batch = batch_of(one, 8, seed=step)
-        logits = plain(input_ids=batch.input_ids[0], use_cache=False).logits
-        loss = label_loss_sum(logits, batch.labels[0]) / batch.label_tokens
-        expected.append(float(loss.detach()))
-        if step == 9:
-            break
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), section.gradient_clipping or torch.inf)
-        expected.append(float(norm))
-        for group in optimizer.param_groups:
-            group["lr"] = LR / step
-        optimizer.step()
+    expected = plain_steps(plain, resolved.config.optimizer, steps=STEPS, lr=LR)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-    off, moved = (sum(float((masters[n] - o[n]).double().square().sum()) for n in masters) for o in (weights, start))
     experts = [n for n in masters if ".experts." in n]
     return {
         "start": max(float((start[name] - value).detach().abs().max()) for name, value in drawn.named_parameters()),
-        "numbers": max(abs(one / other - 1) for one, other in zip(found, expected, strict=True)),
-        "masters": (off / moved) ** 0.5,
+        "numbers": farthest(found, expected),
+        "masters": distance_of_updates(masters, weights, start),
         "experts": max(float((masters[n] - weights[n]).norm() / (weights[n] - start[n]).norm()) for n in experts),
         "norm": expected[1],
         "held": held / sum(parameter.numel() for parameter in drawn.parameters()),
