@@ -70,20 +70,8 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
     """
     for rule in (
         *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _sft, _preference, _distill),
-        *(
-            _parallel,
-            _tensor,
-            _expert,
-            _encoder,
-            _seq2seq,
-            _adapter,
-            _mixture,
-            _validation,
-            _data,
-            _documents,
-            _optimizer,
-        ),
-        *(_schedule, _precision, _loss_scale, _evaluate, _tracking, _guard, _faults, _canary),
+        *(_parallel, _tensor, _expert, _encoder, _seq2seq, _adapter, _mixture, _validation, _data, _documents),
+        *(_optimizer, _schedule, _precision, _loss_scale, _evaluate, _tracking, _guard, _faults, _canary),
     ):
         for key, text in rule(config):
             raise UserError(f"{origin(key)}: {key} {text}")
@@ -324,6 +312,21 @@ def _parallel(config: Config) -> Iterator[Problem]:
         yield key, f"{given}: routers would count the padding of data.sequence_length = {length}; {fix}"
 
 
+def _of_slices(config: Config, *, of: str, manifest: str) -> Iterator[str]:
+    """What cannot be had where ranks have slices, whatever these are `of`. manifest: why not with one."""
+    if config.task != "pretrain":
+        yield f" is verified with task = pretrain, not {config.task}; set it to 1"
+    if config.adapter.kind != "none":
+        yield f" is not verified with adapter.kind = {config.adapter.kind}; set one of them to its default"
+    if config.precision.path == "manifest":
+        yield f"{manifest}; use the cast path"
+    if config.precision.masters == "split":
+        yield " is not verified with precision.masters = split; remove one of them"
+    if config.optimizer.name not in _BY_VALUE:
+        fix = f"use one of {', '.join(_BY_VALUE)}"
+        yield f": optimizer.name = {config.optimizer.name} looks at whole {of}, of slices here; {fix}"
+
+
 def _tensor(config: Config) -> Iterator[Problem]:
     ranks, model, guard, key = config.parallel.tensor, config.model, config.guard, "parallel.tensor"
     if ranks == 1:
@@ -331,17 +334,8 @@ def _tensor(config: Config) -> Iterator[Problem]:
     given = f"= {ranks}"
     if config.parallel.sequence > 1:
         yield key, f"{given} is not verified with parallel.sequence = {config.parallel.sequence}; set one of them to 1"
-    if config.task != "pretrain":
-        yield key, f"{given} is verified with task = pretrain, not {config.task}; set it to 1"
-    if config.adapter.kind != "none":
-        yield key, f"{given} is not verified with adapter.kind = {config.adapter.kind}; set one of them to its default"
-    if config.precision.path == "manifest":
-        yield key, f"{given}: precision.path = manifest finds no attention in what DeepSpeed cuts; use the cast path"
-    if config.precision.masters == "split":
-        yield key, f"{given} is not verified with precision.masters = split; remove one of them"
-    if config.optimizer.name not in _BY_VALUE:
-        fix = f"use one of {', '.join(_BY_VALUE)}"
-        yield key, f"{given}: optimizer.name = {config.optimizer.name} looks at whole matrices, of slices here; {fix}"
+    manifest = ": precision.path = manifest finds no attention in what DeepSpeed cuts"
+    yield from ((key, f"{given}{problem}") for problem in _of_slices(config, of="matrices", manifest=manifest))
     if model.attention not in ("auto", "sdpa", "eager"):
         fix = f"set that to sdpa, or {key}=1"
         yield key, f"{given} is verified with model.attention = sdpa and eager, not {model.attention}; {fix}"
@@ -376,17 +370,8 @@ def _expert(config: Config) -> Iterator[Problem]:
         if getattr(config.parallel, other) > 1:
             fix = "set one of them to 1"
             yield key, f"{given} is not verified with parallel.{other} = {getattr(config.parallel, other)}; {fix}"
-    if config.task != "pretrain":
-        yield key, f"{given} is verified with task = pretrain, not {config.task}; set it to 1"
-    if config.adapter.kind != "none":
-        yield key, f"{given} is not verified with adapter.kind = {config.adapter.kind}; set one of them to its default"
-    if config.precision.path == "manifest":
-        yield key, f"{given} is not verified with precision.path = manifest; use the cast path"
-    if config.precision.masters == "split":
-        yield key, f"{given} is not verified with precision.masters = split; remove one of them"
-    if config.optimizer.name not in _BY_VALUE:
-        fix = f"use one of {', '.join(_BY_VALUE)}"
-        yield key, f"{given}: optimizer.name = {config.optimizer.name} looks at whole parameters, of slices here; {fix}"
+    manifest = " is not verified with precision.path = manifest"
+    yield from ((key, f"{given}{problem}") for problem in _of_slices(config, of="parameters", manifest=manifest))
     if model.compile:
         yield key, f"{given} is not verified with model.compile = true; remove one of them"
     if model.kernels == "liger":

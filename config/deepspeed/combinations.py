@@ -182,7 +182,7 @@ SETTINGS = (
     Setting("model.loss", "auto", "chunked", stages=STAGES, in_json=False),
     Setting("parallel.sequence", 1, 2, stages=STAGES, in_json=False),
     Setting("parallel.tensor", 1, 2, stages=STAGES, computes=("fp32", "bf16", "fp16"), in_json=False),
-    Setting("parallel.expert", 1, 2, stages=(1, 2), computes=("fp32", "bf16", "fp16"), in_json=False),
+    Setting("parallel.expert", 1, 2, stages=(1, 2, 3), computes=("fp32", "bf16", "fp16"), in_json=False),
     Setting(_ZERO + "overlap_comm", False, True),
     Setting(_ZERO + "reduce_scatter", True, False),
     Setting(_ZERO + "contiguous_gradients", True, False),

@@ -101,24 +101,13 @@ def _check_slices(config: Config, path: Path, document: dict[str, Any]) -> None:
 
 
 def _check_expert_stage(config: Config, path: Path, document: dict[str, Any]) -> None:
-    stage = zero_stage(document)
-    if config.parallel.expert == 1 or stage in EXPERT_STAGES:
+    if config.parallel.expert == 1 or zero_stage(document) > 0:
         return
-    reason = (
-        "without ZeRO, DeepSpeed 0.19.8 clips by the mean of the ranks' gradient norms, which differ where their "
-        "experts do (masters off by 2.6e-2)"
-        if stage == 0
-        else "at ZeRO-3, DeepSpeed 0.19.8 shares the experts of its own AutoEP only, which does not start with "
-        "transformers 5"
-    )
     raise UserError(
-        f"{path}: ZeRO stage {stage} with parallel.expert = {config.parallel.expert}: {reason}; set deepspeed.stage=1 "
-        "or 2, or parallel.expert=1"
+        f"{path}: ZeRO stage 0 with parallel.expert = {config.parallel.expert}: without ZeRO, DeepSpeed 0.19.8 clips "
+        "by the mean of the ranks' gradient norms, which differ where their experts do (masters off by 2.6e-2); set "
+        "deepspeed.stage=1, 2 or 3, or parallel.expert=1"
     )
-
-
-EXPERT_STAGES = (1, 2)
-"""ZeRO stages at which ranks may share experts."""
 
 
 def resolve_unverified(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
+from config.deepspeed.document import read_document
 from config.resolved import Resolved
 from data.loader import Batch
 from modeling.build import model_config
@@ -48,6 +50,16 @@ def resolve(
             *overrides,
         ]
     )
+
+
+def gathered(folder: Path, compute: str) -> str:
+    """The override for a ZeRO-3 JSON as large models need it: no parameter stays whole, groups and buckets are cut."""
+    document = read_document(REPOSITORY / f"ds_configs/zero3_{compute}.json")
+    document["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    document["zero_optimization"] |= {"sub_group_size": 3000, "reduce_bucket_size": 4096}
+    path = folder / f"gathered_{compute}.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return f"deepspeed.config={path}"
 
 
 @contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.launches import command, events, finish, replay
+from tests.support.sharing_jobs import BEGINNING, assert_close, assert_two_train_as_one, numbers, run_one_and_two
 
 pytestmark = pytest.mark.slow
 
@@ -23,31 +23,14 @@ def job(folder: Path, name: str, *overrides: str, ranks: int) -> str:
     return finish(command("python", folder, name, *JOB, *overrides), ranks=ranks)
 
 
-def numbers(folder: Path, name: str, keys: Sequence[str] = ("loss", "grad_norm")) -> list[list[float]]:
-    """Of each step, and the validation losses at the end."""
-    steps = [[event[key] for key in keys] for event in events(folder, name, "step")]
-    return [*steps, [event["loss"] for event in events(folder, name, "eval")]]
-
-
-def assert_close(found: list[list[float]], expected: list[list[float]]) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the run `one` of one rank, and the run `two` of two ranks that share every sequence."""
-    folder = tmp_path_factory.mktemp("jobs")
-    job(folder, "one", ranks=1)
-    job(folder, "two", SHARED, ranks=2)
-    return folder
+    """Of the run `one` of one rank, `two` of two ranks that share every sequence, and `first`, its beginning."""
+    return run_one_and_two(tmp_path_factory.mktemp("jobs"), job, SHARED)
 
 
 def test_two_ranks_with_half_of_each_sequence_train_as_one(folder: Path) -> None:
-    assert_close(numbers(folder, "two"), numbers(folder, "one"))
-    exact = ("tokens", "sample_ids_sha256", "position", "lr", "applied")
-    assert numbers(folder, "two", exact)[:-1] == numbers(folder, "one", exact)[:-1]
+    assert_two_train_as_one(folder)
     assert [event["tokens"] for event in events(folder, "two", "step")] == [8 * LENGTH * n for n in range(1, 7)]
 
 
@@ -60,7 +43,6 @@ def test_the_fp64_oracle_and_a_replay_agree_with_the_record(folder: Path) -> Non
 
 
 def test_a_resumed_run_is_the_same_to_the_bit_and_another_cut_to_rounding(folder: Path) -> None:
-    job(folder, "first", SHARED, "run.steps=4", "evaluate.every_steps=0", ranks=2)
     for name, overrides, ranks in (("same", [SHARED], 2), ("alone", [], 1), ("apart", ["batch.micro_size=2"], 2)):
         shutil.copytree(folder / "runs" / "first", folder / "runs" / name)
         output = job(folder, name, *overrides, ranks=ranks)
@@ -68,7 +50,7 @@ def test_a_resumed_run_is_the_same_to_the_bit_and_another_cut_to_rounding(folder
     assert numbers(folder, "same") == numbers(folder, "two")
     assert_close(numbers(folder, "alone"), numbers(folder, "one"))
     assert_close(numbers(folder, "apart"), numbers(folder, "one"))
-    job(folder, "before", "run.steps=4", "evaluate.every_steps=0", ranks=1)
+    job(folder, "before", *BEGINNING, ranks=1)
     assert "parallel.sequence 1 -> 2" in job(folder, "before", SHARED, ranks=2)
     assert_close(numbers(folder, "before"), numbers(folder, "one"))
 

@@ -6,11 +6,19 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.support.launches import command, events, finish
-from tests.training.test_sequence_job import assert_close, numbers
-from training.checkpoint.manifest import read_state
+from tests.support.sharing_jobs import (
+    BEGINNING,
+    assert_close,
+    assert_equal_checkpoints_of_no_update,
+    assert_equal_exports,
+    assert_equal_telemetry,
+    assert_two_train_as_one,
+    exported,
+    numbers,
+    run_one_and_two,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -25,24 +33,15 @@ def job(folder: Path, name: str, *overrides: str, ranks: int) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the run `one` of one rank, the run `two` of two ranks that share every matrix, and `first`, its beginning."""
-    folder = tmp_path_factory.mktemp("jobs")
-    job(folder, "one", ranks=1)
-    job(folder, "two", SHARED, ranks=2)
-    job(folder, "first", SHARED, "run.steps=4", "evaluate.every_steps=0", ranks=2)
-    return folder
+    return run_one_and_two(tmp_path_factory.mktemp("jobs"), job, SHARED)
 
 
 def test_two_ranks_with_half_of_each_matrix_train_as_one(folder: Path) -> None:
-    assert_close(numbers(folder, "two"), numbers(folder, "one"))
-    exact = ("tokens", "sample_ids_sha256", "position", "lr", "applied")
-    assert numbers(folder, "two", exact)[:-1] == numbers(folder, "one", exact)[:-1]
+    assert_two_train_as_one(folder)
     saved = folder / "runs" / "two" / "checkpoints" / "step-6"
     assert (saved / "rng-rank-0.pt").read_bytes() == (saved / "rng-rank-1.pt").read_bytes(), "they drop out alike"
+    assert_equal_telemetry(folder)
     for one, two in zip(events(folder, "one", "telemetry"), events(folder, "two", "telemetry"), strict=True):
-        assert two["gradients"].keys() == one["gradients"].keys()
-        for module, figures in one["gradients"].items():
-            for figure in ("norm", "rms", "maximum"):
-                assert two["gradients"][module][figure] == pytest.approx(figures[figure], rel=1e-3), (module, figure)
         assert two["embedding_share"] == pytest.approx(one["embedding_share"], rel=1e-3)
 
 
@@ -60,43 +59,23 @@ def test_a_resumed_run_is_the_same_to_the_bit_and_another_layout_to_rounding(fol
     assert numbers(folder, "same") == numbers(folder, "two")
     for name in ("alone", "data", "partitioned"):
         assert_close(numbers(folder, name), numbers(folder, "one"))
-    job(folder, "before", "run.steps=4", "evaluate.every_steps=0", ranks=1)
+    job(folder, "before", *BEGINNING, ranks=1)
     assert "parallel.tensor 1 -> 2" in job(folder, "before", SHARED, ranks=2)
     assert_close(numbers(folder, "before"), numbers(folder, "one"))
 
 
 def test_the_checkpoint_of_no_update_is_that_of_one_rank(tmp_path: Path) -> None:
-    """Checksums do not depend on who holds what."""
-    found = []
-    for name, overrides, ranks in (("one", [], 1), ("two", [SHARED], 2)):
-        given = [
-            "run.steps=1",
-            "schedule.warmup_steps=0",
-            "optimizer.learning_rate=0",
-            "evaluate.every_steps=0",
-            "checkpoint.every_steps=1",
-        ]
-        job(tmp_path, name, *given, *overrides, ranks=ranks)
-        state = read_state(tmp_path / "runs" / name / "checkpoints" / "step-1")
-        found.append((state["parameters"], state["checksums"]["master"]))
-    assert found[0] == found[1]
+    assert_equal_checkpoints_of_no_update(tmp_path, job, SHARED)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_export_has_whole_tensors(folder: Path, tmp_path: Path, stage: int) -> None:
     given = [f"deepspeed.config=ds_configs/zero{stage}_fp32.json", "evaluate.every_steps=0"]
-    exported = []
+    found = []
     for name, overrides, ranks in ((f"one{stage}", [], 1), (f"two{stage}", [SHARED], 2)):
         job(folder, name, *given, *overrides, ranks=ranks)
-        out, checkpoint = tmp_path / name, folder / "runs" / name / "checkpoints" / "step-6"
-        said = finish(["python", "-m", "training.export_hf", str(checkpoint), str(out), "--dtype", "fp32"])
-        assert (out / "model.safetensors").is_file(), said
-        exported.append(load_file(out / "model.safetensors"))
-    one, two = exported
-    assert one.keys() == two.keys()
-    for name, values in one.items():
-        assert two[name].shape == values.shape
-        assert float((two[name] - values).abs().max()) < 1e-5, name
+        found.append(exported(folder, name, tmp_path / name))
+    assert_equal_exports(*found)
 
 
 def test_a_cause_names_the_slice(tmp_path: Path) -> None:

@@ -225,7 +225,8 @@ def _open_stage_3(
     upstream: whether DeepSpeed can read the files too.
     """
     files = [folder / f"zero_pp_rank_{part}_{_model_file(rank)}" for part in range(len(states))]
-    models = [read(path) for path in files]
+    models, groups = [read(path) for path in files], states[0].get("ds_zero_partition_groups")
+    upstream = upstream and groups is None
     unread = "none: DeepSpeed's zero_to_fp32 reads no encrypted files, and no slices"
     second = "DeepSpeed's zero_to_fp32" if upstream else unread
     saved = SavedModel(stage=3, ranks=len(states), second_source=second)
@@ -235,19 +236,20 @@ def _open_stage_3(
     for index, shapes in enumerate(models[0]["param_shapes"]):
         flats, start = [state["fp32_flat_groups"][index] for state in states], 0
         kept = [optimizer[index] for optimizer in optimizers]
+        partitions = groups[index]["partition_count"] if groups is not None else len(states)
+        sharing = len(states) // partitions  # ranks that share experts
         for name, shape in shapes.items():
-            length = math.ceil(shape.numel() / len(states))
+            length = math.ceil(shape.numel() / partitions)
             where = slice(start, start + length)
-            parts = [flat[where] for flat in flats]
             start += length
-            _require_size(folder, name, shape, sum(part.numel() for part in parts))
-            saved.tensors[name] = SavedTensor(
-                shape,
-                _joined(parts, shape),
-                _read_by_deepspeed(whole, name),
-                Pieces(parts, shape.numel()),
-                _joined_state(folder, name, kept, [where] * len(states), shape.numel()),
-            )
+            slices = [
+                _open_equal_parts(folder, name, shape, flats[first::sharing], kept[first::sharing], where)
+                for first in range(sharing)
+            ]
+            if sharing == 1:
+                saved.tensors[name] = replace(slices[0], second_copy=_read_by_deepspeed(whole, name))
+            else:
+                saved.tensors[name] = _join_tensor(slices, Cut(0, (shape[0],) * sharing))
         if any(flat.numel() != start for flat in flats):
             raise UserError(
                 f"{folder}: group {index} holds more than its {len(shapes)} parameters; not a file of ZeRO-3"
@@ -258,6 +260,16 @@ def _open_stage_3(
         saved.frozen.add(name)
         saved.tensors[name] = SavedTensor(shape, _joined(parts, shape), _read_by_deepspeed(whole, name))
     return saved
+
+
+def _open_equal_parts(
+    folder: Path, name: str, shape: torch.Size, flats: list[torch.Tensor], kept: list[Any], where: slice
+) -> SavedTensor:
+    """A parameter, or one slice of it, at the same place in the flat partitions of the ranks that have it."""
+    parts = [flat[where] for flat in flats]
+    _require_size(folder, name, shape, sum(part.numel() for part in parts))
+    state = _joined_state(folder, name, kept, [where] * len(parts), shape.numel())
+    return SavedTensor(shape, _joined(parts, shape), None, Pieces(parts, shape.numel()), state)
 
 
 def _flat_states(optimizer: dict[str, Any]) -> list[dict[str, Any] | None]:

@@ -225,7 +225,7 @@ def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None
         return
     part = parameter.ds_tensor
     numel, length = shape_of(parameter).numel(), part.numel()
-    start = min(engine.world.zero_rank * length, numel)
+    start = min(parameter.ds_zero_partition_rank * length, numel)
     length = min(length, numel - start)
     if tensor.master:
         values = _own(engine, parameter, tensor.master).slice(start, length)

@@ -60,9 +60,10 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     if config.distill.teacher is not None and not config.distill.top_k:
         teacher = Teacher(resolved, world, vocabulary=model_config.get_text_config().vocab_size)
     # transformers builds and loads the model partitioned while this object exists and is set to ZeRO-3.
-    # Where ranks share matrices each of them builds the whole, and DeepSpeed partitions the slice that it cuts from it.
+    # Where ranks have slices each of them builds the whole, and DeepSpeed partitions the slice that is cut from it.
     # A quantised base is partitioned when it is whole, since zero.Init knows floats only.
-    partitioned = resolved.zero_stage == 3 and world.tensor is None and config.adapter.base == "compute"
+    slices = world.tensor is not None or world.experts is not None
+    partitioned = resolved.zero_stage == 3 and not slices and config.adapter.base == "compute"
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if partitioned else None
     gather = _gather_partitioned(world) if zero3 else _no_gather
     model_class, seed = model_class_of(config), config.run.seed

@@ -95,7 +95,7 @@ class Engine:
         if world.tensor is None:
             self._plant(resolved, model)
         import_muon_uncompiled()
-        with shared_experts(model, world):
+        with shared_experts(model, world, stage=self.stage):
             self.deepspeed, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=build_optimizer(
@@ -456,7 +456,7 @@ class Engine:
             path, _ = self.deepspeed.load_checkpoint(
                 str(folder), tag=tag, load_lr_scheduler_states=False, load_module_strict=not self.has_frozen_base
             )
-        if self.world.experts is not None:  # the file of weights has the experts of rank 0
+        if self.world.experts is not None and self.stage < 3:  # the file of weights has the experts of rank 0
             self.deepspeed.optimizer.update_lp_params()
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder / tag}")

@@ -1,15 +1,17 @@
 """How DeepSpeed learns that ranks share experts (`parallel.expert`).
 
-ZeRO-1 and 2 partition a parameter that is marked `allreduce = False` over the ranks that have the same slice, the
-"expert data parallel group", and sum its gradient over these; they divide by the number of all ranks, as they do
-elsewhere, so that the sum is that of the global batch. All of this hangs on `has_moe_layers`, which DeepSpeed sets
-where it finds a layer of its own; the model's are transformers'.
+ZeRO partitions such a parameter over the ranks that have the same slice, the "expert data parallel group", and sums its
+gradient over these; it divides by the number of all ranks, as it does elsewhere, so that the sum is that of the global
+batch. ZeRO-1 and 2 know the parameter by `allreduce = False`, where DeepSpeed found a layer of its own in the model
+(`has_moe_layers`); the model's are transformers'. ZeRO-3 refuses such a layer, but partitions, reduces and counts each
+parameter by itself, and knows those of DeepSpeed's AutoEP by what is set here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from deepspeed.moe.layer import MoE
@@ -38,7 +40,7 @@ def experts_name(group: ExpertGroup) -> str:
 
 
 @contextmanager
-def shared_experts(model: Any, world: World) -> Iterator[None]:
+def shared_experts(model: Any, world: World, *, stage: int) -> Iterator[None]:
     """Inside, DeepSpeed builds an engine for a model whose experts `world` shares, if any."""
     shared = world.experts
     if shared is None:
@@ -49,11 +51,34 @@ def shared_experts(model: Any, world: World) -> Iterator[None]:
     groups._EXPERT_PARALLEL_GROUP_RANKS[name] = range(first, first + shared.size)
     groups._EXPERT_DATA_PARALLEL_GROUP[name] = shared.same
     groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = range(shared.rank, world.world_size, shared.size)
+    if stage == 3:
+        for parameter in model.parameters():
+            if getattr(parameter, "group_name", None) == name:
+                parameter.ds_zero_placement_family = "autoep_expert"
+                parameter.ds_zero_partition_group_name = name
+                parameter.ds_zero_partition_process_group = shared.same
+        yield
+        gather_in_order(model)
+        return
     model.add_module(_MARKER, _Marker(shared.size))
     try:
         yield
     finally:
         delattr(model, _MARKER)
+
+
+def gather_in_order(model: Any) -> None:
+    """Let all ranks gather parameters at ZeRO-3 over one group after the other, in the same order.
+
+    DeepSpeed 0.19.8 gathers those of several modules ahead, in the order of a set, which is another one on each rank,
+    by their groups: on GPUs two collectives, of which each rank may start another one first.
+    """
+    for parameter in model.parameters():
+        parameter.all_gather_coalesced = partial(_gathered_in_order, parameter.all_gather_coalesced)
+
+
+def _gathered_in_order(gather: Callable[..., Any], parameters: Iterable[Any], **how: Any) -> Any:
+    return gather(sorted(parameters, key=lambda parameter: parameter.ds_id), **how)
 
 
 def forget_groups() -> None:

@@ -174,7 +174,7 @@ def shard_of(engine: Engine, parameter: Any) -> Shard | None:
         return Shard(parameter, 0, 0, numel)
     if engine.stage == 3:
         group, at, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start = min(engine.world.zero_rank * padded, numel)
+        start = min(parameter.ds_zero_partition_rank * padded, numel)
         length = min(padded, numel - start)
         return _shard(engine, local_masters(optimizer)[group], at, start, length) if length else None
     mapping = parameter._hp_mapping

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero import partition_parameters
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from config.resolved import Resolved
 from modeling.expert_parallel import share_experts
-from modeling.linear_cross_entropy import label_loss_sum
-from modeling.parameter_groups import parameter_groups
 from precision.dtypes import DTYPES
+from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
 from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import World
 from training.matrix.run import fp32_model
@@ -65,45 +66,71 @@ def against_one_rank(
     """Errors of losses, norms, the evaluation and the masters after three steps. kind: of MEASURED."""
     world = world.sharing_experts(ranks, timeout_minutes=2)
     resolved = resolved_of(world, kind, stage=stage, compute=compute, ranks=ranks, micro=micro, overrides=overrides)
-    section, found, expected = resolved.config.optimizer, [], []
+    found = []
     with engine_of(world, resolved) as engine:
         start = masters_of(engine)
         for step in range(1, STEPS + 1):
             health = engine.health(engine.forward_backward(batch_of(world, micro, seed=step), step=step))
             found += [health.loss, health.grad_norm]
             assert engine.step(health, LR / step).applied
-        found.append(engine.evaluate([batch_of(world, micro, seed=9)]).loss)
-        masters = masters_of(engine)
         held = sum(parameter.numel() for parameter in engine.model.parameters())
+        found.append(engine.evaluate([batch_of(world, micro, seed=EVALUATED)]).loss)
+        masters = masters_of(engine)
     drawn = fp32_model(resolved.config.model, seed=resolved.config.run.seed).to(DTYPES[compute]).float()
     plain = plain_model(resolved, start)
-    optimizer = torch.optim.AdamW(parameter_groups(plain, section), betas=section.betas, eps=section.eps)
-    one = World(0, 1, 0, world.device)
-    for step in (*range(1, STEPS + 1), 9):
-        batch = batch_of(one, 8, seed=step)
-        logits = plain(input_ids=batch.input_ids[0], use_cache=False).logits
-        loss = label_loss_sum(logits, batch.labels[0]) / batch.label_tokens
-        expected.append(float(loss.detach()))
-        if step == 9:
-            break
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), section.gradient_clipping or torch.inf)
-        expected.append(float(norm))
-        for group in optimizer.param_groups:
-            group["lr"] = LR / step
-        optimizer.step()
+    expected = plain_steps(plain, resolved.config.optimizer, steps=STEPS, lr=LR)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-    off, moved = (sum(float((masters[n] - o[n]).double().square().sum()) for n in masters) for o in (weights, start))
     experts = [n for n in masters if ".experts." in n]
     return {
         "start": max(float((start[name] - value).detach().abs().max()) for name, value in drawn.named_parameters()),
-        "numbers": max(abs(one / other - 1) for one, other in zip(found, expected, strict=True)),
-        "masters": (off / moved) ** 0.5,
+        "numbers": farthest(found, expected),
+        "masters": distance_of_updates(masters, weights, start),
         "experts": max(float((masters[n] - weights[n]).norm() / (weights[n] - start[n]).norm()) for n in experts),
         "norm": expected[1],
         "held": held / sum(parameter.numel() for parameter in drawn.parameters()),
     }
+
+
+def skipped(world: World, *, stage: int, ranks: int = 2, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Three FP16 steps, in the second of which a gradient of rank 1's experts is inf."""
+    world = world.sharing_experts(ranks, timeout_minutes=2)
+    given = ["faults=[{kind: inf_gradient, step: 2, rank: 1, module: model.layers.0.mlp.experts}]"]
+    given += ["precision.loss_scale.initial=256", *overrides]
+    resolved = resolved_of(world, "mixtral", stage=stage, compute="fp16", ranks=ranks, micro=2, overrides=given)
+    norms, applied, held = [], [], []
+    with engine_of(world, resolved) as engine:
+        for step in range(1, STEPS + 1):
+            health = engine.health(engine.forward_backward(batch_of(world, 2, seed=step), step=step))
+            norms.append(health.grad_norm)
+            applied.append(engine.step(health, LR / step).applied)
+            tensors = [*engine.masters(), *engine.counted_states("exp_avg"), *engine.counted_states("exp_avg_sq")]
+            held.append([tensor.clone() for tensor in tensors])
+    same = [all(map(torch.equal, before, after)) for before, after in pairwise(held)]
+    return {"norms": norms, "applied": applied, "same": same}
+
+
+def order_of_gathers(world: World, *, overrides: Sequence[str]) -> list[int]:
+    """Sizes of the groups that ZeRO-3 gathers over, where each rank names the parameters in an order of its own."""
+    shared, sizes = world.sharing_experts(2, timeout_minutes=2), []
+    given = resolved_of(shared, "mixtral", stage=3, compute="fp32", ranks=2, micro=2, overrides=overrides)
+    with engine_of(shared, given) as engine:
+        parameters = dict(engine.model.named_parameters())
+        dense = parameters["model.layers.0.self_attn.q_proj.weight"]
+        expert = parameters["model.layers.0.mlp.experts.down_proj"]
+        gather = partition_parameters._dist_allgather_fn
+
+        def recorded(part: torch.Tensor, whole: torch.Tensor, group: Any = None) -> Any:
+            sizes.append(torch.distributed.get_world_size(group))
+            return gather(part, whole, group)
+
+        partition_parameters._dist_allgather_fn = recorded
+        try:
+            named = [dense, expert] if world.rank % 2 else [expert, dense]
+            dense.all_gather_coalesced(named).wait()
+        finally:
+            partition_parameters._dist_allgather_fn = gather
+            dense.partition([dense, expert])
+    return sizes
 
 
 def dispatched(world: World, *, chosen: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from data.loader import IGNORED_LABEL, Batch
 from data.sequence_slices import slice_of
 from modeling.build import model_config
 from modeling.linear_cross_entropy import label_loss_sum
-from modeling.parameter_groups import parameter_groups
+from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
 from tests.support.small_models import distance
 from tests.support.small_run import GLOBAL, VOCABULARY, engine_of, masters_of, plain_model, resolve
 from training.attribution import attribute
@@ -86,7 +86,7 @@ def against_one_rank(
     given = [MODEL[0], MODEL[1] % heads, *OVERRIDES, f"parallel.sequence={ranks}"]
     given += [f"data.document_masking={str(apart).lower()}", *overrides]
     resolved = resolve(world, stage=stage, compute=compute, micro=micro, overrides=given)
-    section, found, expected = resolved.config.optimizer, [], []
+    found = []
     known = set(ALL_ATTENTION_FUNCTIONS)
     with engine_of(world, resolved) as engine:
         start = masters_of(engine)
@@ -96,25 +96,18 @@ def against_one_rank(
             health = engine.health(engine.forward_backward(batch, step=step))
             found += [health.loss, health.grad_norm]
             assert engine.step(health, LR / step).applied
-        found.append(engine.evaluate([mine_of(world, whole_batch(9, apart=apart), micro=micro)]).loss)
+        found.append(engine.evaluate([mine_of(world, whole_batch(EVALUATED, apart=apart), micro=micro)]).loss)
         masters = masters_of(engine)
     assert set(ALL_ATTENTION_FUNCTIONS) == known, "a closed engine leaves nothing"
-    optimizer = torch.optim.AdamW(parameter_groups(plain, section), betas=section.betas, eps=section.eps)
-    for step in range(1, STEPS + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = LR / step
-        loss = mean_loss(plain, whole_batch(step, apart=apart))
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), section.gradient_clipping or torch.inf)
-        expected += [float(loss.detach()), float(norm)]
-        optimizer.step()
-    expected.append(float(mean_loss(plain.eval(), whole_batch(9, apart=apart)).detach()))
-    weights = dict(plain.named_parameters())
-    off, moved = (sum(float((masters[n] - o[n]).double().square().sum()) for n in masters) for o in (weights, start))
+
+    def loss_of(model: torch.nn.Module, seed: int) -> torch.Tensor:
+        return mean_loss(model, whole_batch(seed, apart=apart))
+
+    expected = plain_steps(plain, resolved.config.optimizer, steps=STEPS, lr=LR, loss_of=loss_of)
+    weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     return {
-        "numbers": max(abs(one / other - 1) for one, other in zip(found, expected, strict=True)),
-        "masters": (off / moved) ** 0.5,
+        "numbers": farthest(found, expected),
+        "masters": distance_of_updates(masters, weights, start),
         "norm": expected[1],
     }
 

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoConfig
 
-from modeling.linear_cross_entropy import label_loss_sum
-from modeling.parameter_groups import parameter_groups
 from precision.dtypes import DTYPES
+from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
 from tests.support.small_models import distance
 from tests.support.small_run import VOCABULARY, batch_of, engine_of, masters_of, plain_model, resolve
 from training.attribution import attribute
@@ -73,39 +72,23 @@ def against_one_rank(
     micro = 8 // alone.world_size // 2
     given = [*OVERRIDES, of_kind(kind) if kind else MODEL % str(tied).lower(), *overrides]
     resolved = resolve(world, stage=stage, compute=compute, micro=micro, overrides=given)
-    section, found, expected = resolved.config.optimizer, [], []
+    found = []
     with engine_of(world, resolved) as engine:
         start = masters_of(engine)
         for step in range(1, STEPS + 1):
             health = engine.health(engine.forward_backward(batch_of(alone, micro, seed=step), step=step))
             found += [health.loss, health.grad_norm]
             assert engine.step(health, LR / step).applied
-        found.append(engine.evaluate([batch_of(alone, micro, seed=9)]).loss)
+        found.append(engine.evaluate([batch_of(alone, micro, seed=EVALUATED)]).loss)
         masters = masters_of(engine)
     drawn = fp32_model(resolved.config.model, seed=resolved.config.run.seed).to(DTYPES[compute]).float()
     plain = plain_model(resolved, start, attention="eager" if kind == "gemma2" else "sdpa")
-    optimizer = torch.optim.AdamW(parameter_groups(plain, section), betas=section.betas, eps=section.eps)
-    one = World(0, 1, 0, world.device)
-    for step in (*range(1, STEPS + 1), 9):
-        batch = batch_of(one, 8, seed=step)
-        logits = plain(input_ids=batch.input_ids[0], use_cache=False).logits
-        loss = label_loss_sum(logits, batch.labels[0]) / batch.label_tokens
-        expected.append(float(loss.detach()))
-        if step == 9:
-            break
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), section.gradient_clipping or torch.inf)
-        expected.append(float(norm))
-        for group in optimizer.param_groups:
-            group["lr"] = LR / step
-        optimizer.step()
+    expected = plain_steps(plain, resolved.config.optimizer, steps=STEPS, lr=LR)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-    off, moved = (sum(float((masters[n] - o[n]).double().square().sum()) for n in masters) for o in (weights, start))
     return {
         "start": max(float((start[name] - value).abs().max()) for name, value in drawn.named_parameters()),
-        "numbers": max(abs(one / other - 1) for one, other in zip(found, expected, strict=True)),
-        "masters": (off / moved) ** 0.5,
+        "numbers": farthest(found, expected),
+        "masters": distance_of_updates(masters, weights, start),
         "norm": expected[1],
     }
 

@@ -1,0 +1,59 @@
+"""Plain torch on one process, with which steps of ranks that share something are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from config.schema import OptimizerSection
+from modeling.linear_cross_entropy import label_loss_sum
+from modeling.parameter_groups import parameter_groups
+from tests.support.small_run import GLOBAL, batch_of
+from training.distributed import World
+
+EVALUATED = 9
+"""Seed of the batch whose loss is evaluated after the steps."""
+
+LossOf = Callable[[torch.nn.Module, int], torch.Tensor]
+"""A model's mean loss over the whole global batch of a seed."""
+
+
+def mean_label_loss(model: torch.nn.Module, seed: int) -> torch.Tensor:
+    """() of `batch_of` one rank."""
+    batch = batch_of(World(0, 1, 0, torch.device("cpu")), GLOBAL, seed=seed)
+    logits = model(input_ids=batch.input_ids[0], use_cache=False).logits
+    return label_loss_sum(logits, batch.labels[0]) / batch.label_tokens
+
+
+def plain_steps(
+    model: torch.nn.Module, section: OptimizerSection, *, steps: int, lr: float, loss_of: LossOf = mean_label_loss
+) -> list[float]:
+    """Train `model` in place with torch's AdamW and clipping, step n of seed n at learning rate lr / n.
+
+    The loss and the gradient norm of each step, then the evaluated loss.
+    """
+    optimizer, found = torch.optim.AdamW(parameter_groups(model, section), betas=section.betas, eps=section.eps), []
+    for step in range(1, steps + 1):
+        loss = loss_of(model, step)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), section.gradient_clipping or torch.inf)
+        found += [float(loss.detach()), float(norm)]
+        for group in optimizer.param_groups:
+            group["lr"] = lr / step
+        optimizer.step()
+    return [*found, float(loss_of(model.eval(), EVALUATED).detach())]
+
+
+def farthest(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of two rows of numbers."""
+    return max(abs(one / other - 1) for one, other in zip(found, expected, strict=True))
+
+
+def distance_of_updates(
+    found: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]
+) -> float:
+    """||found - exact|| / ||found - start|| over all parameters together, in FP64."""
+    off, moved = (sum(float((found[n] - o[n]).double().square().sum()) for n in found) for o in (exact, start))
+    return (off / moved) ** 0.5
