@@ -46,6 +46,7 @@ from tracking.environment import environment
 from tracking.jsonl import plain
 from training.benchmark.contestants import (
     COMMON_OVERRIDES,
+    OWN,
     PRECISIONS,
     WITHOUT_SPLIT,
     Run,
@@ -177,12 +178,13 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     # in a process of its own: it takes the model's memory, and on a GPU machine a share of a GPU's
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         work = process.submit(prepare_work, resolved, folder, warm_up=options.warm_up).result()
-    contestants, unsupported = skip_unsupported(contestants, work.spec)
+    runner = Runner(folder, arguments, processes, tuple(shlex.split(options.launch)), work.spec)
+    refused = {name: reason for name in contestants if name in OWN and (reason := runner.refusal(name)) is not None}
+    contestants, unsupported = skip_unsupported(contestants, work.spec, refused=refused)
     skipped |= unsupported
     for name, reason in skipped.items():
         print(f"{name} takes no part: {reason}", flush=True)
     bounds = read_bounds(options.at_least, contestants, skipped)
-    runner = Runner(folder, arguments, processes, tuple(shlex.split(options.launch)), work.spec)
     peak: dict[str, Any] | None = None
     if work.flops_per_token is not None and options.peak_tflops is None:
         peak = runner.peak()

@@ -15,8 +15,9 @@ def main() -> None:
     """Train the work of the command line."""
     job = Job()
     deepspeed.init_distributed(auto_mpi_discovery=False)
-    # transformers loads the model partitioned for as long as this object lives
-    _zero3 = HfDeepSpeedConfig(job.spec.deepspeed) if job.spec.stage == 3 else None
+    # transformers loads the model partitioned for as long as this object lives; AutoTP cuts whole matrices
+    partitioned = job.spec.stage == 3 and job.spec.tensor == 1
+    _zero3 = HfDeepSpeedConfig(job.spec.deepspeed) if partitioned else None
     model = job.load_model()
     optimizer = job.optimizer(model)
     engine, *_ = deepspeed.initialize(
