@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from config.batch import refuse_sharing
 from config.child_jobs import job_command
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
@@ -102,9 +103,7 @@ def read_plan(
                 f"ranks that share matrices without ZeRO resume on as many; leave it out, or set it to {processes}"
             )
             raise UserError(f"{config}: canary.ranks = {section.ranks}: {problem}")
-    if whole.parallel.expert > 1:
-        problem = "its FP32 twin is verified with all experts on each rank; set it to 1"
-        raise UserError(f"{config}: parallel.expert = {whole.parallel.expert}: {problem}")
+    refuse_sharing(resolved.batch, but=("sequence", "tensor"), why="the FP32 twin is verified with {what} on each rank")
     if whole.checkpoint.dir is not None:
         raise UserError(f"{config}: checkpoint.dir: the canary goes back in the run folder only; leave it out")
     return Plan(arguments, resolved, processes, tuple(launch), tuple(check_launch))

@@ -36,6 +36,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from config.batch import refuse_sharing
 from config.cli import Arguments, entry_point, positive_int, positive_number
 from config.command_line import read_command_line
 from config.errors import UserError
@@ -118,6 +119,7 @@ def resolve(options: argparse.Namespace, processes: int) -> tuple[Resolved, tupl
     arguments = ["--config", options.config, *options.overrides]
     arguments += shorten(read_command_line([*arguments, *COMMON_OVERRIDES], launched).config, steps)
     resolved = read_command_line([*arguments, *COMMON_OVERRIDES], launched)
+    refuse_sharing(resolved.batch, but=("tensor",), why="the contestants have {what} on each rank")
     if resolved.config.precision.path != "cast":
         raise UserError(f"{options.config}: precision.path = manifest is only Mantissa's; the others have only cast")
     if resolved.config.model.activation_checkpointing not in ("none", "full") or resolved.config.data.document_masking:

@@ -238,8 +238,8 @@ def skip_unsupported(
         if spec.task not in TASKS.get(name, (spec.task,))
     }
     if spec.tensor > 1:
-        reason = f"its loop shares no matrices (parallel.tensor = {spec.tensor}); DeepSpeed's AutoTP is bare's"
-        skipped |= {name: reason for name in contestants if name in PEERS and name not in SHARING}
+        why = f"its loop shares no matrices (parallel.tensor = {spec.tensor})"
+        skipped |= {name: why for name in contestants if name in PEERS and name not in SHARING}
     titans = [name for name in contestants if name in TITAN]
     reason = None
     if titans:

@@ -90,8 +90,8 @@ def page(found: Mapping[str, Any]) -> str:
     rounds = conditions["rounds"]
     lines = [
         f"{conditions['task']}{conditions['adapter']}, {conditions['model']}, {conditions['parameters']:,} parameters; "
-        f"ZeRO-{conditions['zero_stage']}, {conditions['compute']}, {conditions['processes']} processes{_shared(found)}, "
-        f"{conditions['tokens']:,.0f} tokens a step; "
+        f"ZeRO-{conditions['zero_stage']}, {conditions['compute']}, {conditions['processes']} processes"
+        f"{_shared(found)}, {conditions['tokens']:,.0f} tokens a step; "
         f"{rounds} rounds of {conditions['timed_steps']} timed steps after {conditions['warm_up']} others; "
         "medians of the rounds [least to most].",
         "",

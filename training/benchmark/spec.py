@@ -130,11 +130,10 @@ class Work:
 def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
     """Write weights and tokens into `folder`. Holds the model once in FP32 in this process's memory.
 
-    Raises UserError: the data or the model cannot be loaded, or ranks are to share what the contestants do not.
+    Raises UserError: the data or the model cannot be loaded, or ranks cannot share this one's matrices.
     """
     from contextlib import nullcontext
 
-    from config.errors import UserError
     from modeling.build import attention_of, build_model, count_parameters, model_config
     from modeling.tensor_parallel import require_shareable
     from training.benchmark.rows import write_rows
@@ -142,10 +141,6 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
     from training.tasks.task import prepare
 
     config = resolved.config
-    if resolved.batch.sequence > 1:
-        raise UserError(f"parallel.sequence = {resolved.batch.sequence}: the contestants share none; set it to 1")
-    if resolved.batch.expert > 1:
-        raise UserError(f"parallel.expert = {resolved.batch.expert}: the contestants share none; set it to 1")
     corpus = prepare(config, progress=True)
     length, steps = config.data.sequence_length, config.run.steps
     pretrains = config.task == "pretrain"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import deepspeed
 from transformers.integrations import HfDeepSpeedConfig
 
+from config.deepspeed.document import initializable
 from training.benchmark.peers.common import Job
 
 
@@ -20,8 +21,9 @@ def main() -> None:
     _zero3 = HfDeepSpeedConfig(job.spec.deepspeed) if partitioned else None
     model = job.load_model()
     optimizer = job.optimizer(model)
+    config = initializable(job.spec.deepspeed)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=job.scheduler(optimizer), config=job.spec.deepspeed
+        model=model, optimizer=optimizer, lr_scheduler=job.scheduler(optimizer), config=config
     )
     for index, batch in enumerate(job.watched(job.loader()), start=1):
         loss = engine(**batch).loss
