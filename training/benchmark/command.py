@@ -14,6 +14,8 @@ DeepSpeed JSON (translated for torchtitan). Each round runs every contestant onc
 round to round; ratios are taken round by round, so that a machine whose speed drifts disturbs all alike. Losses are
 compared, too: contestants whose losses differ get no ratio.
 
+With parallel.tensor it is mantissa and bare, whose loop is DeepSpeed's AutoTP; the others share no matrices.
+
 task: sft (with data.packing=none) is trained by mantissa, trainer and trl, task: dpo by mantissa and trl, both with or
 without an adapter. All get the same tokens and labels and the same first values of the adapter; each pads its batches
 as it does. Such steps are not split by stage.
