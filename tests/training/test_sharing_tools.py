@@ -98,7 +98,7 @@ MIXTURE |= {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_t
 OF = {"expert": [f"model={{architecture: mixtral, config: {json.dumps(MIXTURE)}}}"]}
 TIMINGS = {
     "overhead --pairs 2 --by-stage": "   parameters  tensors  bare, ms",
-    "telemetry --pairs 2": "2 pairs of steps without and with telemetry",
+    "telemetry --pairs 2 --every 1000000": "2 pairs of steps without and with telemetry",
     "save --saves 1": "checkpoint.background=always",
 }
 """Arguments of a timing to what it prints; a bound that a few steps cannot be sure of may fail."""
@@ -134,6 +134,16 @@ def test_recorded_steps_of_ranks_that_share_are_tried_under_another_precision(ke
     assert "the run would have survived" in said
     if key == "sequence":
         assert "the run stays with its FP32 twin" in finish([*run, "--bisect"], ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", KEYS)
+def test_the_oracle_recomputes_runs_of_ranks_that_share(key, tmp_path):
+    """It shares nothing, with no rank."""
+    given = [*OF.get(key, []), "optimizer.eps=1e-4", "run.steps=3", "batch.micro_size=4", f"parallel.{key}=2"]
+    finish(command("python", tmp_path, "it", *given, "generate.tokens=0"), ranks=2)
+    said = finish(["python", "-m", "training.parity", "--oracle", str(tmp_path / "runs/it")])
+    assert "3 steps as the oracle computed them" in said
 
 
 @pytest.mark.slow
