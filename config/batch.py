@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from config.errors import UserError
@@ -88,6 +89,19 @@ def plan_batch(
     below, above = global_size // unit * unit, (global_size // unit + 1) * unit
     ways.append(f"set batch.global_size to {f'{below} or ' if below else ''}{above}")
     raise UserError(f"{problem}; {', or '.join(ways)}")
+
+
+def refuse_sharing(batch: BatchPlan, *, but: Collection[str] = (), why: str = "") -> None:
+    """Raise UserError where ranks share sequences, matrices or experts.
+
+    but: of sequence, tensor and expert, those that may be shared. why: the command's own reason, in place of that it is
+    verified without.
+    """
+    for key, what in (("sequence", "whole sequences"), ("tensor", "whole matrices"), ("expert", "all experts")):
+        ranks = getattr(batch, key)
+        if ranks > 1 and key not in but:
+            reason = why.format(what=what) or f"this command is verified with {what} on each rank"
+            raise UserError(f"parallel.{key} = {ranks}: {reason}; set it to 1")
 
 
 WHOLE_POSITIONS = "whole_position_ids"

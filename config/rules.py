@@ -355,7 +355,6 @@ def _tensor(config: Config) -> Iterator[Problem]:
         ("guard.min_update_ratio", guard.min_update_ratio is not None),
         ("guard.max_update_ratio", guard.max_update_ratio is not None),
         ("telemetry.probe", config.telemetry.probe),
-        ("defects", config.defects),
     ):
         if unread:
             yield key, f"{given}: {name} would compare slices with whole matrices; remove one of them"

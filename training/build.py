@@ -181,6 +181,7 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
         accumulation=resolved.batch.accumulation,
         sequence_ranks=resolved.batch.sequence,
         tensor_ranks=resolved.batch.tensor,
+        expert_ranks=resolved.batch.expert,
         hypothesis=config.run.hypothesis,
         regions=engine.regions.dtypes if engine.regions is not None else None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from config.errors import UserError
+from config.batch import refuse_sharing
 from config.resolved import Resolved
 from config.schema import AdapterSection, Config
 from config.task import ENCODER_TASKS
@@ -113,29 +113,20 @@ def session(
     corpus: Corpus | None = None,
     world: World | None = None,
     trains: bool = False,
-    sliced_matrices: bool = False,
+    shares: Collection[str] = ("sequence",),
 ) -> Iterator[Session]:
     """Join the process group, prepare the data, build model, engine and batches; close them afterwards. A collective.
 
     corpus: the data, where it is prepared already. world: the process group, where it was joined already; it is then
     left as it is, and the engine closed, so that another session can follow. trains: this is the job of `train.py`
     itself: lost ranks are watched for from here on, so that none waits for ever for data that a rank was preparing, and
-    its run folder is opened before anything is built. sliced_matrices: what follows is shown right where ranks share
-    matrices.
+    its run folder is opened before anything is built. shares: with which of `parallel.sequence`, `tensor` and `expert`
+    what follows is shown right; a job of `train.py` is with all.
 
     Raises UserError for what only shows now, such as weights that cannot be loaded or a folder that cannot be written.
     """
     config = resolved.config
-    if config.parallel.tensor > 1 and not (trains or sliced_matrices):
-        raise UserError(
-            f"parallel.tensor = {config.parallel.tensor}: this command is verified with whole matrices on each rank; "
-            "set it to 1"
-        )
-    if config.parallel.expert > 1 and not trains:
-        raise UserError(
-            f"parallel.expert = {config.parallel.expert}: this command is verified with all experts on each rank; set "
-            "it to 1"
-        )
+    refuse_sharing(resolved.batch, but=("sequence", "tensor", "expert") if trains else shares)
     with ExitStack() as ends:
         joined = world is None
         if world is None:

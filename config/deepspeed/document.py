@@ -44,6 +44,16 @@ def in_fp32(document: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in document.items() if key not in ("bf16", "fp16", "torch_autocast")}
 
 
+def initializable(resolved: dict[str, Any]) -> dict[str, Any]:
+    """A resolved JSON as `deepspeed.initialize` takes it.
+
+    Where ranks share matrices, DeepSpeed 0.19.8 checks train_batch_size against the number of all ranks, and at ZeRO-3
+    once more against that of those with data of their own: it is left to work it out.
+    """
+    shared = resolved.get("tensor_parallel", {}).get("autotp_size", 1) > 1
+    return {key: value for key, value in resolved.items() if not shared or key != "train_batch_size"}
+
+
 def write_in_fp32(path: Path, copy: Path) -> None:
     """Write the JSON at `path` without its 16-bit sections to `copy`."""
     copy.parent.mkdir(parents=True, exist_ok=True)

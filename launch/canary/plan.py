@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from config.batch import refuse_sharing
 from config.child_jobs import job_command
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
-from config.resolved import Resolved
+from config.resolved import Resolved, resolve_run
 from config.schema import CanarySection
 
 
@@ -67,6 +69,18 @@ class Plan:
         train = [str(REPOSITORY / "train.py"), *self.arguments, *every, *overrides, f"run.resume={resume}"]
         return job_command(train, processes=self.processes, launcher=self.launcher)
 
+    def refusal(self, overrides: Sequence[str]) -> str | None:
+        """Why the whole run cannot be started with these overrides; None where its config can be resolved."""
+        _, config, *given = self.arguments
+        options = argparse.Namespace(
+            config=config, overrides=[*given, *overrides], deepspeed_config=None, local_rank=None
+        )
+        try:
+            resolve_run(options, as_launched(self.processes))
+        except UserError as error:
+            return str(error).removeprefix("command line: ")
+        return None
+
     @property
     def _interval(self) -> int:
         return self.section.check_every or self.section.steps
@@ -82,12 +96,14 @@ def read_plan(
     if section.steps >= whole.run.steps:
         problem = f"leaves nothing of run.steps = {whole.run.steps} to start; make it smaller"
         raise UserError(f"{config}: canary.steps = {section.steps} {problem}")
-    if whole.parallel.tensor > 1:
-        problem = "the canary promotes modules by a manifest, which ranks that share matrices do not take; set it to 1"
-        raise UserError(f"{config}: parallel.tensor = {whole.parallel.tensor}: {problem}")
-    if whole.parallel.expert > 1:
-        problem = "its FP32 twin is verified with all experts on each rank; set it to 1"
-        raise UserError(f"{config}: parallel.expert = {whole.parallel.expert}: {problem}")
+    if section.ranks is not None:
+        read_command_line(arguments, as_launched(section.ranks))
+        if whole.parallel.tensor > 1 and resolved.zero_stage == 0 and section.ranks != processes:
+            problem = (
+                f"ranks that share matrices without ZeRO resume on as many; leave it out, or set it to {processes}"
+            )
+            raise UserError(f"{config}: canary.ranks = {section.ranks}: {problem}")
+    refuse_sharing(resolved.batch, but=("sequence", "tensor"), why="the FP32 twin is verified with {what} on each rank")
     if whole.checkpoint.dir is not None:
         raise UserError(f"{config}: checkpoint.dir: the canary goes back in the run folder only; leave it out")
     return Plan(arguments, resolved, processes, tuple(launch), tuple(check_launch))

@@ -17,7 +17,7 @@ from config.files import write_atomically
 from config.printable import shown
 
 Event = dict[str, Any]
-Kind = Literal["gate", "started", "check", "breach", "rolled_back", "fallback", "budget", "end"]
+Kind = Literal["gate", "started", "check", "breach", "rolled_back", "fallback", "refused", "budget", "end"]
 
 
 @dataclass

@@ -225,7 +225,7 @@ class Whole:
 
     def _fall_back(self, breach: Breach) -> list[str] | None:
         """The overrides of the next fallback, None where none is left."""
-        tried = [event["to"] for event in self._journal.events if event["event"] == "fallback"]
+        tried = [event["to"] for event in self._journal.events if event["event"] in ("fallback", "refused")]
         for kind in self._plan.section.fallback:
             if kind in tried or (kind == "promote" and ("fp32" in tried or not breach.modules)):
                 continue
@@ -235,6 +235,11 @@ class Whole:
                 text = f"{', '.join(breach.modules)} in FP32 from here on"
             else:
                 overrides, text = in_fp32(resolved, folder), "all of the model in FP32 from here on"
+            refusal = self._plan.refusal(overrides)
+            if refusal is not None:
+                text = f"no fallback to {kind}: {refusal}"
+                self._journal.add("refused", self._good_step, text, to=kind)
+                continue
             self._journal.add("fallback", self._good_step, f"fallback: {text}", to=kind, overrides=overrides)
             return overrides
         return None

@@ -121,10 +121,12 @@ def test_a_value_that_is_not_finite_is_blamed_on_the_rank_where_it_began(tmp_pat
     assert [(cause["rank"], cause["module"]) for cause in causes][:1] == [(1, "model.layers.0.mlp.experts")]
 
 
-def test_tools_that_need_all_experts_on_each_rank_refuse(folder: Path) -> None:
-    assert "parallel.expert = 2: this command is verified with all experts" in replay(
-        folder, "two", 4, exit_code=2, ranks=2
-    )
+def test_a_replay_makes_the_steps_again_to_the_bit(folder: Path) -> None:
+    said = replay(folder, "two", 4, ranks=2)
+    assert said.count("as recorded") == 4 and said.rstrip().endswith("\nreproduced"), said
+    shutil.copytree(folder / "runs" / "first", folder / "runs" / "mixed")
+    job(folder, "mixed", ranks=2)
+    assert "with parallel.expert = 1; the step was made with 2" in replay(folder, "mixed", 2, exit_code=2, ranks=2)
 
 
 def test_a_model_without_experts_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from config.batch import refuse_sharing
 from config.cli import Arguments, entry_point, positive_int, share
 from config.command_line import read_command_line
 from config.deepspeed.document import write_in_fp32
@@ -51,6 +52,9 @@ def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}; make it, or name another")
     limits = Limits(floor=options.floor, headroom=options.headroom, fp8=options.fp8)
+    given = _resolve(["--config", str(options.config), *overrides], options.processes)
+    # the manifest path, on which the survey measures, has neither slices of matrices nor of experts
+    refuse_sharing(given.batch, but=("sequence",), why="the manifest that is proposed needs {what} on each rank")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         arguments = _fp32_arguments(options, overrides, work)

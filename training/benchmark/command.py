@@ -14,6 +14,8 @@ DeepSpeed JSON (translated for torchtitan). Each round runs every contestant onc
 round to round; ratios are taken round by round, so that a machine whose speed drifts disturbs all alike. Losses are
 compared, too: contestants whose losses differ get no ratio.
 
+With parallel.tensor it is mantissa and bare, whose loop is DeepSpeed's AutoTP; the others share no matrices.
+
 task: sft (with data.packing=none) is trained by mantissa, trainer and trl, task: dpo by mantissa and trl, both with or
 without an adapter. All get the same tokens and labels and the same first values of the adapter; each pads its batches
 as it does. Such steps are not split by stage.
@@ -36,6 +38,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from config.batch import refuse_sharing
 from config.cli import Arguments, entry_point, positive_int, positive_number
 from config.command_line import read_command_line
 from config.errors import UserError
@@ -46,6 +49,7 @@ from tracking.environment import environment
 from tracking.jsonl import plain
 from training.benchmark.contestants import (
     COMMON_OVERRIDES,
+    OWN,
     PRECISIONS,
     WITHOUT_SPLIT,
     Run,
@@ -117,6 +121,7 @@ def resolve(options: argparse.Namespace, processes: int) -> tuple[Resolved, tupl
     arguments = ["--config", options.config, *options.overrides]
     arguments += shorten(read_command_line([*arguments, *COMMON_OVERRIDES], launched).config, steps)
     resolved = read_command_line([*arguments, *COMMON_OVERRIDES], launched)
+    refuse_sharing(resolved.batch, but=("tensor",), why="the contestants have {what} on each rank")
     if resolved.config.precision.path != "cast":
         raise UserError(f"{options.config}: precision.path = manifest is only Mantissa's; the others have only cast")
     if resolved.config.model.activation_checkpointing not in ("none", "full") or resolved.config.data.document_masking:
@@ -177,12 +182,13 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     # in a process of its own: it takes the model's memory, and on a GPU machine a share of a GPU's
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         work = process.submit(prepare_work, resolved, folder, warm_up=options.warm_up).result()
-    contestants, unsupported = skip_unsupported(contestants, work.spec)
+    runner = Runner(folder, arguments, processes, tuple(shlex.split(options.launch)), work.spec)
+    refused = {name: reason for name in contestants if name in OWN and (reason := runner.refusal(name)) is not None}
+    contestants, unsupported = skip_unsupported(contestants, work.spec, refused=refused)
     skipped |= unsupported
     for name, reason in skipped.items():
         print(f"{name} takes no part: {reason}", flush=True)
     bounds = read_bounds(options.at_least, contestants, skipped)
-    runner = Runner(folder, arguments, processes, tuple(shlex.split(options.launch)), work.spec)
     peak: dict[str, Any] | None = None
     if work.flops_per_token is not None and options.peak_tflops is None:
         peak = runner.peak()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from config.errors import UserError
+from config.launcher import as_launched
+from config.resolved import resolve_run
 from tracking.jsonl import read_events
 from training.benchmark.peers import titan_terms
 from training.benchmark.spec import Result, Spec
@@ -71,6 +74,8 @@ TITAN: dict[str, tuple[str, ...]] = {"torchtitan": (), "torchtitan-compile": ("-
 """torchtitan's contestants, and the arguments of its loop."""
 TASKS = {"bare": ("pretrain",), "accelerate": ("pretrain",), "trainer": ("pretrain", "sft"), "trl": ("sft", "dpo")}
 """What the loops train, where they do not train every task."""
+SHARING = ("bare",)
+"""Of the loops, those that share matrices (`parallel.tensor`): DeepSpeed's AutoTP by its own config."""
 WITHOUT_SPLIT = tuple(TITAN)
 """Contestants that run forward and backward in one call, in chunks or as one CUDA graph: their stages cannot be timed
 separately."""
@@ -157,6 +162,16 @@ class Runner:
         self._start(["-m", "training.benchmark.peak", self.spec.compute, str(target)], "peak")
         return json.loads(target.read_text(encoding="utf-8"))
 
+    def refusal(self, contestant: str) -> str | None:
+        """Why one of Mantissa's own cannot train this work; None where its config can be resolved."""
+        _, config, *given = self._train_arguments(contestant, contestant)
+        options = argparse.Namespace(config=config, overrides=given, deepspeed_config=None, local_rank=None)
+        try:
+            resolve_run(options, as_launched(self.processes))
+        except UserError as error:
+            return str(error).removeprefix("command line: ")
+        return None
+
     def _start(self, program: Sequence[str], label: str) -> None:
         log = self.folder / "logs" / f"{label}.log"
         (self.folder / "results").mkdir(parents=True, exist_ok=True)
@@ -210,13 +225,21 @@ def choose(names: str) -> tuple[list[str], dict[str, str]]:
     return chosen, skipped
 
 
-def skip_unsupported(contestants: Sequence[str], spec: Spec) -> tuple[list[str], dict[str, str]]:
-    """Those that can train this work, and those that cannot, with the reason. Raises UserError: none is left."""
-    skipped = {
+def skip_unsupported(
+    contestants: Sequence[str], spec: Spec, *, refused: Mapping[str, str] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Those that can train this work, and those that cannot, with the reason. Raises UserError: none is left.
+
+    refused: those whose own config refuses it, with the reason.
+    """
+    skipped = dict(refused or {}) | {
         name: f"it trains {' and '.join(TASKS[name])}, not {spec.task}"
         for name in contestants
         if spec.task not in TASKS.get(name, (spec.task,))
     }
+    if spec.tensor > 1:
+        why = f"its loop shares no matrices (parallel.tensor = {spec.tensor})"
+        skipped |= {name: why for name in contestants if name in PEERS and name not in SHARING}
     titans = [name for name in contestants if name in TITAN]
     reason = None
     if titans:

@@ -51,8 +51,10 @@ import deepspeed
 import numpy as np
 import torch
 
+from config.batch import refuse_sharing
 from config.cli import Arguments, entry_point, positive_int
 from config.command_line import read_command_line
+from config.deepspeed.document import initializable
 from config.errors import UserError
 from config.files import write_atomically
 from config.resolved import Resolved
@@ -78,6 +80,8 @@ from training.sinks import open_record
 from training.step import train_step
 
 WARM_UP_STEPS = 5
+SHARES = ("sequence", "tensor", "expert")
+"""What ranks may share where Mantissa's own steps, observations or saves are timed."""
 SEQUENCE = 16
 """[tokens] Of the one sequence that a rank trains on in a step of a model of `--parameters`."""
 MIN_PARAMETERS = 100_000
@@ -100,7 +104,7 @@ class PlainLoop:
         peak = config.optimizer.learning_rate
         rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: scheduled_rate(config, n) / peak)
         self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=rates, config=resolved.deepspeed
+            model=model, optimizer=optimizer, lr_scheduler=rates, config=initializable(resolved.deepspeed)
         )
         self._device, self._share = world.device, 1.0 / resolved.batch.accumulation
         self.batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
@@ -231,6 +235,7 @@ def interval(bare: np.ndarray, guarded: np.ndarray, *, median: bool) -> tuple[fl
 def require_comparable(resolved: Resolved) -> None:
     """Raises UserError for settings that the plain loop does not have, or two engines in one process cannot."""
     model, data = resolved.config.model, resolved.config.data
+    refuse_sharing(resolved.batch, but=("tensor",), why="the plain loop has {what} on each rank")
     for key, value, allowed in (
         ("ZeRO stage", resolved.zero_stage, (0, 1, 2)),
         ("precision.path", resolved.config.precision.path, ("cast",)),
@@ -413,8 +418,10 @@ def random_corpus(vocabulary: int, folder: Path, *, seed: int) -> Corpus:
 def llama_parts(resolved: Resolved, world: World) -> Iterator[Parts]:
     """The parts of a run of `resolve_llama`'s config on random tokens; the process group stays."""
     with tempfile.TemporaryDirectory() as folder:
-        corpus = random_corpus(int(resolved.config.model.config["vocab_size"]), Path(folder), seed=world.rank)
-        with session(resolved, corpus=corpus, world=world) as opened, open_parts(opened) as parts:
+        corpus = random_corpus(
+            int(resolved.config.model.config["vocab_size"]), Path(folder), seed=world.rank // resolved.batch.tensor
+        )
+        with session(resolved, corpus=corpus, world=world, shares=SHARES) as opened, open_parts(opened) as parts:
             yield parts
     gc.collect()  # DeepSpeed's engine is part of reference cycles
 
@@ -449,7 +456,7 @@ def against_plain_loop(arguments: Sequence[str], options: argparse.Namespace) ->
     total = WARM_UP_STEPS + options.pairs * options.steps
     resolved = read_command_line([*arguments, f"run.steps={total}"])
     require_comparable(resolved)
-    with session(resolved) as opened, open_parts(opened) as parts:
+    with session(resolved, shares=SHARES) as opened, open_parts(opened) as parts:
         plain = PlainLoop(resolved, opened.corpus, opened.world)
         measured = time_pairs(parts, plain, pairs=options.pairs, steps=options.steps)
         plain.batches.close()
@@ -463,7 +470,7 @@ def by_stage(arguments: Sequence[str], options: argparse.Namespace) -> None:
     counts = {"pairs": options.pairs, "steps": options.steps}
     if options.parameters is None:
         resolved = read_command_line([*arguments, "guard.spike_sigmas=6"])
-        with session(resolved) as opened, open_parts(opened) as parts:
+        with session(resolved, shares=SHARES) as opened, open_parts(opened) as parts:
             rows = [time_stages(parts, **counts)]
     else:
         llamas = [resolve_llama(arguments, size, layers=options.layers) for size in options.parameters]

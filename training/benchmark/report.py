@@ -90,8 +90,8 @@ def page(found: Mapping[str, Any]) -> str:
     rounds = conditions["rounds"]
     lines = [
         f"{conditions['task']}{conditions['adapter']}, {conditions['model']}, {conditions['parameters']:,} parameters; "
-        f"ZeRO-{conditions['zero_stage']}, {conditions['compute']}, {conditions['processes']} processes, "
-        f"{conditions['tokens']:,.0f} tokens a step; "
+        f"ZeRO-{conditions['zero_stage']}, {conditions['compute']}, {conditions['processes']} processes"
+        f"{_shared(found)}, {conditions['tokens']:,.0f} tokens a step; "
         f"{rounds} rounds of {conditions['timed_steps']} timed steps after {conditions['warm_up']} others; "
         "medians of the rounds [least to most].",
         "",
@@ -118,6 +118,11 @@ def page(found: Mapping[str, Any]) -> str:
     lines += _splits(contestants)
     lines += [f"{check['of']} >= {check['least']}: {_verdict(check)}" for check in found["bounds"]]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _shared(found: Mapping[str, Any]) -> str:
+    ranks = found["conditions"].get("batch", {}).get("tensor", 1)
+    return f", {ranks} to a matrix (parallel.tensor)" if ranks > 1 else ""
 
 
 def _mfu(found: Mapping[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Literal
 from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
 from config.resolved import Resolved
+from training.benchmark.overhead import SHARES
 from training.build import open_checkpoints
 from training.checkpoint.outcome import Saved
 from training.distributed import World
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--saves", type=int, default=5, help="saves of each kind")
     options, rest = parser.parse_known_args(arguments)
     resolved = read_command_line(rest)
-    with session(resolved) as opened:
+    with session(resolved, shares=SHARES) as opened:
         engine, world = opened.engine, opened.world
         root = Path(resolved.config.run.dir).expanduser()
         root.mkdir(parents=True, exist_ok=True)

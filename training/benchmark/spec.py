@@ -55,6 +55,11 @@ class Spec:
     """[path] Tokenizer folder of the prepared data."""
 
     @property
+    def tensor(self) -> int:
+        """How many consecutive ranks share each matrix, and the sequences; 1: each has whole ones."""
+        return int(self.deepspeed.get("tensor_parallel", {}).get("autotp_size", 1))
+
+    @property
     def micro_size(self) -> int:
         """[sequences] Of one forward pass on one rank."""
         return self.deepspeed["train_micro_batch_size_per_gpu"]
@@ -125,27 +130,23 @@ class Work:
 def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
     """Write weights and tokens into `folder`. Holds the model once in FP32 in this process's memory.
 
-    Raises UserError: the data or the model cannot be loaded, or ranks are to share sequences or tensors.
+    Raises UserError: the data or the model cannot be loaded, or ranks cannot share this one's matrices.
     """
     from contextlib import nullcontext
 
-    from config.errors import UserError
     from modeling.build import attention_of, build_model, count_parameters, model_config
+    from modeling.tensor_parallel import require_shareable
     from training.benchmark.rows import write_rows
     from training.schedule import scheduled_rate
     from training.tasks.task import prepare
 
     config = resolved.config
-    if resolved.batch.sequence > 1:
-        raise UserError(f"parallel.sequence = {resolved.batch.sequence}: the contestants share none; set it to 1")
-    if resolved.batch.tensor > 1:
-        raise UserError(f"parallel.tensor = {resolved.batch.tensor}: the contestants share none; set it to 1")
-    if resolved.batch.expert > 1:
-        raise UserError(f"parallel.expert = {resolved.batch.expert}: the contestants share none; set it to 1")
     corpus = prepare(config, progress=True)
     length, steps = config.data.sequence_length, config.run.steps
     pretrains = config.task == "pretrain"
     shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=length)
+    if resolved.batch.tensor > 1:
+        require_shareable(shape, resolved.batch.tensor)
     model = build_model(config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True))
     if config.model.name_or_path is None:
         model.save_pretrained(folder / "weights")

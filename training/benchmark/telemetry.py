@@ -26,7 +26,7 @@ from config.cli import Arguments, entry_point, positive_int
 from config.command_line import read_command_line
 from config.schema import PrecisionSection, TelemetrySection
 from training.benchmark.command import FAILED
-from training.benchmark.overhead import WARM_UP_STEPS, GuardedLoop, alternate, open_parts, write_json
+from training.benchmark.overhead import SHARES, WARM_UP_STEPS, GuardedLoop, alternate, open_parts, write_json
 from training.checkpoint.outcome import Saved
 from training.parts import Parts
 from training.session import session
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = options.steps if options.of == "save" else 1
     total = 2 * steps * (WARM_UP[options.of] + options.pairs)
     resolved = read_command_line([*rest, f"run.steps={total}", "telemetry.every_steps=1"])
-    with session(resolved) as opened, open_parts(opened) as parts:
+    with session(resolved, shares=SHARES) as opened, open_parts(opened) as parts:
         seconds = time_pairs(parts, pairs=options.pairs, of=options.of, steps=steps)
     if resolved.rank != 0:
         return 0

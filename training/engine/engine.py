@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from config.cli import REPOSITORY
 from config.deepspeed.combinations import Combination, refuse_combination
+from config.deepspeed.document import initializable
 from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from data.loader import Batch
@@ -105,7 +106,7 @@ class Engine:
                     offload=resolved.offload != "none",
                     device=world.device,
                 ),
-                config=_config_for(resolved),
+                config=initializable(resolved.deepspeed),
             )
         if world.tensor is not None:  # modules that a fault may name were replaced
             self._plant(resolved, model)
@@ -534,16 +535,6 @@ def _by_source(parts: torch.Tensor, sources: torch.Tensor, count: int) -> torch.
     of_samples = parts.double().view(len(sources), -1).sum(1)
     belongs = sources[:, None] == torch.arange(count, device=sources.device)
     return torch.where(belongs, of_samples[:, None], 0.0).sum(0)
-
-
-def _config_for(resolved: Resolved) -> dict[str, Any]:
-    """The JSON as `deepspeed.initialize` takes it.
-
-    Where ranks share matrices, DeepSpeed 0.19.8 checks train_batch_size against the number of all ranks, and at ZeRO-3
-    once more against that of those with data of their own: it is left to work it out.
-    """
-    left_out = {"train_batch_size"} if resolved.batch.tensor > 1 else set()
-    return {key: value for key, value in resolved.deepspeed.items() if key not in left_out}
 
 
 def _regions(model: PreTrainedModel, resolved: Resolved, *, stage: int) -> Regions | None:

@@ -23,6 +23,7 @@ from typing import Any, get_args, get_type_hints
 
 from filelock import FileLock, Timeout
 
+from config.batch import refuse_sharing
 from config.cli import REPOSITORY, Arguments, entry_point, positive_int
 from config.deepspeed.choice import find_deepspeed_json
 from config.deepspeed.document import in_fp32, read_document, zero_stage
@@ -33,7 +34,7 @@ from config.schema import Config, LossScaleSection
 from config.task import ENCODER_TASKS
 from precision.envelope import CONTROL, Bounds, Setting
 from training.envelope.report import Missing, explore_finished, write_results
-from training.envelope.worker import TRIAL_PREFIX, Study
+from training.envelope.worker import SHARES, TRIAL_PREFIX, Study
 from training.jobs import add_processes_option, default_processes, error_line_of, launch
 from training.tasks.task import prepare
 
@@ -154,7 +155,8 @@ def make_study(options: argparse.Namespace) -> Study:
         bounds=Bounds(config.parity.loss_gap, config.parity.validation_delta),
     )
     for setting in dict.fromkeys([*settings, *(setting.reference for setting in settings)]):
-        study.resolve(setting, study.rates[0], as_launched(options.processes))
+        resolved = study.resolve(setting, study.rates[0], as_launched(options.processes))
+        refuse_sharing(resolved.batch, but=SHARES)
     return study
 
 

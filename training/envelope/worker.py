@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 TRIALS = "trials.jsonl"
 TRIAL_PREFIX = "trial:"
 """Of a line of output about a trial."""
+SHARES = ("sequence", "tensor", "expert")
+"""What ranks may share: a trial has the losses of one rank, to rounding."""
 # Sections and keys of a config that do not change a trial's numbers.
 _IRRELEVANT = ("tracking", "profile", "checkpoint", "telemetry", "generate", "parity", "deepspeed")
 _IRRELEVANT_OF_RUN = ("name", "dir", "resume", "hypothesis")
@@ -148,7 +150,7 @@ def run_trial(resolved: Resolved, corpus: Corpus, world: World) -> Trial:
     watch = DivergenceWatch(window=window_of(steps), most_skips=config.guard.max_consecutive_skips)
     losses: list[float] = []
     applied, why, validation = 0, None, math.nan
-    with session(resolved, corpus=corpus, world=world) as opened:
+    with session(resolved, corpus=corpus, world=world, shares=SHARES) as opened:
         engine = opened.engine
         while why is None and len(losses) < steps:
             outcome = engine.forward_backward(opened.batches.next_step(), step=len(losses) + 1)

@@ -173,12 +173,12 @@ def bisect(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) ->
             sorted(step_of(path) for path in by_step(run_dir.checkpoints) if is_whole(path)) if world.is_main else []
         )
         points = world.from_main([point for point in points if point < last and point + 1 in steps])
-        with session(resolved, world=world, sliced_matrices=True) as opened:
+        with session(resolved, world=world, shares=("sequence", "tensor")) as opened:
             corpus, probes = opened.corpus, Walker(opened, run_dir, steps, log)
             start, left = search(points, lambda point: probes.leaves(point, last))
             last = left or last
         log(f"every step from {f'the checkpoint of step {start}' if start else 'the seed'} on, to step {last}:")
-        with session(resolved, corpus=corpus, world=world, sliced_matrices=True) as opened:
+        with session(resolved, corpus=corpus, world=world, shares=("sequence", "tensor")) as opened:
             walked = Walker(opened, run_dir, steps, log).walk(start, last)
             found = next((found for _, found in walked if found is not None), None)
     finally:

@@ -24,6 +24,7 @@ import os
 import sys
 from pathlib import Path
 
+from config.batch import refuse_sharing
 from config.cli import Arguments, entry_point, is_rank_0, positive_int
 from config.command_line import read_command_line
 from config.errors import UserError
@@ -60,6 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     environment = without_accelerate(os.environ) | (as_launched(processes) if launches else {})
     resolved = read_command_line(["--config", str(run_dir.config)], environment)
     require_layout(recorded.session, resolved)
+    refuse_sharing(resolved.batch, but=("sequence", "tensor", *([] if options.bisect else ["expert"])))
     other = None
     if options.what_if:
         from training.replay.what_if import under

@@ -91,7 +91,7 @@ def require_layout(session: dict[str, Any], resolved: Resolved) -> None:
             f"{resolved.config_path}: is from a later session, ZeRO-{now['zero_stage']} in {now['compute']}; the step "
             f"was made at ZeRO-{then['zero_stage']} in {then['compute']}, and with another config it is another step"
         )
-    for key in ("sequence", "tensor"):
+    for key in ("sequence", "tensor", "expert"):
         ranks = getattr(resolved.config.parallel, key)
         before = session.get(f"{key}_ranks", ranks)  # runs of earlier versions do not say
         if before != ranks:

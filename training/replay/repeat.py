@@ -75,7 +75,7 @@ def restored(
     to be repeated is not recorded.
     """
     target, collector = recorded.step, Collector()
-    with session(resolved, sliced_matrices=True) as opened:
+    with session(resolved, shares=("sequence", "tensor", "expert")) as opened:
         found = opened.world.from_main(newest_before(run_dir.checkpoints, target) if opened.world.is_main else None)
         checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
         state = checkpoints.load(found, opened.engine) if found else None

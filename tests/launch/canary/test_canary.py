@@ -15,12 +15,13 @@ from launch.canary.command import main
 from launch.canary.fallback import in_fp32, promoted
 from launch.canary.plan import read_plan
 from launch.canary.record import Journal
-from launch.canary.whole import Whole
+from launch.canary.whole import Breach, Whole
 from tests.support.launches import SMALL, events, finish, start, wait_until
 from training.schedule import scheduled_rate
 
 DEMO = str(REPOSITORY / "config/recipes/demo.yaml")
 MODULE = "model.layers.1.mlp.down_proj"
+WITHOUT_ZERO = ("deepspeed.config=ds_configs/zero0_fp32.json", "precision.compute=fp32")
 
 
 def given(folder, *overrides):
@@ -57,11 +58,14 @@ def test_the_canary_has_the_whole_runs_schedule(tmp_path):
         (["canary.steps=24"], "canary.steps = 24 leaves nothing of run.steps = 24"),
         (["checkpoint.dir=memory://there"], "checkpoint.dir: the canary goes back in the run folder only"),
         (["canary.bounds={module_eror: 1}"], "canary.bounds.module_eror is no key of parity:"),
+        (["parallel.tensor=2", "canary.ranks=1"], "parallel.tensor = 2 does not divide 1 process;"),
+        (["parallel.tensor=2", "canary.ranks=4", *WITHOUT_ZERO], "canary.ranks = 4: ranks that share matrices without"),
+        (["parallel.expert=2"], "parallel.expert = 2: its FP32 twin is verified with all experts on each rank; set it"),
     ],
 )
 def test_mistakes_are_one_line_and_start_nothing(tmp_path, capsys, overrides, said):
     try:
-        assert main(["--config", DEMO, *given(tmp_path, *overrides)]) == 2
+        assert main(["--config", DEMO, "--processes", "2", *given(tmp_path, *overrides)]) == 2
     except SystemExit as ended:
         assert ended.code == 2
     lines = capsys.readouterr().err.splitlines()
@@ -93,6 +97,25 @@ def test_a_fallback_is_a_run_that_resolves(tmp_path):
     for resolved in (cast, mixed, there, split):
         plain = plan_of(tmp_path, *in_fp32(resolved, tmp_path)).resolved
         assert (plain.compute, plain.config.precision.manifest, plain.zero_stage) == ("fp32", None, 2)
+
+
+def test_a_fallback_that_the_config_refuses_gives_way_to_the_next(tmp_path):
+    """Ranks that share matrices take no manifest."""
+    plan = plan_of(tmp_path, "parallel.tensor=2", processes=2)
+    journal = Journal.read(plan.folder, "it")
+    journal.add("gate", 6, "parity", judged=str(plan.first_checkpoint))
+    for _ in ("breach", "another, after it was started again"):
+        overrides = Whole(plan, journal)._fall_back(Breach(9, "bad", [MODULE]))
+        if overrides is None:
+            break
+        assert plan.refusal(overrides) is None and "precision.compute=fp32" in overrides
+    assert [(event["event"], event["to"]) for event in journal.events[1:]] == [
+        ("refused", "promote"),
+        ("fallback", "fp32"),
+    ]
+    assert "no fallback to promote: parallel.tensor = 2: precision.path = manifest finds" in journal.events[1]["text"]
+    alone = plan_of(tmp_path / "alone")
+    assert alone.refusal(promoted(alone.resolved, [MODULE], tmp_path)) is None
 
 
 def test_programs_start_on_any_launcher():
@@ -138,8 +161,9 @@ def test_a_journal_outlives_a_line_that_was_cut_off(tmp_path):
     assert [event["text"] for event in Journal.read(tmp_path / "c", "it").events] == ["parity", "starts"]
 
 
-def job(folder, *overrides):
-    return [sys.executable, "-m", "launch.canary", "--config", DEMO, "--processes", "1", *given(folder, *overrides)]
+def job(folder, *overrides, processes=1):
+    program = [sys.executable, "-m", "launch.canary", "--config", DEMO, "--processes", str(processes)]
+    return [*program, *given(folder, *overrides)]
 
 
 def story(folder):
@@ -169,6 +193,23 @@ def test_a_run_that_turns_bad_goes_back_and_on_with_the_module_in_fp32(tmp_path)
     report = (tmp_path / "runs/it/report.md").read_text(encoding="utf-8")
     assert "## Canary" in report and f"fallback: {MODULE} in FP32 from here on" in report
     read_command_line(["--config", str(tmp_path / "runs/it/config.yaml")], {})  # what it started from is there
+
+
+@pytest.mark.slow
+def test_ranks_that_share_matrices_go_back_and_on_in_fp32(tmp_path):
+    """They take no manifest, so that no single module can be promoted."""
+    defect = f"defects=[{{kind: coarse_half, module: {MODULE}, from_step: 14}}]"
+    finish(job(tmp_path, "parallel.tensor=2", defect, processes=2), seconds=1200)
+    told, journal = story(tmp_path)
+    kinds = [kind for kind, _ in told]
+    assert kinds[:2] == ["gate", "started"] and kinds[-1] == "end"
+    assert kinds.count("breach") == kinds.count("refused") == kinds.count("fallback") == 1
+    assert MODULE in journal.last("breach")["modules"] and journal.last("rolled_back")["step"] < 14
+    assert journal.last("fallback")["to"] == "fp32" and journal.last("end")["exit_code"] == 0
+    assert told[-1] == ("end", 24)
+    starts = events(tmp_path, "it", "run_start")
+    assert [start["compute"] for start in starts] == ["bf16", "fp32"]
+    assert [event["step"] for event in events(tmp_path, "it", "step")][-1] == 24
 
 
 @pytest.mark.slow

@@ -55,6 +55,25 @@ def test_every_contestant_trains_the_same(stage, compute, contestants, tolerance
     assert 0 < found["peak"]["flops"] < 1e14
 
 
+@pytest.mark.parametrize(("stage", "compute", "ranks"), [(2, "fp32", 2), (3, "bf16", 2), (1, "bf16", 4)])
+def test_ranks_that_share_matrices_train_as_deepspeeds_autotp_does(stage, compute, ranks, tmp_path, cache) -> None:
+    """On four ranks, two to a matrix: each pair of them has sequences of its own."""
+    precision = [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
+    there = ["--contestants", "mantissa,mantissa-off,bare,trainer,mantissa-manifest", "--out", str(tmp_path)]
+    given = [*SHORT, "--processes", str(ranks), *there, *SMALL, *precision, cache, "parallel.tensor=2"]
+    assert benchmark.main(["--config", RECIPE, *given]) == benchmark.ALL_HOLD
+    found = json.loads((tmp_path / "benchmark.json").read_text())
+    assert list(found["contestants"]) == ["mantissa", "mantissa-off", "bare"]
+    assert found["passed_over"].keys() == {"trainer", "mantissa-manifest"}
+    bare = found["contestants"]["bare"]
+    assert bare["loss_difference"] < (1e-6 if compute == "fp32" else 1e-3)
+    for mine in found["contestants"].values():
+        assert mine["split"]["seconds"]["forward"] > 0
+        sent, its = (sum(each["split"]["bytes_sent"].values()) for each in (mine, bare))
+        assert sent == pytest.approx(its, rel=0.1)
+    assert "2 to a matrix (parallel.tensor)" in (tmp_path / "benchmark.md").read_text()
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_mantissas_precisions_do_the_same_work(stage, tmp_path, cache) -> None:
     """Whatever the config's own: each computes as its name says, and follows FP32."""

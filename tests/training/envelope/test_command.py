@@ -13,7 +13,7 @@ from config.load import load_config
 from tests.training.envelope import envelope_cases as cases
 from training.envelope.command import check_data_and_model, main, make_study, model_of_depth, read_arguments, read_rates
 from training.envelope.report import write_results
-from training.envelope.worker import TRIALS, read_trials
+from training.envelope.worker import SHARES, TRIALS, read_trials
 
 SMALL_MODEL = "{hidden_size: 32, intermediate_size: 48, num_attention_heads: 2, num_key_value_heads: 2}"
 
@@ -92,6 +92,29 @@ def test_a_setting_that_bears_less_gets_a_smaller_rate_and_nothing_runs_twice(pa
     assert {len(trial.losses) for trial in read_trials(tmp_path).values()} == {8, 12}
     page = (tmp_path / "envelope.md").read_text()
     assert "1 of 8 steps" in page and "8 more in trials.jsonl" in page
+
+
+MIXTURE = [
+    "model.architecture=mixtral",
+    "model.config={hidden_size: 32, intermediate_size: 24, num_attention_heads: 2, num_key_value_heads: 2,"
+    " num_local_experts: 4, num_experts_per_tok: 2}",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", SHARES)
+def test_ranks_that_share_have_the_trials_of_those_that_do_not(pair, tmp_path, cache, shared):
+    given = ["--precisions=fp32", "--rates=0.001,0.01", "--steps=4", *(MIXTURE if shared == "expert" else [])]
+    found = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        _, said = explored(pair, folder, cache, *given, f"parallel.{shared}={ranks}")
+        assert len(said) == 2
+        found.append(lines(folder))
+    for one, two in zip(*found, strict=True):
+        assert two["rate"] == one["rate"] and len(two["losses"]) == 4 and two["losses"][0] != two["losses"][3]
+        assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        assert two["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -38,6 +38,10 @@ from training.schedule import learning_rate
 
 SLOW = pytest.mark.slow
 MANIFEST = ("precision.path=manifest", "precision.manifest=config/manifests/bf16.json")
+EXPERTS = (
+    "model={architecture: mixtral, config: {hidden_size: 32, intermediate_size: 24, num_hidden_layers: 2,"
+    " num_attention_heads: 2, num_key_value_heads: 2, num_local_experts: 4, num_experts_per_tok: 2}}"
+)
 APART = ("data.document_masking=true", "batch.micro_size=1", "run.steps=4", "data.source=jsonl")
 """Micro-batches with different numbers of labels: of short documents that are kept apart."""
 
@@ -106,6 +110,9 @@ def test_a_run_in_fp32_is_what_it_computes(finished: Path) -> None:
             ("optimizer.name=sgd", "optimizer.groups=[{match: '*mlp*', learning_rate: 0.1, weight_decay: 0.3}]"),
             id="sgd",
             marks=SLOW,
+        ),
+        pytest.param(
+            (EXPERTS, "precision.compute=fp32", "deepspeed.stage=2", "optimizer.eps=1e-4"), id="experts", marks=SLOW
         ),
     ],
 )

@@ -8,7 +8,7 @@ from tests.support.forked_launcher import forked_launcher
 from tests.support.small_run import VOCABULARY
 from tests.training.parity import step_cases
 from tests.training.parity.test_gate import DEMO, SMALL
-from tests.training.parity.test_steps import CLIPPED, LINEAR, NORM, failed, judged
+from tests.training.parity.test_steps import CLIPPED, KINDS, LINEAR, NORM, PLANTS, failed, judged, module_of
 from training.parity import gate as parity
 
 SCALE = ["precision.loss_scale.initial=1024", "precision.loss_scale.window=2"]
@@ -58,6 +58,18 @@ def test_other_kinds_of_models_are_measured_as_well(pair, kind):
     for steps in pair.run(step_cases.of_shared_matrices, **given):
         checks = judged(steps)
         assert not failed(checks), {name: checks[name] for name in failed(checks)}
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16")])
+@pytest.mark.parametrize(("defect", "check"), PLANTS, ids=KINDS)
+def test_a_planted_defect_is_found_and_named(pair, stage, compute, defect, check):
+    overrides = [CLIPPED, "precision.loss_scale.initial=1024", f"defects=[{defect}]"]
+    given = {"stage": stage, "compute": compute, "steps": 3, "overrides": overrides}
+    for steps in pair.run(step_cases.of_shared_matrices, **given):
+        found = judged(steps)[check]
+        assert not found.passed
+        assert found.modules == (module_of(defect),) if module_of(defect) else found.note.startswith("all ")
 
 
 @pytest.mark.one_in(4)

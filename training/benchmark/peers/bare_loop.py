@@ -8,6 +8,7 @@ from __future__ import annotations
 import deepspeed
 from transformers.integrations import HfDeepSpeedConfig
 
+from config.deepspeed.document import initializable
 from training.benchmark.peers.common import Job
 
 
@@ -15,12 +16,14 @@ def main() -> None:
     """Train the work of the command line."""
     job = Job()
     deepspeed.init_distributed(auto_mpi_discovery=False)
-    # transformers loads the model partitioned for as long as this object lives
-    _zero3 = HfDeepSpeedConfig(job.spec.deepspeed) if job.spec.stage == 3 else None
+    # transformers loads the model partitioned for as long as this object lives; AutoTP cuts whole matrices
+    partitioned = job.spec.stage == 3 and job.spec.tensor == 1
+    _zero3 = HfDeepSpeedConfig(job.spec.deepspeed) if partitioned else None
     model = job.load_model()
     optimizer = job.optimizer(model)
+    config = initializable(job.spec.deepspeed)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=job.scheduler(optimizer), config=job.spec.deepspeed
+        model=model, optimizer=optimizer, lr_scheduler=job.scheduler(optimizer), config=config
     )
     for index, batch in enumerate(job.watched(job.loader()), start=1):
         loss = engine(**batch).loss

@@ -49,7 +49,9 @@ class Job:
         self.device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if self.on_cuda else "cpu")
         if self.on_cuda:
             torch.cuda.set_device(self.device)
-        torch.manual_seed(self.spec.seed + self.rank)
+        # ranks that share matrices have the same sequences, and drop out alike
+        self.data_rank, self.data_ranks = self.rank // self.spec.tensor, self.world_size // self.spec.tensor
+        torch.manual_seed(self.spec.seed + self.data_rank)
         self._losses: list[torch.Tensor] = []
         self._stamps: list[float] = []
         self._memory = 0
@@ -101,9 +103,9 @@ class Job:
 
     def loader(self) -> torch.utils.data.DataLoader:
         """This rank's micro-batches in order: input_ids, labels and shift_labels, (micro, sequence) int64 each."""
-        micro, world = self.spec.micro_size, self.world_size
+        micro, ranks = self.spec.micro_size, self.data_ranks
         # the ranks' n-th micro-batches are adjacent in the sample order, as in data.sampler
-        starts = [(n * world + self.rank) * micro for n in range(self.spec.steps * self.spec.accumulation)]
+        starts = [(n * ranks + self.data_rank) * micro for n in range(self.spec.steps * self.spec.accumulation)]
         batches = [list(range(start, start + micro)) for start in starts]
         return torch.utils.data.DataLoader(Windows(self.spec), batch_sampler=batches, pin_memory=self.on_cuda)
 

@@ -129,6 +129,8 @@ def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
         adapter=config.adapter,
     )
     dequantise(model)
+    if getattr(shape.get_text_config(), "_experts_implementation", None) is not None:
+        model.set_experts_implementation("eager")  # grouped matmuls do not take FP64
     if config.adapter.kind == "lora":
         drawn: Sequence[str] = getattr(model, "drawn", ())
         if drawn:
