@@ -166,7 +166,8 @@ class RowEncoder:
             try:
                 if isinstance(row, BadRow):
                     raise row
-                sides, held_out = self._sides(row, found.counts), is_held_out(row, self.data.validation_fraction)
+                held_out = is_held_out(row, self.data.validation_fraction)  # refuses what no tokenizer reads
+                sides = self._sides(row, found.counts)
             except BadRow as error:
                 if self.data.on_bad_row == "error":
                     raise UserError(f"{where}: {error}; {self._other_format(row) or _FIX}") from error

@@ -53,7 +53,7 @@ def recognise(row: Mapping[str, Any], text_field: str) -> str:
     if text_field in there:
         return "text"
     known = ", ".join("+".join(sorted(needed)) for needed in _FIELDS.values())
-    fields = ", ".join(sorted(row)) or "none"
+    fields = ", ".join(name if name in there else f"{name} (null)" for name in sorted(row)) or "none"
     raise BadRow("", f"is of no known format: its fields are {fields}, known are {known} and {text_field} (text)")
 
 
