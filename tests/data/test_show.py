@@ -100,6 +100,7 @@ def test_rows_of_a_mixture_have_fewer_labels_than_tokens(
     sources = ", ".join(f"{{path: {tmp_path}/{name}.jsonl}}" for name in "ab")
     assert shown(base, tmp_path, f"data.sources=[{sources}]", "data.path=null") == 0
     out = capsys.readouterr().out
+    assert "data: source 1: 5 rows of format messages" in out and "data: source 2: 5 rows of format" in out
     assert "data: 10 rows of all sources, " in out and "all tokens are labels" not in out
 
 

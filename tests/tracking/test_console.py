@@ -56,6 +56,16 @@ def test_the_start_says_how_many_parameters_are_trained(facts: dict[str, int], s
     assert stream.getvalue().splitlines()[0].startswith(said)
 
 
+def test_an_evaluation_has_the_loss_of_each_set() -> None:
+    stream = io.StringIO()
+    record = Record([ConsoleSink(1, log_every_steps=1, stream=stream)])
+    parts = {"metrics": {"token_accuracy": 0.25, "kl": None}, "by_source": {"maths": 1.5, "prose": 2.25}}
+    record.event("eval", step=3, tokens=1, loss=2.0, perplexity=None, **parts)
+    record.close()
+    said = "step 3: validation loss 2.0000, token_accuracy 0.25, kl -; loss of maths 1.5, prose 2.25"
+    assert stream.getvalue().splitlines()[0] == said
+
+
 def test_plain_lines_come_as_often_as_asked_and_for_every_skip() -> None:
     lines = _shown(40, 10, skip_at=17)
     assert _steps(lines) == [10, 20, 30, 40]

@@ -59,7 +59,9 @@ def test_metrics_of_a_task_are_drawn_and_reported(run_dir: RunDir) -> None:
             metrics = {"rewards/accuracy": 0.5, "kl_k1/chosen": 0.01 * at}
             record.event("step", step=at, tokens=at, **step_fields(at), metrics=metrics)
         metrics = {"rewards/accuracy": 0.1 * step, "kl_k1/chosen": None if step else 0.25}
-        record.event("eval", step=step, tokens=step, loss=0.5, perplexity=None, metrics=metrics)
+        record.event(
+            "eval", step=step, tokens=step, loss=0.5, perplexity=None, metrics=metrics, by_source={"chats": step}
+        )
     record.close()
     png = plot_run(run_dir.events, run_dir.plots / "run.png")
     assert _size(png) == (1560, 1430)
@@ -67,6 +69,7 @@ def test_metrics_of_a_task_are_drawn_and_reported(run_dir: RunDir) -> None:
     rows = dict(results(summarise(run_dir)))
     assert rows["validation rewards/accuracy"] == "0.0000 -> 0.8000"
     assert rows["validation kl_k1/chosen"] == "0.2500 -> -"
+    assert rows["validation loss, chats"] == "0.0000 -> 8.0000"
     assert "training loss" in rows and "validation loss" in rows, "not in nats per token"
 
 
