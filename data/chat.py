@@ -56,12 +56,18 @@ class Chat:
         self._encoder = _with_exact_offsets(tokenizer)
         self._leading = _leading(self._encoder)
 
+    def renders(self, example: Example) -> bool:
+        """Whether the row's text is made by the chat template."""
+        return example.messages is not None and self.template is not None
+
     def tokens(self, example: Example) -> Tokens:
         """The row. Raises BadRow when the template refuses it, its answers cannot be located, or it has none."""
-        if example.messages is not None and self.template is not None:
+        if self.renders(example):
             found = self._of_conversation(example)
         elif example.messages is not None and not example.prompt:
-            raise BadRow("", "is a conversation, and the tokenizer has no chat template; set data.chat_template")
+            raise BadRow(
+                "", "is a conversation, and the tokenizer has no chat template; set data.chat_template to a file of one"
+            )
         else:
             found = self._of_texts(example)
         if not found.trained.any():
@@ -85,7 +91,8 @@ class Chat:
         spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         answers = [index for index in spoken if index >= example.context]
         if not answers and self._train_on != "all":
-            raise BadRow("messages", "has no assistant's turn to train on; drop the row, or set data.train_on=all")
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages[example.context :]))
+            raise BadRow("messages", f"has no assistant's turn to train on, its roles are {roles}")
         text = self._render(example, messages)
         if self._train_on == "all":
             spans, ends = [(0, len(text))], [len(text)]

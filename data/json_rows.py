@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow
 
@@ -20,14 +21,14 @@ def json_rows(path: str) -> Iterator[Found]:
     """The rows of a JSONL file by line, or of a JSON file that holds one list by item. Raises UserError."""
     try:
         with decompressed(path) as stream:
-            opening = stream.read(64).lstrip()[:1]
+            is_list = _opening(stream) == b"["
         with decompressed(path) as stream:
-            if opening == b"[":
-                for number, row in enumerate(json.loads(stream.read()), 1):
+            if is_list:
+                for number, row in enumerate(json.loads(_text(stream.read())), 1):
                     yield f"{path}: item {number}", _as_row(row)
                 return
             for number, line in enumerate(pieces(stream, b"\n"), 1):
-                if line.strip():
+                if line.removeprefix(codecs.BOM_UTF8).strip():
                     yield f"{path}:{number}", _parsed(line)
     except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
         raise UserError(
@@ -35,9 +36,28 @@ def json_rows(path: str) -> Iterator[Found]:
         ) from error
 
 
+def _opening(stream: BinaryIO) -> bytes:
+    """The first byte that is neither white space nor of a byte order mark."""
+    while block := stream.read(4096):
+        if start := block.removeprefix(codecs.BOM_UTF8).lstrip():
+            return start[:1]
+    return b""
+
+
+def _text(raw: bytes) -> str:
+    """Raises UnicodeDecodeError. A byte order mark, which Windows writes, is left out."""
+    return raw.decode("utf-8-sig")
+
+
 def _parsed(line: bytes) -> dict[str, Any] | BadRow:
     try:
-        return _as_row(json.loads(line))
+        return _as_row(json.loads(_text(line)))
+    except UnicodeDecodeError as error:
+        return BadRow("", f"is not UTF-8 ({one_line(error, 120)}); save the file as UTF-8")
+    except json.JSONDecodeError as error:
+        part = error.pos >= len(_text(line).rstrip()) - 1
+        one = "; each row has to stand on one line, or all of them in one list" if part else ""
+        return BadRow("", f"is not JSON ({one_line(error, 120)}){one}")
     except (ValueError, RecursionError) as error:
         return BadRow("", f"is not JSON ({one_line(error, 120)})")
 

@@ -41,6 +41,8 @@ def read_labelled(row: Mapping[str, Any], data: DataSection) -> LabelledRow:
     names = [data.text_field, *([data.text_pair_field] if data.text_pair_field is not None else [])]
     texts = tuple(_text(row, name) for name in names)
     value = row.get(data.label_field)
+    if value is None:
+        raise BadRow(data.label_field, f"is missing or null; the row's fields are {', '.join(sorted(row))}")
     if data.format == "scored":
         return LabelledRow(texts, (), _number(value, data.label_field))
     return LabelledRow(texts, (), _label(value, data.label_field))

@@ -67,8 +67,12 @@ def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus
         validation_by_source={
             name: part.validation for name, part in zip(names, parts, strict=True) if part.validation.sequences(length)
         },
-        notes=(*(line for part in parts for line in part.notes), *notes),
+        notes=(*(line for name, part in zip(names, parts, strict=True) for line in _notes_of(name, part)), *notes),
     )
+
+
+def _notes_of(name: str, part: Corpus) -> list[str]:
+    return [f"data: {name}: {line.removeprefix('data: ')}" for line in part.notes]
 
 
 def section_of(data: DataSection, item: SourceSection | ValidationSection) -> DataSection:

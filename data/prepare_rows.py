@@ -113,6 +113,8 @@ class EncodedRows:
     """Where and why, of the first row that was skipped."""
 
 
+_RENDERED = "rendered"
+"""In the counts of a batch: how many of its rows went through the chat template."""
 _FACTS = ("counts", "longest", "longest_source", "longest_target", "first_bad")
 
 
@@ -164,10 +166,11 @@ class RowEncoder:
             try:
                 if isinstance(row, BadRow):
                     raise row
-                sides, held_out = self._sides(row), is_held_out(row, self.data.validation_fraction)
+                held_out = is_held_out(row, self.data.validation_fraction)  # refuses what no tokenizer reads
+                sides = self._sides(row, found.counts)
             except BadRow as error:
                 if self.data.on_bad_row == "error":
-                    raise UserError(f"{where}: {error}; {_FIX}") from error
+                    raise UserError(f"{where}: {error}; {self._other_format(row) or _FIX}") from error
                 found.counts["skipped"] += 1
                 found.first_bad = found.first_bad or f"{where}: {error}"
                 continue
@@ -182,9 +185,24 @@ class RowEncoder:
                 found.held_out.append(held_out)
         return found
 
-    def _sides(self, row: dict[str, Any]) -> list[Tokens]:
+    def _other_format(self, row: dict[str, Any] | BadRow) -> str | None:
+        """What to do about a row that has the fields of another format than the data's; None for other rows."""
+        try:
+            found = recognise(row, self.data.text_field) if isinstance(row, dict) else self.data.format
+        except BadRow:
+            return None
+        if found == self.data.format:
+            return None
+        return (
+            f"the row is of format {found}, not {self.data.format}: correct data.format, or name files of "
+            "several formats in data.sources"
+        )
+
+    def _sides(self, row: dict[str, Any], counts: Counter[str]) -> list[Tokens]:
         """The row as one sequence, or as both of a pair. Raises BadRow."""
-        sides = [self.chat.tokens(example) for example in read_examples(row, self.data.format, self.data.text_field)]
+        examples = read_examples(row, self.data.format, self.data.text_field)
+        sides = [self.chat.tokens(example) for example in examples]
+        counts[_RENDERED] += self.chat.renders(examples[0])
         if len(sides) > 1 and np.array_equal(sides[0].ids, sides[1].ids):
             raise BadRow("rejected", "has the same tokens as chosen, so there is nothing to prefer")
         return sides
@@ -309,13 +327,14 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
             writers[SPLITS[int(held_out)]].add(ids, trained)
         report(Progress("tokens", sum(writer.tokens for writer in writers.values()), None))
     splits = {split: writer.finish(data) for split, writer in writers.items()}
+    rendered = counts.pop(_RENDERED, 0)
     found: dict[str, Any] = {"format": data.format, "longest": longest[0], **counts}
     if data.target_length is not None:
         found |= {"longest source": longest[1], "longest target": longest[2]}
     found |= {"tokens": sum(w.tokens for w in writers.values()), "trained": sum(w.labels for w in writers.values())}
     if not writers["train"].rows:
         raise _nothing_to_train_on(data, source, found, first_bad, writers["validation"].rows)
-    own = make_encoder(data, str(folder / TOKENIZER)).chat
+    own = make_encoder(data, str(folder / TOKENIZER)).chat if rendered else None
     write_index(
         folder,
         {
@@ -372,15 +391,15 @@ def _notes(
     data: DataSection,
     counts: dict[str, Any],
     writers: dict[str, _SplitWriter],
-    chat: Chat,
+    chat: Chat | None,
     *,
     recognised: bool,
     first_bad: str | None,
 ) -> list[str]:
-    """What was decided and counted, in words."""
+    """What was decided and counted, in words. chat: None where no row went through a chat template."""
     how = "recognised by their fields" if recognised else "as data.format says"
     form = f"data: {counts['rows']:,} rows of format {data.format} ({how})"
-    if data.format in ("messages", "sharegpt", "alpaca", "preference") and chat.template is not None:
+    if chat is not None:
         which = "of data.chat_template" if data.chat_template else "of the tokenizer"
         located = ", answers located by its generation markers"
         located = "" if data.train_on == "all" or data.target_length is not None else located

@@ -14,6 +14,7 @@ What does not fit is a `BadRow` that names the field. Whoever reads the rows kno
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ def recognise(row: Mapping[str, Any], text_field: str) -> str:
     if text_field in there:
         return "text"
     known = ", ".join("+".join(sorted(needed)) for needed in _FIELDS.values())
-    fields = ", ".join(sorted(row)) or "none"
+    fields = ", ".join(name if name in there else f"{name} (null)" for name in sorted(row)) or "none"
     raise BadRow("", f"is of no known format: its fields are {fields}, known are {known} and {text_field} (text)")
 
 
@@ -88,6 +89,12 @@ _SHAREGPT_ROLES = {
     "function_response": "tool",
     "function_call": "assistant",
 }
+
+_QUESTIONS = ("question", "instruction", "query", "input")
+"""Other names under which public pairs have their prompt."""
+_ROLES = ("system", "user", "assistant")
+_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
+"""Names of roles in other forms of rows. A template would show them to the model as they are, or leave them out."""
 
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task{also}. Write a response that appropriately completes the \
@@ -175,7 +182,7 @@ def _pair(row: Mapping[str, Any]) -> tuple[Example, Example]:
     if asked:
         both = [Example([*asked, *answer], context=len(asked), **_beside(row)) for answer in answers]
         return both[0], both[1]
-    shared = _shared_text(*texts) if prompt is None else ""
+    shared = _shared_question(row, *texts) if prompt is None else ""
     before = shared if prompt is None else _text(row, "prompt", may_be_empty=True)
     first, second = (text[len(shared) :] for text in texts)
     return Example(prompt=before, completion=first), Example(prompt=before, completion=second)
@@ -207,6 +214,18 @@ def _conversations_of_pair(row: Mapping[str, Any]) -> tuple[Messages, list[Messa
     return asked, answers
 
 
+def _shared_question(row: Mapping[str, Any], first: str, second: str) -> str:
+    """What two texts begin with, which is their question. Raises BadRow where it is elsewhere or missing."""
+    other = next((name for name in _QUESTIONS if isinstance(row.get(name), str)), None)
+    if other is not None:
+        raise BadRow("prompt", f"is missing, and {other} would not be read; rename it to prompt, or remove it")
+    shared = _shared_text(first, second)
+    if not shared:
+        problem = "is missing, and chosen and rejected do not begin with the same words; give a prompt, or an empty one"
+        raise BadRow("prompt", f"{problem}. The row's fields are {', '.join(sorted(row))}")
+    return shared
+
+
 def _shared_text(first: str, second: str) -> str:
     """What two texts begin with, up to the start of a word."""
     shared = next(
@@ -228,11 +247,26 @@ def _conversation(row: Mapping[str, Any], name: str) -> Messages:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             raise BadRow(f"{where}.role", f"is {_kind(role)}, not text such as user or assistant")
+        meant = _meant(role)
+        if meant is not None:
+            raise BadRow(f"{where}.role", f"is {role!r}; did you mean {meant}?")
         parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
         if not isinstance(content, str) and not parts and not (content is None and message.get("tool_calls")):
             raise BadRow(f"{where}.content", f"is {_kind(content)}, not text")
         found.append(message if content is not None else {**message, "content": ""})
     return found
+
+
+def _meant(role: str) -> str | None:
+    """The role that was meant by one that is misspelled or of another form of rows; None for the roles there are.
+
+    Templates show a role that they do not know as it is, so that its answer would be left untrained without a word.
+    """
+    if role in _ROLES:
+        return None
+    plain = role.strip().lower()
+    near = difflib.get_close_matches(plain, _ROLES, n=1, cutoff=0.8)
+    return _OTHER_NAMES.get(plain) or (near[0] if near else None)
 
 
 def _beside(row: Mapping[str, Any]) -> dict[str, Any]:

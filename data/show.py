@@ -127,11 +127,19 @@ def _labelled(
         if not item.target.ndim:
             yield printable(str(tokenizer.decode(item.tokens[:_LONGEST]))) + said(item.target)
             continue
-        pieces = zip(item.tokens[:_LONGEST].tolist(), labels.tolist(), strict=False)
-        yield "".join(
-            printable(str(tokenizer.decode([token]))) + (f"{said(np.array(label))} " if label != IGNORED_LABEL else "")
-            for token, label in pieces
+        yield " ".join(
+            printable(str(tokenizer.decode(part)).strip())
+            + (said(labels[start]) if labels[start] != IGNORED_LABEL else "")
+            for start, part in _words(item.tokens[:_LONGEST], labels, set(tokenizer.all_special_ids))
         )
+
+
+def _words(tokens: np.ndarray, labels: np.ndarray, special: set[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """Where each word or special token begins, and its tokens: a word's first token has its label."""
+    first = {place for place, token in enumerate(tokens) if labels[place] != IGNORED_LABEL or int(token) in special}
+    starts = sorted(first | {0})
+    for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        yield start, tokens[start:end]
 
 
 def _masked(config: Config, corpus: Corpus, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:

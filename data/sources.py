@@ -31,6 +31,7 @@ from config.errors import UserError
 from config.schema import DataSection
 from config.task import is_url
 from data.files import compression_of
+from data.row_formats import BadRow, recognise
 
 HASHED_BYTES = 1 << 30
 """[bytes] Local sources up to this size are identified by content, larger ones by modification time."""
@@ -78,7 +79,8 @@ class Source:
             if self.text_field not in row:
                 raise UserError(
                     f"data.text_field={self.text_field}: not a field of {self.label}; its fields are "
-                    f"{', '.join(sorted(row))}. Set data.text_field to the one that holds the document."
+                    f"{', '.join(sorted(row))}. Set data.text_field to the one that holds the document"
+                    f"{_as_rows(row)}."
                 )
             text = row[self.text_field]
             if text is None:
@@ -308,6 +310,17 @@ def _streams() -> ModuleType:
     from data import streams
 
     return streams
+
+
+def _as_rows(row: dict[str, Any]) -> str:
+    """How rows with answers are read, where this is one of them."""
+    try:
+        found = recognise(row, "")
+    except BadRow:
+        return ""
+    if found == "preference":
+        return "; pairs of answers are read by task=dpo"
+    return f"; rows of format {found} are read by task=sft, and by task=distill with data.format={found}"
 
 
 def _seen_before(text: str, seen: set[bytes]) -> bool:

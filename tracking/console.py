@@ -107,8 +107,10 @@ class ConsoleSink:
         computes = sorted(set((event.get("regions") or {}).values())) or [event["compute"]]
         self._fp16 = "fp16" in computes
         resumed = f", resumed from {event['resumed_from']}" if event["resumed_from"] else ""
+        trained, whole = event.get("trained_parameters"), event["parameters"]
+        share = f"{trained:,} of " if trained not in (None, whole) else ""
         self.print_line(
-            f"training {event['parameters']:,} parameters in {' and '.join(computes)}, ZeRO-{event['zero_stage']}, "
+            f"training {share}{whole:,} parameters in {' and '.join(computes)}, ZeRO-{event['zero_stage']}, "
             f"{event['world_size']} process{'' if event['world_size'] == 1 else 'es'}{resumed}"
         )
         if self._console.is_terminal:

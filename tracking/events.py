@@ -154,8 +154,9 @@ def _describe(event: Event) -> str:
             return f"injected fault {event['kind']} on rank {event['rank']}, {event['module']}"
         case "eval":
             perplexity = f", perplexity {event['perplexity']:.2f}" if event.get("perplexity") else ""
-            metrics = "".join(f", {name} {value:.4g}" for name, value in event.get("metrics", {}).items())
-            return f"validation loss {event['loss']:.4f}{perplexity}{metrics}"
+            metrics = "".join(f", {name} {_short(value)}" for name, value in event.get("metrics", {}).items())
+            parts = ", ".join(f"{name} {_short(value)}" for name, value in event.get("by_source", {}).items())
+            return f"validation loss {event['loss']:.4f}{perplexity}{metrics}{parts and f'; loss of {parts}'}"
         case "checkpoint":
             seconds = f" in {event['seconds']:.1f} s" if event.get("seconds") is not None else ""
             size = f", {event['bytes'] / 2**20:,.0f} MiB" if event.get("bytes") else ""
@@ -171,6 +172,10 @@ def _describe(event: Event) -> str:
             shares = ", ".join(f"{dtype} {share:.1%}" for dtype, share in event["flop_share"].items())
             return "; ".join(filter(None, (f"computes in {shares}", *lower_than_promised(event))))
     return str({key: value for key, value in event.items() if key not in COMMON_FIELDS})
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _reexecution(event: Event) -> str:

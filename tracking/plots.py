@@ -30,6 +30,7 @@ _SMOOTH_FROM = 100  # steps from which a running median is drawn over the raw cu
 _METRICS = {
     "Accuracy and agreement": ("accuracy", "agreement", "f1", "matthews", "pearson"),
     "KL (nats per token)": ("kl",),
+    "Rewards (beta times nats)": ("rewards/chosen", "rewards/rejected", "rewards/margin"),
 }
 """Metrics of tasks that are drawn, by what is in their names."""
 _MANY_SKIPS = 200  # more marks would hide the curves
@@ -48,7 +49,7 @@ STYLE: dict[Any, Any] = {
 
 
 def plot_run(events: Path, png: Path) -> Path:
-    """Draw the run recorded in `events` to `png` (1560 x 975 pixels, with metrics 1560 x 1430) and return `png`.
+    """Draw the run recorded in `events` to `png` (1560 x 975 pixels, 455 more for every two kinds of metrics) and return `png`.
 
     Of a step attempted more than once the last attempt is drawn. Non-finite values are gaps, and every
     skipped step is a red line. Raises UserError when there is no step to draw.
@@ -63,9 +64,9 @@ def plot_run(events: Path, png: Path) -> Path:
 
     evals = [event for event in timeline if event["event"] == "eval"]
     metrics = [(title, names) for title, of in _METRICS.items() if (names := _metric_names([*steps, *evals], of))]
-    rows = 3 if metrics else 2
+    rows = 2 + (len(metrics) + 1) // 2
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12, 7.5 if rows == 2 else 11), dpi=130, layout="constrained")
+        figure = Figure(figsize=(12, 0.5 + 3.5 * rows), dpi=130, layout="constrained")
         axes = figure.subplots(rows, 2, sharex=True)
         figure.suptitle(plain(_title(events.resolve().parent.name, starts[-1], steps)), fontsize=14)
         _draw_loss(axes[0][0], steps, evals)
@@ -75,9 +76,9 @@ def plot_run(events: Path, png: Path) -> Path:
             _draw_scale(axes[1][1], steps)
         else:
             _draw_speed(axes[1][1], steps)
-        for axis, (title, names) in zip(axes[-1], metrics, strict=False):
+        for axis, (title, names) in zip(axes[2:].flat, metrics, strict=False):
             _draw_metrics(axis, steps, evals, title, names)
-        for axis in axes[-1][len(metrics) :] if metrics else ():
+        for axis in axes[-1][1:] if len(metrics) % 2 else ():
             axis.set_visible(False)
             axes[-2][1].tick_params(labelbottom=True)
             axes[-2][1].set_xlabel("optimizer step")

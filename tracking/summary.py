@@ -47,7 +47,7 @@ class Summary:
     eval_loss: float | None
     perplexity: float | None
     metrics: dict[str, list[float]]
-    """Of the task on the validation set, by name: the first and the last value."""
+    """Of the task on the validation set, and the loss of each of its parts, by name: the first and the last value."""
     grad_norm_median: float | None
     grad_norm_max: float | None
     clipped: int
@@ -124,7 +124,10 @@ def summarise(run_dir: RunDir) -> Summary:
 
 
 def _metrics(evals: list[Event]) -> dict[str, list[float]]:
-    both = [event.get("metrics") or {} for event in (evals[:1] + evals[-1:])]
+    both = [
+        {**(event.get("metrics") or {}), **{f"loss, {part}": loss for part, loss in event.get("by_source", {}).items()}}
+        for event in (evals[:1] + evals[-1:])
+    ]
     return {name: [metrics[name] for metrics in both if name in metrics] for name in (both[-1] if both else ())}
 
 

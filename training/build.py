@@ -44,7 +44,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     resolved, engine, world, batches = opened.resolved, opened.engine, opened.world, opened.batches
     config, run_dir = resolved.config, run_dir_of(resolved)
     checkpoints = open_checkpoints(resolved, run_dir.checkpoints, world, identity=opened.identity)
-    _check_validation(resolved, opened.corpus)
+    check_validation(resolved, opened.corpus)
     found = checkpoints.find(config.run.resume)
     state = checkpoints.load(found, engine) if found else None
     record = open_record(resolved, opened.corpus, engine, run_dir, world)
@@ -172,6 +172,7 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
         world_size=resolved.world_size,
         config_sha256=hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode()).hexdigest(),
         parameters=count_parameters(engine.model),
+        trained_parameters=count_parameters(engine.model, trained=True),
         compute=resolved.compute,
         zero_stage=resolved.zero_stage,
         resumed_from=str(found) if found else None,
@@ -187,11 +188,14 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
     )
 
 
-def _check_validation(resolved: Resolved, corpus: Corpus) -> None:
+def check_validation(resolved: Resolved, corpus: Corpus) -> None:
+    """Raises UserError where evaluations are asked for and there is nothing to evaluate on."""
     config = resolved.config
     if config.evaluate.every_steps and not corpus.validation.sequences(config.data.sequence_length):
+        rows = config.learns_rows or config.task == "classify"
+        missing = "row; give more rows" if rows else f"sequence of {config.data.sequence_length} tokens; give more text"
         raise UserError(
-            f"evaluate.every_steps = {config.evaluate.every_steps}: the validation set holds no sequence of "
-            f"{config.data.sequence_length} tokens; give more text, raise data.validation_fraction = "
-            f"{config.data.validation_fraction}, or set evaluate.every_steps=0"
+            f"evaluate.every_steps = {config.evaluate.every_steps}: the validation set holds no {missing}, raise "
+            f"data.validation_fraction = {config.data.validation_fraction}, name files in data.validation, or set "
+            "evaluate.every_steps=0"
         )

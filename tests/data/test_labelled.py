@@ -44,12 +44,20 @@ def test_it_prints_rows_with_their_labels(made: Path, tmp_path: Path, capsys: py
     write_rows(tmp_path / "rows.jsonl", "token", 30)
     assert shown(made, tmp_path, "classify.kind=token", "--rows", "1") == 0
     first = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
-    assert capsys.readouterr().out.splitlines()[1].count(" [") == len(first["tags"])
+    assert capsys.readouterr().out.splitlines()[1].count(" [") - 1 == len(first["tags"])  # and [SEP]
     write_rows(tmp_path / "rows.jsonl", "regression", 30)
     assert shown(made, tmp_path, "classify.kind=regression", "--rows", "1") == 0
     out = capsys.readouterr().out
     assert f"[{json.loads((tmp_path / 'rows.jsonl').read_text().splitlines()[0])['label']:g}]" in out
     assert "data: label is 299.9 on average, with a standard deviation of 4.6" in out
+
+
+def test_it_prints_each_word_whole_before_its_label(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(row(tokens=["lossing", "a", "weights"], tags=["x", "y", "x"]))
+    assert shown(made, tmp_path, "classify.kind=token") == 0
+    assert capsys.readouterr().out.splitlines()[1] == "[CLS] lossing [x] a [y] weights [x] [SEP]"
 
 
 def test_it_prints_rows_of_several_sources(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +131,7 @@ TOKEN, NUMBER = "classify.kind=token", "classify.kind=regression"
 BAD: list[tuple[str, str, str]] = [
     ("", "", "holds no row. Point it at rows"),
     ("{", "", "rows.jsonl:1: is not JSON"),
-    (row(text="a"), "", "rows.jsonl:1: label: is None, and no label: text, a whole number, or true or false"),
+    (row(text="a"), "", "rows.jsonl:1: label: is missing or null; the row's fields are text;"),
     (row(text="a", label=0.5), "", "or true or false; for numbers set classify.kind=regression"),
     (row(text="a", label=["x"]), "", "rows.jsonl:1: label: is ['x'], and no label"),
     (row(text="a", label=""), "", "rows.jsonl:1: label: is '', and no label"),

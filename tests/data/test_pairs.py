@@ -53,7 +53,7 @@ def test_texts_share_what_is_given_or_what_both_begin_with() -> None:
 
     assert parts(prompt="p", chosen="b", rejected="c") == [("p", "b"), ("p", "c")]
     assert parts(chosen="a cat sat", rejected="a car") == [("a", " cat sat"), ("a", " car")]
-    assert parts(chosen="cat", rejected="car") == [("", "cat"), ("", "car")]
+    assert parts(prompt="", chosen="cat", rejected="car") == [("", "cat"), ("", "car")]
 
 
 MALFORMED = [
@@ -64,6 +64,14 @@ MALFORMED = [
     ({"prompt": 1, "chosen": "a", "rejected": "b"}, "prompt: is a number, not text"),
     ({"prompt": "p", "chosen": "", "rejected": "b"}, "chosen: is empty"),
     ({"chosen": [GOOD], "rejected": [BAD]}, "prompt: is missing, and chosen and rejected do not begin with the same"),
+    (
+        {"chosen": "cat", "rejected": "car"},
+        "prompt: is missing, and chosen and rejected do not begin with the same words",
+    ),
+    (
+        {"question": "q", "chosen": "a b", "rejected": "a c"},
+        "prompt: is missing, and question would not be read; rename",
+    ),
     ({"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD]}, "rejected: is the same as chosen"),
     ({"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD, MORE, BAD]}, "chosen: has no turn after the prompt"),
     ({"chosen": [ASKED, GOOD], "rejected": [ASKED, MORE]}, r"rejected\[1\].role: is 'user'; an answer starts with"),

@@ -28,6 +28,12 @@ def test_a_format_is_recognised_and_read(row: dict[str, Any], format: str) -> No
     assert read_example(row, format, "text").messages == [ASKED, ANSWERED]
 
 
+@pytest.mark.parametrize("role", ["developer", "function", "ipython", "tool", "tools", "observation", "critic"])
+def test_roles_of_a_template_of_its_own_are_left_to_it(role: str) -> None:
+    turns = [ASKED, {"role": role, "content": "a"}, ANSWERED]
+    assert read_example({"messages": turns}, "messages", "text").messages == turns
+
+
 def test_plain_texts() -> None:
     assert recognise({"prompt": "a", "completion": "b", "id": 1}, "text") == "prompt_completion"
     pair = read_example({"prompt": "a", "completion": "b"}, "prompt_completion", "text")
@@ -64,6 +70,15 @@ BAD = [
     ({"messages": [ASKED, {"role": 1, "content": "4"}]}, "messages", r"messages\[1\].role: is a number"),
     ({"messages": [ASKED, {"role": "assistant"}]}, "messages", r"messages\[1\].content: is missing or null"),
     ({"messages": [ASKED, {"role": "assistant", "content": 4}]}, "messages", r"messages\[1\].content: is a number"),
+    *(
+        (
+            {"messages": [ASKED, {"role": role, "content": "4"}, *more]},
+            "messages",
+            rf"messages\[1\].role: is '{role}'; did",
+        )
+        for role in ("asistant", "Assistant", "gpt", "bot", "model", "usr", "human")
+        for more in ([], [ASKED, ANSWERED])
+    ),
     ({"messages": [ASKED], "tools": "{"}, "messages", "tools: is text that is not JSON"),
     ({"messages": [ASKED], "tools": {}}, "messages", "tools: is an object, not a list of JSON schemas"),
     ({"messages": [ASKED], "chat_template_kwargs": []}, "messages", "chat_template_kwargs: is a list, not an object"),

@@ -100,6 +100,7 @@ def test_rows_of_a_mixture_have_fewer_labels_than_tokens(
     sources = ", ".join(f"{{path: {tmp_path}/{name}.jsonl}}" for name in "ab")
     assert shown(base, tmp_path, f"data.sources=[{sources}]", "data.path=null") == 0
     out = capsys.readouterr().out
+    assert "data: source 1: 5 rows of format messages" in out and "data: source 2: 5 rows of format" in out
     assert "data: 10 rows of all sources, " in out and "all tokens are labels" not in out
 
 
@@ -118,6 +119,39 @@ def test_a_masked_model_s_labels_are_the_words_that_are_hidden(
     shown = out[: out.index("---\n")]
     assert shown.count("[CLS]") == 4 and 5 < len(hidden := re.findall(r"\[(word\d+)\]", shown)) < 60
     assert set(hidden) <= set(words)
+
+
+@pytest.mark.parametrize("opening", [b"", b"\xef\xbb\xbf", b" \r\n" * 3000, b"\xef\xbb\xbf" + b"\n" * 5000])
+@pytest.mark.parametrize("form", ["lines", "Windows lines", "a list", "an indented list"])
+def test_files_as_editors_write_them_are_read(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], opening: bytes, form: str
+) -> None:
+    text = {
+        "lines": f"{FIRST}\n{FIRST}\n",
+        "Windows lines": f"{FIRST}\r\n{FIRST}\r\n",
+        "a list": f"[{FIRST}, {FIRST}]",
+        "an indented list": json.dumps([GOOD, GOOD], indent=2),
+    }[form]
+    (tmp_path / "rows.jsonl").write_bytes(opening + text.encode())
+    assert shown(base, tmp_path) == 0
+    assert "2 rows of format messages" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "rendered"),
+    [
+        ("sft", {"prompt": "a", "completion": "b"}, False),
+        ("sft", {"prompt": GOOD["messages"][:1], "completion": GOOD["messages"][1:2]}, True),
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, False),
+        ("dpo", {"prompt": GOOD["messages"][:1], "chosen": "b", "rejected": "c"}, True),
+    ],
+)
+def test_the_chat_template_is_named_where_it_made_the_text(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, row: dict[str, Any], rendered: bool
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    assert shown(base, tmp_path, f"task={task}") == 0
+    assert ("; chat template of the tokenizer, answers located by" in capsys.readouterr().out) == rendered
 
 
 def test_a_tokenizer_without_a_mask_token_is_refused_before_anything_is_tokenized(
@@ -148,18 +182,33 @@ FILES: list[tuple[str | bytes, str, str]] = [
     ("{", "", "rows.jsonl:1: is not JSON"),
     (FIRST + "\n{'messages': 1}", "", "rows.jsonl:2: is not JSON"),
     (FIRST + '\n{"messages": [', "", "rows.jsonl:2: is not JSON"),
-    (b"\xff\xfe\x00", "", "rows.jsonl:1: is not JSON"),
+    (FIRST.encode("utf-16"), "", "rows.jsonl:1: is not UTF-8"),
+    ('{"messages": "caf\xe9"}'.encode("latin-1"), "", "rows.jsonl:1: is not UTF-8"),
+    (
+        json.dumps(GOOD, indent=1),
+        "",
+        "rows.jsonl:1: is not JSON (Expecting property name enclosed in double quotes: line 1",
+    ),
+    (json.dumps(GOOD, indent=1), "", "; each row has to stand on one line, or all of them in one list"),
     ("3", "", "rows.jsonl:1: is 3, not an object with fields"),
     ("[3]", "", "rows.jsonl: item 1: is 3, not an object with fields"),
     ("[3", "", "rows.jsonl: cannot be read"),
     (row(question="a", answer="b"), "", "rows.jsonl:1: is of no known format: its fields are answer, question"),
-    (FIRST + "\n" + row(prompt="a", completion="b"), "", "rows.jsonl:2: messages: is missing or null, not a list"),
+    (row(prompt=None, completion="b"), "", "its fields are completion, prompt (null), known are"),
+    (FIRST, "task=pretrain", "; rows of format messages are read by task=sft, and by task=distill with data.format="),
+    (
+        row(prompt="a", chosen="b", rejected="c"),
+        "task=mlm data.tokenizer=bpe:300",
+        "; pairs of answers are read by task=dpo",
+    ),
+    (FIRST + "\n" + row(prompt="a", completion="b"), "", "; the row is of format prompt_completion, not messages"),
     (FIRST + "\n" + row(messages=[{"role": "user"}]), "", "rows.jsonl:2: messages[0].content: is missing or null"),
     (FIRST + "\n" + row(messages="x"), "", "rows.jsonl:2: messages: is text, not a list"),
     (FIRST + "\n" + row(messages=None), "", "rows.jsonl:2: messages: is missing or null, not a list"),
-    (turns("a", roles="u"), "", "rows.jsonl:1: messages: has no assistant's turn to train on"),
+    (turns("a", roles="u"), "", "rows.jsonl:1: messages: has no assistant's turn to train on, its roles are user;"),
     (turns("a <|im_end|>", "b"), "", "rows.jsonl:1: messages[0].content: spells the control token <|im_end|>"),
-    ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "", "rows.jsonl:1: "),
+    (turns("\ud800", "b"), "", "rows.jsonl:1: holds a lone surrogate, which is no character"),
+    (row(prompt="\ud800", completion="b"), "", "rows.jsonl:1: holds a lone surrogate, which is no character"),
     (row(messages=GOOD["messages"], tools="{"), "", "rows.jsonl:1: tools: is text that is not JSON"),
     (turns("a", "b " * 200), "", "no row of 1 is left to train on: 1 dropped as longer than 65 tokens"),
     (FIRST, "data.format=alpaca", "rows.jsonl:1: instruction: is missing or null, not text"),

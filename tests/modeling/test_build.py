@@ -122,6 +122,10 @@ def test_shared_parameters_count_once(tied):
     model = build(ModelSection(architecture="llama", config={**LLAMA, "tie_word_embeddings": tied}))
     whole = sum(value.numel() for value in model.state_dict().values())
     assert count_parameters(model) == whole - 64 * 32 * tied
+    assert count_parameters(model, trained=True) == count_parameters(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "norm" in name
+    assert count_parameters(model, trained=True) == 5 * 32 < count_parameters(model)
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
 
 

@@ -39,6 +39,33 @@ def _steps(lines: list[str]) -> list[int]:
     return [int(line.split("/")[0].split()[1]) for line in of_steps]
 
 
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"parameters": 1000, "trained_parameters": 1000}, "training 1,000 parameters in bf16"),
+        ({"parameters": 1000}, "training 1,000 parameters in bf16"),  # of older versions
+        ({"parameters": 1000, "trained_parameters": 30}, "training 30 of 1,000 parameters in bf16"),
+    ],
+)
+def test_the_start_says_how_many_parameters_are_trained(facts: dict[str, int], said: str) -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(1, log_every_steps=1, stream=stream)
+    record = Record([sink])
+    record.event("run_start", step=0, tokens=0, **(start_fields() | facts))
+    record.close()
+    assert stream.getvalue().splitlines()[0].startswith(said)
+
+
+def test_an_evaluation_has_the_loss_of_each_set() -> None:
+    stream = io.StringIO()
+    record = Record([ConsoleSink(1, log_every_steps=1, stream=stream)])
+    parts = {"metrics": {"token_accuracy": 0.25, "kl": None}, "by_source": {"maths": 1.5, "prose": 2.25}}
+    record.event("eval", step=3, tokens=1, loss=2.0, perplexity=None, **parts)
+    record.close()
+    said = "step 3: validation loss 2.0000, token_accuracy 0.25, kl -; loss of maths 1.5, prose 2.25"
+    assert stream.getvalue().splitlines()[0] == said
+
+
 def test_plain_lines_come_as_often_as_asked_and_for_every_skip() -> None:
     lines = _shown(40, 10, skip_at=17)
     assert _steps(lines) == [10, 20, 30, 40]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from pathlib import Path
@@ -59,14 +60,25 @@ def test_metrics_of_a_task_are_drawn_and_reported(run_dir: RunDir) -> None:
             metrics = {"rewards/accuracy": 0.5, "kl_k1/chosen": 0.01 * at}
             record.event("step", step=at, tokens=at, **step_fields(at), metrics=metrics)
         metrics = {"rewards/accuracy": 0.1 * step, "kl_k1/chosen": None if step else 0.25}
-        record.event("eval", step=step, tokens=step, loss=0.5, perplexity=None, metrics=metrics)
+        record.event(
+            "eval", step=step, tokens=step, loss=0.5, perplexity=None, metrics=metrics, by_source={"chats": step}
+        )
     record.close()
     png = plot_run(run_dir.events, run_dir.plots / "run.png")
     assert _size(png) == (1560, 1430)
     assert {(0x1F, 0x77, 0xB4)} <= _colours(png)
+    assert (0x2C, 0xA0, 0x2C) not in _colours(png), "a third curve"
+    more = [json.loads(line) for line in run_dir.events.read_text().splitlines()]
+    names = ("chosen", "rejected", "margin")
+    for event in (event for event in more if event["event"] == "step"):
+        event["metrics"] |= {f"rewards/{name}": index * event["step"] for index, name in enumerate(names)}
+    run_dir.events.write_text("".join(json.dumps(event) + "\n" for event in more))
+    assert _size(plot_run(run_dir.events, png)) == (1560, 1885)
+    assert (0x2C, 0xA0, 0x2C) in _colours(png), "rewards have a panel"
     rows = dict(results(summarise(run_dir)))
     assert rows["validation rewards/accuracy"] == "0.0000 -> 0.8000"
     assert rows["validation kl_k1/chosen"] == "0.2500 -> -"
+    assert rows["validation loss, chats"] == "0.0000 -> 8.0000"
     assert "training loss" in rows and "validation loss" in rows, "not in nats per token"
 
 

@@ -238,7 +238,7 @@ def _what_ran(
     global_size, micro = setting(config, "batch.global_size"), setting(config, "batch.micro_size")
     model = start.get("model") or setting(config, "model.name_or_path") or setting(config, "model.architecture")
     rows = [
-        ("model", f"{model or '?'}, {start['parameters']:,} parameters"),
+        ("model", f"{model or '?'}, {start['parameters']:,} parameters{_trained(start)}"),
         ("task", str(setting(config, "task") or "")),
         ("data", _data(config)),
         ("tokenizer", str(setting(config, "data.tokenizer") or "")),
@@ -255,6 +255,12 @@ def _what_ran(
         ("config sha256", str(start["config_sha256"])[:16]),
     ]
     return [row for row in rows if row[1]]
+
+
+def _trained(start: Event) -> str:
+    """How many are trained, where others are frozen."""
+    trained = start.get("trained_parameters")
+    return "" if trained in (None, start["parameters"]) else f", {trained:,} of them trained"
 
 
 def _data(config: dict[str, Any]) -> str:
