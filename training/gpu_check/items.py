@@ -25,6 +25,8 @@ class Item:
     measure: Callable[[Bench], measure.Figures]
     against: str | None = None
     """The item of the same part whose losses its own are compared with."""
+    needs: str = ""
+    """What not every machine has, as `training.gpu_check.machine.lacks` names it; without it the item is skipped."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,11 @@ class Part:
     """What the part should have and does not, as it does not exist yet."""
 
 
-def _steps(name: str, what: str, *overrides: str, seconds: float = 20, against: str | None = None) -> Item:
+def _steps(
+    name: str, what: str, *overrides: str, seconds: float = 20, against: str | None = None, needs: str = ""
+) -> Item:
     """Twenty steps of the demo."""
-    return Item(name, what, seconds, lambda bench: measure.steps(bench, *overrides), against)
+    return Item(name, what, seconds, lambda bench: measure.steps(bench, *overrides), against, needs)
 
 
 def _layout(stage: int, compute: str, *, against: str | None) -> Item:
@@ -60,7 +64,9 @@ SMOKE = (
     Item("demo", "the demo: BF16, ZeRO-2", 60, lambda bench: measure.demo(bench, "demo")),
     Item("replay", "a planted NaN: found, named, and repeated by replay", 40, measure.replayed),
     _steps("kernels-torch", "torch's kernels, SDPA, not compiled", "model.kernels=torch"),
-    _steps("kernels-liger", "Liger's kernels", "model.kernels=liger", seconds=30, against="kernels-torch"),
+    _steps(
+        *("kernels-liger", "Liger's kernels", "model.kernels=liger"), seconds=30, against="kernels-torch", needs="liger"
+    ),
     _steps(
         *("compile", "blocks compiled", "model.kernels=torch", "model.compile=true"),
         seconds=60,
@@ -78,14 +84,15 @@ SMOKE = (
     Item("demo-fp16", "the demo of FP16: overflows, skipped steps", 35, lambda bench: measure.demo(bench, "demo_fp16")),
     _steps(
         *("attention-flex", "flex attention", "model.kernels=torch", "model.attention=flex_attention"),
-        *(),
         seconds=45,
         against="kernels-torch",
+        needs="flex",
     ),
     _steps(
         *("attention-flash", "FlashAttention 2, where flash-attn is installed", "model.kernels=torch"),
         "model.attention=flash_attention_2",
         against="kernels-torch",
+        needs="flash",
     ),
     *_layouts("fp16"),
     *_layouts("fp32"),
@@ -120,7 +127,11 @@ def _fp8(kernel: str, what: str, *, against: str | None = None) -> Item:
 
 NUMERICS = (
     Item("nan-compile", "a planted NaN in compiled blocks: named", 70, lambda bench: _attributed(bench, "compile")),
-    Item("nan-liger", "a planted NaN with Liger's kernels: named", 30, lambda bench: _attributed(bench, "liger")),
+    Item(
+        *("nan-liger", "a planted NaN with Liger's kernels: named", 30),
+        lambda bench: _attributed(bench, "liger"),
+        needs="liger",
+    ),
     Item(
         "parity-160m",
         "a 160M Llama in BF16, its FP32 twin, single steps",
@@ -157,6 +168,7 @@ SPEED = (
     Item(
         *("titan-2048", "the same beside torchtitan, where it is installed", 140),
         lambda bench: measure.compared(bench, "mantissa,torchtitan,torchtitan-compile", *AT_2048),
+        needs="torchtitan",
     ),
     Item(
         *("peers-4096", "1B shape, 4,096 tokens", 150),
