@@ -66,10 +66,12 @@ class CompiledBlock:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output, compiled or not."""
+        # Recomputation, which older transformers run through here, is part of the backward pass.
+        counted = torch._C._current_graph_task_id() == -1
         if self._watched() or not (self._block.training and torch.is_grad_enabled()):
-            self.own_calls += 1
+            self.own_calls += counted
             return self._own(*args, **kwargs)
-        self.compiled_calls += 1
+        self.compiled_calls += counted
         if _CHECKPOINTS_IN_FORWARD and self._block.gradient_checkpointing:
             return self._block._gradient_checkpointing_func(functools.partial(self._compiled, **kwargs), *args)
         return self._compiled(*args, **kwargs)

@@ -11,8 +11,9 @@ largest `memory_bytes` of a step: on a GPU what torch has allocated, else the pr
 Python, torch and DeepSpeed. On a CPU the modes run with MALLOC_MMAP_THRESHOLD_=65536 unless it is set, so that glibc
 returns freed memory to the system.
 
-The folder gets `activations.json` and `activations.md`, logs and runs. Exit code 0; 3: losses differ, which recomputing
-must not cause; 2: it cannot be done.
+The folder gets `activations.json` and `activations.md`, written anew after every run, logs and runs. A mode whose job
+fails, as one that needs more memory than there is, is a row that says why. Exit code 0; 3: losses differ, which
+recomputing must not cause, or a mode failed; 2: it cannot be done.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 from config.cli import Arguments, entry_point, positive_int
 from config.command_line import read_command_line
 from config.errors import UserError
+from config.files import write_atomically
 from config.launcher import as_launched
 from tracking.environment import environment
 from tracking.jsonl import plain
@@ -95,46 +97,56 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     for name in ("logs", "runs"):
         shutil.rmtree(folder / name, ignore_errors=True)
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
+    conditions = {
+        "command": shlex.join(["python", "-m", "training.benchmark.activations", *sys.argv[1:]]),
+        "compute": resolved.compute,
+        "zero_stage": resolved.zero_stage,
+        "attention": resolved.config.model.attention,
+        "sequence_length": resolved.config.data.sequence_length,
+        "micro_size": resolved.batch.micro_size,
+        "processes": processes,
+        "rounds": options.repeats,
+        "steps": options.steps,
+        "environment": environment({}),
+    }
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
+    failed: dict[str, str] = {}
+    result: dict[str, Any] = {}
     for number, mode in in_turn(modes, options.repeats):
-        run = run_mode(jobs[mode], folder, f"{mode.replace(':', '-')}-{number}", processes)
-        found[mode].append(run)
-        line = f"{median(run['seconds']):8.3f} s a step, {run['memory_bytes'] / 2**30:6.2f} GiB"
-        print(f"round {number}  {mode:<16} {line}", flush=True)
-    rows = {mode: summary(runs, first=found[modes[0]]) for mode, runs in found.items()}
-    result = plain(
-        {
-            "modes": rows,
-            "part": [mode for mode, row in rows.items() if row["loss_difference"] > TOLERANCE[resolved.compute]],
-            "conditions": {
-                "command": shlex.join(["python", "-m", "training.benchmark.activations", *sys.argv[1:]]),
-                "compute": resolved.compute,
-                "zero_stage": resolved.zero_stage,
-                "attention": resolved.config.model.attention,
-                "sequence_length": resolved.config.data.sequence_length,
-                "micro_size": resolved.batch.micro_size,
-                "processes": processes,
-                "rounds": options.repeats,
-                "steps": options.steps,
-                "environment": environment({}),
-            },
-        }
-    )
-    (folder / "activations.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (folder / "activations.md").write_text(page(result), encoding="utf-8")
+        if mode in failed:
+            continue
+        try:
+            run = run_mode(jobs[mode], folder, f"{mode.replace(':', '-')}-{number}", processes)
+        except UserError as error:
+            failed[mode] = str(error)
+            print(f"round {number}  {mode:<16} {error}", flush=True)
+        else:
+            found[mode].append(run)
+            line = f"{median(run['seconds']):8.3f} s a step, {run['memory_bytes'] / 2**30:6.2f} GiB"
+            print(f"round {number}  {mode:<16} {line}", flush=True)
+        measured = {mode: runs for mode, runs in found.items() if runs}
+        if not measured:
+            continue
+        rows = {mode: summary(runs, first=next(iter(measured.values()))) for mode, runs in measured.items()}
+        differ = [mode for mode, row in rows.items() if row["loss_difference"] > TOLERANCE[resolved.compute]]
+        result = plain({"modes": rows, "part": differ, "failed": failed, "conditions": conditions})
+        write_atomically(folder / "activations.json", (json.dumps(result, indent=1) + "\n").encode())
+        write_atomically(folder / "activations.md", page(result).encode())
+    if not result:
+        raise UserError(next(iter(failed.values())))
     return result
 
 
 def summary(runs: Sequence[dict[str, Any]], *, first: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over a mode's runs, and of their ratios to the first mode's runs, round by round."""
+    """Medians over a mode's runs, and of their ratios to the first measured mode's runs, round by round."""
     medians = [median(run["seconds"]) for run in runs]
     losses = zip(runs[0]["losses"], first[0]["losses"], strict=True)
     return {
         "step_seconds": median(medians),
-        "time_ratio": median(mine / median(other["seconds"]) for mine, other in zip(medians, first, strict=True)),
+        "time_ratio": median(mine / median(other["seconds"]) for mine, other in zip(medians, first, strict=False)),
         "memory_bytes": median(run["memory_bytes"] for run in runs),
         "saved_bytes": median(
-            other["memory_bytes"] - run["memory_bytes"] for run, other in zip(runs, first, strict=True)
+            other["memory_bytes"] - run["memory_bytes"] for run, other in zip(runs, first, strict=False)
         ),
         "loss_difference": max(abs(ours - theirs) / abs(theirs) for ours, theirs in losses),
         "runs": list(runs),
@@ -159,6 +171,8 @@ def page(result: dict[str, Any]) -> str:
     for mode, row in modes.items():
         sizes = [f"{row[name] / 2**30:.2f} GiB" for name in ("memory_bytes", "saved_bytes")]
         lines.append(f"| {mode} | {row['step_seconds']:.3f} s | {row['time_ratio']:.3f} | {' | '.join(sizes)} |")
+    if result["failed"]:
+        lines += ["", *(f"{reason}." for reason in result["failed"].values())]
     if result["part"]:
         lines += ["", f"Losses differ from those of {first}: {', '.join(result['part'])}"]
     return "\n".join(lines) + "\n"
@@ -170,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
     result = benchmark(options)
     print(page(result))
-    return 3 if result["part"] else 0
+    return 3 if result["part"] or result["failed"] else 0
 
 
 if __name__ == "__main__":

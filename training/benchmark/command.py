@@ -20,9 +20,10 @@ task: sft (with data.packing=none) is trained by mantissa, trainer and trl, task
 without an adapter. All get the same tokens and labels and the same first values of the adapter; each pads its batches
 as it does. Such steps are not split by stage.
 
-The folder gets `benchmark.json` and `benchmark.md`, logs and results. Exit code 0; 3: losses differ, or a bound of
---at-least fails; 2: it cannot be done. What Mantissa adds to a step is
-measured by `training.benchmark.overhead`.
+The folder gets `benchmark.json` and `benchmark.md`, written anew after every run, logs and results. A contestant whose
+job fails is left out of the rounds that follow, and the report says why. Exit code 0; 3: losses differ, a contestant
+failed, or a bound of --at-least does; 2: it cannot be done. What Mantissa adds to a step is measured by
+`training.benchmark.overhead`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import dataclasses
 import json
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -42,6 +43,7 @@ from config.batch import refuse_sharing
 from config.cli import Arguments, entry_point, positive_int, positive_number
 from config.command_line import read_command_line
 from config.errors import UserError
+from config.files import write_atomically
 from config.launcher import as_launched
 from config.resolved import Resolved
 from config.schema import Config
@@ -66,7 +68,10 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
 """Largest relative difference of a step's loss, by dtype of forward and backward."""
 DEFAULT_CONTESTANTS = "mantissa,bare,accelerate,trainer,trl,torchtitan"
 """Contestants unless others are named; those that are not installed are skipped, with the reason."""
-EARLIER_RESULTS = ("logs", "results", "runs", "weights", "rows", "tokens.npy", "spec.json", "spec-split.json")
+EARLIER_RESULTS = (
+    *("logs", "results", "runs", "weights", "rows", "tokens.npy", "spec.json", "spec-split.json"),
+    *("benchmark.json", "benchmark.md"),
+)
 """Left in the folder by an earlier benchmark, and replaced by the next one."""
 
 
@@ -155,18 +160,34 @@ def _require_shared(file: str, config: Config) -> None:
             raise UserError(f"{file}: {key} = {value} would not be the same for all contestants; set {needed}")
 
 
-def run_repeats(runner: Runner, contestants: Sequence[str], repeats: int) -> dict[str, list[Run]]:
-    """Every contestant `repeats` times, in turn."""
+def run_repeats(
+    runner: Runner, contestants: Sequence[str], repeats: int, failed: dict[str, str]
+) -> Iterator[dict[str, list[Run]]]:
+    """Every contestant `repeats` times, in turn; after each run all so far, by contestant that has one.
+
+    failed: is given those whose job failed, with the reason; their later rounds are left out. Raises UserError: the
+    first reason, where no run at all succeeded.
+    """
     runs: dict[str, list[Run]] = {name: [] for name in contestants}
     for number, name in in_turn(contestants, repeats):
-        run = runner.run(name, f"{name}-{number}")
-        runs[name].append(run)
-        print(
-            f"round {number}  {name:<13} {run.step_seconds * 1e3:9.1f} ms a step, first step after "
-            f"{run.first_step_seconds:.1f} s, loss {run.result.losses[-1]:.4f}",
-            flush=True,
-        )
-    return runs
+        if name in failed:
+            continue
+        try:
+            run = runner.run(name, f"{name}-{number}")
+        except UserError as error:
+            failed[name] = str(error)
+            print(f"round {number}  {name:<13} {error}", flush=True)
+        else:
+            runs[name].append(run)
+            print(
+                f"round {number}  {name:<13} {run.step_seconds * 1e3:9.1f} ms a step, first step after "
+                f"{run.first_step_seconds:.1f} s, loss {run.result.losses[-1]:.4f}",
+                flush=True,
+            )
+        if any(runs.values()):
+            yield {name: mine for name, mine in runs.items() if mine}
+    if not any(runs.values()):
+        raise UserError(next(iter(failed.values())))
 
 
 def benchmark(options: argparse.Namespace) -> dict[str, Any]:
@@ -194,20 +215,32 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
         peak = runner.peak()
     elif work.flops_per_token is not None:
         peak = {"flops": options.peak_tflops * 1e12 * processes, "how": "--peak-tflops x processes"}
-    runs = run_repeats(runner, contestants, options.repeats)
     lower = not PRECISIONS.keys().isdisjoint(contestants)
     tolerance = options.loss_tolerance or TOLERANCE["bf16" if lower else resolved.compute]
     tokens, flops = work.tokens_per_step, None if peak is None else peak["flops"]
-    found = compare(runs, tokens=tokens, flops_per_token=work.flops_per_token, peak=flops, tolerance=tolerance)
+    conditions = _conditions(options, resolved, work, processes)
+    failed: dict[str, str] = {}
+    splits: dict[str, Any] = {}
+
+    def written(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+        """The report of these runs. Written anew after each of them: what ends this process may come without notice."""
+        found = compare(runs, tokens=tokens, flops_per_token=work.flops_per_token, peak=flops, tolerance=tolerance)
+        for name, split in splits.items():
+            found["contestants"][name]["split"] = split
+        found |= {"peak": peak, "flops_per_token": work.flops_per_token, "passed_over": skipped, "failed": failed}
+        found |= {"bounds": [bound(found, *each) for each in bounds], "conditions": conditions}
+        found = plain(found)
+        write_atomically(folder / "benchmark.json", (json.dumps(found, indent=1) + "\n").encode())
+        write_atomically(folder / "benchmark.md", page(found).encode())
+        return found
+
+    runs: dict[str, list[Run]] = {}
+    for runs in run_repeats(runner, contestants, options.repeats, failed):
+        found = written(runs)
     if not options.no_split and work.spec.task == "pretrain":
-        for name in (name for name in contestants if name not in WITHOUT_SPLIT):
-            found["contestants"][name]["split"] = runner.split(name)
-    found |= {"peak": peak, "flops_per_token": work.flops_per_token, "passed_over": skipped}
-    found["bounds"] = [bound(found, *each) for each in bounds]
-    found["conditions"] = _conditions(options, resolved, work, processes)
-    found = plain(found)
-    (folder / "benchmark.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (folder / "benchmark.md").write_text(page(found), encoding="utf-8")
+        for name in (name for name in contestants if name not in {*WITHOUT_SPLIT, *failed}):
+            splits[name] = runner.split(name)
+        found = written(runs)
     return found
 
 
@@ -243,5 +276,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
     found = benchmark(options)
     print(f"\n{page(found)}\nreport   {options.out / 'benchmark.md'}")
-    same = all(mine["trains_the_same"] for mine in found["contestants"].values())
+    same = not found["failed"] and all(mine["trains_the_same"] for mine in found["contestants"].values())
     return ALL_HOLD if same and all(check["holds"] for check in found["bounds"]) else FAILED

@@ -9,8 +9,8 @@ offload, masters and moments are in that memory. `python -m launch.plan` estimat
 
 Device memory is `memory_bytes` of a step (on a CPU the resident set of the largest rank), host memory the largest sum
 of the processes' proportional set sizes, sampled twice a second; memory pinned by a driver may be missing in it. Time
-is the median of the steps without the first. The folder gets `largest.json`, `largest.md`, logs and runs. Exit code 0;
-3: not even the first depth trains; 2: it cannot be done.
+is the median of the steps without the first. The folder gets `largest.json` and `largest.md`, written anew after every
+depth, logs and runs. Exit code 0; 3: not even the first depth trains; 2: it cannot be done.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import psutil
 from config.cli import Arguments, entry_point, positive_int, positive_number
 from config.command_line import read_command_line
 from config.errors import UserError
+from config.files import write_atomically
 from config.launcher import as_launched
 from tracking.environment import environment
 from tracking.jsonl import plain
@@ -152,34 +153,32 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     folder = options.out.expanduser().resolve()
     for name in ("logs", "runs"):
         shutil.rmtree(folder / name, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    conditions = {
+        "command": shlex.join(["python", "-m", "training.benchmark.largest", *sys.argv[1:]]),
+        "compute": resolved.compute,
+        "zero_stage": resolved.zero_stage,
+        "offload": resolved.offload,
+        "activation_checkpointing": resolved.config.model.activation_checkpointing,
+        "sequence_length": resolved.config.data.sequence_length,
+        "micro_size": resolved.batch.micro_size,
+        "global_size": resolved.batch.global_size,
+        "processes": processes,
+        "host_gib": round(limit / GIB, 1),
+        "environment": environment({}),
+    }
     rows: dict[int, dict[str, Any]] = {}
+    result: dict[str, Any] = {}
     for depth, job in jobs.items():
         rows[depth] = run_depth(job, folder, f"layers-{depth}", processes=processes, limit=limit)
         print(row_of(depth, rows[depth]), flush=True)
+        depths = {str(each): row for each, row in rows.items()}
+        trained = max((each for each, row in rows.items() if not row["failed"]), default=None)
+        result = plain({"depths": depths, "largest": trained, "conditions": conditions})
+        write_atomically(folder / "largest.json", (json.dumps(result, indent=1) + "\n").encode())
+        write_atomically(folder / "largest.md", page(result).encode())
         if rows[depth]["failed"]:
             break
-    result = plain(
-        {
-            "depths": {str(depth): row for depth, row in rows.items()},
-            "largest": max((depth for depth, row in rows.items() if not row["failed"]), default=None),
-            "conditions": {
-                "command": shlex.join(["python", "-m", "training.benchmark.largest", *sys.argv[1:]]),
-                "compute": resolved.compute,
-                "zero_stage": resolved.zero_stage,
-                "offload": resolved.offload,
-                "activation_checkpointing": resolved.config.model.activation_checkpointing,
-                "sequence_length": resolved.config.data.sequence_length,
-                "micro_size": resolved.batch.micro_size,
-                "global_size": resolved.batch.global_size,
-                "processes": processes,
-                "host_gib": round(limit / GIB, 1),
-                "environment": environment({}),
-            },
-        }
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "largest.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (folder / "largest.md").write_text(page(result), encoding="utf-8")
     return result
 
 

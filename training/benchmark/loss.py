@@ -7,7 +7,8 @@ after one that is not counted), its peak memory without its inputs (resident set
 relative error of the gradients of hidden states and weight against FP64 (L2 norm; left out with --repeats 0 and above
 2^28 logits). `full` and `chunked` are the trainer's; `autograd` is a loop over checkpointed chunks whose weight
 gradients autograd accumulates in the weight's dtype; `torch` is torch's own chunked linear_cross_entropy, from 2.13 on;
-`liger` is Liger Kernel's, on CUDA where it is installed.
+`liger` is Liger Kernel's, on CUDA where it is installed. One that fails, as for want of memory, is a row that says why;
+the exit code is then 3.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config.batch import loss_chunk
 from config.cli import Arguments, entry_point
+from config.errors import one_line
 from config.schema import ModelSection
 from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
 from precision.dtypes import DTYPES
@@ -109,6 +111,14 @@ def measure(way: str, *, vocabulary: int, hidden: int, tokens: int, dtype: str, 
     return row
 
 
+def row_of(way: str, **shape: Any) -> dict[str, Any]:
+    """`measure`, or why it failed."""
+    try:
+        return measure(way, **shape)
+    except Exception as error:  # whatever it is, the other implementations are worth measuring
+        return {"way": way, **shape, "failed": one_line(error)}
+
+
 def _errors(
     states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, scale: float
 ) -> dict[str, float]:
@@ -155,17 +165,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{'vocabulary':>10} {'dtype':>5} {'way':>8} {'chunk':>6} {'ms':>8} {'peak MiB':>9}  errors: hidden, weight"
         )
     shape = {"hidden": options.hidden, "tokens": options.tokens, "repeats": options.repeats}
+    failed = False
     # One process a row, so that memory held by an earlier row's allocator is not counted.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for vocabulary in options.vocabulary:
             for dtype in options.dtype:
                 for way in options.ways or ways(device):
-                    row = pool.apply(measure, (way,), {**shape, "vocabulary": vocabulary, "dtype": dtype})
+                    row = pool.apply(row_of, (way,), {**shape, "vocabulary": vocabulary, "dtype": dtype})
+                    failed |= "failed" in row
                     print(json.dumps(row) if options.json else _line(row), flush=True)
-    return 0
+    return 3 if failed else 0
 
 
 def _line(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"{row['vocabulary']:>10} {row['dtype']:>5} {row['way']:>8} failed: {row['failed']}"
     milliseconds = "" if row["seconds"] is None else f"{row['seconds'] * 1e3:.1f}"
     errors = f"{row['hidden_error']:.1e} {row['weight_error']:.1e}" if "hidden_error" in row else ""
     sizes = f"{row['vocabulary']:>10} {row['dtype']:>5} {row['way']:>8} {row['chunk']:>6}"

@@ -67,21 +67,26 @@ def compare(
 
 
 def ratios(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """`mine` over `other`, round by round; for times, below 1 is faster."""
+    """`mine` over `other`, round by round that both have; for times, below 1 is faster."""
     names = ("tokens_per_second", "median_step_seconds", "first_step_seconds")
     found = {
-        name: statistics_of([a / b for a, b in zip(mine[name]["rounds"], other[name]["rounds"], strict=True)])
+        name: statistics_of([a / b for a, b in zip(mine[name]["rounds"], other[name]["rounds"], strict=False)])
         for name in names
     }
     return found | {"memory_bytes": mine["memory_bytes"] / other["memory_bytes"]}
 
 
 def bound(found: Mapping[str, Any], first: str, second: str, least: float) -> dict[str, Any]:
-    """Whether the median ratio of the tokens per second of two contestants reaches a bound."""
+    """Whether the median ratio of the tokens per second of two contestants reaches a bound; without one it fails."""
+    check = {"of": f"{first}/{second}", "least": least, "value": None, "holds": False}
+    lacking = [name for name in (first, second) if name not in found["contestants"]]
+    if lacking:
+        return check | {"why": f"{' and '.join(lacking)} did not finish a run"}
     mine, other = found["contestants"][first], found["contestants"][second]
-    same = mine["trains_the_same"] and other["trains_the_same"]
-    value = ratios(mine, other)["tokens_per_second"]["median"] if same else None
-    return {"of": f"{first}/{second}", "least": least, "value": value, "holds": value is not None and value >= least}
+    if not (mine["trains_the_same"] and other["trains_the_same"]):
+        return check | {"why": "losses differ"}
+    value = ratios(mine, other)["tokens_per_second"]["median"]
+    return check | {"value": value, "holds": value >= least}
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -115,6 +120,7 @@ def page(found: Mapping[str, Any]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"{name}: not measured, {reason}." for name, reason in found["passed_over"].items())]
+    lines += [f"{reason}." for reason in found["failed"].values()]
     lines += _splits(contestants)
     lines += [f"{check['of']} >= {check['least']}: {_verdict(check)}" for check in found["bounds"]]
     return "\n".join(lines).rstrip() + "\n"
@@ -162,5 +168,5 @@ def _with_range(values: Mapping[str, Any], form: str, factor: float = 1.0) -> st
 
 def _verdict(check: Mapping[str, Any]) -> str:
     if check["value"] is None:
-        return "fails: losses differ"
+        return f"fails: {check['why']}"
     return f"{'holds' if check['holds'] else 'fails'} at {check['value']:.4f}"

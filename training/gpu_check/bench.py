@@ -8,11 +8,12 @@ from __future__ import annotations
 import shlex
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from config.cli import REPOSITORY
 from config.machine.binding import usable_cpus
@@ -52,8 +53,12 @@ class Bench:
     """Rehearse: the same jobs, on a model of a few thousand parameters."""
     limit: float
     """[seconds] From now, for all of its jobs together."""
+    device: str = "cpu"
+    """Name of the first GPU, as the driver reports it."""
     commands: list[str] = field(default_factory=list)
     """Of the jobs so far."""
+    found: dict[str, Any] = field(default_factory=dict)
+    """Figures so far, of an item that did not come to its end."""
 
     def __post_init__(self) -> None:
         self._ends = time.monotonic() + self.limit
@@ -74,6 +79,16 @@ class Bench:
             shared.append("tracking.wandb=disabled")
         config = str(REPOSITORY / f"config/recipes/{recipe}.yaml")
         return ["--config", config, *shared, *overrides, *self.either((), TINY)]
+
+    @contextmanager
+    def keeping(self, read: Callable[[], dict[str, Any]]) -> Iterator[None]:
+        """Where what runs inside fails or is killed, keep the figures that `read` finds by then."""
+        try:
+            yield
+        except (ItemFailed, subprocess.TimeoutExpired):
+            with suppress(OSError, ValueError, LookupError, ItemFailed):
+                self.found = read()
+            raise
 
     def train(self, name: str, arguments: Sequence[str]) -> list[Event]:
         """The events of a finished run of train.py. Raises ItemFailed, TimeoutExpired."""
@@ -105,3 +120,9 @@ class Bench:
 
     def _note(self, program: Sequence[str]) -> None:
         self.commands.append(shlex.join(["python", *redact_arguments(list(program))]))
+
+
+def newest_log(folder: Path) -> Path | None:
+    """The log that was written to last, of an item's jobs or of those that they started."""
+    logs = sorted(folder.rglob("*.log"), key=lambda path: path.stat().st_mtime)
+    return logs[-1] if logs else None

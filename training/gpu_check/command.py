@@ -6,14 +6,15 @@
 Parts: 1 smoke, 2 numerics, 3 speed, 4 precision, 5 memory, 6 cost of trust; all in turn without --part. Each stands
 alone and runs Mantissa's own tools as jobs. An item that would not fit into the minutes left is not started; one that
 fails is a row of the table with its error and its log. The folder gets NUMBER-ITEM.json for every item, with device,
-driver, versions, commands and seconds, and part-NUMBER.md. The same command goes on where it stopped, also after it
-was killed.
+driver, versions, commands and seconds, part-NUMBER.md, which opens with the part's goals and whether each is reached,
+and goals.md with those of all parts. The same command goes on where it stopped, also after it was killed.
 
 Without a package registry: --wheels DIR installs what is missing of DIR's wheels into a folder below --out and puts it
 on PYTHONPATH; torch and transformers are taken as found. --tiny rehearses every item on a model of a few thousand
 parameters, also on a CPU.
 
-Exit code 0: every item of the parts is done; 3: some failed or were not run; 2: it cannot be done.
+Exit code 0: every item of the parts is done, or skipped as this machine lacks what it needs; 3: some failed or were
+not run; 2: it cannot be done.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import subprocess
 import time
 from collections.abc import Sequence
@@ -33,6 +35,8 @@ from training.gpu_check.packages import provide
 
 ALL_DONE, INCOMPLETE = 0, 3
 PARTS = range(1, 7)
+TF32_SWITCHES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+"""Variables that turn TF32 on behind torch's own setting, as NVIDIA's images do with the second."""
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -69,13 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started, options = time.monotonic(), read_options(arguments)
     out = options.out.expanduser().resolve()
     out.mkdir(parents=True, exist_ok=True)
+    for name in TF32_SWITCHES:
+        if os.environ.pop(name, None) is not None:
+            print(f"{name} is not passed on: FP32 is measured without TF32", flush=True)
     for line in provide(options.wheels, out / ".packages"):
         print(line, flush=True)
     # What these import may have been installed just now.
     from config.files import write_atomically
     from training.gpu_check import items
-    from training.gpu_check.page import page
-    from training.gpu_check.run import DONE, Check, run_part
+    from training.gpu_check.page import all_goals, page
+    from training.gpu_check.run import DONE, SKIPPED, Check, run_part
 
     parts = {number: items.PARTS[number] for number in ([options.part] if options.part else PARTS)}
     wanted = set(filter(None, options.items.split(",")))
@@ -94,11 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in run_part(check, number, chosen, not_run, ends=started + 60 * options.minutes):
             print(line, flush=True)
             write_atomically(target, page(check, number, part, not_run).encode())
+            write_atomically(out / "goals.md", all_goals(check).encode())
         text = page(check, number, part, not_run)
         write_atomically(target, text.encode())
         print(f"\n{text}\ntable    {target}", flush=True)
         results = [check.result(number, item) for item in chosen.items]
-        complete &= all(result is not None and result["status"] == DONE for result in results)
+        complete &= all(result is not None and result["status"] in (DONE, SKIPPED) for result in results)
         started = time.monotonic()
     return ALL_DONE if complete else INCOMPLETE
 

@@ -25,6 +25,8 @@ class Item:
     measure: Callable[[Bench], measure.Figures]
     against: str | None = None
     """The item of the same part whose losses its own are compared with."""
+    needs: str = ""
+    """What not every machine has, as `training.gpu_check.machine.lacks` names it; without it the item is skipped."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,11 @@ class Part:
     """What the part should have and does not, as it does not exist yet."""
 
 
-def _steps(name: str, what: str, *overrides: str, seconds: float = 20, against: str | None = None) -> Item:
+def _steps(
+    name: str, what: str, *overrides: str, seconds: float = 20, against: str | None = None, needs: str = ""
+) -> Item:
     """Twenty steps of the demo."""
-    return Item(name, what, seconds, lambda bench: measure.steps(bench, *overrides), against)
+    return Item(name, what, seconds, lambda bench: measure.steps(bench, *overrides), against, needs)
 
 
 def _layout(stage: int, compute: str, *, against: str | None) -> Item:
@@ -60,7 +64,9 @@ SMOKE = (
     Item("demo", "the demo: BF16, ZeRO-2", 60, lambda bench: measure.demo(bench, "demo")),
     Item("replay", "a planted NaN: found, named, and repeated by replay", 40, measure.replayed),
     _steps("kernels-torch", "torch's kernels, SDPA, not compiled", "model.kernels=torch"),
-    _steps("kernels-liger", "Liger's kernels", "model.kernels=liger", seconds=30, against="kernels-torch"),
+    _steps(
+        *("kernels-liger", "Liger's kernels", "model.kernels=liger"), seconds=30, against="kernels-torch", needs="liger"
+    ),
     _steps(
         *("compile", "blocks compiled", "model.kernels=torch", "model.compile=true"),
         seconds=60,
@@ -78,14 +84,15 @@ SMOKE = (
     Item("demo-fp16", "the demo of FP16: overflows, skipped steps", 35, lambda bench: measure.demo(bench, "demo_fp16")),
     _steps(
         *("attention-flex", "flex attention", "model.kernels=torch", "model.attention=flex_attention"),
-        *(),
         seconds=45,
         against="kernels-torch",
+        needs="flex",
     ),
     _steps(
         *("attention-flash", "FlashAttention 2, where flash-attn is installed", "model.kernels=torch"),
         "model.attention=flash_attention_2",
         against="kernels-torch",
+        needs="flash",
     ),
     *_layouts("fp16"),
     *_layouts("fp32"),
@@ -120,7 +127,11 @@ def _fp8(kernel: str, what: str, *, against: str | None = None) -> Item:
 
 NUMERICS = (
     Item("nan-compile", "a planted NaN in compiled blocks: named", 70, lambda bench: _attributed(bench, "compile")),
-    Item("nan-liger", "a planted NaN with Liger's kernels: named", 30, lambda bench: _attributed(bench, "liger")),
+    Item(
+        *("nan-liger", "a planted NaN with Liger's kernels: named", 30),
+        lambda bench: _attributed(bench, "liger"),
+        needs="liger",
+    ),
     Item(
         "parity-160m",
         "a 160M Llama in BF16, its FP32 twin, single steps",
@@ -148,7 +159,8 @@ def _attributed(bench: Bench, kernels: str) -> measure.Figures:
 
 AT_2048 = ("batch.micro_size=8", "batch.global_size=16")
 AT_4096 = ("data.sequence_length=4096", "batch.micro_size=4", "batch.global_size=8")
-PEERS = "mantissa,mantissa-torch,bare,trainer"
+PEERS = "mantissa,bare,trainer,mantissa-torch"
+"""In this order: what is killed has measured the first ones."""
 SPEED = (
     Item(
         *("peers-2048", "1B shape, BF16, ZeRO-1, 2,048 tokens", 200),
@@ -157,6 +169,7 @@ SPEED = (
     Item(
         *("titan-2048", "the same beside torchtitan, where it is installed", 140),
         lambda bench: measure.compared(bench, "mantissa,torchtitan,torchtitan-compile", *AT_2048),
+        needs="torchtitan",
     ),
     Item(
         *("peers-4096", "1B shape, 4,096 tokens", 150),
@@ -195,10 +208,6 @@ PRECISION = (
 MEMORY = (
     Item("loss-128k", "loss of 8,192 tokens at a vocabulary of 131,072", 40, measure.loss_of_logits),
     Item(
-        *("activations", "1B shape: modes of activation checkpointing", 200),
-        lambda bench: measure.activations(bench, "none,ops,selective:2,full", "model.kernels=torch", *AT_2048),
-    ),
-    Item(
         *("offload", "ZeRO-3 with CPU offload: layers that train", 240),
         lambda bench: measure.largest(
             bench,
@@ -206,6 +215,10 @@ MEMORY = (
             *("deepspeed.stage=3", "deepspeed.offload=cpu", "model.activation_checkpointing=full"),
             *("batch.micro_size=1", "batch.global_size=2"),
         ),
+    ),
+    Item(
+        *("activations", "1B shape: modes of activation checkpointing", 200),
+        lambda bench: measure.activations(bench, "none,ops,selective:2,full", "model.kernels=torch", *AT_2048),
     ),
     Item(
         *("on-device", "ZeRO-1 on the device alone: layers that train", 240),

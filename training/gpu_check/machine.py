@@ -10,13 +10,16 @@ import json
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import training.finish  # noqa: F401 - the loop, and with it everything
+from modeling.kernels import unavailable_reason
 from tracking.environment import environment
+from training.benchmark.peers import titan_terms
 
 PACKAGES = ("triton", "liger-kernel", "flash-attn", "torchtitan", "peft")
 """Beside those of every run's environment.json."""
@@ -40,7 +43,21 @@ def machine() -> dict[str, Any]:
         "memory_bytes": found["memory_bytes"],
         "git": found["git"],
         "versions": found["versions"] | {name: _version(name) for name in PACKAGES},
+        "lacks": lacks(torch.device("cuda" if cuda else "cpu")),
     }
+
+
+def lacks(device: torch.device) -> dict[str, str]:
+    """What this machine does not have and some items need: the reason by need."""
+    on_cpu = device.type == "cpu"
+    flash = "flash-attn is not installed" if find_spec("flash_attn") is None else None
+    reasons = {
+        "liger": unavailable_reason(device),
+        "flash": "FlashAttention 2 needs a GPU" if on_cpu else flash,
+        "flex": "FlexAttention has no backward pass on a CPU" if on_cpu else None,
+        "torchtitan": titan_terms.unavailable_reason(),
+    }
+    return {need: reason for need, reason in reasons.items() if reason is not None}
 
 
 def _version(package: str) -> str | None:

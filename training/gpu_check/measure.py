@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tracking.events import Event
 from tracking.jsonl import read_events, surviving
-from training.gpu_check.bench import Bench, ItemFailed
+from tracking.report.relative import peak_flops
+from training.gpu_check.bench import Bench, ItemFailed, newest_log
 from training.jobs import kill
 
 Figures = dict[str, Any]
@@ -240,20 +243,43 @@ def compared(bench: Bench, contestants: str, *overrides: str, count: int = 10) -
     options = ["--contestants", contestants, *sizes, "--no-split", "--processes", str(bench.processes)]
     options += bench.either((), ("--peak-tflops", "1"))
     arguments = bench.arguments("benchmark_1b", *overrides)
-    bench.tool("training.benchmark", *options, "--out", str(out), *arguments, codes=(0, 3), leads=True)
-    found = json.loads((out / "benchmark.json").read_text(encoding="utf-8"))
+    with bench.keeping(lambda: _contestants(_json(out / "benchmark.json"), bench)):
+        bench.tool("training.benchmark", *options, "--out", str(out), *arguments, codes=(0, 3), leads=True)
+        found = _json(out / "benchmark.json")
+        if found["failed"]:
+            raise ItemFailed("; ".join(found["failed"].values()), newest_log(out))
+    return _contestants(found, bench)
+
+
+def _contestants(found: Mapping[str, Any], bench: Bench) -> Figures:
+    """The rows of benchmark.json. MFU is of the data sheet's dense 16-bit peak, where the device's is known."""
     rows: Figures = {name: f"not measured: {why}" for name, why in found["passed_over"].items()}
+    rows |= dict.fromkeys(found["failed"], "failed")
+    measured, sheet = found["peak"]["flops"], peak_flops(bench.device)
     for name, mine in found["contestants"].items():
+        of_measured = mine["mfu"]
+        peaks = {"MFU": of_measured}
+        if sheet is not None:
+            sheets = sheet * found["conditions"]["processes"]
+            peaks = {"MFU": of_measured * measured / sheets, "of the matmul rate": of_measured}
         rows[name] = {
             "tokens/s": mine["tokens_per_second"]["median"],
-            "MFU": mine["mfu"],
+            **peaks,
             "memory GiB": mine["memory_bytes"] / GIB,
             "first step after s": mine["first_step_seconds"]["median"],
             "last loss": mine["last_loss"],
             "loss difference": mine["loss_difference"],
+            "trains the same": mine["trains_the_same"],
             **_over(found["baseline"], mine["ratio"]),
         }
-    return rows | {"MFU is of": f"{found['peak']['flops'] / 1e12:.1f} TFLOP/s, {found['peak']['how']}"}
+    rate = f"{measured / 1e12:.1f} TFLOP/s, {found['peak']['how']}"
+    if sheet is None:
+        return rows | {"MFU is of": rate}
+    return rows | {"MFU is of": f"{sheet / 1e12:.1f} TFLOP/s a device, its data sheet", "matmul rate": rate}
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _over(baseline: str, ratio: Mapping[str, Any] | None) -> Figures:
@@ -316,9 +342,19 @@ def activations(bench: Bench, modes: str, *overrides: str) -> Figures:
     options = ["--modes", modes, "--rounds", "1", "--steps", str(bench.either(5, 2))]
     options += ["--processes", str(bench.processes), "--out", str(out)]
     arguments = bench.arguments("benchmark_1b", *overrides)
-    bench.tool("training.benchmark.activations", *options, *arguments, codes=(0, 3), leads=True)
-    found = json.loads((out / "activations.json").read_text(encoding="utf-8"))
-    return {
+    path = out / "activations.json"
+    with bench.keeping(lambda: _modes(_json(path))):
+        bench.tool("training.benchmark.activations", *options, *arguments, codes=(0, 3), leads=True)
+        found = _json(path)
+        if found["failed"]:
+            raise ItemFailed("; ".join(found["failed"].values()), newest_log(out))
+    return _modes(found)
+
+
+def _modes(found: Mapping[str, Any]) -> Figures:
+    """The rows of activations.json."""
+    rows: Figures = dict.fromkeys(found["failed"], "failed")
+    return rows | {
         mode: {
             "step ms": row["step_seconds"] * 1e3,
             "time over the first": row["time_ratio"],
@@ -334,12 +370,27 @@ def loss_of_logits(bench: Bench, *, vocabulary: int = 131072, hidden: int = 2048
     sizes = bench.either((vocabulary, hidden, tokens), (2048, 32, 64))
     named = zip(("--vocabulary", "--hidden", "--tokens"), map(str, sizes), strict=True)
     options = [word for pair in named for word in pair]
-    said = bench.tool("training.benchmark.loss", *options, "--json", "--repeats", str(bench.either(5, 2)), leads=True)
-    rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    options += ["--json", "--repeats", str(bench.either(5, 2))]
+    with bench.keeping(lambda: _ways(bench)):
+        bench.tool("training.benchmark.loss", *options, codes=(0, 3), leads=True)
+        rows = _ways(bench)
+        failed = [f"{way} {row}" for way, row in rows.items() if isinstance(row, str)]
+        if failed:
+            raise ItemFailed("; ".join(failed))
+    return rows
+
+
+def _ways(bench: Bench) -> Figures:
+    """The rows that the loss's benchmark printed."""
+    log = newest_log(bench.folder)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log else []
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
     if not rows:
         raise ItemFailed("there are no rows")
     return {
-        row["way"]: {"ms": row["seconds"] * 1e3, "peak MiB": row["peak_bytes"] / 2**20, "loss": row["loss"]}
+        row["way"]: f"failed: {row['failed']}"
+        if "failed" in row
+        else {"ms": row["seconds"] * 1e3, "peak MiB": row["peak_bytes"] / 2**20, "loss": row["loss"]}
         for row in rows
     }
 
@@ -350,8 +401,17 @@ def largest(bench: Bench, depths: str, *overrides: str) -> Figures:
     depths = bench.either(depths, "1,2")
     options = ["--layers", depths, "--steps", str(bench.either(3, 2)), "--processes", str(bench.processes)]
     arguments = bench.arguments("benchmark_1b", *overrides)
-    bench.tool("training.benchmark.largest", *options, "--out", str(out), *arguments, codes=(0, 3), leads=True)
-    found = json.loads((out / "largest.json").read_text(encoding="utf-8"))
+    path = out / "largest.json"
+    with bench.keeping(lambda: _depths(_json(path))):
+        bench.tool("training.benchmark.largest", *options, "--out", str(out), *arguments, codes=(0, 3), leads=True)
+        rows = bench.found = _depths(_json(path))
+        for depth in _json(path)["depths"]:
+            rows[f"{depth} layers"] |= predicted(bench, *arguments, f"model.config.num_hidden_layers={depth}")
+    return rows
+
+
+def _depths(found: Mapping[str, Any]) -> Figures:
+    """The rows of largest.json."""
     rows: Figures = {}
     for depth, row in found["depths"].items():
         measured = {name: row[name] / GIB for name in ("memory_bytes", "host_bytes") if row[name]}
@@ -359,15 +419,16 @@ def largest(bench: Bench, depths: str, *overrides: str) -> Figures:
             "parameters": row["parameters"],
             "memory GiB": measured.get("memory_bytes"),
             "host GiB": measured.get("host_bytes"),
-            **predicted(bench, *arguments, f"model.config.num_hidden_layers={depth}"),
             **({"failed": row["failed"]} if row["failed"] else {"tokens/s": row["tokens_per_second"]}),
         }
     return rows | {"largest": found["largest"]}
 
 
 def predicted(bench: Bench, *arguments: str) -> Figures:
-    """What `launch.plan` expects of the same config."""
-    device = "cpu" if bench.tiny else "h200"
+    """What `launch.plan` expects of the same config, where it knows the device."""
+    device = planner_device(bench.device)
+    if device is None:
+        return {}
     said = bench.tool(
         "launch.plan",
         "--json",
@@ -381,3 +442,11 @@ def predicted(bench: Bench, *arguments: str) -> Figures:
     )
     memory = json.loads(said[said.index("{") :])["memory"]
     return {"planned GiB": memory["peak"] / GIB, "planned host GiB": sum(memory["host"].values()) / GIB}
+
+
+def planner_device(name: str) -> str | None:
+    """The row of `launch.plan`'s table for a device named as the driver reports it; None where there is none."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    rows = ("b200", "h200", "h100", "h100-pcie", "a100", "a100-40", "l40s", "a10g", "cpu")
+    fits = [row for row in rows if all(any(word.startswith(part) for word in words) for part in row.split("-"))]
+    return max(fits, key=len, default=None)

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from config.markdown import code, table, text
-from training.gpu_check.items import Part
-from training.gpu_check.run import DONE, Check
+from training.gpu_check.goals import goals_table
+from training.gpu_check.items import PARTS, Part
+from training.gpu_check.run import DONE, SKIPPED, Check
 
 
 def page(check: Check, number: int, part: Part, not_run: Mapping[str, str]) -> str:
@@ -21,25 +22,40 @@ def page(check: Check, number: int, part: Part, not_run: Mapping[str, str]) -> s
             continue
         reference = found.get(item.against or "")
         said = list(lines(result["figures"], against=item.against, reference=reference and reference["figures"]))
-        if result["status"] != DONE:
+        if result["status"] == SKIPPED:
+            said.append(text(result["error"]))
+        elif result["status"] != DONE:
             said.append(f"{text(result['error'])}; {code(result['log'])}")
         for index, line in enumerate(said or [""]):
             head = [code(item.name), text(item.what), text(result["status"]), f"{result['seconds']:.0f}"]
             rows.append([*(head if index == 0 else ["", "", "", ""]), line])
-    done = sum(result is not None and result["status"] == DONE for result in found.values())
+    statuses = [result["status"] for result in found.values() if result is not None]
+    done, skipped = statuses.count(DONE), statuses.count(SKIPPED)
+    counts = f"{done} of {len(part.items)} items done" + (f", {skipped} skipped" if skipped else "")
+    goals = goals_table(number, found, tiny=check.tiny)
     opening = [
         f"# GPU check, part {number}: {part.title}",
         "",
-        f"{done} of {len(part.items)} items done. {text(conditions(check.machine))}.",
+        f"{counts}. {text(conditions(check.machine))}.",
         *(
             ["", "**A rehearsal**: a model of a few thousand parameters. No figure says anything."]
             if check.tiny
             else []
         ),
         *(["", f"Left out: {text(part.left_out)}."] if part.left_out else []),
+        *(["", goals.rstrip()] if goals else []),
         "",
     ]
     return "\n".join(opening) + "\n" + table(["item", "what", "outcome", "seconds", "measured"], rows)
+
+
+def all_goals(check: Check) -> str:
+    """goals.md: the goals of all parts, by what earlier calls measured, too."""
+    lines = ["# GPU check: the goals", "", f"{text(conditions(check.machine))}.", ""]
+    for number, part in PARTS.items():
+        results = {item.name: check.result(number, item) for item in part.items}
+        lines += [f"## Part {number}: {text(part.title)}", "", goals_table(number, results, tiny=check.tiny)]
+    return "\n".join(lines)
 
 
 def conditions(machine: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Measure the items of a part within its time, keep each result in a file of its own, and go on where it stopped.
 
 A result is written when its item ends, so that whatever ends this process loses at most the item that it was at. An
-item that is done is not measured again; one that failed is, after those that were never tried.
+item that is done is not measured again; one that failed is, after those that were never tried. One that needs what this
+machine lacks is skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,11 +21,11 @@ from config.errors import one_line
 from config.files import write_atomically
 from config.printable import shown
 from tracking.jsonl import plain
-from training.gpu_check.bench import Bench, ItemFailed
+from training.gpu_check.bench import Bench, ItemFailed, newest_log
 from training.gpu_check.items import Item, Part
 from training.jobs import error_line_of
 
-DONE, FAILED, TIMED_OUT = "done", "failed", "took too long"
+DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "took too long", "skipped"
 MOST_BYTES = 2**20
 """Larger files of an item are deleted when it ends: weights, checkpoints, prepared batches. Logs and reports stay."""
 PATIENCE, GRACE = 3.0, 60.0
@@ -60,6 +61,10 @@ class Check:
         same = all(found.get(name) == value for name, value in self.conditions.items())
         return found if same else None
 
+    def lacks(self, item: Item) -> str | None:
+        """What this machine does not have that the item needs, in words."""
+        return self.machine.get("lacks", {}).get(item.needs)
+
 
 def run_part(check: Check, number: int, part: Part, not_run: dict[str, str], *, ends: float) -> Iterator[str]:
     """Measure what is to be measured, until `ends` of time.monotonic(); lines to print, as it goes.
@@ -67,6 +72,11 @@ def run_part(check: Check, number: int, part: Part, not_run: dict[str, str], *, 
     not_run: is given the reasons of those that are not run, by name.
     """
     for item in _order(check, number, part):
+        reason = check.lacks(item)
+        if reason is not None:
+            _write(check, number, item, SKIPPED, error=reason)
+            yield f"skipped: {item.name}, {reason}"
+            continue
         left = ends - time.monotonic()
         if item.seconds > left:
             not_run[item.name] = f"takes about {item.seconds:.0f} s, and {max(0.0, left):.0f} s were left"
@@ -83,20 +93,22 @@ def _order(check: Check, number: int, part: Part) -> list[Item]:
     if check.again:
         return list(part.items)
     found = {item.name: check.result(number, item) for item in part.items}
-    new = [item for item in part.items if found[item.name] is None]
-    failed = [item for item in part.items if (found[item.name] or {}).get("status") in (FAILED, TIMED_OUT)]
+    status = {item.name: (found[item.name] or {}).get("status") for item in part.items}
+    new = [item for item in part.items if status[item.name] in (None, SKIPPED)]
+    failed = [item for item in part.items if status[item.name] in (FAILED, TIMED_OUT)]
     return [*new, *failed]
 
 
 def measure(check: Check, number: int, item: Item, *, limit: float) -> dict[str, Any]:
     """Run one item to its end, or until `limit` seconds are over, and write its result.
 
-    A failure of any kind is a result: the error's last line, and the log.
+    A failure of any kind is a result: the error's last line, the log, and what was measured before it.
     """
     folder = check.out / "work" / f"{number}-{item.name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    bench = Bench(folder, check.out / "cache", check.processes, check.tiny, limit)
+    device = str(check.machine["device"])
+    bench = Bench(folder, check.out / "cache", check.processes, check.tiny, limit, device=device)
     started, status, error, log, figures = time.monotonic(), DONE, "", None, {}
     try:
         figures = item.measure(bench)
@@ -107,6 +119,31 @@ def measure(check: Check, number: int, item: Item, *, limit: float) -> dict[str,
         status, error, log = FAILED, str(failure), failure.log or newest_log(folder)
     except Exception as failure:  # whatever it is, the items after it are worth measuring
         status, error, log = FAILED, one_line(failure), newest_log(folder)
+    result = _write(
+        *(check, number, item, status),
+        error=error,
+        log=log,
+        seconds=time.monotonic() - started,
+        figures=figures or bench.found,
+        commands=bench.commands,
+    )
+    delete_large_files(folder)
+    return result
+
+
+def _write(
+    check: Check,
+    number: int,
+    item: Item,
+    status: str,
+    *,
+    error: str,
+    log: Path | None = None,
+    seconds: float = 0.0,
+    figures: Mapping[str, Any] | None = None,
+    commands: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Write an item's result; what was written."""
     result = {
         "part": number,
         "item": item.name,
@@ -114,23 +151,16 @@ def measure(check: Check, number: int, item: Item, *, limit: float) -> dict[str,
         "status": status,
         "error": shown(error),
         "log": str(log) if log else None,
-        "seconds": time.monotonic() - started,
+        "seconds": seconds,
         "expected_seconds": item.seconds,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "figures": figures,
-        "commands": bench.commands,
+        "figures": figures or {},
+        "commands": commands,
         **check.conditions,
         "machine": check.machine,
     }
     write_atomically(check.path(number, item), (json.dumps(plain(result), indent=1) + "\n").encode())
-    delete_large_files(folder)
     return result
-
-
-def newest_log(folder: Path) -> Path | None:
-    """The log that was written to last, of an item's jobs or of those that they started."""
-    logs = sorted(folder.rglob("*.log"), key=lambda path: path.stat().st_mtime)
-    return logs[-1] if logs else None
 
 
 def delete_large_files(folder: Path) -> None:

@@ -11,9 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.cli import REPOSITORY
+from config.errors import UserError
 from tests.training.benchmark import benchmark_cases as cases
 from training.benchmark import command as benchmark
-from training.benchmark.contestants import Run
+from training.benchmark.contestants import Run, Runner
 from training.benchmark.peak import matmul_rate
 from training.benchmark.report import bound, compare, loss_difference, page
 from training.benchmark.spec import Result, flops_per_token
@@ -64,12 +65,43 @@ def test_a_contestant_whose_losses_differ_gets_no_ratio_and_fails_every_bound(lo
     assert not found["contestants"]["bare"]["trains_the_same"]
     assert found["contestants"]["mantissa"]["ratio"] is None  # there is nobody to compare with
     assert not bound(found, "mantissa", "bare", 0.5)["holds"]
-    written = {"passed_over": {"torchtitan": "why"}, "bounds": [bound(found, "mantissa", "bare", 0.5)]}
+    written = {"passed_over": {"torchtitan": "why"}, "failed": {"trainer": "trainer-1 failed: no memory"}}
+    written["bounds"] = [bound(found, *names, 0.5) for names in (("mantissa", "bare"), ("mantissa", "trainer"))]
     conditions = {"model": "m", "parameters": 1, "zero_stage": 2, "compute": "fp32", "processes": 2, "tokens": 100}
     conditions |= {"rounds": 1, "timed_steps": 2, "warm_up": 1, "task": "pretrain", "adapter": ""}
     text = page(found | written | {"conditions": conditions, "peak": {"flops": 1e5, "how": ""}, "flops_per_token": 50})
     assert "| bare | 11 | losses differ |" in text
     assert "torchtitan: not measured, why." in text and "fails: losses differ" in text
+    assert "trainer-1 failed: no memory." in text and "mantissa/trainer >= 0.5: fails: trainer did not fin" in text
+
+
+class FailsOnce(Runner):
+    """Of these contestants the named ones' runs fail, by `NAME-ROUND`; no job is started."""
+
+    def __init__(self, *failing: str) -> None:
+        self.__dict__["failing"] = failing
+
+    def run(self, contestant: str, label: str) -> Run:
+        """As a job that took a second a step."""
+        if label in self.__dict__["failing"]:
+            raise UserError(f"{label} failed: no memory; see a log")
+        return run_of(contestant, [1.0, 1.0])
+
+
+def test_a_contestant_that_fails_does_not_lose_what_the_others_measured(capsys) -> None:
+    failed: dict[str, str] = {}
+    names = ["mantissa", "bare", "trainer"]
+    after = list(benchmark.run_repeats(FailsOnce("mantissa-1", "trainer-2"), names, 3, failed))
+    assert failed == {
+        name: f"{name}-{number} failed: no memory; see a log" for name, number in (("mantissa", 1), ("trainer", 2))
+    }
+    assert {name: len(mine) for name, mine in after[-1].items()} == {"bare": 3, "trainer": 1}
+    found = compared(after[-1])
+    assert found["loss_reference"] == "bare"  # no Mantissa ran
+    assert found["contestants"]["trainer"]["ratio"]["tokens_per_second"]["rounds"] == [1.0]
+    assert "mantissa-1 failed: no memory" in capsys.readouterr().out
+    with pytest.raises(UserError, match="mantissa-1 failed"):
+        list(benchmark.run_repeats(FailsOnce("mantissa-1", "bare-1"), names[:2], 1, {}))
 
 
 def test_the_largest_difference_of_any_step_counts() -> None:

@@ -6,13 +6,16 @@ import shlex
 from typing import Any
 
 import pytest
+import torch
 from torch._inductor import cpp_builder
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.errors import UserError
-from modeling.compiling import quote_library_folders
+from modeling.compiling import CompiledBlock, quote_library_folders
 from tests.support.process_group import ProcessGroup
 from tests.support.small_run import resolve
 from tests.training.engine import compile_cases as cases
@@ -44,6 +47,29 @@ def test_observers_see_what_the_blocks_themselves_compute(pair: ProcessGroup) ->
         assert calls["observed"][0] == started and calls["observed"][1] > 0
         assert calls["trained"][0] == started + 4  # the step that went wrong ran compiled
         assert calls["attributed"][0] == calls["trained"][0] and calls["attributed"][1] > calls["trained"][1]
+
+
+class Doubling(GradientCheckpointingLayer):
+    """The smallest block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: any shape, FP32."""
+        return hidden * self.weight
+
+
+def test_recomputing_around_a_block_is_not_counted() -> None:
+    """transformers before 5.20 or so checkpoints around a block, so that its backward pass calls it again."""
+    block, states = Doubling(), torch.ones(3, requires_grad=True)
+    with torch.compiler.set_stance("force_eager"):
+        forward = CompiledBlock(block)
+        block.__dict__["forward"] = forward
+        checkpoint(block, states, use_reentrant=False).sum().backward()
+    assert states.grad is not None and states.grad.tolist() == [2.0] * 3
+    assert (forward.compiled_calls, forward.own_calls) == (1, 0)
 
 
 def test_a_library_is_found_below_a_path_with_a_space() -> None:

@@ -73,7 +73,11 @@ def test_what_is_missing_is_installed_aside_and_found_by_jobs(tmp_path) -> None:
 def test_a_wheel_of_another_machine_is_one_line(tmp_path) -> None:
     wheel(tmp_path, "a-small-one", tag="cp27-none-win32")
     command = [sys.executable, "-m", "training.gpu_check", "--part", "1", "--wheels", str(tmp_path)]
-    done = subprocess.run([*command, "--out", str(tmp_path / "out")], cwd=REPOSITORY, capture_output=True, text=True)
+    nvidias = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "out")], cwd=REPOSITORY, env=nvidias, capture_output=True, text=True
+    )
+    assert done.stdout == "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE is not passed on: FP32 is measured without TF32\n"
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: --wheels: pip could not install them: ") and "a_small_one-1.0" in done.stderr
 

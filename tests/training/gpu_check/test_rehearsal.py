@@ -19,13 +19,14 @@ LACKING = (
     *("deepspeed", "hjson", "py-cpuinfo", "orjson", "dill", "multiprocess", "datasets"),
     *("cryptography", "cffi", "pycparser"),
 )
-NEEDS_A_GPU = {
+LACKS = {
     "kernels-liger": "liger-kernel is not installed",
     "nan-liger": "liger-kernel is not installed",
-    "attention-flash": "flash_attention_2",
-    "attention-flex": "FlexAttention does not support backward on CPU",
+    "attention-flash": "FlashAttention 2 needs a GPU",
+    "attention-flex": "FlexAttention has no backward pass on a CPU",
+    "titan-2048": "cannot be imported; make titan installs torchtitan",
 }
-"""Items that fail on a CPU, and what they say."""
+"""Items that are skipped on a CPU where neither Liger nor torchtitan is installed, and why."""
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +55,16 @@ def test_a_part_is_measured_from_end_to_end(part, machine) -> None:
         check=False,
     )
     results = {item.name: json.loads((out / f"{part}-{item.name}.json").read_text()) for item in PARTS[part].items}
-    failed = {name: result["error"] for name, result in results.items() if result["status"] != "done"}
-    assert failed.keys() == NEEDS_A_GPU.keys() & results.keys(), (failed, done.stderr)
-    assert all(NEEDS_A_GPU[name] in error for name, error in failed.items())
-    assert done.returncode == (3 if failed else 0), done.stderr
-    assert all(result["figures"] for name, result in results.items() if name not in failed)
+    failed = {name: result["error"] for name, result in results.items() if result["status"] not in ("done", "skipped")}
+    skipped = {name: result["error"] for name, result in results.items() if result["status"] == "skipped"}
+    assert not failed and done.returncode == 0, (failed, done.stderr)
+    assert skipped.keys() == LACKS.keys() & results.keys()
+    assert all(LACKS[name] in error for name, error in skipped.items())
+    assert all(result["figures"] for name, result in results.items() if name not in skipped)
     table = (out / f"part-{part}.md").read_text()
-    assert f"{len(results) - len(failed)} of {len(results)} items done" in table and table in done.stdout
+    assert f"{len(results) - len(skipped)} of {len(results)} items done" in table and table in done.stdout
+    unread = [line for line in table.splitlines() if line.endswith("| not measured |")]
+    assert len(unread) == {2: 1, 3: 2}.get(part, 0), unread  # of what was skipped
     assert (out / ".packages/deepspeed").is_dir() and not (out / ".packages/torch").exists()
     if part == 1:
         resumed, replayed = results["resume"]["figures"], results["replay"]["figures"]

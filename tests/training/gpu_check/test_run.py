@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +46,7 @@ def ran(check: Check, part: Part, *, seconds: float = 100.0) -> tuple[list[str],
             started.append(each.name)
             return each.measure(bench)
 
-        return Item(each.name, each.what, each.seconds, run, each.against)
+        return dataclasses.replace(each, measure=run)
 
     not_run: dict[str, str] = {}
     watched_part = Part(part.title, tuple(map(watched, part.items)))
@@ -151,6 +153,49 @@ def test_the_table_compares_losses_and_shows_variants(tmp_path) -> None:
     assert "| **mantissa**: tokens/s 43,211, MFU 0.4567 |" in table and "same **no**, none none" in table
     assert "Left out: what is not there." in table and "**A rehearsal**" in table
     assert "a device, driver 1.2, CUDA 13.0, torch 2.13.0, commit 0123456789ab" in table and "deepspeed" not in table
+
+
+def test_what_this_machine_lacks_is_skipped_and_measured_once_it_is_there(tmp_path) -> None:
+    part = Part("a part", (Item("liger", "Liger's", 1.0, lambda _: {"fine": True}, None, "liger"), item("one", works)))
+    lacking = check_in(tmp_path, machine=MACHINE | {"lacks": {"liger": "liger-kernel is not installed"}})
+    assert ran(lacking, part) == (["one"], {})
+    assert lacking.result(7, part.items[0])["status"] == "skipped"
+    assert "1 of 2 items done, 1 skipped" in page(lacking, 7, part, {})
+    assert "| skipped | 0 | liger-kernel is not installed |" in page(lacking, 7, part, {})
+    assert ran(check_in(tmp_path), part) == (["liger"], {})
+
+
+def works(bench: Bench) -> dict[str, Any]:
+    """Done at once."""
+    return {"fine": True}
+
+
+def test_what_was_measured_before_a_failure_or_the_end_of_the_time_is_kept(tmp_path) -> None:
+    def of_file(bench: Bench) -> dict[str, Any]:
+        return {"mantissa": json.loads((bench.folder / "rows.json").read_text())}
+
+    def fails_late(bench: Bench) -> dict[str, Any]:
+        with bench.keeping(lambda: of_file(bench)):
+            (bench.folder / "rows.json").write_text('{"tokens/s": 5.0}')
+            raise ItemFailed("the trainer has no memory")
+
+    def takes_too_long(bench: Bench) -> dict[str, Any]:
+        with bench.keeping(lambda: of_file(bench)):
+            (bench.folder / "rows.json").write_text('{"tokens/s": 6.0}')
+            raise subprocess.TimeoutExpired("a job", bench.limit)
+
+    def fails_at_once(bench: Bench) -> dict[str, Any]:
+        with bench.keeping(lambda: of_file(bench)):
+            raise ItemFailed("there is no data")
+
+    part = Part("a part", (item("late", fails_late), item("long", takes_too_long), item("soon", fails_at_once)))
+    check = check_in(tmp_path)
+    ran(check, part)
+    found = [check.result(7, each) for each in part.items]
+    assert [each["status"] for each in found] == ["failed", "took too long", "failed"]
+    assert [each["figures"] for each in found] == [{"mantissa": {"tokens/s": 5.0}}, {"mantissa": {"tokens/s": 6.0}}, {}]
+    table = page(check, 7, part, {})
+    assert "tokens/s 5" in table and "the trainer has no memory" in table
 
 
 def test_items_are_named_once_and_compared_with_one_of_their_part() -> None:
